@@ -23,9 +23,12 @@ from trainer_cases import (
 
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.grouped_matmul import grouped_matmul
+from orrery.manifest.budget.trainer_memory import NUM_SLOTS
 from orrery.manifest.errors import OrreryError
 from orrery.models import causal_lm
 from orrery.trainer.learner import count_totals
+from orrery.trainer.optim import optimizer as optimizers
+from orrery.trainer.optim.state_offload import StateOffload
 from orrery.trainer.parallel import activation_offload, blocks
 from orrery.trainer.parallel.activation_offload import ActivationOffload
 from orrery.trainer.parallel.context_parallel import UlyssesCore
@@ -59,6 +62,48 @@ def steps_with(tmp_path, model, compile=False, **memory):
         assert len(mine) > 1
         rows.append(learner.learn(mine, len(mine), count_totals(mine, learner.world), 1.0).metrics)
     return rows, {name: weight.detach().clone() for name, weight in learner.weights.items()}
+
+
+@pytest.mark.parametrize("max_tokens", [40, 200], ids=["many", "one"])
+def test_streamed_state_fills_memory_that_the_plan_frees_and_changes_no_bit(
+    tmp_path, monkeypatch, max_tokens
+):
+    fills = []
+
+    def watch(name):
+        call = getattr(StateOffload, name)
+
+        def watched(self, room_bytes=0):
+            before = self.held_bytes
+            call(self, room_bytes)
+            assert self.held_bytes <= max(before, room_bytes, NUM_SLOTS * self._slot_bytes)
+            if name == "fill" and before != self.held_bytes:
+                fills.append(self.held_bytes // self._slot_bytes)
+
+        monkeypatch.setattr(StateOffload, name, watched)
+
+    watch("fill")
+    watch("drain")
+    monkeypatch.setattr(optimizers, "OFFLOADED_BYTES", 1024)
+
+    def steps(away):
+        spec = manifest(
+            model={"num_layers": 3}, trainer={"memory": {**MEMORY, "optimizer_offload": away}}
+        )
+        write_start_weights(spec, tmp_path / "start")
+        learner = make_learner(spec, tmp_path / "start")
+        for step in (1, 2, 3):
+            mine = share(batch_columns(step, 5), 1, 0, max_tokens)
+            learner.learn(mine, len(mine), count_totals(mine, learner.world), 1.0)
+            # Copies out end beside the next step.
+            assert not away or learner.optimizer.offload.held_bytes
+        return {name: weight.detach().clone() for name, weight in learner.weights.items()}
+
+    plain, streamed = steps(False), steps(True)
+    for name, weight in plain.items():
+        assert torch.equal(streamed[name], weight), name
+    # Each block whose backward pass is done makes room for more.
+    assert len(set(fills)) >= 3 and max(fills) > 2 * NUM_SLOTS
 
 
 def assert_same(found, expected):

@@ -23,6 +23,7 @@ from trainer_cases import MEMORY, manifest
 from orrery.kernels import expert_rows
 from orrery.kernels.attention import Documents
 from orrery.manifest.budget.options import choose_options, format_value, memory_options
+from orrery.manifest.budget.state_rooms import state_rooms
 from orrery.manifest.budget.trainer_memory import (
     Workload,
     activation_bytes,
@@ -102,6 +103,31 @@ def recorded():
                 bench["peak_allocated_bytes"] / GIB,
                 bench["allocated_before_steps_bytes"] / GIB,
             )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("fsdp", [UNSHARED, RESHARD])
+def test_streamed_state_has_room_below_the_planned_peak_alone(fsdp, micro_batches):
+    model, trainer, load = case(
+        "qwen3_30b_a3b_16k",
+        devices=2,
+        layers=12,
+        micro_batches=micro_batches,
+        fsdp=fsdp,
+        memory='{"optimizer_offload": true}',
+    )
+    plan = plan_memory(model, trainer, load, H200_BYTES)
+    rooms = state_rooms(model, trainer, micro_batches, H200_BYTES)
+    moments = {
+        name: sum(kinds.values()) - kinds["optimizer state"] for name, kinds in plan.moments.items()
+    }
+    later = [moments["embedding, backward"], moments["optimizer"]]
+    for layer, room in enumerate(rooms.arriving):
+        later += [moments[f"block {layer}, {when}"] for when in ("backward", "reducing gradients")]
+        assert plan.moments["optimizer"]["optimizer state"] <= room <= plan.peak_bytes - max(later)
+    assert list(rooms.arriving) == sorted(rooms.arriving)[::-1]
+    assert rooms.arriving[0] > 8 * GIB or micro_batches == 1  # whose peak is the optimizer's
+    assert rooms.forward[0] > rooms.forward[-1]
 
 
 def resting_bytes(found):

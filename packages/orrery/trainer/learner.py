@@ -23,6 +23,7 @@ from orrery.trainer.loss import COMPONENTS, StepSums, loss
 from orrery.trainer.micro_batch import MicroBatch, count_members, micro_batch
 from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
+from orrery.trainer.optim.state_offload import stream_state
 from orrery.trainer.parallel import blocks, context_parallel
 from orrery.trainer.parallel.fsdp import reshard_all, set_gradient_sync
 from orrery.trainer.parallel.world import World
@@ -64,6 +65,7 @@ class Learner:
             self.num_indexers, self.top_k = policy.network.config.num_indexers, mla.indexer.top_k
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
+        self.state_stream = stream_state(self.optimizer.offload, policy.network, trainer)
         parameters = policy.named_parameters()
         self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
         self.step = 0
@@ -184,6 +186,8 @@ class Learner:
             mark_micro_batch(self.world.device)
             batch = self._micro_batch(columns)
             set_gradient_sync(self.policy, is_last, self.trainer.fsdp)
+            if self.state_stream is not None:
+                self.state_stream.begin(index, count)
             logprob, entropy = self.policy(batch)
             value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
             if (indexer_kl := self.policy.network.indexer_kl) is not None:

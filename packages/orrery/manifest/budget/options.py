@@ -194,7 +194,7 @@ def _offload_options(
     if not memory.optimizer_offload and not trainer.fsdp.cpu_offload:
         cost = (
             f"states cross to the host and back{transfers('optimizer state', 1)} "
-            "once a step, both ways at once, after the backward pass"
+            "once a step, beside the last backward pass and the next step"
         )
         yield _change(trainer, load, "memory", "optimizer_offload", True, cost)
 

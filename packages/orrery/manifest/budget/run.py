@@ -199,9 +199,11 @@ class RunPlan:
         lengths = [int(self.tokens)] * per_group
         per_node = self.manifest.hardware.devices_per_node
         link = trainer_time.links(self.trainer, self.rates, per_node, self.network)
+        capacity = usable_bytes(self.manifest.hardware.accelerator) or 0
         return trainer_time.step_s(
-            self.model, self.trainer, micro_batches, lengths, self.rates, link, self.counted
-        )
+            self.model, self.trainer, micro_batches, lengths, self.rates, link, self.counted,
+            capacity,
+        )  # fmt: skip
 
     @cached_property
     def engines(self) -> dict[str, float]:

@@ -17,6 +17,7 @@ from orrery.manifest.budget.parameters import (
     is_sparse,
 )
 from orrery.manifest.budget.rates import Rates
+from orrery.manifest.budget.state_rooms import state_rooms
 from orrery.manifest.budget.trainer_memory import activation_bytes
 from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
@@ -72,13 +73,14 @@ def step_s(
     rates: Rates,
     link: Links | None = None,
     counted: ParameterCounts | None = None,
+    device_bytes: int = 0,
 ) -> dict[str, float]:
     """Return the seconds of a step by kind of work. "step" is their sum.
 
     "communication" is the part that computation does not hide, "communication in all" includes the
     hidden part and is not in the sum. `lengths`: tokens of each document of a cp group, over all
-    micro-batches. `link`: by default, that of ranks on one node. Raise OrreryError for family
-    `hugging_face`.
+    micro-batches. `link`: by default, that of ranks on one node. `device_bytes`: a device's memory.
+    Raise OrreryError for family `hugging_face`.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
@@ -93,10 +95,15 @@ def step_s(
     in_all, exposed = _communication(
         model, trainer, counted, micro_batches, tokens, computing, link
     )
-    computing_s, offloaded_s, exchange_s = 0.0, 0.0, 0.0
+    computing_s, num_states, exchange_s = 0.0, 0.0, 0.0
     trained = sum(unit.trained for unit in counted.units) / (mesh.dp_shard * mesh.cp)
     if trained:
-        computing_s, offloaded_s, exchange_s = _optimizer_s(model, trainer, trained, rates, link)
+        computing_s, num_states, exchange_s = _optimizer_s(model, trainer, trained, rates, link)
+    offloaded_s = 0.0
+    if num_states and trainer.memory.optimizer_offload:
+        rooms = state_rooms(model, trainer, micro_batches, device_bytes, counted)
+        window = computing / micro_batches, micro_batches > 1
+        offloaded_s = _state_copies_s(4 * num_states, rooms.arriving[0], *window, rates)
     seconds["optimizer"] = max(computing_s, offloaded_s)
     # Muon's all-to-alls overlap with copies of offloaded states.
     exposed += max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
@@ -257,7 +264,7 @@ def _context_values(model: Model, trainer: Trainer) -> float:
 def _optimizer_s(
     model: Model, trainer: Trainer, trained: float, rates: Rates, link: Links
 ) -> tuple[float, float, float]:
-    """Return the seconds of (kernels, copies of offloaded states, Muon's all-to-alls).
+    """Return (seconds of kernels, number of values in states, seconds of Muon's all-to-alls).
 
     `trained`: number of float32 values on this device. Bytes moved per value, including those for
     the gradient's norm and scale: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with decay),
@@ -281,11 +288,23 @@ def _optimizer_s(
         num_states = trained if optimizer.momentum else 0.0
     else:
         num_bytes, num_states = trained * (32 if optimizer.weight_decay else 24), 0.0
-    offloaded_s = 0.0
-    if trainer.memory.optimizer_offload:
-        offloaded_s = 4 * num_states / (BOTH_WAYS * rates.host_link_bytes)
     computing_s = num_bytes / rates.memory_bytes + products_s
-    return computing_s, offloaded_s, exchanged_bytes / link.all
+    return computing_s, num_states, exchanged_bytes / link.all
+
+
+def _state_copies_s(
+    num_bytes: float, room: int, micro_batch_s: float, has_more: bool, rates: Rates
+) -> float:
+    """Return the seconds of copies of offloaded states that computation does not hide.
+
+    `room`: bytes of states on the device after the last backward pass. Those come beside this pass.
+    All others come after it, while as many go back. The rest goes beside the first micro-batch, of
+    which the backward pass counts if it is not the last (`has_more`).
+    """
+    link, backward_s = rates.host_link_bytes, (1 - FORWARD_SHARE) * micro_batch_s
+    early = min(num_bytes, room, backward_s * link)
+    beside_s = micro_batch_s if has_more else micro_batch_s - backward_s
+    return (num_bytes - early) / (BOTH_WAYS * link) + max(0.0, early / link - beside_s)
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:

@@ -201,7 +201,8 @@ class Memory(Record):
     """Options that save device memory in the trainer, at a cost of compute or host memory.
 
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
-    - `optimizer_offload`: keep optimizer state in pinned host memory except during the update.
+    - `optimizer_offload`: keep optimizer state in pinned host memory. It is copied beside
+      computation, in memory that activations leave.
     - `lm_head_chunk_tokens`: tokens whose logits are in memory at a time. "auto" depends on
       vocabulary and device.
     - `lm_head_keeps_logits`: keep a micro-batch's float32 logits for the backward pass.

@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from orrery.manifest.schema import AdamW, Sgd, SignSgd
-from orrery.trainer.optim.optimizer import ParamGroup, UpdateRule, WeightPart, is_bias
+from orrery.trainer.optim.buckets import ParamGroup, UpdateRule, WeightPart, is_bias
 
 
 class AdamWRule(UpdateRule):

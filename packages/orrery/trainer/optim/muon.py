@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from orrery.manifest.budget.trainer_memory import BATCH_VALUES
 from orrery.manifest.schema import Muon
 from orrery.trainer.optim import elementwise
+from orrery.trainer.optim.buckets import ParamGroup, UpdateRule, WeightPart, is_bias
 from orrery.trainer.optim.gradient import sharding_axes
-from orrery.trainer.optim.optimizer import ParamGroup, UpdateRule, WeightPart, is_bias
 from orrery.trainer.parallel.world import all_to_all
 
 RMS = 0.2

@@ -1,0 +1,69 @@
+"""Plan how much device memory offloaded optimizer state may use at each moment of a step.
+
+State travels beside computation, in memory that activations and gradients do not use then. So the
+planned peak is the same with and without it.
+"""
+
+from dataclasses import dataclass
+
+from orrery.manifest.budget.parameters import ParameterCounts
+from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory
+from orrery.manifest.schema import Model, Trainer
+
+SHARE = 0.9  # of the planned free memory, because plans have errors
+
+
+@dataclass(frozen=True)
+class StateRooms:
+    """Bytes of state that fit on the device, by block.
+
+    - `forward`, `backward`: from the start of the block's pass on, in a step's first micro-batch.
+    - `head`: in the LM head of the first micro-batch.
+    - `arriving`: from the start of the block's backward pass to the end of the step, in the last
+      micro-batch.
+    """
+
+    forward: tuple[int, ...]
+    head: int
+    backward: tuple[int, ...]
+    arriving: tuple[int, ...]
+
+
+def state_rooms(
+    model: Model,
+    trainer: Trainer,
+    micro_batches: int,
+    device_bytes: int,
+    counted: ParameterCounts | None = None,
+) -> StateRooms:
+    """Return the rooms in a step of `micro_batches`. Raise OrreryError for `hugging_face`."""
+    tokens = trainer.memory.max_tokens_per_micro_batch
+
+    def planned(count: int) -> MemoryPlan:
+        load = Workload(tokens, tokens, count)
+        return plan_memory(model, trainer, load, device_bytes, counted)
+
+    last = planned(micro_batches)
+    first = planned(1) if micro_batches > 1 else last
+    peak, names = last.peak_bytes, list(last.moments)
+    states = last.moments[last.fullest]["optimizer state"]
+
+    def room(used: int) -> int:
+        return states + int(SHARE * max(0, peak - used))
+
+    def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
+        return sum(size for kind, size in plan.moments[name].items() if kind not in without)
+
+    # Whole gradients that wait for later micro-batches are in the plan of many only.
+    has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
+    back = last if has_whole else first
+    forward, backward, arriving = [], [], []
+    for layer in range(model.num_layers):
+        name = f"block {layer}, backward"
+        position = names.index(name)
+        forward.append(room(used(first, name, ("gradients", "reduction"))))
+        backward.append(room(max(used(back, one) for one in names[position : position + 2])))
+        arriving.append(room(max(used(last, one) for one in names[position:])))
+    return StateRooms(
+        tuple(forward), room(used(first, "LM head")), tuple(backward), tuple(arriving)
+    )

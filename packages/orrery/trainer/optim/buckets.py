@@ -1,0 +1,154 @@
+"""Cut groups of weights into buckets, and define the rules that update them.
+
+`FlatShards` concatenates a group's local shards of one dtype. A bucket is a window of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orrery.models.placement import local_tensor
+from orrery.trainer.optim.gradient import sharding_axes
+
+ALIGNMENT = 128  # in values, for vectorised kernels
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """A part of one weight, with its gradient and state on the device.
+
+    Tensors are flat, or whole local shards if the rule needs these.
+    """
+
+    source: nn.Parameter
+    weight: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+
+
+class UpdateRule:
+    """An update of weights. `keys` names its state tensors, each with the weight's shape.
+
+    With `counts_steps`, state also has `step`, a float32 scalar that counts earlier steps.
+    """
+
+    keys: tuple[str, ...] = ()
+    counts_steps = False
+    needs_whole_shards = False
+
+    def __init__(self, spec: Any):
+        self.spec = spec
+
+    def update(
+        self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
+    ) -> None:
+        """Move the weights by gradient / divisor. Gradients may be overwritten."""
+        raise NotImplementedError
+
+
+@dataclass
+class ParamGroup:
+    """Weights that share a rule. `lr` is the schedule's peak."""
+
+    weights: list[nn.Parameter]
+    rule: UpdateRule
+    lr: float
+    weight_decay: float
+
+
+def is_bias(name: str) -> bool:
+    """Return whether the name is a bias's. Stacked experts' biases have two dimensions."""
+    return name.endswith("bias")
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """Values `start` to `stop` of a weight's local shard, stored at `offset` in `FlatShards`."""
+
+    weight: nn.Parameter
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    group: ParamGroup
+    shards: "FlatShards"
+    begin: int
+    end: int
+    slices: list[ShardSlice]
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.end - self.begin) * self.shards.dtype.itemsize
+
+
+@dataclass
+class FlatShards:
+    """The local shards of a group's weights of one dtype, concatenated into one flat tensor."""
+
+    weights: list[nn.Parameter]
+    dtype: torch.dtype
+    starts: list[int] = field(default_factory=list)
+    length: int = 0
+
+    def __post_init__(self) -> None:
+        for weight in self.weights:
+            self.starts.append(self.length)
+            self.length += -(-local_tensor(weight).numel() // ALIGNMENT) * ALIGNMENT
+
+    def windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
+        """Yield windows of at most `num_values`. A window may cut a weight."""
+        shards = [
+            (weight, start, local_tensor(weight).numel())
+            for weight, start in zip(self.weights, self.starts, strict=True)
+        ]
+        position = 0
+        for begin in range(0, self.length, num_values):
+            end = min(begin + num_values, self.length)
+            while shards[position][1] + shards[position][2] <= begin:
+                position += 1
+            slices = []
+            for weight, start, size in shards[position:]:
+                if start >= end:
+                    break
+                low, high = max(begin - start, 0), min(end - start, size)
+                if low < high:
+                    slices.append(ShardSlice(weight, low, high, start + low))
+            yield begin, end, slices
+
+    def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
+        """Yield windows of whole weights, the same on all ranks despite different local sizes."""
+        slices: list[ShardSlice] = []
+        begin = share = 0
+        for weight, start in zip(self.weights, self.starts, strict=True):
+            own = -(-weight.numel() // _num_shards(weight))
+            if slices and share + own > num_values:
+                yield begin, start, slices
+                begin, share, slices = start, 0, []
+            share += own
+            slices.append(ShardSlice(weight, 0, local_tensor(weight).numel(), start))
+        if slices:
+            yield begin, self.length, slices
+
+
+def make_buckets(group: ParamGroup, bucket_bytes: int) -> list[Bucket]:
+    rule, found = group.rule, []
+    for dtype in dict.fromkeys(weight.dtype for weight in group.weights):
+        shards = FlatShards([weight for weight in group.weights if weight.dtype == dtype], dtype)
+        num_values = bucket_bytes // (dtype.itemsize * max(len(rule.keys), 1))
+        num_values = max(num_values // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+        windows = shards.whole_windows if rule.needs_whole_shards else shards.windows
+        found += [Bucket(group, shards, *window) for window in windows(num_values)]
+    return found
+
+
+def _num_shards(weight: Tensor) -> int:
+    count = 1
+    for axis in sharding_axes(weight):
+        count *= weight.device_mesh.size(axis)  # type: ignore[attr-defined]
+    return count
