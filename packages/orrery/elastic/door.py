@@ -1,0 +1,81 @@
+"""Refuse a site at the door, in one sentence that names the field.
+
+The first site writes the run's terms into the log. Every later site compares its own terms with
+them before it enters, so a wrong site costs the run nothing.
+"""
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from orrery.elastic.types import ElasticError
+
+PROTOCOL = 1  # raise it when the ledger's or the links' format changes
+NO_ROUND = -1  # the first round has number 0
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What a site brings. In the run's own terms, `memory_bytes` is the smallest allowed."""
+
+    manifest: str  # the manifest's id
+    code: str  # digest of the code
+    codec: str
+    memory_bytes: int
+    protocol: int = PROTOCOL
+    codecs: tuple[str, ...] = ()  # the codecs that this site knows
+    round: int = NO_ROUND  # the last round whose state this site holds
+    digest: str = ""  # of that state
+
+
+def check_terms(run: Terms, site: Terms) -> None:
+    """Raise ElasticError if a site with the terms `site` cannot train in the run."""
+    codecs = site.codecs or (site.codec,)
+    for is_wrong, sentence in (
+        (
+            site.protocol != run.protocol,
+            f"protocol: this site speaks version {site.protocol}, the run version {run.protocol}; "
+            "install the run's release of Orrery",
+        ),
+        (
+            site.manifest != run.manifest,
+            f"manifest: this site has {site.manifest[:12]}, the run {run.manifest[:12]}; copy the "
+            "run's manifest and join with it",
+        ),
+        (
+            site.code != run.code,
+            f"code: this site has version {site.code[:12]}, the run {run.code[:12]}; check out the "
+            "run's commit",
+        ),
+        (
+            run.codec not in codecs,
+            f"trainer.elastic.codec: the run uses {run.codec}, and this site knows "
+            f"{', '.join(codecs)}; install the run's release of Orrery",
+        ),
+        (
+            site.memory_bytes < run.memory_bytes,
+            f"memory: this site has {site.memory_bytes / 1e9:.1f} GB of host memory free, and the "
+            f"outer loop needs {run.memory_bytes / 1e9:.1f} GB; free some or use a larger host",
+        ),
+    ):
+        if is_wrong:
+            raise ElasticError(sentence)
+
+
+def check_clock(
+    not_before_s: float, not_after_s: float, clock: Callable[[], float] = time.time
+) -> None:
+    """Raise ElasticError if this host's clock is outside the validity of the run's certificate.
+
+    No other rule reads a wall clock.
+    """
+    now_s = clock()
+    if not_before_s <= now_s <= not_after_s:
+        return
+    now, first, last = (
+        time.strftime("%Y-%m-%d %H:%M", time.gmtime(t)) for t in (now_s, not_before_s, not_after_s)
+    )
+    raise ElasticError(
+        f"clock: this host says {now} UTC, and the run's certificate is valid from {first} to "
+        f"{last}; set the clock (`date -u` shows it), or ask for a new certificate"
+    )

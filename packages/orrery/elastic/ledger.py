@@ -1,0 +1,273 @@
+"""The replicated ledger of epochs and rounds as pure functions.
+
+- A `Ledger` is the whole shared state. Each function returns the next ledger, or the same one if
+  nothing changes, so retries are harmless.
+- `live` is the set of sites with a lease. No function reads a clock.
+- A round is gathered (sites arrive), then exchanged (members report a digest or broken peers).
+- Every start after a change of members, and every abort, raises the epoch's number.
+- Sites that join are never waited for.
+"""
+
+from collections.abc import Iterable, Set
+from itertools import combinations
+
+import msgspec
+
+from orrery.elastic.door import NO_ROUND, Terms, check_terms
+from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, SiteMember
+
+
+class Behind(LeaseLost):
+    """Signal that a live site's state is older than the log's.
+
+    The site takes a snapshot of `committed`, then arrives in the next round.
+    """
+
+    def __init__(self, site_id: str, committed: int) -> None:
+        super().__init__(
+            f"site {site_id[:8]} lacks round {committed}; it takes a snapshot from its peers"
+        )
+        self.committed = committed
+
+
+class JoiningSite(msgspec.Struct, frozen=True):
+    member: SiteMember
+    has_weight: bool  # a straggler's tokens count, a newcomer's do not
+
+
+class CommittedRound(msgspec.Struct, frozen=True):
+    """A finished round: one row of the log."""
+
+    number: int
+    epoch: int
+    members: tuple[SiteMember, ...]
+    weights: tuple[int, ...]
+    digest: str
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    terms: Terms | None = None
+    epoch: int = 0
+    members: tuple[SiteMember, ...] = ()
+    joining: tuple[JoiningSite, ...] = ()
+    is_exchanging: bool = False
+    tokens: dict[str, int] = {}  # by site that has arrived in the round
+    weights: tuple[int, ...] = ()  # of the members, while exchanging
+    digests: dict[str, str] = {}  # by member that has finished the exchange
+    broken: dict[str, tuple[str, ...]] = {}  # by member that aborted: the peers it lost
+    strikes: tuple[tuple[str, str], ...] = ()  # links that broke in the round's last attempt
+    committed: CommittedRound | None = None
+
+    @property
+    def last(self) -> int:
+        """Return the number of the last committed round, or NO_ROUND."""
+        return self.committed.number if self.committed else NO_ROUND
+
+    @property
+    def number(self) -> int:
+        """Return the number of the round in progress."""
+        return self.last + 1
+
+    @property
+    def ids(self) -> frozenset[str]:
+        return frozenset(member.id for member in self.members)
+
+    @property
+    def current(self) -> Epoch:
+        return Epoch(self.epoch, self.members)
+
+    def open_round(self, site_id: str) -> OuterRound | None:
+        """Return the round that is exchanged now, if the site is a member without a report."""
+        if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
+            return None
+        return OuterRound(self.number, self.current, self.weights)
+
+    @property
+    def reported(self) -> frozenset[str]:
+        return frozenset(self.digests) | frozenset(self.broken)
+
+
+def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
+    """Add a site: as a member if no round has started or no member is live, otherwise as joining.
+
+    Raise ElasticError if the run refuses the site, or no site has the newest state.
+    """
+    if ledger.terms is not None:
+        check_terms(ledger.terms, terms)
+    if site.id in ledger.ids or any(each.member.id == site.id for each in ledger.joining):
+        return ledger
+    digest = ledger.committed.digest if ledger.committed else ""
+    holds_state = (terms.round, terms.digest) == (ledger.last, digest)
+    is_first = not ledger.ids & live
+    if is_first and not holds_state:
+        raise ElasticError(
+            f"the run stands at round {ledger.last} and no site is live, but this site holds the "
+            f"state of round {terms.round}; start the site with the newest snapshot first"
+        )
+    ledger = msgspec.structs.replace(
+        ledger, terms=ledger.terms or msgspec.structs.replace(terms, round=NO_ROUND, digest="")
+    )
+    if not ledger.is_exchanging and holds_state and (is_first or ledger.committed is None):
+        return _with_members(ledger, [*(m for m in ledger.members if m.id in live), site])
+    joining = (*ledger.joining, JoiningSite(site, has_weight=holds_state))
+    return msgspec.structs.replace(ledger, joining=joining)
+
+
+def remove(ledger: Ledger, site_id: str) -> Ledger:
+    """Remove a site that leaves. Members of an exchange stay until it ends or is aborted."""
+    joining = tuple(each for each in ledger.joining if each.member.id != site_id)
+    ledger = msgspec.structs.replace(ledger, joining=joining)
+    if ledger.is_exchanging or site_id not in ledger.ids:
+        return ledger
+    tokens = {each: num for each, num in ledger.tokens.items() if each != site_id}
+    members = tuple(m for m in ledger.members if m.id != site_id)
+    return _with_members(msgspec.structs.replace(ledger, tokens=tokens), members)
+
+
+def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
+    """Note that a site has finished its inner steps and enters round `number`.
+
+    Raise Behind if the round is over, and LeaseLost if the site is unknown.
+    """
+    joining = {each.member.id: each for each in ledger.joining}
+    if site_id not in ledger.ids and site_id not in joining:
+        raise LeaseLost(f"site {site_id[:8]} left the run in epoch {ledger.epoch} or before")
+    if number < ledger.number:
+        raise Behind(site_id, ledger.last)
+    if number > ledger.number:
+        raise LeaseLost(
+            f"site {site_id[:8]} asks for round {number}, but the log stands at {ledger.last}"
+        )
+    if ledger.is_exchanging or site_id in ledger.tokens:
+        return ledger
+    if site_id in joining and not joining[site_id].has_weight:
+        tokens = 0
+    return msgspec.structs.replace(ledger, tokens=ledger.tokens | {site_id: tokens})
+
+
+def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
+    return not ledger.is_exchanging and len(ledger.tokens.keys() & live) >= max(quorum, 1)
+
+
+def is_complete(ledger: Ledger, live: Set[str]) -> bool:
+    """Return whether every live member has arrived."""
+    return (ledger.ids & live) <= ledger.tokens.keys()
+
+
+def start(ledger: Ledger, live: Set[str]) -> Ledger:
+    """Begin the exchange between the live sites that have arrived.
+
+    Live members that have not arrived join again with their weight.
+    """
+    if ledger.is_exchanging or not ledger.tokens.keys() & live:
+        return ledger
+    known = {m.id: m for m in (*(each.member for each in ledger.joining), *ledger.members)}
+    arrived = [known[each] for each in ledger.tokens if each in live and each in known]
+    late = [m for m in ledger.members if m.id in live and m.id not in ledger.tokens]
+    ids = {m.id for m in arrived}
+    joining = [each for each in ledger.joining if each.member.id in live - ids]
+    joining += [JoiningSite(m, has_weight=True) for m in late]
+    ledger = _with_members(ledger, arrived)
+    return msgspec.structs.replace(
+        ledger,
+        is_exchanging=True,
+        joining=tuple(joining),
+        weights=tuple(ledger.tokens[m.id] for m in ledger.members),
+        digests={},
+        broken={},
+    )
+
+
+def acknowledge(ledger: Ledger, site_id: str, outer_round: OuterRound, digest: str) -> Ledger:
+    """Note that a member has finished the exchange. Reports of an older epoch change nothing."""
+    if not _is_open(ledger, site_id, outer_round):
+        return ledger
+    return msgspec.structs.replace(ledger, digests=ledger.digests | {site_id: digest})
+
+
+def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable[int]) -> Ledger:
+    """Note that a member has lost peers. Reports of an older epoch change nothing."""
+    if not _is_open(ledger, site_id, outer_round):
+        return ledger
+    peers = tuple(sorted(outer_round.epoch.members[rank].id for rank in set(lost)))
+    return msgspec.structs.replace(ledger, broken=ledger.broken | {site_id: peers})
+
+
+def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int = 1) -> Ledger:
+    """Commit or restart the exchange once every live member has reported.
+
+    `has_waited` ends the wait for silent members. A digest of more than half of the members is
+    committed, and members with another digest are removed. Otherwise the round restarts in a new
+    epoch without the silent members, or is gathered again if fewer than `quorum` are left.
+    """
+    if not ledger.is_exchanging:
+        return ledger
+    present = ledger.ids & ledger.reported & live
+    if (ledger.ids & live) - present and not (has_waited and present):
+        return ledger
+    if not present:
+        return ledger if ledger.ids & live else _gather(_with_members(ledger, ()), {})
+    if not present & ledger.broken.keys():
+        digests = [ledger.digests[each] for each in present]
+        digest = max(sorted(set(digests)), key=digests.count)
+        if 2 * digests.count(digest) > len(digests):
+            return _commit(ledger, {each for each in present if ledger.digests[each] == digest})
+    restarted = _restart(ledger, present)
+    if len(restarted.members) >= quorum:
+        return restarted
+    return _gather(restarted, {m.id: ledger.tokens[m.id] for m in restarted.members})
+
+
+def _commit(ledger: Ledger, agreed: Set[str]) -> Ledger:
+    digest = next(ledger.digests[each] for each in agreed)
+    row = CommittedRound(ledger.number, ledger.epoch, ledger.members, ledger.weights, digest)
+    kept = tuple(m for m in ledger.members if m.id in agreed)
+    return _gather(_with_members(msgspec.structs.replace(ledger, committed=row), kept), {})
+
+
+def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
+    """Open the round's next epoch. Drop a site only if a link of it broke twice in a row."""
+    pairs = {
+        (min(a, b), max(a, b)) for a in present for b in ledger.broken.get(a, ()) if b in present
+    }
+    kept = largest_connected(present, pairs & set(ledger.strikes))
+    weight_of = dict(zip((m.id for m in ledger.members), ledger.weights, strict=True))
+    members = tuple(m for m in ledger.members if m.id in kept)
+    return msgspec.structs.replace(
+        ledger,
+        epoch=ledger.epoch + 1,
+        members=members,
+        weights=tuple(weight_of[m.id] for m in members),
+        digests={},
+        broken={},
+        strikes=tuple(sorted(pairs)),
+    )
+
+
+def largest_connected(sites: Set[str], broken: Set[tuple[str, str]]) -> frozenset[str]:
+    """Return the largest subset without a broken pair, the first in order of ids."""
+    involved = sorted({each for pair in broken for each in pair})
+    for num_dropped in range(len(involved) + 1):
+        for dropped in combinations(reversed(involved), num_dropped):
+            if all(a in dropped or b in dropped for a, b in broken):
+                return frozenset(sites) - frozenset(dropped)
+    return frozenset(sites)
+
+
+def _gather(ledger: Ledger, tokens: dict[str, int]) -> Ledger:
+    return msgspec.structs.replace(
+        ledger, is_exchanging=False, tokens=tokens, weights=(), digests={}, broken={}, strikes=()
+    )
+
+
+def _is_open(ledger: Ledger, site_id: str, outer_round: OuterRound) -> bool:
+    is_current = (ledger.number, ledger.epoch) == (outer_round.number, outer_round.epoch.number)
+    return is_current and ledger.open_round(site_id) is not None
+
+
+def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
+    """Set the epoch's members, under a new number if they change."""
+    ordered = tuple(sorted(members))
+    if ordered == ledger.members:
+        return ledger
+    return msgspec.structs.replace(ledger, members=ordered, epoch=ledger.epoch + 1)

@@ -1,0 +1,215 @@
+"""Take part in a run's epochs and rounds through a replicated log.
+
+- A site holds a lease in the log and changes the ledger by compare-and-swap, so no site leads.
+- A write succeeds only under the site's own lease. A site without one gets LeaseLost.
+- A site without a majority of the coordinators cannot write. It waits, then joins again.
+- Times are this process's monotonic clock. The log judges leases by its own.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from orrery.elastic import ledger as rules
+from orrery.elastic.door import Terms
+from orrery.elastic.ledger import Behind, Ledger
+from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, SiteMember
+
+__all__ = ["Behind", "EpochLog", "LedgerView", "LogMembership", "Membership", "RoundPace", "Terms"]
+
+
+class Membership(Protocol):
+    """A site's place in a run. The methods block, and raise LeaseLost if the site must rejoin."""
+
+    def join(self, site: SiteMember, terms: Terms) -> Epoch:
+        """Enter with a new id. Raise ElasticError, in one sentence, if the run refuses the site."""
+
+    def epoch(self) -> Epoch: ...
+
+    def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
+        """Wait for all live members, or for the quorum and the grace window. Return the round.
+
+        Raise Behind if the round is over, and ElasticError if no quorum arrives in `deadline_s`.
+        """
+
+    def commit(self, outer_round: OuterRound, digest: str) -> bool:
+        """Return True if the round stands in the log with `digest`, False if it must be retried."""
+
+    def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
+        """Return the same round in a new epoch without the sites that are gone."""
+
+    def leave(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LedgerView:
+    ledger: Ledger
+    revision: int  # of the ledger
+    live: frozenset[str]  # ids of the sites with a lease
+
+
+class EpochLog(Protocol):
+    """A linearizable register with leases."""
+
+    def acquire(self, site_id: str) -> None:
+        """Take a lease and keep it by heartbeats."""
+
+    def release(self) -> None:
+        """Give the lease back, so that the others see the departure at once."""
+
+    def read(self) -> LedgerView: ...
+
+    def write(self, ledger: Ledger, view: LedgerView) -> bool:
+        """Replace the ledger if it is still that of `view`. Raise LeaseLost without a lease."""
+
+    def wait(self, view: LedgerView, timeout_s: float) -> LedgerView:
+        """Return the next view that differs from `view`, or the same after `timeout_s`."""
+
+    def now_s(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class RoundPace:
+    """The waits of a membership, fields of `trainer.elastic`."""
+
+    founders: int = 1  # sites in the first round
+    quorum: int = 1  # fewest sites in a later round
+    grace_s: float = 600.0  # longest wait for stragglers after the quorum has arrived
+    suspect_s: float = 4.0  # longest silence of a site that a peer reports as lost
+    exchange_s: float = 600.0  # longest silence of any other site
+
+
+class LogMembership:
+    def __init__(self, log: EpochLog, pace: RoundPace) -> None:
+        self._log, self._pace = log, pace
+        self._id = ""
+
+    def join(self, site: SiteMember, terms: Terms) -> Epoch:
+        if site.id == self._id:
+            raise ElasticError(f"site {site.id[:8]}: the id was used before; draw a new one")
+        view = self._log.read()
+        rules.admit(view.ledger, site, terms, view.live)  # refuse before taking a lease
+        self._log.acquire(site.id)
+        self._id = site.id
+        try:
+            return self._change(
+                lambda view: rules.admit(view.ledger, site, terms, view.live - {site.id})
+            ).ledger.current
+        except BaseException:
+            self.leave()
+            raise
+
+    def epoch(self) -> Epoch:
+        return self._log.read().ledger.current
+
+    def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
+        begin_s, since_s = self._log.now_s(), None
+        while True:
+            view = self._change(lambda view: self._arrive(view, number, tokens))
+            if (found := self._open(view, number)) is not None:
+                return found
+            quorum = self._quorum(view)
+            now_s = self._log.now_s()
+            is_over = now_s - begin_s >= deadline_s
+            if not rules.has_quorum(view.ledger, view.live, quorum):
+                if is_over and not view.ledger.is_exchanging:
+                    num = len(view.ledger.tokens.keys() & view.live)
+                    raise ElasticError(
+                        f"trainer.elastic.quorum: {num} of {quorum} sites arrived in round "
+                        f"{number} within {deadline_s:g} s; start more with `orrery join`"
+                    )
+                since_s = None
+            elif since_s is None:
+                since_s = now_s
+            if since_s is not None and (is_over or now_s - since_s >= self._pace.grace_s):
+                view = self._change(lambda view: rules.start(view.ledger, view.live))
+                continue
+            left_s = begin_s + deadline_s - now_s
+            if since_s is not None:
+                left_s = min(left_s, since_s + self._pace.grace_s - now_s)
+            self._log.wait(view, max(left_s, 0.0) if not is_over else self._pace.exchange_s)
+
+    def commit(self, outer_round: OuterRound, digest: str) -> bool:
+        self._change(lambda view: rules.acknowledge(view.ledger, self._id, outer_round, digest))
+        ledger = self._settled(outer_round)
+        self._check_member(ledger)
+        return ledger.last >= outer_round.number
+
+    def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
+        peers = tuple(lost)
+        self._change(lambda view: rules.report(view.ledger, self._id, outer_round, peers))
+        ledger = self._settled(outer_round)
+        self._check_member(ledger)
+        if ledger.last >= outer_round.number:
+            raise Behind(self._id, ledger.last)
+        own = outer_round.weights[outer_round.epoch.rank(self._id)]
+        return self.begin_round(outer_round.number, own, self._pace.exchange_s)
+
+    def leave(self) -> None:
+        if self._id:
+            self._log.release()
+
+    def _arrive(self, view: LedgerView, number: int, tokens: int) -> Ledger:
+        """Return the ledger with this site's arrival, and started or settled if it is time."""
+        ledger = rules.settle(view.ledger, view.live, quorum=self._pace.quorum)
+        ledger = rules.arrive(ledger, self._id, number, tokens)
+        if rules.has_quorum(ledger, view.live, self._quorum(view)) and rules.is_complete(
+            ledger, view.live
+        ):
+            ledger = rules.start(ledger, view.live)
+        return ledger
+
+    def _open(self, view: LedgerView, number: int) -> OuterRound | None:
+        found = view.ledger.open_round(self._id)
+        return found if found is not None and found.number == number else None
+
+    def _quorum(self, view: LedgerView) -> int:
+        return self._pace.quorum if view.ledger.committed else self._pace.founders
+
+    def _settled(self, outer_round: OuterRound) -> Ledger:
+        """Wait until the exchange of `outer_round` is committed or restarted."""
+        begin_s, accused_s = self._log.now_s(), None
+        while True:
+            now_s = self._log.now_s()
+            has_waited = now_s - begin_s >= self._pace.exchange_s or (
+                accused_s is not None and now_s - accused_s >= self._pace.suspect_s
+            )
+            view = self._change(partial(self._settle, outer_round, has_waited))
+            if not _is_open(view.ledger, outer_round):
+                return view.ledger
+            silent = (view.ledger.ids & view.live) - view.ledger.reported
+            accused = {each for peers in view.ledger.broken.values() for each in peers}
+            if not silent <= accused:
+                accused_s = None
+            elif accused_s is None:
+                accused_s = now_s
+            left_s = begin_s + self._pace.exchange_s - now_s
+            if accused_s is not None:
+                left_s = min(left_s, accused_s + self._pace.suspect_s - now_s)
+            self._log.wait(view, max(left_s, 0.0))
+
+    def _settle(self, outer_round: OuterRound, has_waited: bool, view: LedgerView) -> Ledger:
+        if not _is_open(view.ledger, outer_round):
+            return view.ledger
+        return rules.settle(view.ledger, view.live, has_waited, self._pace.quorum)
+
+    def _check_member(self, ledger: Ledger) -> None:
+        if self._id not in ledger.ids:
+            raise LeaseLost(f"site {self._id[:8]} is not in epoch {ledger.epoch}")
+
+    def _change(self, transition: Callable[[LedgerView], Ledger]) -> LedgerView:
+        """Apply `transition` to the log until no other site interferes. Return the result."""
+        while True:
+            view = self._log.read()
+            if self._id and self._id not in view.live:
+                raise LeaseLost(f"site {self._id[:8]} has lost its lease")
+            after = transition(view)
+            if after == view.ledger:
+                return view
+            self._log.write(after, view)
+
+
+def _is_open(ledger: Ledger, outer_round: OuterRound) -> bool:
+    current = ledger.is_exchanging, ledger.number, ledger.epoch
+    return current == (True, outer_round.number, outer_round.epoch.number)
