@@ -15,7 +15,7 @@ from torch import Tensor
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
-NUM_WARPS = 8
+NUM_WARPS = 4
 SIDE = 128  # how many rows (or columns) of a tile a program holds in registers at a time
 # True: one program quantizes a tile's rows and columns. False: each has its own launch.
 IS_FUSED = False
