@@ -2,6 +2,7 @@
 # Install the Debian packages that the Python packages need. Run at the root of the checkout:
 #   bash locks/system.sh cpu      what `make demo` and `make test` need (locks/install.sh calls this); cuda is the same
 #   bash locks/system.sh login    what a login node needs
+#   bash locks/system.sh elastic  etcd for elastic runs, into .tools and without root
 #   bash locks/system.sh nix      Nix for tests/test_nix.py (`make nix`)
 # It installs them as root or if sudo asks for no password. Otherwise it prints the command to type.
 set -euo pipefail
@@ -32,8 +33,21 @@ case ${1:-cpu} in
         library libcurl.so.4 libcurl4       # Mooncake's
         ;;
     login) ;;
+    elastic) # not installed, because the package starts a service; apt checks the hash
+        etcd=.tools/etcd/usr/bin/etcd
+        ! command -v etcd >/dev/null && [ ! -x $etcd ] || exit 0
+        command -v apt-get dpkg-deb >/dev/null ||
+            fail "this system has no etcd and no apt-get; put etcd 3.4 or newer on the PATH, then type the same command again"
+        [ "$(apt-cache policy etcd-server 2>/dev/null | grep -c Candidate)" = 1 ] || [ "$(id -u)" -ne 0 ] || apt-get update -qq
+        new=.tools/etcd.new && rm -rf $new && mkdir -p $new
+        (cd $new && apt-get download -qq etcd-server) ||
+            fail "apt-get could not download etcd-server; type: apt-get update, then the same command again"
+        dpkg-deb -x $new/etcd-server_*.deb $new/etcd
+        rm -rf .tools/etcd && mv $new/etcd .tools/etcd && rm -rf $new
+        exit 0
+        ;;
     nix) program nix nix-bin ;;
-    *) fail "there is no list of packages '$1'; there are cpu, cuda, login and nix" ;;
+    *) fail "there is no list of packages '$1'; there are cpu, cuda, login, elastic and nix" ;;
 esac
 [ ${#missing[@]} -gt 0 ] || exit 0
 

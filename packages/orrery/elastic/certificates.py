@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orrery.elastic.types import ElasticError
+from orrery.runtime.network import LOOPBACK
 
 AUTHORITY = "authority"
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which the module ssl does not name
@@ -86,8 +87,11 @@ def make_authority(folder: Path, run: str) -> None:
         (made / "certificate").replace(certificate)
 
 
-def make_site(folder: Path, site: str) -> Certificates:
-    """Write `site`.pem and `site`.key, signed by the folder's authority."""
+def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
+    """Write `site`.pem and `site`.key, signed by the folder's authority.
+
+    A coordinator needs the `addresses` (IP) of its host, because etcd compares them.
+    """
     if site == AUTHORITY or not site.replace("-", "").replace("_", "").isalnum():
         raise ElasticError(
             f"site: {site!r} cannot name files; use letters, digits, - and _, and not {AUTHORITY}"
@@ -96,7 +100,11 @@ def make_site(folder: Path, site: str) -> Certificates:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch)
         uses = made / "uses"
-        uses.write_text("basicConstraints=CA:FALSE\nextendedKeyUsage=serverAuth,clientAuth\n")
+        names = ",".join(f"IP:{each}" for each in dict.fromkeys([*addresses, LOOPBACK]))
+        uses.write_text(
+            "basicConstraints=CA:FALSE\nextendedKeyUsage=serverAuth,clientAuth\n"
+            f"subjectAltName={names}\n"
+        )
         _openssl(
             *("req", *NEW_KEY, "-subj", f"/CN={site}"),
             *("-keyout", made / "key", "-out", made / "request"),

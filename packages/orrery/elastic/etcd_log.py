@@ -1,0 +1,161 @@
+"""Keep the ledger and the sites' leases in etcd.
+
+- Keys below orrery/RUN/: `ledger`, `rounds/NUMBER` (one row a committed round), `live/SITE` (under
+  the site's lease).
+- A write compares the ledger's revision and the creation of the site's own lease key, in one
+  transaction. So a site that was declared dead can never write.
+- etcd's leader judges leases by its monotonic clock, from the last heartbeat that it received.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from orrery.elastic.etcd_client import BROKEN, EtcdClient, EtcdRefused, below, decode, encode
+from orrery.elastic.ledger import CommittedRound, Ledger
+from orrery.elastic.membership import LedgerView
+from orrery.elastic.types import ElasticError, LeaseLost
+
+RELEASE_S = 2.0
+ELECTION_S = 3.0  # longest election of a new leader
+RETRY_WATCH_S = 0.5
+
+
+class EtcdLog:
+    """`coordinator` is the ADDRESS:PORT at which this site can run etcd, or "" behind NAT."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        run: str,
+        heartbeat_s: float,
+        dead_s: float,
+        coordinator: str = "",
+    ) -> None:
+        self._client, self._prefix, self._coordinator = client, f"orrery/{run}/", coordinator
+        self._heartbeat_s, self._dead_s = heartbeat_s, dead_s
+        self._site_id, self._lease, self._created = "", "", "0"
+        self._changed = threading.Condition()
+        self._revision = 0  # newest revision that a read has seen
+        self._news = 0  # newest revision of which the watch has told
+        self._stop = threading.Event()
+
+    def acquire(self, site_id: str) -> None:
+        self.release()
+        # A new leader renews all leases, so a site may be lost together with the old leader.
+        ttl_s = max(math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S))
+        granted = self._client.call("/v3/lease/grant", {"TTL": ttl_s})
+        self._site_id, self._lease = site_id, granted["ID"]
+        key = {"key": encode(f"{self._prefix}live/{site_id}")}
+        put = key | {"value": encode(self._coordinator), "lease": self._lease}
+        self._client.call("/v3/kv/put", put)
+        self._created = self._client.call("/v3/kv/range", key)["kvs"][0]["create_revision"]
+        self._stop = threading.Event()
+        for body in (self._beat, self._watch):
+            thread = threading.Thread(target=body, args=(self._stop,), daemon=True)
+            thread.name = f"membership, {body.__name__}"
+            thread.start()
+
+    def release(self) -> None:
+        self._stop.set()
+        if lease := self._lease:
+            self._lease = ""
+            with suppress(ElasticError, EtcdRefused):  # the lease ends by itself
+                self._client.call("/v3/lease/revoke", {"ID": lease}, RELEASE_S)
+
+    def read(self) -> LedgerView:
+        asked = [
+            {"request_range": {"key": encode(f"{self._prefix}ledger")}},
+            {"request_range": below(f"{self._prefix}live/") | {"keys_only": True}},
+        ]
+        answer = self._client.call("/v3/kv/txn", {"success": asked})
+        with self._changed:
+            self._revision = max(self._revision, int(answer["header"]["revision"]))
+        ledger, live = (each["response_range"].get("kvs", []) for each in answer["responses"])
+        ids = frozenset(decode(each["key"]).decode().rpartition("/")[2] for each in live)
+        if not ledger:
+            return LedgerView(Ledger(), 0, ids)
+        value = msgspec.json.decode(decode(ledger[0]["value"]), type=Ledger)
+        return LedgerView(value, int(ledger[0]["mod_revision"]), ids)
+
+    def write(self, ledger: Ledger, view: LedgerView) -> bool:
+        key, own = encode(f"{self._prefix}ledger"), encode(f"{self._prefix}live/{self._site_id}")
+        puts = [_put(key, msgspec.json.encode(ledger))]
+        if (row := ledger.committed) is not None and row != view.ledger.committed:
+            name = encode(f"{self._prefix}rounds/{row.number:09d}")
+            puts.append(_put(name, msgspec.json.encode(row)))
+        answer = self._client.call(
+            "/v3/kv/txn",
+            {
+                "compare": [
+                    {"key": key, "target": "MOD", "mod_revision": str(view.revision)},
+                    {"key": own, "target": "CREATE", "create_revision": self._created},
+                ],
+                "success": puts,
+                "failure": [{"request_range": {"key": own}}],
+            },
+        )
+        if answer.get("succeeded"):
+            return True
+        found = answer["responses"][0]["response_range"].get("kvs", [])
+        if not found or found[0]["create_revision"] != self._created:
+            raise LeaseLost(f"site {self._site_id[:8]} has lost its lease")
+        return False
+
+    def wait(self, view: LedgerView, timeout_s: float) -> LedgerView:
+        end_s = self.now_s() + timeout_s
+        while True:
+            left_s = end_s - self.now_s()
+            with self._changed:
+                # Without news, read at every heartbeat, because a watch may have gone silent.
+                self._changed.wait_for(
+                    lambda: self._news > self._revision, max(0.0, min(left_s, self._heartbeat_s))
+                )
+            found = self.read()
+            if found != view or self.now_s() >= end_s:
+                return found
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def rounds(self) -> Iterator[CommittedRound]:
+        """Yield the committed rounds, oldest first."""
+        answer = self._client.call("/v3/kv/range", below(f"{self._prefix}rounds/"))
+        for each in answer.get("kvs", []):
+            yield msgspec.json.decode(decode(each["value"]), type=CommittedRound)
+
+    def coordinators(self) -> frozenset[str]:
+        """Return the addresses at which live sites run etcd or can."""
+        answer = self._client.call("/v3/kv/range", below(f"{self._prefix}live/"))
+        return frozenset(decode(each.get("value", "")).decode() for each in answer.get("kvs", []))
+
+    def _beat(self, stop: threading.Event) -> None:
+        while not stop.wait(self._heartbeat_s):
+            with suppress(ElasticError, EtcdRefused):
+                lease = {"ID": self._lease}
+                self._client.call("/v3/lease/keepalive", lease, self._heartbeat_s)
+
+    def _watch(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            asked: dict[str, Any] = below(self._prefix) | {
+                "start_revision": str(max(self._revision, self._news) + 1)
+            }
+            with suppress(*BROKEN, KeyError):
+                asked = {"create_request": asked}
+                for answer in self._client.stream("/v3/watch", asked, self._dead_s):
+                    if stop.is_set():
+                        return
+                    with self._changed:
+                        news = int(answer["result"]["header"]["revision"])
+                        self._news = max(self._news, news)
+                        self._changed.notify_all()
+            stop.wait(RETRY_WATCH_S)
+
+
+def _put(key: str, value: bytes) -> dict[str, Any]:
+    return {"request_put": {"key": key, "value": encode(value)}}

@@ -1,0 +1,258 @@
+"""Run a site's share of the log: an etcd client, and etcd itself if the site is a coordinator.
+
+- The first site starts etcd alone. While sites join, those that can accept connections become
+  coordinators, one after the other, up to `coordinators`, always an odd number.
+- Every site decides from the same two lists, so no site leads. A coordinator whose site is gone
+  for REMOVE_S is replaced.
+- etcd is a child of the site. Its data stay in `folder`, so a site that restarts keeps its vote.
+"""
+
+import json
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Set
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple, Self
+
+from orrery.elastic.certificates import Certificates
+from orrery.elastic.etcd_client import EtcdClient, EtcdRefused
+from orrery.elastic.etcd_log import ELECTION_S, EtcdLog
+from orrery.elastic.membership import LogMembership, RoundPace
+from orrery.elastic.types import ElasticError
+from orrery.manifest.publish import make_folder, write_atomic
+from orrery.runtime.parent_watch import die_with_parent
+
+REMOVE_S = 30.0
+STOP_S = 5.0
+ELECTION_MS = round(ELECTION_S * 500)  # etcd draws from one to two times this
+LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # of `bash locks/system.sh elastic`
+
+
+class Change(NamedTuple):
+    kind: Literal["add", "remove", "none"]
+    name: str = ""
+
+
+def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most: int) -> Change:
+    """Return the change of coordinators that the site at `own` must make now.
+
+    `live` are the addresses of live sites that can run etcd, `gone` the voters to be replaced.
+    """
+    target = min(most, len(live))
+    target -= target % 2 == 0
+    is_steward = own == min(voters & live, default="")
+    if gone & voters:
+        return Change("remove", min(gone & voters)) if is_steward else Change("none")
+    if len(voters) < target:
+        is_next = own == min(live - voters, default="")
+        return Change("add", own) if is_next else Change("none")
+    if len(voters) > target > 0 and is_steward:
+        return Change("remove", max(voters))
+    return Change("none")
+
+
+def etcd_program() -> str:
+    found = shutil.which("etcd") or (str(LOCAL) if LOCAL.exists() else None)
+    if found is None:
+        raise ElasticError(
+            "etcd: it is missing, and keeps the log of an elastic run; type "
+            "`bash locks/system.sh elastic`"
+        )
+    return found
+
+
+class EtcdServer:
+    """One coordinator. `name` is ADDRESS:PORT for clients; peers use the next port."""
+
+    def __init__(self, name: str, folder: Path, certificates: Certificates, run: str) -> None:
+        self.name, self._folder, self._run = name, folder, run
+        self._certificates = certificates
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def data(self) -> Path:
+        return self._folder / "etcd"
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, names: Iterable[str] = ()) -> None:
+        """Start etcd: from its data if there are any, else in the cluster `names` or a new one."""
+        others = set(names) - {self.name}
+        files = self._certificates
+        cluster = ",".join(f"{each}={peer_url(each)}" for each in sorted({*others, self.name}))
+        command = [etcd_program(), f"--name={self.name}", f"--data-dir={self.data}"]
+        for kind, url in (("client", f"https://{self.name}"), ("peer", peer_url(self.name))):
+            flag = "" if kind == "client" else "peer-"
+            announce = (
+                "advertise-client-urls" if kind == "client" else "initial-advertise-peer-urls"
+            )
+            command += [
+                *(f"--listen-{kind}-urls={url}", f"--{announce}={url}"),
+                *(f"--{flag}trusted-ca-file={files.authority}", f"--{flag}client-cert-auth"),
+                *(f"--{flag}cert-file={files.certificate}", f"--{flag}key-file={files.key}"),
+            ]
+        command += [
+            f"--initial-cluster={cluster}",
+            f"--initial-cluster-token={self._run}",
+            f"--initial-cluster-state={'existing' if others else 'new'}",
+            f"--heartbeat-interval={ELECTION_MS // 10}",
+            f"--election-timeout={ELECTION_MS}",
+            "--experimental-peer-skip-client-san-verification",
+            "--pre-vote",
+            "--auto-compaction-retention=1h",
+            "--logger=zap",
+            "--log-level=warn",
+        ]
+        make_folder(self._folder)
+        with (self._folder / "etcd.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_parent,
+            )
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+def peer_url(name: str) -> str:
+    address, _, port = name.rpartition(":")
+    return f"https://{address}:{int(port) + 1}"
+
+
+class EtcdSite:
+    """Open the membership of run `run`. `join` is the ADDRESS:PORT of a coordinator, or "".
+
+    `name` is the ADDRESS:PORT at which this site can be a coordinator, or "" behind NAT.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        folder: Path,
+        name: str,
+        certificates: Certificates,
+        join: str = "",
+        *,
+        pace: RoundPace,
+        heartbeat_s: float = 2.0,
+        dead_s: float = 10.0,
+        store_s: float = 300.0,
+        coordinators: int = 5,
+    ) -> None:
+        self._folder, self._name, self._most = folder, name, coordinators
+        self._heartbeat_s, self._is_first = heartbeat_s, not join
+        known = [join] if join else [name]
+        self._known_file = folder / "coordinators.json"
+        with suppress(OSError, ValueError):
+            known += [
+                each for each in json.loads(self._known_file.read_text()) if each not in known
+            ]
+        self.client = EtcdClient(known, certificates, store_s)
+        self.log = EtcdLog(self.client, run, heartbeat_s, dead_s, name)
+        self.membership = LogMembership(self.log, pace)
+        self.server = EtcdServer(name, folder, certificates, run) if name else None
+        self._missing_since_s: dict[str, float] = {}
+        self._stop = threading.Event()
+        self._steward = threading.Thread(target=self._run, name="coordinators", daemon=True)
+        self._ready = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._steward.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the run, give up the vote, and stop etcd."""
+        self.membership.leave()
+        self._stop.set()
+        self._steward.join(STOP_S)
+        if self.server is not None and self.server.is_running:
+            with suppress(ElasticError, EtcdRefused):
+                members = self._members()
+                if self._name in members and len(members) > 1:
+                    self._remove(members[self._name])
+                    shutil.rmtree(self.server.data, ignore_errors=True)
+            self.server.stop()
+        self.client.close()
+
+    def _run(self) -> None:
+        """Start etcd from this thread, because etcd dies with the thread that started it."""
+        if self.server is not None and (self._is_first or self.server.data.exists()):
+            self.server.start()
+        self._ready.set()
+        while not self._stop.wait(self._heartbeat_s):
+            with suppress(ElasticError, EtcdRefused, OSError):
+                self._step()
+
+    def _step(self) -> None:
+        members = self._members()
+        voters = [name for name, (_, is_learner) in members.items() if not is_learner]
+        if set(voters) != set(self.client.endpoints):
+            self.client.use(sorted(voters))
+            write_atomic(self._known_file, json.dumps(sorted(voters)).encode())
+        if self.server is None:
+            return
+        if self._name in members:
+            self._keep_own(*members[self._name], members)
+        elif self.server.data.exists():
+            self.server.stop()
+            shutil.rmtree(self.server.data)
+        live, now_s = self.log.coordinators() - {""}, time.monotonic()
+        missing = {name for name in members if name not in live}
+        self._missing_since_s = {
+            name: self._missing_since_s.get(name, now_s) for name in sorted(missing)
+        }
+        gone = {
+            name for name, since_s in self._missing_since_s.items() if now_s - since_s > REMOVE_S
+        }
+        change = next_change(self._name, set(members), live, gone, self._most)
+        if change.kind == "add":
+            added = {"peerURLs": [peer_url(self._name)], "isLearner": True}
+            self.client.call("/v3/cluster/member/add", added, self._heartbeat_s)
+            self.server.start({*members, self._name})
+        elif change.kind == "remove":
+            self._remove(members[change.name])
+
+    def _keep_own(self, member_id: str, is_learner: bool, names: Iterable[str]) -> None:
+        """Restart etcd if it ended, and turn a learner that has caught up into a voter."""
+        assert self.server is not None
+        if not self.server.is_running:
+            self.server.start(names)
+        elif is_learner:
+            with suppress(EtcdRefused, ElasticError):
+                self.client.call("/v3/cluster/member/promote", {"ID": member_id}, 0.0)
+
+    def _members(self) -> dict[str, tuple[str, bool]]:
+        """Return {ADDRESS:PORT: (etcd's id, whether it is a learner)}."""
+        answer = self.client.call("/v3/cluster/member/list", {}, self._heartbeat_s)
+        return {
+            _name_of(each["peerURLs"][0]): (each["ID"], each.get("isLearner", False))
+            for each in answer["members"]
+        }
+
+    def _remove(self, member: tuple[str, bool]) -> None:
+        self.client.call("/v3/cluster/member/remove", {"ID": member[0]}, self._heartbeat_s)
+
+
+def _name_of(url: str) -> str:
+    address, _, port = url.removeprefix("https://").rpartition(":")
+    return f"{address}:{int(port) - 1}"

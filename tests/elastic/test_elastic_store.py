@@ -1,0 +1,71 @@
+"""The real log: sites as processes, etcd with mutual TLS, signals instead of a script."""
+
+import os
+import signal
+
+import pytest
+from store_sites import StoreSites
+
+from orrery.elastic.certificates import Certificates, make_authority, make_site
+from orrery.elastic.etcd_client import EtcdClient
+from orrery.elastic.etcd_log import EtcdLog
+from orrery.elastic.etcd_site import Change, next_change
+from orrery.elastic.types import ElasticError
+
+A, B, C, D, E, F = "a", "b", "c", "d", "e", "f"
+
+
+@pytest.mark.slow
+def test_sites_go_on_without_any_one_coordinator_and_fence_a_paused_site(tmp_path):
+    with StoreSites(tmp_path, 3, founders=3, dead_s=6.0, heartbeat_s=0.5) as sites:
+        for index, skew_s in enumerate([0.0, 60.0, -60.0]):
+            sites.start(index, skew_s=skew_s)
+        sites.go_on(0, 1, 2)
+        sites.until_voters(3)
+
+        # A coordinator dies: no site is lost, and etcd starts again from its data.
+        os.kill(sites.of(0, "etcd")[0]["pid"], signal.SIGKILL)
+        sites.go_on(0, 1, 2)
+        assert not any(sites.of(index, "fenced") for index in range(3))
+
+        # A paused site is left out, and returns under another id with weight 0.
+        first = sites.of(2, "joined")[0]["site"]
+        os.kill(sites.processes[2].pid, signal.SIGSTOP)
+        sites.until(lambda: first not in sites.of(0, "round")[-1]["members"])
+        os.kill(sites.processes[2].pid, signal.SIGCONT)
+        sites.until(lambda: len(sites.of(2, "joined")) == 2)
+        second = sites.of(2, "joined")[1]["site"]
+        sites.until(lambda: second in sites.of(0, "round")[-1]["members"])
+        assert len(sites.of(2, "fenced")) == 1
+
+        assert sites.forks() == []
+        client = EtcdClient(sites.names, Certificates.of(tmp_path, "test"), 20.0)
+        rows = list(EtcdLog(client, "run", 1.0, 5.0).rounds())
+        assert [row.number for row in rows] == list(range(len(rows)))
+
+        stranger = tmp_path / "stranger"
+        make_authority(stranger, "run")
+        outside = EtcdClient(sites.names, make_site(stranger, "test"), 0.0)
+        with pytest.raises(ElasticError, match="no coordinator answered within 0 s"):
+            outside.call("/v3/cluster/member/list", {})
+
+
+@pytest.mark.parametrize(
+    ("own", "voters", "live", "gone", "change"),
+    [
+        (B, {A}, {A, B}, set(), Change("none")),  # two would be worse than one
+        (B, {A}, {A, B, C}, set(), Change("add", B)),
+        (C, {A}, {A, B, C}, set(), Change("none")),  # B is first
+        (C, {A, B}, {A, B, C}, set(), Change("add", C)),
+        (D, {A, B, C}, {A, B, C, D}, set(), Change("none")),
+        (F, {A, B, C, D, E}, {A, B, C, D, E, F}, set(), Change("none")),
+        (B, {A, B, C}, {B, C, D}, {A}, Change("remove", A)),
+        (C, {A, B, C}, {B, C, D}, {A}, Change("none")),
+        (D, {B, C}, {B, C, D}, set(), Change("add", D)),
+        (A, {A, B}, {A, B}, set(), Change("remove", B)),
+        (A, {A}, {A}, set(), Change("none")),
+        (A, {A}, set(), set(), Change("none")),
+    ],
+)
+def test_coordinators_are_an_odd_number_of_live_sites(own, voters, live, gone, change):
+    assert next_change(own, voters, live, gone, most=5) == change
