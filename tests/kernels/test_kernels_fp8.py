@@ -258,16 +258,19 @@ def test_a_compiled_layer_has_the_eager_bits():
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
+def misaligned():
+    rows = sort_by_expert(torch.zeros(65, 2, dtype=torch.int64), 1)
+    weights = torch.zeros(1, 256, 128), torch.zeros(1, 128, 128)
+    return fp8_experts(torch.zeros(65, 128), torch.zeros(65, 2), rows, weights, ([], []))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: quantize(torch.zeros(2, 100)), "K a multiple of 128, not 2 × 100"),
         (lambda: quantize_weight(torch.zeros(2, 64, 128)), "multiple of 128, not 2 × 64 × 128"),
         (lambda: fp8_linear(torch.zeros(2, 128), [torch.zeros(64, 128)]), "outputs, not 64"),
-        (
-            lambda: fp8_grouped_matmul(torch.zeros(130, 128), torch.zeros(3, 128, 128), GROUPS),
-            "multiple of 128, not 130",
-        ),
+        (misaligned, "a multiple of 128 rows, not 130"),
     ],
 )
 def test_other_widths_are_refused(call, words):

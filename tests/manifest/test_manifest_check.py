@@ -76,7 +76,6 @@ LONG = broken(("transport", "routed_experts"), True, REPLAYING)
 LONG["model"]["max_positions"] = LONG["inference"]["max_model_len_tokens"] = 16385
 LONG["trainer"]["memory"]["max_tokens_per_micro_batch"] = 1 << 15
 LONG["inference"]["kv_cache_bytes"] = 1 << 30
-SHARED = {**GOOD["trainer"]["mesh"], "cp": 2, "cp_style": "dsa"}
 SIGN_SGD = {"kind": "sign_sgd", "lr": 1e-3, "weight_decay": 0.0}
 OFFLOADED = broken(("trainer", "memory", "optimizer_offload"), True)
 SENTENCES = [
@@ -423,11 +422,6 @@ SENTENCES = [
         broken(("trainer", "lora"), {**ADAPTERS, "targets": ["experts"]}, LEARNING),
         "trainer.indexer 'train' with trainer.lora: engines would get no indexers, only adapters; "
         "set trainer.indexer to 'frozen'",
-    ),
-    (
-        broken(("trainer", "mesh"), SHARED, LEARNING),
-        "trainer.indexer 'train' with trainer.mesh.cp 2: needs whole documents; set trainer.indexer"
-        " to 'frozen'",
     ),
     (
         broken(("trainer", "indexer_choice"), "compare"),

@@ -143,11 +143,11 @@ CASES = {
     "latent-short_dsa2": {"mesh": LATENT_MESHES["dsa2"], "model": SHORT_LATENT},
     **{
         f"indexing_{name}": {
-            "mesh": MESHES[name],
+            "mesh": {**MESHES, **LATENT_MESHES}[name],
             "model": LATENT,
             "trainer": TRAINERS["indexing"],
         }
-        for name in ("fsdp2", "hsdp", "ep2")
+        for name in ("fsdp2", "hsdp", "ep2", "dsa2", "ep4_dsa2")
     },
     **{
         f"replayed-latent_{name}": {
@@ -207,6 +207,7 @@ AGAIN = {
             "latent_ep4_dsa2",
             "latent-dense_dsa4",
             "indexing_ep2",
+            "indexing_dsa2",
             "replayed-latent_dsa2",
         )
     },

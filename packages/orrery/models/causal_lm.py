@@ -78,15 +78,16 @@ class CausalLm(nn.Module):
         routed_experts_TLK: Tensor | None = None,
         max_seqlen: int | None = None,
         engine_keys_TIB: Tensor | None = None,
+        is_padding_T: Tensor | None = None,
     ) -> Tensor:
         """Return hidden states [T, D] after the final norm. Documents do not attend to each other.
 
         token_ids, positions i64 [T]. cu_seqlens i32 [n + 1] from 0 to T. `routed_experts`, integers
         [T, L, K], replays an engine's routes (see `Router`). `max_seqlen` saves a device-to-host
         copy. `engine_keys`, u8 [T, I, B], has the keys that an engine chose for each of I indexers
-        (`orrery.kernels.key_bits`).
+        (`orrery.kernels.key_bits`). The indexers' loss leaves out `is_padding`, bool [T].
         """
-        documents = Documents(cu_seqlens, max_seqlen)
+        documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
         replayed = routed_experts_TLK, engine_keys_TIB
         return self.hidden_states(token_ids_T, positions_T, documents, *replayed)
 

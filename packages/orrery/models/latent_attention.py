@@ -223,7 +223,7 @@ class LatentAttention(nn.Module):
         if is_latent or learning is not None:
             q_THW = self._absorb(q_THN, q_THR)
         if learning is not None:
-            choice = self._with_loss(learning, q_THW, kv_SW)
+            choice = self._with_loss(learning, q_THW, kv_SW, documents)
         if is_latent:
             if choice is not None:
                 chosen_TK = choice.chosen_TK
@@ -236,7 +236,9 @@ class LatentAttention(nn.Module):
             out_THV = self._attend_densely(q_THN, q_THR, kv_SW, documents)
         return project(out_THV.flatten(1), self.o_fp8, self.o_proj)[0], choice
 
-    def _with_loss(self, choice: ChosenKeys, q_THW: Tensor, kv_SW: Tensor) -> ChosenKeys:
+    def _with_loss(
+        self, choice: ChosenKeys, q_THW: Tensor, kv_SW: Tensor, documents: Documents
+    ) -> ChosenKeys:
         """Add this layer's loss to `choice.kl`: Σ_t of `index_kl`, divided by `num_served`.
 
         Summed over the layers that share a choice, these losses have the gradient of one KL to the
@@ -244,6 +246,8 @@ class LatentAttention(nn.Module):
         """
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
+        if documents.is_padding is not None:
+            kl_T = kl_T.masked_fill(documents.is_padding, 0.0)
         kl = kl_T.sum() / self.num_served
         return choice._replace(kl=kl if choice.kl is None else choice.kl + kl)
 

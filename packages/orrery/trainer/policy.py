@@ -39,6 +39,7 @@ class Policy(nn.Module):
             batch.routed_experts,
             max_seqlen=batch.max_seqlen,
             engine_keys_TIB=batch.engine_keys,
+            is_padding_T=batch.is_padding,
         )
         hidden_MD = _SelectRows.apply(hidden_TD, batch.row)
         return network.log_probs(

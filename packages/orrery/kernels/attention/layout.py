@@ -15,11 +15,17 @@ class Documents:
     """Packed documents, built once a forward pass. Document i: `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
     `cu_seqlens` i32 [n + 1] rises from 0 to the number of tokens. `max_seqlen` bounds the lengths.
-    Without it the constructor reads device memory, but compiled code cannot.
+    Without it the constructor reads device memory, but compiled code cannot. `is_padding`, bool
+    [T], marks this device's tokens that no loss counts.
     """
 
-    def __init__(self, cu_seqlens: Tensor, max_seqlen: int | None = None) -> None:
-        self.cu_seqlens = cu_seqlens
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        max_seqlen: int | None = None,
+        is_padding: Tensor | None = None,
+    ) -> None:
+        self.cu_seqlens, self.is_padding = cu_seqlens, is_padding
         if max_seqlen is None:
             max_seqlen = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
         self.max_seqlen = max_seqlen

@@ -147,10 +147,8 @@ def fp8_grouped_matmul(
     """Return rows of group e times weight[e] transposed: [M, N] in x's dtype.
 
     Padding may hold any numbers in x, and is undefined in the result and x's gradient. `parts` is
-    `weight_parts(weight)`. Raise ValueError if 128 does not divide M, N and K.
+    `weight_parts(weight)`. 128 divides M. Raise ValueError if 128 does not divide N and K.
     """
-    if x_MK.shape[0] % BLOCK:
-        raise ValueError(f"rows of groups in FP8 are a multiple of 128, not {x_MK.shape[0]}")
     keeps = torch.is_grad_enabled() and weight_ENK.requires_grad
     return _grouped(x_MK, weight_ENK, parts or [], *groups, keeps)[0]
 
@@ -405,8 +403,11 @@ def fp8_experts(
     `score_TK` weights the K experts of each token. `rows` is from `sort_by_expert` with block 128.
     `weights` are gate-up [E, 2·I, D] and down [E, D, I]. `parts` are the `weight_parts` of each, or
     two empty lists. With `has_spare`, the last 128 rows belong to no expert, and slots without an
-    expert point to one of them. Outputs and gradients of these rows are set to zero.
+    expert point to one of them. Outputs and gradients of these rows are set to zero. Raise
+    ValueError if 128 does not divide the number of rows.
     """
+    if rows.row_M.shape[0] % BLOCK:
+        raise ValueError(f"experts in FP8 take a multiple of 128 rows, not {rows.row_M.shape[0]}")
     keeps = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
     order = (rows.row_M, rows.place_TK, rows.ends_E, rows.counts_E)
     return _Experts.apply(x_TD, score_TK, *weights, *order, *keeps, has_spare, *parts[0], *parts[1])

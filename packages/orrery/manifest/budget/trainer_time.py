@@ -257,7 +257,8 @@ def _context_values(model: Model, trainer: Trainer) -> float:
     passes = 2 if is_kept or memory.activation_checkpointing.kind == "none" else 3
     values = passes * model.num_layers * (mla.kv_lora_rank + mla.rope_head_dim)
     if mla.indexer is not None:
-        values += model.num_indexers * mla.indexer.head_dim
+        learns = trainer.indexer == "train"
+        values += (passes if learns else 1) * model.num_indexers * mla.indexer.head_dim
     return values
 
 

@@ -56,8 +56,6 @@ def _indexer_misfits(trainer: Trainer, model: Model) -> Iterator[str]:
         yield f"{what}: family {model.family!r} has no indexers; {off}"
     if trainer.lora is not None:
         yield f"{what} with trainer.lora: engines would get no indexers, only adapters; {off}"
-    if trainer.mesh.cp > 1:
-        yield f"{what} with trainer.mesh.cp {trainer.mesh.cp}: needs whole documents; {off}"
 
 
 def _fp8_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:
