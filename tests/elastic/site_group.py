@@ -68,7 +68,7 @@ class SiteGroup:
 
 class GroupSite:
     def __init__(self, group: SiteGroup, rank: int) -> None:
-        self._group, self.rank, self._attempt = group, rank, 0
+        self._group, self.rank, self._attempt, self._number = group, rank, 0, 0
 
     @property
     def id(self) -> str:
@@ -78,7 +78,8 @@ class GroupSite:
         return OuterLoop(optimizer, weights, self, self.exchange, self.id, DEADLINE_S)
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
-        self._attempt = 0
+        self._attempt = self._attempt + 1 if number == self._number else 0
+        self._number = number
         return OuterRound(number, self._group.epoch, tuple(self._group.meet(self.rank, tokens)))
 
     def exchange(self, delta: Floats, outer_round: OuterRound, rank: int) -> int:
@@ -97,14 +98,12 @@ class GroupSite:
         return "" not in found and len(set(found)) == 1
 
     def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
-        if list(lost):  # the others wait in `commit`
-            self._group.meet(self.rank, "")
-        self._attempt += 1
-        return outer_round
+        self._group.meet(self.rank, "")  # the others wait in `commit`
+        return self.begin_round(outer_round.number, outer_round.weights[self.rank], DEADLINE_S)
 
 
 def run_rounds(loop: OuterLoop, num_rounds: int, inner: Callable[[int], int]) -> list[RoundRow]:
-    """Run round 0, then `inner(number)` (which returns tokens) before every further round."""
+    """Run round 1, then `inner(number)` (which returns tokens) before every further round."""
     rows = [loop.exchange()]
     for number in range(1, num_rounds + 1):
         loop.tokens += inner(number)

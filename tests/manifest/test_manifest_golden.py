@@ -111,7 +111,7 @@ def test_no_leaf_is_owned_by_two_axes():
     root = WORKSPACE.root / "jsonnet"
     kinds = {
         kind: sorted((root / kind).glob("*.libsonnet"))
-        for kind in ("models", "hardware", "algorithms", "tasks", "memory")
+        for kind in ("models", "hardware", "algorithms", "tasks", "memory", "elastic")
     }
     assert all(kinds.values())
     owned = {

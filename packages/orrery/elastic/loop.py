@@ -4,9 +4,8 @@
   change. Inner optimizer state stays.
 - After a broken link the round goes on without the lost sites. Δ is computed again, because the
   exchange may have overwritten half of it.
-- After MAX_ATTEMPTS the round is abandoned: θ_start and m stay as all sites know them, the inner
-  steps stay in the weights, and their Δ and tokens count in the next round.
-- Round 0 exchanges nothing. It shows that all sites start from equal weights.
+- No site steps alone with its Δ. After MAX_ATTEMPTS the site ends, with θ_start and m as before.
+- Round 1 exchanges nothing. It shows that all sites start from equal weights.
 - All ranks of a site call `exchange` in lock-step. The first talks to the membership.
 """
 
@@ -20,9 +19,9 @@ import msgspec
 import numpy as np
 
 from orrery.elastic.outer import Floats, OuterOptimizer, OuterState, Step, dot, no_step, take_step
-from orrery.elastic.types import LinkBroken, OuterRound
+from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
 
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 16
 T = TypeVar("T")
 
 
@@ -78,13 +77,12 @@ class OneRank:
 
 
 class RoundRow(msgspec.Struct, frozen=True):
-    """A round as one site saw it. `is_committed` is False if it was abandoned."""
+    """A round as one site saw it."""
 
     round: int
     epoch: int
     members: tuple[str, ...]
     weights: tuple[int, ...]
-    is_committed: bool
     num_attempts: int
     delta_norm: float
     delta_cosine: float | None  # cos(Δᵢ, Δ), None if either is 0
@@ -107,7 +105,7 @@ class OuterLoop:
         ranks: Ranks | None = None,
     ) -> None:
         self.state = OuterState(weights.num_parameters)
-        self.round, self.tokens, self.epoch = 0, 0, -1
+        self.round, self.tokens = 1, 0
         self._optimizer, self._weights, self._rounds = optimizer, weights, rounds
         self._exchange, self._site_id, self._deadline_s = exchange, site_id, deadline_s
         self._ranks = ranks or OneRank()
@@ -115,13 +113,21 @@ class OuterLoop:
             self.state.start[part] = values
 
     def exchange(self) -> RoundRow:
-        """Run a round at a step boundary. Raise LeaseLost if this site is no longer a member."""
+        """Run a round at a step boundary.
+
+        Raise LeaseLost if this site must take the state of its peers, and ElasticError if the
+        round cannot be finished.
+        """
         begin_s, num_bytes = time.monotonic(), 0
-        number, tokens = self.round, self.tokens
-        outer_round = self._agreed(lambda it: it.begin_round(number, tokens, self._deadline_s))
+        number = self.round
+        outer_round = self._begin()
         num_attempts, is_committed = 0, False
-        while not is_committed and num_attempts < MAX_ATTEMPTS:
-            num_attempts += 1
+        while not is_committed:
+            if (num_attempts := num_attempts + 1) > MAX_ATTEMPTS:
+                raise ElasticError(
+                    f"round {number}: broke {MAX_ATTEMPTS} times, so this site ends; read the "
+                    f"logs, and start it again with `orrery join`"
+                )
             rank = outer_round.epoch.rank(self._site_id)
             squared_norm = self._read_delta()
             lost, sent = self._try_exchange(outer_round, rank)
@@ -136,15 +142,14 @@ class OuterLoop:
                 self.state.step(step)
                 if step == self._optimizer.step:
                     self._weights.write(self.state.start)
-                self.round, self.tokens, self.epoch = number + 1, 0, outer_round.epoch.number
+                self.round, self.tokens = number + 1, 0
             else:
-                outer_round = self._aborted(outer_round, lost)
+                outer_round = self._aborted(outer_round, lost) if lost else self._begin()
         return RoundRow(
             round=number,
             epoch=outer_round.epoch.number,
             members=tuple(member.id for member in outer_round.epoch.members),
             weights=outer_round.weights,
-            is_committed=is_committed,
             num_attempts=num_attempts,
             delta_norm=math.sqrt(squared_norm),
             delta_cosine=cosine,
@@ -157,6 +162,9 @@ class OuterLoop:
         """Go on before round `number`. The caller has filled `state.start` and `.momentum`."""
         self.round, self.tokens = number, 0
         self._weights.write(self.state.start)
+
+    def _begin(self) -> OuterRound:
+        return self._agreed(lambda it: it.begin_round(self.round, self.tokens, self._deadline_s))
 
     def _agreed(self, call: Callable[[Rounds], OuterRound]) -> OuterRound:
         def make() -> OuterRound:

@@ -23,6 +23,7 @@ from orrery.manifest.budget.parameters import (
 )
 from orrery.manifest.devices import SPARSE_PAIRS, auto_chunk_tokens, blocks
 from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
+from orrery.manifest.schema.elastic import HOST_BYTES
 from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
@@ -477,7 +478,8 @@ class _StepPlan:
     def host_bytes(self) -> int:
         """Return a rank's host bytes of offloaded activations, states and weights.
 
-        Activations count twice, because their buffers round up to powers of 2.
+        Activations count twice, because their buffers round up to powers of 2. With
+        `trainer.elastic` they include θ_start, outer momentum and Δ.
         """
         total = 0
         if self.trainer.memory.activation_offload:
@@ -488,6 +490,9 @@ class _StepPlan:
             units = self.counted.units
             both = sum(2 * self.p * unit.trained + self.c * unit.frozen for unit in units)
             total += both // self.shards
+        if self.trainer.elastic is not None:
+            trained = sum(unit.trained for unit in self.counted.units)
+            total += HOST_BYTES * trained // self.shards
         return total
 
     def gathered(self, unit: UnitParameters) -> int:

@@ -7,6 +7,7 @@
 """
 
 from orrery.manifest.schema.constraints import TARGETS
+from orrery.manifest.schema.elastic import Elastic
 from orrery.manifest.schema.inference import Inference, disk_block_bytes, on_disk_bytes
 from orrery.manifest.schema.manifest import SCHEMA_VERSION, Hardware, Manifest
 from orrery.manifest.schema.model import (
@@ -38,6 +39,7 @@ from orrery.manifest.schema.orchestrator import (
     Sampling,
     SftData,
     TaskUse,
+    TextData,
 )
 from orrery.manifest.schema.trainer import (
     AdamW,

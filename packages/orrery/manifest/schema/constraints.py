@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from orrery.manifest.devices import find_device
+from orrery.manifest.schema.elastic import elastic_misfits
 from orrery.manifest.schema.inference import (
     Inference,
     disk_block_bytes,
@@ -97,6 +98,7 @@ def misfits(run: "Manifest") -> Iterator[str]:
     yield from _fp8_misfits(run)
     yield from _transport_misfits(run)
     yield from _group_misfits(run)
+    yield from elastic_misfits(run)
     mesh = run.trainer.mesh
     if found := list(
         trainer_misfits(run.trainer, run.model, run.hardware.accelerator, mesh.world_size)

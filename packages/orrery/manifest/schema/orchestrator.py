@@ -4,7 +4,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from orrery.manifest.schema.model import MAX_S, NonNegativeInt, PositiveInt, Record, Sha256, Steps
+from orrery.manifest.schema.model import (
+    MAX_S,
+    Count,
+    NonNegativeInt,
+    PositiveInt,
+    Record,
+    Sha256,
+    Steps,
+)
 from orrery.manifest.schema.trainer import Optimizer, Schedule
 
 
@@ -151,7 +159,27 @@ class ChatDataset(Record):
     fingerprint: str
 
 
-SftData = Annotated[Demonstrations | ChatFile | ChatDataset, Field(discriminator="kind")]
+class TextData(Record):
+    """SFT data of plain text: the `column` of JSONL or Parquet rows, every token trained.
+
+    - `path` is a file, or a folder whose files begin with `split` (`orrery fetch dataset`).
+    - `shard_by` "documents": document i is in shard i mod num_shards. "files": so is file i, in
+      the order of names, and a site needs only the files of its shard.
+    - A site trains one shard at a time, and its data ranks the documents of a batch in turn.
+      Without `trainer.elastic` all shards are trained.
+    - `sha256`: of the file, or of the folder as `orrery fetch dataset` prints it.
+    """
+
+    kind: Literal["text"]
+    path: str
+    split: str | None
+    column: str
+    sha256: Sha256
+    shard_by: Literal["documents", "files"]
+    num_shards: Count
+
+
+SftData = Annotated[Demonstrations | ChatFile | ChatDataset | TextData, Field(discriminator="kind")]
 
 
 class Validation(Record):

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
+from orrery.manifest.schema.elastic import Elastic
 from orrery.manifest.schema.model import (
     Bound,
     Count,
@@ -255,6 +256,7 @@ class Trainer(Record):
       (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
     - `indexer_choice`: "own" lets the trainer's indexers choose the keys. With the others, batches
       contain the keys that engines chose. "replay" attends to these, "compare" counts differences.
+    - `elastic`: several sites train one model. Null: this site alone.
     """
 
     mesh: Mesh
@@ -274,6 +276,7 @@ class Trainer(Record):
     loss: DppoLoss
     mismatch: Mismatch
     checkpoint: Checkpoint
+    elastic: Elastic | None
 
     @property
     def needs_fsdp(self) -> bool:

@@ -1,0 +1,116 @@
+"""Training at several sites, and its constraints."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from orrery.manifest.schema.model import MAX_S, Count, Decay, Record, Size, Steps
+
+if TYPE_CHECKING:
+    from orrery.manifest.schema.manifest import Manifest
+
+Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
+HOST_BYTES = 12  # of θ_start, outer momentum and Δ, for each trained parameter
+OFF = "or set trainer.elastic to null"
+
+
+class OuterSgd(Record):
+    """SGD on the mean Δ of all sites. DiLoCo (arXiv 2311.08105): lr 0.7, momentum 0.9, Nesterov."""
+
+    lr: PositiveFloat
+    momentum: Decay
+    nesterov: bool
+
+
+class Snapshots(Record):
+    """The newest `keep` snapshots, hashed in blocks of `block_bytes`."""
+
+    keep: Count
+    block_bytes: Size
+
+
+class Elastic(Record):
+    """Training of one model at several sites, each with this manifest's mesh.
+
+    - Training starts when `min_sites` have joined. At most `max_sites` take part at a time.
+    - Sites exchange Δ after every `inner_steps` optimizer steps, as `codec` and over `topology`.
+    - `error_feedback`: add the codec's error of a round to the next Δ.
+    - `weights` "tokens": a site weighs as many tokens as it trained since its last exchange.
+    - `admission` "open": sites may join before any round. "closed": only before the first.
+    - A round starts when all sites have arrived, or `grace_s` after `quorum` of them. Stragglers
+      add their Δ to the next round.
+    - A site is dead without a heartbeat for `dead_after_s`. Up to `voters` sites keep the log.
+    - `snapshots` are copies of the state in shared memory, from which other sites recover.
+    """
+
+    min_sites: Count
+    max_sites: Count
+    inner_steps: Steps
+    outer: OuterSgd
+    codec: Literal["float32", "int8_block", "int8_codebook", "int4_block", "top_k_2bit"]
+    error_feedback: bool
+    topology: Literal["ring", "all_to_all"]
+    weights: Literal["tokens", "equal"]
+    admission: Literal["open", "closed"]
+    quorum: Count
+    voters: Count
+    grace_s: Seconds
+    heartbeat_s: Seconds
+    dead_after_s: Seconds
+    store_timeout_s: Seconds
+    exchange_timeout_s: Seconds
+    snapshots: Snapshots
+
+
+def elastic_misfits(run: "Manifest") -> Iterator[str]:
+    """Yield a sentence for each broken constraint of `trainer.elastic` and of text data."""
+    elastic, trainer = run.trainer.elastic, run.trainer
+    if elastic is None:
+        return
+    if elastic.min_sites > elastic.max_sites:
+        yield (
+            f"trainer.elastic.min_sites {elastic.min_sites} exceeds max_sites "
+            f"{elastic.max_sites}; set it to at most that"
+        )
+    if elastic.quorum > elastic.min_sites:
+        yield (
+            f"trainer.elastic.quorum {elastic.quorum} exceeds min_sites {elastic.min_sites}; "
+            f"set it to at most that"
+        )
+    order = ("heartbeat_s", "dead_after_s", "store_timeout_s", "exchange_timeout_s")
+    for sooner, later in pairwise(order):
+        if (one := getattr(elastic, sooner)) >= (other := getattr(elastic, later)):
+            yield (
+                f"trainer.elastic.{sooner} {one:g} is not below {later} {other:g}; "
+                f"set it to less than that"
+            )
+    if trainer.mesh.dp_replicate > 1:
+        yield (
+            f"trainer.elastic with trainer.mesh.dp_replicate {trainer.mesh.dp_replicate}: replicas "
+            f"would exchange the same weights twice; set it to 1, {OFF}"
+        )
+    steps = {
+        "trainer.checkpoint.interval_steps": trainer.checkpoint.interval_steps,
+        "stages.rl.num_steps": run.stages.rl.num_steps,
+    }
+    if (sft := run.stages.sft) is not None:
+        steps["stages.sft.num_steps"] = sft.num_steps
+    for field, value in steps.items():
+        if value % elastic.inner_steps:
+            fits = max(1, value // elastic.inner_steps) * elastic.inner_steps
+            yield (
+                f"{field} {value} is not a multiple of trainer.elastic.inner_steps "
+                f"{elastic.inner_steps}; set it to {fits}, {OFF}"
+            )
+    if sft is not None and sft.data.kind != "text":
+        yield (
+            f"stages.sft.data.kind {sft.data.kind!r} with trainer.elastic: every site would train "
+            f"the same examples; set it to 'text', {OFF}"
+        )
+    elif sft is not None and sft.data.kind == "text" and sft.data.num_shards < elastic.max_sites:
+        yield (
+            f"stages.sft.data.num_shards {sft.data.num_shards} is below "
+            f"trainer.elastic.max_sites {elastic.max_sites}; set it to at least that"
+        )

@@ -1,0 +1,52 @@
+"""Constraints of `trainer.elastic` and its host memory."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from orrery.manifest.budget.run import plan_run
+from orrery.manifest.check import check
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.fields import lookup, parse
+
+GOOD = json.loads((Path(__file__).parents[2] / "manifests/elastic_text.json").read_text())
+ELASTIC = "trainer.elastic"
+DEMONSTRATIONS = {
+    "kind": "demonstrations",
+    "num_problems": 8,
+    "task": {**GOOD["tasks"]["train"][0], "seed": 9},
+}
+SENTENCES = [
+    (f"{ELASTIC}.min_sites", 7, "min_sites 7 exceeds max_sites 6; set it to at most that"),
+    (f"{ELASTIC}.quorum", 4, "quorum 4 exceeds min_sites 3; set it to at most that"),
+    (f"{ELASTIC}.dead_after_s", 2.0, "heartbeat_s 2 is not below dead_after_s 2"),
+    (f"{ELASTIC}.codec", "int7", 'codec = "int7": '),
+    ("trainer.mesh.dp_replicate", 2, "replicas would exchange the same weights twice; set it to 1"),
+    ("stages.sft.num_steps", 119, "119 is not a multiple of trainer.elastic.inner_steps 10; set"),
+    ("trainer.checkpoint.interval_steps", 5, "interval_steps 5 is not a multiple of"),
+    ("stages.sft.data", DEMONSTRATIONS, "every site would train the same examples"),
+    ("stages.sft.data.num_shards", 5, "num_shards 5 is below trainer.elastic.max_sites 6"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "sentence"), SENTENCES, ids=[s[0] for s in SENTENCES])
+def test_a_wrong_field_gives_one_sentence(path, value, sentence):
+    data = copy.deepcopy(GOOD)
+    *inside, field = parse(path)
+    lookup(data, tuple(inside), "here")[field] = value
+    with pytest.raises(OrreryError) as caught:
+        check(data, "here")
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_sites_need_12_bytes_of_host_memory_for_each_trained_parameter():
+    def trainer_bytes(data):
+        return plan_run(check(data, "here")).roles[0].host_bytes
+
+    alone = copy.deepcopy(GOOD)
+    alone["trainer"]["elastic"] = None
+    blocks = 2 * (256 * 64 * (8 + 4 + 4) + 8 * 64 * 256 + 3 * 256 * 512 + 2 * 256 + 2 * 64)
+    num_parameters = blocks + GOOD["model"]["vocab_size"] * 256 + 256
+    assert trainer_bytes(GOOD) - trainer_bytes(alone) == 12 * num_parameters
