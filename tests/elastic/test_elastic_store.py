@@ -8,7 +8,7 @@ from store_sites import StoreSites
 
 from orrery.elastic.certificates import Certificates, make_authority, make_site
 from orrery.elastic.etcd_client import EtcdClient
-from orrery.elastic.etcd_log import EtcdLog
+from orrery.elastic.etcd_log import EtcdLog, SiteServices
 from orrery.elastic.etcd_site import Change, next_change
 from orrery.elastic.types import ElasticError
 
@@ -40,7 +40,7 @@ def test_sites_go_on_without_any_one_coordinator_and_fence_a_paused_site(tmp_pat
 
         assert sites.forks() == []
         client = EtcdClient(sites.names, Certificates.of(tmp_path, "test"), 20.0)
-        rows = list(EtcdLog(client, "run", 1.0, 5.0).rounds())
+        rows = list(EtcdLog(client, "run", 1.0, 5.0, SiteServices()).rounds())
         assert [row.number for row in rows] == list(range(len(rows)))
 
         stranger = tmp_path / "stranger"

@@ -8,8 +8,10 @@ import pytest
 from scripted_sites import HOUR_S, TERMS, ScriptedSites, call, member, results
 from store_sites import StoreSites
 
+from orrery.elastic.keeper import save
 from orrery.elastic.scripted import ScriptedEvent, ScriptedMembership
-from orrery.elastic.types import LeaseLost, OuterRound
+from orrery.elastic.snapshots import copy_state, publish_copies, published, verify
+from orrery.elastic.types import ElasticError, LeaseLost, OuterRound
 
 
 def test_1_a_slow_peer_is_evicted_by_id_and_may_return():
@@ -81,6 +83,26 @@ def test_6_sites_never_disagree_about_the_members_of_a_round():
     for found in (each for rounds in seen for each in rounds):
         assert by_key.setdefault((found.number, found.epoch.number), found) == found
     assert sites.ledger.last == 11 and len(sites.ledger.members) == 1
+
+
+def test_8_a_killed_save_leaves_the_newest_complete_snapshot_and_old_ones_go(tmp_path):
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+
+    def snapshot(number: int) -> Path:
+        copy_state(memory, number, "d", {"theta": bytes([number]) * 9000}, block_bytes=1000)
+        return publish_copies(memory, keep=2)[0]
+
+    for number in range(1, 4):
+        snapshot(number)
+        save(memory, disk, keep=2)
+    newest = snapshot(4)
+    (newest / "theta").write_bytes(bytes(9000))  # the save ends before its last rename
+    with pytest.raises(ElasticError):
+        save(memory, disk, keep=2)
+    assert [verify(each).round for each in published(disk)] == [2, 3]
+    (newest / "theta").write_bytes(bytes([4]) * 9000)
+    save(memory, disk, keep=2)
+    assert [verify(each).round for each in published(disk)] == [3, 4]
 
 
 def test_9_no_module_of_these_tests_is_skipped_as_a_whole():

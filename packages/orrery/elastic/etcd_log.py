@@ -26,8 +26,15 @@ ELECTION_S = 3.0  # longest election of a new leader
 RETRY_WATCH_S = 0.5
 
 
+class SiteServices(msgspec.Struct, frozen=True):
+    """ADDRESS:PORT of a site's services, or "" for none."""
+
+    coordinator: str = ""  # where the site can run etcd, none behind NAT
+    snapshots: str = ""
+
+
 class EtcdLog:
-    """`coordinator` is the ADDRESS:PORT at which this site can run etcd, or "" behind NAT."""
+    """`services` tells the other sites where this one can be reached."""
 
     def __init__(
         self,
@@ -35,9 +42,9 @@ class EtcdLog:
         run: str,
         heartbeat_s: float,
         dead_s: float,
-        coordinator: str = "",
+        services: SiteServices,
     ) -> None:
-        self._client, self._prefix, self._coordinator = client, f"orrery/{run}/", coordinator
+        self._client, self._prefix, self._services = client, f"orrery/{run}/", services
         self._heartbeat_s, self._dead_s = heartbeat_s, dead_s
         self._site_id, self._lease, self._created = "", "", "0"
         self._changed = threading.Condition()
@@ -52,7 +59,7 @@ class EtcdLog:
         granted = self._client.call("/v3/lease/grant", {"TTL": ttl_s})
         self._site_id, self._lease = site_id, granted["ID"]
         key = {"key": encode(f"{self._prefix}live/{site_id}")}
-        put = key | {"value": encode(self._coordinator), "lease": self._lease}
+        put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}
         self._client.call("/v3/kv/put", put)
         self._created = self._client.call("/v3/kv/range", key)["kvs"][0]["create_revision"]
         self._stop = threading.Event()
@@ -129,10 +136,11 @@ class EtcdLog:
         for each in answer.get("kvs", []):
             yield msgspec.json.decode(decode(each["value"]), type=CommittedRound)
 
-    def coordinators(self) -> frozenset[str]:
-        """Return the addresses at which live sites run etcd or can."""
+    def services(self) -> list[SiteServices]:
+        """Return where the live sites can be reached."""
         answer = self._client.call("/v3/kv/range", below(f"{self._prefix}live/"))
-        return frozenset(decode(each.get("value", "")).decode() for each in answer.get("kvs", []))
+        values = (decode(each["value"]) for each in answer.get("kvs", []))
+        return [msgspec.json.decode(value, type=SiteServices) for value in values]
 
     def _beat(self, stop: threading.Event) -> None:
         while not stop.wait(self._heartbeat_s):

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Self
 
 from orrery.elastic.certificates import Certificates
 from orrery.elastic.etcd_client import EtcdClient, EtcdRefused
-from orrery.elastic.etcd_log import ELECTION_S, EtcdLog
+from orrery.elastic.etcd_log import ELECTION_S, EtcdLog, SiteServices
 from orrery.elastic.membership import LogMembership, RoundPace
 from orrery.elastic.types import ElasticError
 from orrery.manifest.publish import make_folder, write_atomic
@@ -141,7 +141,8 @@ def peer_url(name: str) -> str:
 class EtcdSite:
     """Open the membership of run `run`. `join` is the ADDRESS:PORT of a coordinator, or "".
 
-    `name` is the ADDRESS:PORT at which this site can be a coordinator, or "" behind NAT.
+    `name` is the ADDRESS:PORT at which this site can be a coordinator, or "" behind NAT, and
+    `snapshots` that of its snapshot server.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class EtcdSite:
         join: str = "",
         *,
         pace: RoundPace,
+        snapshots: str = "",
         heartbeat_s: float = 2.0,
         dead_s: float = 10.0,
         store_s: float = 300.0,
@@ -167,7 +169,8 @@ class EtcdSite:
                 each for each in json.loads(self._known_file.read_text()) if each not in known
             ]
         self.client = EtcdClient(known, certificates, store_s)
-        self.log = EtcdLog(self.client, run, heartbeat_s, dead_s, name)
+        self.log = EtcdLog(self.client, run, heartbeat_s, dead_s, SiteServices(name, snapshots))
+        self._snapshots = snapshots
         self.membership = LogMembership(self.log, pace)
         self.server = EtcdServer(name, folder, certificates, run) if name else None
         self._missing_since_s: dict[str, float] = {}
@@ -194,6 +197,11 @@ class EtcdSite:
             self.server.stop()
         self.client.close()
 
+    def donors(self) -> list[str]:
+        """Return the snapshot servers of the other live sites."""
+        found = {each.snapshots for each in self.log.services()}
+        return sorted(found - {"", self._snapshots})
+
     def _run(self) -> None:
         """Start etcd from this thread, because etcd dies with the thread that started it."""
         if self.server is not None and (self._is_first or self.server.data.exists()):
@@ -216,7 +224,7 @@ class EtcdSite:
         elif self.server.data.exists():
             self.server.stop()
             shutil.rmtree(self.server.data)
-        live, now_s = self.log.coordinators() - {""}, time.monotonic()
+        live, now_s = {each.coordinator for each in self.log.services()} - {""}, time.monotonic()
         missing = {name for name in members if name not in live}
         self._missing_since_s = {
             name: self._missing_since_s.get(name, now_s) for name in sorted(missing)

@@ -1,0 +1,184 @@
+"""Serve snapshots to peers, and fetch one from several peers at once.
+
+- HTTPS with mutual TLS. `/newest` is the header of the newest snapshot, `/block/SHA256` a block.
+- Blocks are named by content. So blocks that all sites share come from all of them, and a site's
+  inner optimizer state from that site.
+- A stranger gets no answer, and holds one thread for at most HANDSHAKE_S.
+"""
+
+import http.client
+import http.server
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from orrery.elastic.certificates import Certificates
+from orrery.elastic.snapshots import (
+    Block,
+    BlockLacking,
+    FolderSource,
+    StateSnapshot,
+    assemble,
+    check_header,
+    published,
+    read_header,
+)
+from orrery.elastic.types import ElasticError
+
+HANDSHAKE_S = 5.0
+SILENCE_S = 20.0
+POLL_S = 0.2
+MAX_HEADER_BYTES = 64 << 20
+_BLOCK = re.compile(r"/block/([0-9a-f]{64})")
+
+
+class SnapshotServer(http.server.ThreadingHTTPServer):
+    """Serve the snapshots below `folder`. Call `serve_forever`."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, host: str, port: int, certificates: Certificates) -> None:
+        self._folder, self._tls = folder, certificates.server()
+        self._blocks: dict[str, tuple[Path, Block]] = {}
+        self._indexed: set[Path] = set()
+        self._indexing = threading.Lock()
+        super().__init__((host, port), _Handler)
+
+    def newest(self) -> Path | None:
+        return next(reversed(published(self._folder)), None)
+
+    def find(self, sha256: str) -> bytes:
+        """Return a block. Raise BlockLacking if no snapshot has it."""
+        with self._indexing:
+            present = set(published(self._folder))
+            if present != self._indexed:
+                self._blocks = {
+                    block.sha256: (path, block)
+                    for path in sorted(present)
+                    for block in read_header(path).blocks()
+                }
+                self._indexed = present
+        if sha256 not in self._blocks:
+            raise BlockLacking(sha256)
+        path, block = self._blocks[sha256]
+        return FolderSource(path).read(block)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Shake hands in the connection's own thread."""
+        request.settimeout(HANDSHAKE_S)
+        with suppress(OSError), self._tls.wrap_socket(request, server_side=True) as wrapped:
+            wrapped.settimeout(SILENCE_S)
+            _Handler(wrapped, client_address, self)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: SnapshotServer
+
+    def do_GET(self) -> None:
+        body = None
+        with suppress(BlockLacking, ElasticError, OSError):
+            if self.path == "/newest" and (newest := self.server.newest()) is not None:
+                body = msgspec.json.encode(read_header(newest))
+            elif found := _BLOCK.fullmatch(self.path):
+                body = self.server.find(found[1])
+        self.send_response(http.HTTPStatus.NOT_FOUND if body is None else http.HTTPStatus.OK)
+        self.send_header("Content-Length", str(len(body or b"")))
+        self.end_headers()
+        self.wfile.write(body or b"")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Write no line a request."""
+
+
+class PeerSource:
+    """The snapshots of a peer at ADDRESS:PORT, over one connection."""
+
+    def __init__(self, peer: str, certificates: Certificates, silence_s: float = SILENCE_S) -> None:
+        self.name = peer
+        address, _, port = peer.rpartition(":")
+        self._connection = http.client.HTTPSConnection(
+            address, int(port), timeout=silence_s, context=certificates.client()
+        )
+
+    def newest(self) -> StateSnapshot | None:
+        """Return the header of the newest snapshot, or None if there is none."""
+        body = self._get("/newest", MAX_HEADER_BYTES)
+        if body is None:
+            return None
+        header = msgspec.json.decode(body, type=StateSnapshot)
+        check_header(header, self.name)
+        return header
+
+    def read(self, block: Block) -> bytes:
+        body = self._get(f"/block/{block.sha256}", block.size)
+        if body is None:
+            raise BlockLacking(block.sha256)
+        return body
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _get(self, path: str, most: int) -> bytes | None:
+        try:
+            self._connection.request("GET", path)
+            answer = self._connection.getresponse()
+            size = int(answer.headers["Content-Length"])
+            if size > most:
+                raise ValueError(f"{size} bytes instead of at most {most}")
+            body = answer.read()
+        except http.client.HTTPException as error:
+            raise OSError(str(error) or type(error).__name__) from error
+        return body if answer.status == http.HTTPStatus.OK else None
+
+
+def fetch_state(
+    peers: Callable[[], Sequence[str]],
+    wanted: Callable[[], tuple[int, str]],
+    folder: Path,
+    certificates: Certificates,
+    deadline_s: float,
+) -> Path:
+    """Fetch the newest committed state from all peers into `folder`, and return its snapshot.
+
+    `peers` are the live sites' servers, and `wanted` is (round, digest) of the log's last round.
+    Both are asked again for each try, because rounds go on. A header with another digest is not
+    used. Raise ElasticError after `deadline_s`.
+    """
+    end_s, reason = time.monotonic() + deadline_s, "no peer is live"
+    while True:
+        number, digest = wanted()
+        sources, headers = [], []
+        for peer in peers():
+            source = PeerSource(peer, certificates)
+            try:
+                header = source.newest()
+            except (OSError, ValueError, msgspec.MsgspecError, ElasticError) as error:
+                reason = f"{peer}: {error or type(error).__name__}"
+                continue
+            sources.append(source)
+            if header is None or (header.round, header.digest) != (number, digest):
+                has = f"round {header.round}" if header else "no snapshot"
+                reason = f"{peer} has {has}, and the log is at round {number}"
+            else:
+                headers.append(header)
+        try:
+            if headers:
+                return assemble(headers[0], folder, sources)
+        except ElasticError as error:
+            reason = str(error)
+        finally:
+            for source in sources:
+                source.close()
+        if time.monotonic() >= end_s:
+            raise ElasticError(
+                f"recovery: no state of round {number} within {deadline_s:g} s ({reason}); check "
+                "that other sites run and that their recovery port is open, then join again"
+            )
+        time.sleep(POLL_S)

@@ -1,0 +1,299 @@
+"""Keep a site's state as folders of hashed blocks, in shared memory, on disk or anywhere.
+
+- A snapshot is a folder `round_N` with a file for each part, and `snapshot.json` with the sha256 of
+  each block. It appears by a rename, so a reader sees a complete folder or none.
+- The trainer only copies, into `round_N.copied`. Another process hashes the copy and publishes it.
+- `assemble` fills a folder block by block from any sources, checks every block, and resumes.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from orrery.elastic.types import ElasticError
+from orrery.manifest.publish import make_folder, publish_folder, write_atomic
+
+BLOCK_BYTES = 16 << 20
+HEADER = "snapshot.json"
+_PUBLISHED = re.compile(r"round_([0-9]{9})")
+_PART = re.compile(r"[\w-][\w.-]*")
+Buffer = bytes | bytearray | memoryview
+
+
+class SnapshotPart(msgspec.Struct, frozen=True):
+    num_bytes: int
+    blocks: tuple[str, ...]  # sha256 in hexadecimal
+
+
+class StateSnapshot(msgspec.Struct, frozen=True):
+    """The header of a snapshot: the state after `round`, whose digest the log holds."""
+
+    round: int
+    digest: str
+    block_bytes: int
+    parts: dict[str, SnapshotPart]
+    facts: dict[str, Any] = {}  # such as the step
+
+    def blocks(self) -> Iterator["Block"]:
+        for name, part in self.parts.items():
+            for index, sha256 in enumerate(part.blocks):
+                offset = index * self.block_bytes
+                size = min(self.block_bytes, part.num_bytes - offset)
+                yield Block(name, offset, size, sha256)
+
+
+class Block(NamedTuple):
+    part: str
+    offset: int
+    size: int
+    sha256: str
+
+
+class BlockLacking(Exception):
+    """Signal that a source does not have a block."""
+
+
+class BlockSource(Protocol):
+    name: str
+
+    def read(self, block: Block) -> bytes:
+        """Raise BlockLacking, or OSError if the source is gone."""
+
+
+class FolderSource:
+    def __init__(self, folder: Path) -> None:
+        self.name, self._folder = str(folder), folder
+
+    def read(self, block: Block) -> bytes:
+        try:
+            with (self._folder / block.part).open("rb") as file:
+                return os.pread(file.fileno(), block.size, block.offset)
+        except FileNotFoundError:
+            raise BlockLacking(block.part) from None
+
+
+def snapshot_dir(folder: Path, number: int) -> Path:
+    return folder / f"round_{number:09d}"
+
+
+def published(folder: Path) -> list[Path]:
+    """Return the complete snapshots, oldest first."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in found if _PUBLISHED.fullmatch(path.name))
+
+
+def read_header(snapshot: Path) -> StateSnapshot:
+    path = snapshot / HEADER
+    try:
+        header = msgspec.json.decode(path.read_bytes(), type=StateSnapshot)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ElasticError(
+            f"{path}: it cannot be read ({error}); remove {snapshot} to use the snapshot before it"
+        ) from error
+    check_header(header, str(path))
+    return header
+
+
+def check_header(header: StateSnapshot, place: str) -> None:
+    """Raise ElasticError if a name leaves the folder or sizes and blocks disagree."""
+    for name, part in header.parts.items():
+        count = -(-part.num_bytes // max(header.block_bytes, 1))
+        if not _PART.fullmatch(name) or name == HEADER or count != len(part.blocks):
+            raise ElasticError(
+                f"{place}: the part {name!r} of {part.num_bytes} bytes has {len(part.blocks)} "
+                f"blocks of {header.block_bytes} bytes; take the snapshot from another site"
+            )
+
+
+def copy_state(
+    folder: Path,
+    number: int,
+    digest: str,
+    parts: Mapping[str, Buffer],
+    facts: Mapping[str, Any] | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> Path:
+    """Copy the state into `folder`, to be published by another process. The trainer's only wait."""
+    num_bytes = sum(memoryview(part).nbytes for part in parts.values())
+    make_folder(folder)
+    if num_bytes > (free := shutil.disk_usage(folder).free):
+        raise ElasticError(
+            f"trainer.elastic.snapshot: a snapshot has {num_bytes / 1e9:.1f} GB, and {folder} has "
+            f"{free / 1e9:.1f} GB free; free some, or lower trainer.elastic.snapshot.keep"
+        )
+    place = snapshot_dir(folder, number)
+    partial = place.with_name(f".{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for name, part in parts.items():
+        assert _PART.fullmatch(name), name
+        (partial / name).write_bytes(part)
+    sizes = {name: SnapshotPart(memoryview(p).nbytes, ()) for name, p in parts.items()}
+    header = StateSnapshot(number, digest, block_bytes, sizes, dict(facts or {}))
+    (partial / HEADER).write_bytes(msgspec.json.encode(header))
+    copied = place.with_suffix(".copied")
+    shutil.rmtree(copied, ignore_errors=True)
+    partial.rename(copied)
+    return copied
+
+
+def publish_copies(folder: Path, keep: int) -> list[Path]:
+    """Hash and publish all copies. Remove all but the newest `keep` snapshots."""
+    done = []
+    for copied in sorted(folder.glob("round_*.copied")):
+        header = msgspec.json.decode((copied / HEADER).read_bytes(), type=StateSnapshot)
+        parts = {
+            name: SnapshotPart(part.num_bytes, _hashes(copied / name, header.block_bytes))
+            for name, part in header.parts.items()
+        }
+        header = msgspec.structs.replace(header, parts=parts)
+        write_atomic(copied / HEADER, msgspec.json.encode(header))
+        place = copied.with_suffix("")
+        shutil.rmtree(place, ignore_errors=True)
+        copied.rename(place)
+        done.append(place)
+    remove_old(folder, keep)
+    return done
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    for path in published(folder)[: -max(keep, 1)]:
+        aside = path.with_name(f".{path.name}.removed")
+        with suppress(OSError):
+            path.rename(aside)  # a reader never sees half a folder
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def verify(snapshot: Path) -> StateSnapshot:
+    """Return the header. Raise ElasticError if a block is damaged or missing."""
+    header = read_header(snapshot)
+    for name, part in header.parts.items():
+        path = snapshot / name
+        found = _hashes(path, header.block_bytes) if path.is_file() else ()
+        if found != part.blocks:
+            wrong = next(
+                (i for i, (a, b) in enumerate(zip(found, part.blocks, strict=False)) if a != b),
+                min(len(found), len(part.blocks)),
+            )
+            raise ElasticError(
+                f"{path}: block {wrong} is damaged or missing; remove {snapshot} to use the "
+                "snapshot before it, or take it from another site"
+            )
+    return header
+
+
+def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
+    """Fill and publish the snapshot below `folder`. One thread a source.
+
+    A source that fails, or sends a block with another hash, is not used again. Raise ElasticError
+    if no source is left. Blocks that arrived stay for the next call.
+    """
+    place = snapshot_dir(folder, header.round)
+    partial = place.with_name(f".{place.name}.{_digest_of(header)[:12]}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    for name, part in header.parts.items():
+        with (partial / name).open("ab") as file:
+            file.truncate(part.num_bytes)
+    queue = _BlockQueue([b for b in header.blocks() if not _has(partial, b)])
+    with ThreadPoolExecutor(max(1, len(sources))) as pool:
+        list(pool.map(lambda source: queue.drain(source, partial), sources))
+    if queue.num_left:
+        raise ElasticError(
+            f"snapshot of round {header.round}: {queue.num_left} blocks are missing, and no source "
+            f"is left ({'; '.join(queue.faults) or 'none was given'}); the next try resumes"
+        )
+    (partial / HEADER).write_bytes(msgspec.json.encode(header))
+    publish_folder(partial, place)
+    for other in folder.glob(f".{place.name}.*.partial"):
+        shutil.rmtree(other, ignore_errors=True)
+    return place
+
+
+class _BlockQueue:
+    """The blocks to fetch, shared by one thread a source."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self._todo, self._num_open = blocks[::-1], 0
+        self._changed = threading.Condition()
+        self.faults: list[str] = []
+
+    @property
+    def num_left(self) -> int:
+        return len(self._todo)
+
+    def drain(self, source: BlockSource, partial: Path) -> None:
+        lacking: set[str] = set()
+        while (block := self._take(lacking)) is not None:
+            fault = ""
+            try:
+                data = source.read(block)
+                if hashlib.sha256(data).hexdigest() != block.sha256:
+                    fault = f"{source.name}: a block of {block.part} has another sha256"
+                else:
+                    _write(partial / block.part, data, block.offset)
+            except BlockLacking:
+                lacking.add(block.sha256)
+                fault = "lacking"
+            except (OSError, ValueError) as error:
+                fault = f"{source.name}: {error or type(error).__name__}"
+            self._done(block if fault else None)
+            if fault and fault != "lacking":
+                with self._changed:
+                    self.faults.append(fault)
+                return
+
+    def _take(self, lacking: set[str]) -> Block | None:
+        """Return a block, or None when no block that this source may have can come back."""
+        with self._changed:
+            while True:
+                for index in range(len(self._todo) - 1, -1, -1):
+                    if self._todo[index].sha256 not in lacking:
+                        self._num_open += 1
+                        return self._todo.pop(index)
+                if not self._num_open:
+                    return None
+                self._changed.wait()
+
+    def _done(self, put_back: Block | None) -> None:
+        with self._changed:
+            self._num_open -= 1
+            if put_back is not None:
+                self._todo.append(put_back)
+            self._changed.notify_all()
+
+
+def _write(path: Path, data: bytes, offset: int) -> None:
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), data, offset)
+
+
+def _has(partial: Path, block: Block) -> bool:
+    try:
+        data = FolderSource(partial).read(block)
+    except (BlockLacking, OSError):
+        return False
+    return hashlib.sha256(data).hexdigest() == block.sha256
+
+
+def _hashes(path: Path, block_bytes: int) -> tuple[str, ...]:
+    found = []
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(block_bytes):
+            found.append(hashlib.sha256(data).hexdigest())
+    return tuple(found)
+
+
+def _digest_of(header: StateSnapshot) -> str:
+    return hashlib.sha256(
+        json.dumps(msgspec.to_builtins(header), sort_keys=True).encode()
+    ).hexdigest()

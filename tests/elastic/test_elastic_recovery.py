@@ -1,0 +1,270 @@
+"""Snapshots and recovery: damage, truncation, dead donors, resumed fetches, killed processes."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from orrery.elastic.certificates import Certificates, make_authority, make_site
+from orrery.elastic.keeper import FsspecTarget, KeeperOptions, SnapshotKeeper
+from orrery.elastic.recovery import PeerSource, SnapshotServer, fetch_state
+from orrery.elastic.snapshots import (
+    HEADER,
+    Block,
+    BlockLacking,
+    FolderSource,
+    assemble,
+    copy_state,
+    publish_copies,
+    published,
+    read_header,
+    verify,
+)
+from orrery.elastic.types import ElasticError
+
+BLOCK = 1000
+
+
+def state(seed: int = 0) -> dict[str, memoryview]:
+    draw = np.random.default_rng(seed)
+    sizes = {"theta": 5000, "momentum": 4321, "inner.0": 2500, "empty": 0}
+    return {name: memoryview(draw.bytes(size)) for name, size in sizes.items()}
+
+
+def snapshot(folder: Path, number: int = 3, **parts: memoryview) -> Path:
+    copy_state(folder, number, f"digest {number}", state() | parts, {"step": 40}, BLOCK)
+    return publish_copies(folder, keep=2)[0]
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+class Counted(FolderSource):
+    """A donor that fails after a number of blocks."""
+
+    def __init__(self, folder: Path, most: int = 1000) -> None:
+        super().__init__(folder)
+        self.num_read, self._most = 0, most
+
+    def read(self, block: Block) -> bytes:
+        if self.num_read == self._most:
+            raise ConnectionResetError("the donor died")
+        self.num_read += 1
+        return super().read(block)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Certificates:
+    folder = tmp_path_factory.mktemp("certificates")
+    make_authority(folder, "run")
+    return make_site(folder, "site")
+
+
+@pytest.fixture
+def serve(files):
+    servers = []
+
+    def start(folder: Path) -> str:
+        server = SnapshotServer(folder, "127.0.0.1", 0, files)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        servers.append(server)
+        return f"127.0.0.1:{server.server_address[1]}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_snapshot_returns_every_part_and_fact(tmp_path):
+    found = snapshot(tmp_path)
+    header = verify(found)
+    assert (header.round, header.digest, header.facts) == (3, "digest 3", {"step": 40})
+    for name, part in state().items():
+        assert (found / name).read_bytes() == part
+
+
+@pytest.mark.parametrize("part", ["theta", "momentum", "inner.0"])
+def test_a_flipped_byte_and_a_truncated_part_are_refused_by_name(tmp_path, part):
+    found = snapshot(tmp_path)
+    flip(found / part, 2100)
+    with pytest.raises(ElasticError, match=f"{part}: block 2 is damaged or missing; remove"):
+        verify(found)
+    flip(found / part, 2100)
+    verify(found)
+    (found / part).write_bytes((found / part).read_bytes()[:1500])
+    with pytest.raises(ElasticError, match=f"{part}: block 1 is damaged or missing; remove"):
+        verify(found)
+
+
+def test_a_damaged_block_is_taken_from_another_donor(tmp_path):
+    bad, good = snapshot(tmp_path / "a"), snapshot(tmp_path / "b")
+    flip(bad / "theta", 0)
+    got = assemble(read_header(good), tmp_path / "c", [FolderSource(bad), FolderSource(good)])
+    assert verify(got) == read_header(good)
+    with pytest.raises(ElasticError, match="a block of theta has another sha256"):
+        assemble(read_header(good), tmp_path / "d", [FolderSource(bad)])
+    assert published(tmp_path / "d") == []
+
+
+def test_a_fetch_goes_on_when_a_donor_dies_and_resumes_after_all_have(tmp_path):
+    donor = snapshot(tmp_path / "a")
+    header, into = read_header(donor), tmp_path / "b"
+    num_blocks = len(list(header.blocks()))
+    with pytest.raises(ElasticError, match="the next try resumes"):
+        assemble(header, into, [Counted(donor, 4), Counted(donor, 3)])
+    assert published(into) == []
+    last = Counted(donor)
+    verify(assemble(header, into, [last, Counted(donor, 0)]))
+    assert last.num_read == num_blocks - 7
+
+
+def test_two_donors_share_the_blocks_and_each_gives_its_own_inner_state(tmp_path, files, serve):
+    one = snapshot(tmp_path / "a")
+    other = snapshot(tmp_path / "b", **{"inner.0": memoryview(b"x" * 2500)})
+    header = read_header(one)
+    peers = [PeerSource(serve(tmp_path / each), files) for each in ("a", "b")]
+    assert peers[0].newest() == header and peers[1].newest() == read_header(other)
+    own = next(block for block in header.blocks() if block.part == "inner.0")
+    with pytest.raises(BlockLacking):
+        peers[1].read(own)
+    got = assemble(header, tmp_path / "c", peers)
+    assert verify(got) == header
+    for peer in peers:
+        peer.close()
+
+
+def test_a_joiner_waits_for_the_state_that_the_log_names(tmp_path, files, serve):
+    snapshot(tmp_path / "a", 3)
+    peer = serve(tmp_path / "a")
+    with pytest.raises(ElasticError, match="has round 3, and the log is at round 4"):
+        fetch_state(lambda: [peer], lambda: (4, "digest 4"), tmp_path / "b", files, 0.0)
+    with pytest.raises(ElasticError, match="the log is at round 3"):
+        fetch_state(lambda: [peer], lambda: (3, "other"), tmp_path / "b", files, 0.0)
+
+    def wanted() -> tuple[int, str]:
+        snapshot(tmp_path / "a", 4)  # appears while the joiner asks
+        return 4, "digest 4"
+
+    got = fetch_state(lambda: [peer], wanted, tmp_path / "b", files, 10.0)
+    assert verify(got).round == 4
+
+
+def test_a_stranger_gets_nothing_and_disturbs_no_fetch(tmp_path, files, serve):
+    snapshot(tmp_path / "a")
+    peer = serve(tmp_path / "a")
+    make_authority(tmp_path / "other", "run")
+    stranger = PeerSource(peer, make_site(tmp_path / "other", "site"))
+    with pytest.raises(OSError):
+        stranger.newest()
+    address, _, port = peer.rpartition(":")
+    with socket.create_connection((address, int(port))) as silent:
+        silent.sendall(b"GET /newest HTTP/1.1\r\n\r\n")
+        got = fetch_state(lambda: [peer], lambda: (3, "digest 3"), tmp_path / "b", files, 0.0)
+    assert verify(got).round == 3
+
+
+def test_a_header_that_names_a_file_elsewhere_is_refused(tmp_path):
+    found = snapshot(tmp_path)
+    text = (found / HEADER).read_text().replace('"theta"', '"../theta"')
+    (found / HEADER).write_text(text)
+    with pytest.raises(ElasticError, match=r"the part '../theta' .* take the snapshot from"):
+        read_header(found)
+
+
+def test_a_copy_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
+    usage = (100, 90, 10)
+    monkeypatch.setattr(
+        "orrery.elastic.snapshots.shutil.disk_usage",
+        lambda _: type("Usage", (), {"free": usage[2]}),
+    )
+    with pytest.raises(ElasticError, match=r"^trainer.elastic.snapshot: a snapshot has"):
+        copy_state(tmp_path, 1, "d", state())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_upload_resumes_and_keeps_the_newest(tmp_path, monkeypatch):
+    url = f"file://{tmp_path / 'far'}"
+    target, folder = FsspecTarget(url), tmp_path / "near"
+    written: list[str] = []
+    pipe = target._files.pipe_file
+
+    def broken(path: str, data: bytes) -> None:
+        if len(written) == 5:
+            raise OSError("the network is gone")
+        written.append(path)
+        pipe(path, data)
+
+    monkeypatch.setattr(target._files, "pipe_file", broken)
+    first = snapshot(folder, 3)
+    with pytest.raises(OSError, match="the network is gone"):
+        target.upload(first, keep=1)
+    assert target.newest() is None
+    monkeypatch.setattr(target._files, "pipe_file", lambda *a: (written.append(a[0]), pipe(*a)))
+    target.upload(first, keep=1)
+    assert len(written) == len(set(written)) == len(list(read_header(first).blocks())) + 1
+    changed = snapshot(folder, 4, theta=memoryview(b"y" * 5000))
+    target.upload(changed, keep=1)
+    header = target.newest()
+    assert header == read_header(changed)
+    verify(assemble(header, tmp_path / "again", [target]))
+    assert len(list((tmp_path / "far/blocks").iterdir())) == len(
+        {block.sha256 for block in header.blocks()}
+    )
+
+
+TRAINER = """
+import os, sys
+from pathlib import Path
+import msgspec
+from orrery.elastic.keeper import KeeperOptions, SnapshotKeeper
+from orrery.elastic.snapshots import copy_state
+options = msgspec.json.decode(sys.argv[1], type=KeeperOptions)
+keeper = SnapshotKeeper(options)
+print(keeper.process.pid, flush=True)
+copy_state(Path(options.folder), 7, "digest 7", {"theta": b"t" * 9000}, block_bytes=1000)
+keeper.copied()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_killed_trainer_leaves_its_state_in_memory_on_disk_and_at_the_target(tmp_path):
+    options = KeeperOptions(
+        str(tmp_path / "memory"),
+        disk=str(tmp_path / "disk"),
+        target=f"file://{tmp_path / 'far'}",
+        linger_s=0.0,
+    )
+    text = msgspec.json.encode(options).decode()
+    # The keeper inherits stderr, so the pipe ends when the last process does.
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINER, text], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert verify(published(tmp_path / "memory")[0]).round == 7
+    assert verify(published(tmp_path / "disk")[0]).round == 7
+    assert FsspecTarget(options.target).newest().round == 7
+
+
+def test_the_next_keeper_takes_over_and_publishes_a_copy_left_behind(tmp_path):
+    options = KeeperOptions(str(tmp_path), linger_s=3600.0)
+    with SnapshotKeeper(options) as first:
+        copy_state(tmp_path, 1, "digest 1", {"theta": b"t"})
+        end_s = time.monotonic() + 60
+        while not published(tmp_path) and time.monotonic() < end_s:
+            time.sleep(0.05)  # poll until the first keeper runs
+        with SnapshotKeeper(msgspec.structs.replace(options, linger_s=0.0)) as second:
+            assert first.process.wait(timeout=60) == 0
+            copy_state(tmp_path, 2, "digest 2", {"theta": b"u"})
+        assert second.process.wait(timeout=60) == 0
+    assert [verify(each).round for each in published(tmp_path)] == [1, 2]
