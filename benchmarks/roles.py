@@ -14,6 +14,7 @@ ROUTER = ("-m", "orrery.inference.router")
 ALONE = {
     "num_replicas": 1,
     "prefill_replicas": 0,
+    "nodes_per_replica": 1,
     "kv_transfer": {"kind": "none"},
     "kv_offload": {"kind": "none"},
     "max_restarts": 0,

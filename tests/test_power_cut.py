@@ -238,7 +238,9 @@ def a_ranks_file(root: Path) -> None:
 
 
 def start_adapters(root: Path) -> None:
-    blank_adapter(root / "run", load(ROOT / "manifests" / "reverse_text_adapters.json"), "rl", 0)
+    blank_adapter(
+        root / "run", load(ROOT / "manifests" / "reverse_text_adapters.json"), "rl", "inference.0"
+    )
 
 
 CASES = {

@@ -45,6 +45,7 @@ class Listener:
 BY_PATH = "`generate` or `administer`, by path"
 ENDS = "can end the run, or join a group while it forms; no secret passes"
 ENDS_UPDATE = "can end an update; weights that it forges fail their fingerprints"
+FORGES = "can end the engine, or forge requests and answers"
 MODE_0700 = "folder of mode 0700"
 LISTENERS = (
     Listener("orchestrator", "", "rollout wire: asks and heads", ROLE,
@@ -61,6 +62,13 @@ LISTENERS = (
     Listener("inference", "VLLM::", "vLLM: engine cores", UNIX, MODE_0700, "cannot reach it", None),
     Listener("inference", "VLLM::", "ranks of an engine: TCPStore, gloo, NCCL", ROLE, NONE, ENDS,
              None, False),
+    Listener("inference", "", "vLLM: server of ranks on other nodes", ROLE, NONE, FORGES, None,
+             False),
+    Listener("inference", "VLLM::", "vLLM: coordinator of ranks", ROLE, NONE, FORGES, None, False),
+    Listener("headless", "VLLM::", "ranks of an engine: TCPStore, gloo, NCCL", ROLE, NONE, ENDS,
+             None, False),
+    Listener("headless", "VLLM::", "weight wire: gloo, NCCL, NIXL", ROLE, NONE, ENDS_UPDATE, None,
+             False),
     Listener("inference", "VLLM::", "weight wire: gloo, NCCL, NIXL", ROLE, NONE, ENDS_UPDATE, None,
              False),
     Listener("inference", "VLLM::", "caches: NIXL, Mooncake", ROLE, NONE,

@@ -127,7 +127,7 @@ def inference(run_dir: Path) -> None:
 
     with role_process("inference", ["--run-dir", str(run_dir), "--stage", "rl"]) as ctx:
         engine_environment(ctx.manifest, ctx.host)
-        adapter = blank_adapter(run_dir, ctx.manifest, "rl", 0)
+        adapter = blank_adapter(run_dir, ctx.manifest, "rl", ctx.name)
         options = server_arguments(
             ctx.manifest, run_dir / "weights" / "init", 0, ctx.host, 0, adapter
         )

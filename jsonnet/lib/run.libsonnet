@@ -78,6 +78,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
   inference: {
     num_replicas: run.layout.engines,
     prefill_replicas: run.layout.prefill_engines,
+    nodes_per_replica: 1,
     data_parallel: 1,
     tensor_parallel: run.layout.devices_per_engine / self.data_parallel,
     expert_parallel: run.model.moe != null && self.data_parallel * self.tensor_parallel > 1,

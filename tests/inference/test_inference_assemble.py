@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,8 @@ from orrery.inference.assemble import (
     PLUGIN,
     check_release,
     engine_environment,
+    meeting_point,
+    node_arguments,
     server_arguments,
     weights_dir,
 )
@@ -40,6 +43,7 @@ from orrery.manifest.identity import load
 from orrery.runtime import network
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import Purpose, authorization
+from orrery.wire import rendezvous
 from orrery.wire.rendezvous import UPDATE_S, request_s
 
 
@@ -162,6 +166,26 @@ def test_a_gpu_engine_captures_steps_that_hold_prompts_too(tmp_path):
     )
 
 
+def test_only_the_first_node_of_an_engine_has_a_server(make_manifest, monkeypatch, tmp_path):
+    inference = make_manifest().inference.model_copy(
+        update={"data_parallel": 12, "nodes_per_replica": 3}
+    )
+    first, last = (node_arguments(inference, part, "10.0.0.1", 25000) for part in (0, 2))
+    assert flags(first) == {
+        "--data-parallel-size-local": "4",
+        "--data-parallel-address": "10.0.0.1",
+        "--data-parallel-rpc-port": "25000",
+    }
+    assert last == [*first, "--data-parallel-start-rank", "8", "--headless"]
+    head = SimpleNamespace(index=2, incarnation=1, url="tcp://10.0.0.1:25000")
+    old = SimpleNamespace(index=2, incarnation=0, url="tcp://10.0.0.1:24000")
+    monkeypatch.setattr(rendezvous, "find_endpoints", lambda *_: [old, head])
+    ctx = SimpleNamespace(
+        health=SimpleNamespace(waiting=lambda *_, **__: nullcontext()), incarnation=1
+    )
+    assert meeting_point(ctx, 2, 1) == ("10.0.0.1", 25000)
+
+
 def test_a_cpu_engine_of_several_devices_is_refused(make_manifest, tmp_path):
     with pytest.raises(OrreryError, match=r"tensor_parallel = 2"):
         server_arguments(make_manifest(tensor_parallel=2), tmp_path, 0, "127.0.0.1", 1)
@@ -217,6 +241,10 @@ def test_the_router_gets_its_policy_and_thresholds_and_no_run_without_one_starts
         "1.25",
     )
     assert said["--host"] == said["--prometheus-host"] == "10.1.2.3"
+    assert "--intra-node-data-parallel-size" not in said
+    wide = make_manifest(router=router, data_parallel=4)
+    ranks = router_arguments(wide, ["http://a", "http://b"], "h", 10, 11)
+    assert flags(ranks)["--intra-node-data-parallel-size"] == "4"
     without = {
         "kind": "vllm_router",
         "policy": "power_of_two",
@@ -318,7 +346,14 @@ def test_engines_that_ask_for_rdma_do_not_start_without(
             (tmp_path / "manifest.json").touch()
             manifest = make_manifest(kv_offload=mooncake | {"segment_bytes": 1 << 24})
             offload(
-                SimpleNamespace(manifest=manifest, run_dir=tmp_path, stage="rl", attempt=1, index=0)
+                SimpleNamespace(
+                    manifest=manifest,
+                    run_dir=tmp_path,
+                    stage="rl",
+                    attempt=1,
+                    role="inference",
+                    index=0,
+                )
             )
 
 

@@ -2,13 +2,25 @@
 
 import asyncio
 import multiprocessing
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from direct_trainer import direct_trainer, our_logprobs
-from inference_servers import MIXTURE, engine, in_flight, make_module, make_run, with_fleet
+from inference_servers import (
+    MIXTURE,
+    await_published,
+    in_flight,
+    listening,
+    make_module,
+    make_run,
+    start_role,
+    stop,
+    with_fleet,
+)
 
 from orrery.inference.patches.vllm import _all_gatherv, _reduce_scatterv, compute_own_experts
 from orrery.manifest.identity import load
@@ -20,7 +32,12 @@ torch.set_num_threads(1)
 PROMPT = [3, 4, 5, 6, 7, 8]
 SIZES = [3, 1, 4]
 TOLERANCE = 1e-4  # as for an engine of one rank
-WIDE = {"data_parallel": 2, "expert_parallel": True, "max_model_len_tokens": 1024}
+WIDE = {
+    "data_parallel": 4,
+    "nodes_per_replica": 2,
+    "expert_parallel": True,
+    "max_model_len_tokens": 1024,
+}
 
 
 def rows(rank: int) -> torch.Tensor:
@@ -84,29 +101,61 @@ def test_an_expert_of_another_rank_adds_nothing(monkeypatch):
     assert seen["topk_ids"] is given["topk_ids"]
 
 
-def test_two_ranks_serve_a_mixture_and_take_an_update_in_flight(tmp_path):
+@contextmanager
+def wide_engine(run_dir, incarnation=0):
+    """An engine of two "nodes": a server with two ranks, and a process with two more."""
+    modules = ("orrery.inference", "orrery.inference.headless")
+    parts = [start_role(module, run_dir, 0, incarnation=incarnation) for module in modules]
+    try:
+        yield *parts, await_published(run_dir, "inference", 0, parts[0])
+    finally:
+        for part in parts:
+            stop(part)
+
+
+def test_an_engine_over_two_nodes_serves_updates_in_flight_and_comes_back_whole(tmp_path):
     run_dir = make_run(tmp_path / "run", MIXTURE, inference=WIDE)
     first, second = (make_module(load(run_dir / "manifest.json"), seed) for seed in (7, 8))
 
-    async def scenario(fleet):
-        def sample(name, **options):
-            options = {"max_tokens": 24, "temperature": 0.7, "cache_salt": name} | options
-            return fleet.generate(PROMPT, request_id=name, **options)
+    async def sample(fleet, name, prompt=PROMPT, **options):
+        options = {"max_tokens": 16, "temperature": 0.7, "cache_salt": name} | options
+        return await fleet.generate(prompt, request_id=name, **options)
 
-        for sampled in await asyncio.gather(*(sample(f"first-{i}") for i in range(3))):
-            difference = our_logprobs(first, PROMPT, sampled, 0.7) - sampled.logprobs
+    async def agree(fleet, module, version):
+        each = (sample(fleet, f"{version}-{i}", session=f"{i}") for i in range(4))
+        for sampled in await asyncio.gather(*each):
+            assert (sampled.versions == version).all()
+            difference = our_logprobs(module, PROMPT, sampled, 0.7) - sampled.logprobs
             assert np.abs(difference).max() <= TOLERANCE
+
+    async def update_in_flight(fleet):
+        await agree(fleet, first, -1)
         long = {"max_tokens": 400, "ignore_eos": True}
-        flights = await in_flight(fleet, *[lambda part: sample(f"flight-{part}", **long)] * 3)
+        flights = await in_flight(fleet, *[lambda part: sample(fleet, part, **long)] * 4)
         report = await fleet.update(await asyncio.to_thread(publish, 1, second))
-        assert report.version == 1
+        assert report.version == 1 and len(await fleet.engines[0]._ask_workers("attested")) == 4
         for flight in await asyncio.gather(*flights):
-            assert len(flight.token_ids) == 400
-            assert set(flight.versions.tolist()) == {-1, 1}
-        for sampled in await asyncio.gather(*(sample(f"second-{i}") for i in range(3))):
-            assert (sampled.versions == 1).all()
-            difference = our_logprobs(second, PROMPT, sampled, 0.7) - sampled.logprobs
-            assert np.abs(difference).max() <= TOLERANCE
+            assert len(flight.token_ids) == 400 and set(flight.versions.tolist()) == {-1, 1}
+        await agree(fleet, second, 1)
+        for turn in range(2):  # each rank caches the sessions that it has served
+            for session in range(6):
+                name, prompt = f"{session}-{turn}", [session + 2] * 80
+                turns = {"session": f"s{session}", "cache_salt": "1", "max_tokens": 1}
+                again = await sample(fleet, name, prompt, **turns)
+                assert (again.cached_tokens >= 64) == bool(turn)
 
-    with engine(run_dir) as (_, url), direct_trainer(tmp_path / "wire") as publish:
-        with_fleet(scenario, [url], leases=publish.leases)
+    async def take_again(fleet):
+        await fleet.update(await asyncio.to_thread(publish, 2, second))
+        await agree(fleet, second, 2)
+
+    with direct_trainer(tmp_path / "wire") as publish:
+        with wide_engine(run_dir) as (head, further, url):
+            assert listening(head) == listening(further) == {LOOPBACK}
+            with_fleet(update_in_flight, [url], leases=publish.leases, num_ranks=4)
+            psutil.Process(further.pid).children()[0].kill()
+            assert further.wait(20) == 1
+        log = (run_dir / "logs/orrery.inference.headless.0.log").read_text()
+        assert "error: headless 0: the engine core died" in log
+        (run_dir / "stages/rl/endpoints/inference.0.json").unlink()
+        with wide_engine(run_dir, incarnation=1) as (*_, url):
+            with_fleet(take_again, [url], leases=publish.leases, num_ranks=4)

@@ -103,7 +103,9 @@ def test_blocks_and_routes_come_back_from_host_memory_and_after_a_crash_from_dis
         inference=TIERS | {"router": {"kind": "none"}},
         routed_experts=True,
     )
-    folder = disk_folder(SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, index=0))
+    folder = disk_folder(
+        SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, role="inference", index=0)
+    )
     processes = []
 
     async def second(url):
@@ -194,7 +196,9 @@ def watched(folder):
 
 def test_the_disk_holds_its_bound_while_blocks_come_back_and_what_is_oldest_is_computed(tmp_path):
     run_dir = make_run(tmp_path / "run", MIXTURE, inference=SMALL_TIERS, routed_experts=True)
-    folder = disk_folder(SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, index=0))
+    folder = disk_folder(
+        SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, role="inference", index=0)
+    )
     processes = []
 
     def start():
@@ -294,7 +298,9 @@ def test_an_engine_that_is_asked_to_end_takes_its_blocks_off_the_disk_and_leaves
     tmp_path,
 ):
     run_dir = make_run(tmp_path / "run", MIXTURE, inference=TIERS | {"router": {"kind": "none"}})
-    folder = disk_folder(SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, index=0))
+    folder = disk_folder(
+        SimpleNamespace(run_dir=run_dir, stage="rl", attempt=1, role="inference", index=0)
+    )
     other = folder.with_name("1")
     other.mkdir(parents=True)
 

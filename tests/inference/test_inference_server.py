@@ -42,7 +42,7 @@ def serve(
         setup_server=bound, build_async_engine_client=engine, build_and_serve=build_and_serve
     )
     health = SimpleNamespace(doing=lambda _: None, beat_loop=lambda _: None, failed=lambda _: None)
-    ctx = SimpleNamespace(index=0, name="inference.0", health=health)
+    ctx = SimpleNamespace(role="inference", index=0, name="inference.0", health=health)
     args = Namespace(data_parallel_size=1, tensor_parallel_size=1, weight_transfer_config={})
     monkeypatch.setattr(server, "_announce", announce)
     monkeypatch.setattr(server.gc, "freeze", lambda: None)
@@ -241,7 +241,9 @@ def test_an_engine_that_does_not_start_says_the_cause_that_its_log_has(tmp_path,
 
 
 def test_what_the_launcher_is_told_of_such_an_engine_has_the_cause(monkeypatch, tmp_path):
-    ctx = SimpleNamespace(index=0, name="inference.0", run_dir=tmp_path, manifest=None)
+    ctx = SimpleNamespace(
+        role="inference", index=0, name="inference.0", run_dir=tmp_path, manifest=None
+    )
     log = tmp_path / "logs" / "inference.0.log"
     log.parent.mkdir()
     log.write_text(f"{CORE}ValueError: of an earlier start\n")

@@ -24,7 +24,7 @@ def launch(
     """
     plan, script = [], {}
     for index, (role, acts) in enumerate(processes):
-        kind = "with_stage" if role in ("inference", "router") else "itself"
+        kind = "with_stage" if role in ("inference", "headless", "router") else "itself"
         plan.append(
             {
                 "role": role,

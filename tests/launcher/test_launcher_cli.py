@@ -631,7 +631,9 @@ def test_a_run_that_cannot_start_is_refused_before_its_processes(checkout):
     manifest = json.loads(path.read_text())
     manifest["inference"]["tensor_parallel"] = 2
     path.write_text(json.dumps(manifest))
-    with pytest.raises(OrreryError, match=r"an engine on cpu is one process.* Set both to 1"):
+    with pytest.raises(
+        OrreryError, match=r"= 2 on cpu: an engine has one process.* Set tensor_parallel to 1"
+    ):
         job("reverse_text", "sft")
     assert not (checkout / "runs").exists()
 

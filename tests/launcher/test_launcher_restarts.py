@@ -128,6 +128,34 @@ def test_a_killed_engine_is_started_again_and_the_others_never_notice(run_dir):
     assert receipt["stages"]["rl"]["attempts"][0]["engine_restarts"] == {"inference.0": 1}
 
 
+def test_an_engine_that_loses_a_further_node_starts_again_with_all_its_processes(run_dir):
+    """`headless.1` is the second node of engine 0."""
+    launcher = launch(
+        run_dir,
+        ("inference", ["endpoint", "ready", "serve"]),
+        ("headless", ["ready", "serve"]),
+        ("inference", ["endpoint", "ready", "serve"]),
+        ("trainer", ["ready", "until asked"]),
+        restarts=2,
+    )
+    pids = ready(run_dir, "inference.0", "headless.1", "inference.2", "trainer.3")
+    os.kill(pids["headless.1"], signal.SIGKILL)
+    again = {name: restarted(run_dir, name, pids[name]) for name in ("inference.0", "headless.1")}
+    assert not alive(pids["inference.0"]) and alive(pids["inference.2"])
+    roles = {role.name: role for role in status.read(run_dir).roles}
+    assert {name: (role.pid, role.restarts) for name, role in roles.items()} == {
+        "inference.0": (again["inference.0"], 1),
+        "headless.1": (again["headless.1"], 1),
+        "inference.2": (pids["inference.2"], 0),
+        "trainer.3": (pids["trainer.3"], 0),
+    }
+    (run_dir / "go").touch()
+    code, stderr = end(launcher)
+    assert code == 0, stderr
+    assert "rl: headless.1 was killed by SIGKILL while acting (step 3); started again (1" in stderr
+    assert not any(map(alive, again.values()))
+
+
 def test_one_loss_more_than_allowed_ends_the_stage_and_says_so(run_dir):
     launcher = launch(
         run_dir,
@@ -219,7 +247,7 @@ def test_only_the_nodes_of_engines_that_ended_are_suspected_to_be_lost(run_dir):
     """Of 28 nodes `b`, whose engine has ended, is suspected and lost. Nothing is restarted."""
 
     def engine(index, node, code):
-        plan = SimpleNamespace(role="inference", ends="with_stage")
+        plan = SimpleNamespace(role="inference", ends="with_stage", whole=f"inference.{index}")
         return SimpleNamespace(name=f"inference.{index}", node=node, plan=plan, poll=lambda: code)
 
     suspected = []

@@ -102,6 +102,34 @@ def test_engines_and_ranks_on_one_node_share_its_devices_and_none_twice():
     assert ranks.cpus_per_task * ranks.tasks_per_node <= 64 and orchestrator.cpus_per_task == 64
 
 
+def wide_engine() -> StagePlan:
+    """An engine of three nodes with two devices each, and one of the same shape behind it."""
+    processes = []
+    for engine in range(2):
+        head = ProcessPlan("inference", engine, "m", 2, "with_stage", node=3 * engine)
+        further = replace(head, role="headless", module="h", engine=engine)
+        processes += [head] + [
+            replace(further, index=2 * engine + i, node=3 * engine + i + 1, part=i + 1)
+            for i in range(2)
+        ]
+    return StagePlan("rl", (), tuple(processes), (NodeGroup("inference", 0, 6),))
+
+
+def test_an_engine_over_nodes_is_a_step_on_its_first_node_and_one_on_the_others():
+    hardware = Hardware(accelerator="h200", num_nodes=6, devices_per_node=2, shared_devices=False)
+    one = wide_engine()
+    steps = step_plans(one, components(hardware, one, SITE.slurm), SITE.slurm)
+    assert [
+        (step.role, step.processes[0].index, step.first_node, step.num_nodes, step.tasks_per_node)
+        for step in steps
+    ] == [
+        ("inference", 0, 0, 1, 1),
+        ("inference", 1, 3, 1, 1),
+        ("headless", 0, 1, 2, 1),
+        ("headless", 2, 4, 2, 1),
+    ]
+
+
 @pytest.fixture
 def inside(tmp_path, monkeypatch):
     """The allocation of a heterogeneous job of 4 nodes, and a fake srun."""
@@ -195,6 +223,16 @@ def test_an_engine_starts_again_on_its_node_as_a_step_of_the_next_incarnation(in
         argv.endswith("--port\n0\n--incarnation\n1") and "\n=== rl, attempt 3, restart 1, " in argv
     )
     assert sorted(env.splitlines()) == sorted(before.split("\n\n", 1)[1].splitlines())
+
+
+def test_the_tasks_of_one_step_start_again_together(inside):
+    made, _, run_dir, _ = inside
+    nodes = replace(made, nodes=(tuple("abcdef"),))
+    tasks = {task.name: task for task in nodes.start(wide_engine(), run_dir, 1, "s", "t0psecret")}
+    assert [tasks[f"headless.{i}"].node for i in range(4)] == ["b", "c", "e", "f"]
+    first, second = (tasks[f"headless.{i}"].restart() for i in (2, 3))
+    assert first.step is second.step and (first.node, second.node) == ("e", "f")
+    assert first.incarnation == 1 and tasks["headless.0"].incarnation == 0
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,17 @@ SENTENCES = [
     (
         broken(("inference", "tensor_parallel"), 4, NODES),
         "inference.data_parallel·tensor_parallel = 4 does not divide hardware.devices_per_node "
-        "2, and no engine spans nodes; choose from [1, 2]",
+        "2; choose from [1, 2], or set inference.nodes_per_replica to 2 for an engine over nodes",
+    ),
+    (
+        broken(("inference", "nodes_per_replica"), 2, NODES),
+        "inference.nodes_per_replica 2 does not divide data_parallel 1; each node has equally "
+        "many data-parallel ranks, so choose from [1]",
+    ),
+    (
+        broken(("inference", "nodes_per_replica"), 2, broken(("inference", "data_parallel"), 2)),
+        "inference.nodes_per_replica 2: only experts span nodes; set inference.expert_parallel "
+        "to true, or inference.nodes_per_replica to 1 and inference.num_replicas to more",
     ),
     (
         broken(("hardware", "num_nodes"), 4, NODES),
@@ -855,8 +865,8 @@ MISTAKES = {
         "runs/words_nodes.jsonnet",
         "prefill_engines: 2",
         "prefill_engines: 2, devices_per_engine: 4",
-        "inference.data_parallel·tensor_parallel = 4 does not divide hardware.devices_per_node 2, "
-        "and no engine spans nodes; choose from [1, 2]",
+        "inference.data_parallel·tensor_parallel = 4 does not divide hardware.devices_per_node 2; "
+        "choose from [1, 2], or set inference.nodes_per_replica to 2 for an engine over nodes",
     ),
     "a run called like a rule of the pipeline": (
         "runs/sums.jsonnet",

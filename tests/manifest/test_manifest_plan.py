@@ -149,6 +149,40 @@ def shape(
     return check(data, "shape")
 
 
+def wide_shape(**inference) -> Manifest:
+    """glm5_run with engines over nodes, on 16 nodes of engines as before."""
+    data = load(WORKSPACE.manifest_path("glm5_run")).model_dump(mode="json")
+    data["inference"] |= {"nodes_per_replica": 4, "num_replicas": 4, "tensor_parallel": 2}
+    data["inference"] |= {"data_parallel": 16} | inference
+    return check(data, "wide")
+
+
+def test_an_engine_over_nodes_fills_them_in_order():
+    one = stage(wide_shape(), "evaluate")
+    assert [shown(one)[node + 1].split()[1] for node in range(16)] == [
+        *("inference0/8", "headless0/8", "headless1/8", "headless2/8"),
+        *("inference1/8", "headless3/8", "headless4/8", "headless5/8"),
+        *("inference2/8", "headless6/8", "headless7/8", "headless8/8"),
+        *("inference3/8", "headless9/8", "headless10/8", "headless11/8"),
+    ]
+    headless = [process for process in one.processes if process.role == "headless"]
+    assert [(each.engine, each.part, each.whole) for each in headless[3:6]] == [
+        (1, 1, "inference.1"), (1, 2, "inference.1"), (1, 3, "inference.1"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("inference", "sentence"),
+    [
+        ({"data_parallel": 8}, "16 on 4 nodes: an engine fills its nodes of 8 devices; set"),
+        ({"data_parallel": 18}, "nodes_per_replica 4 does not divide data_parallel 18"),
+    ],
+)
+def test_an_engine_that_leaves_devices_of_its_nodes_is_refused(inference, sentence):
+    with pytest.raises(OrreryError, match=sentence):
+        wide_shape(**inference)
+
+
 SHAPES = [
     (per_node, wide, *nodes)
     for per_node, wide in ((1, 1), (2, 1), (4, 2), (8, 1), (8, 8))

@@ -101,8 +101,8 @@ def manifest(**orchestrator: Any) -> Manifest:
             "checkpoint": {"interval_steps": checkpoint_steps, "keep": 2},
         },
         "inference": {
-            "num_replicas": 1, "prefill_replicas": 0, "tensor_parallel": 1, "data_parallel": 1,
-            "expert_parallel": False,
+            "num_replicas": 1, "prefill_replicas": 0, "nodes_per_replica": 1,
+            "tensor_parallel": 1, "data_parallel": 1, "expert_parallel": False,
             "dtype": "float32", "quantization": "none", "kv_transfer": {"kind": "none"},
             "kv_offload": {"kind": "none"}, "max_restarts": 0,
             "max_model_len_tokens": max_model_len, "kv_block_tokens": 32,

@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from orrery.orchestrator.engines.disaggregated import DisaggregatedEngines, SessionAffinity
+from orrery.orchestrator.engines.choice import SessionAffinity
+from orrery.orchestrator.engines.disaggregated import DisaggregatedEngines
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 
 WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}

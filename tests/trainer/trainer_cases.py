@@ -209,6 +209,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
             "inference": {
                 "num_replicas": 1,
                 "prefill_replicas": 0,
+                "nodes_per_replica": 1,
                 "tensor_parallel": 1,
                 "data_parallel": 1,
                 "expert_parallel": False,

@@ -1,4 +1,7 @@
-"""Run one vLLM server, replica `index` of the stage: `python -m orrery.inference`."""
+"""Run one vLLM server, replica `index` of the stage: `python -m orrery.inference`.
+
+A replica over several nodes has the server on its first node, and `headless` on the others.
+"""
 
 import gc
 import os
@@ -8,7 +11,10 @@ from orrery.inference import out_of_memory
 from orrery.inference.assemble import (
     blank_adapter,
     check_release,
+    engine_and_part,
     engine_environment,
+    meeting_point,
+    node_arguments,
     server_arguments,
     weights_dir,
 )
@@ -20,17 +26,24 @@ from orrery.runtime.token import run_token
 
 
 def main() -> None:
+    run("inference")
+
+
+def run(role: str) -> None:
     gc.disable()  # imports make millions of objects that are never freed
-    with role_process("inference") as ctx:
+    with role_process(role) as ctx:
         run_token()  # raise its errors before the long load
         ctx.health.doing("loading vLLM")
         manifest = ctx.manifest
+        engine, part = engine_and_part(ctx)
         engine_environment(manifest, ctx.host)
-        os.environ[INDEX] = str(ctx.index)
-        adapter = blank_adapter(ctx.run_dir, manifest, ctx.stage, ctx.index)
+        os.environ[INDEX] = str(engine)
+        adapter = blank_adapter(ctx.run_dir, manifest, ctx.stage, ctx.name)
         weights = weights_dir(ctx.run_dir, manifest)
-        arguments = server_arguments(manifest, weights, ctx.index, ctx.host, ctx.port, adapter)
+        arguments = server_arguments(manifest, weights, engine, ctx.host, ctx.port, adapter)
         arguments += offload(ctx)
+        if manifest.inference.nodes_per_replica > 1:
+            arguments += node_arguments(manifest.inference, part, *meeting_point(ctx, engine, part))
         registry.import_vllm(manifest.inference.enforce_eager)
         from vllm import ModelRegistry, __version__
 

@@ -6,8 +6,10 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Collection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -20,14 +22,15 @@ from orrery.inference.kv_connectors import (
 )
 from orrery.inference.patches import registry
 from orrery.manifest.budget.engine import graph_sizes
-from orrery.manifest.errors import OrreryError
-from orrery.manifest.plan import check_cpu_shape
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.plan import check_cpu_shape, stage
 from orrery.manifest.publish import sync_tree
-from orrery.manifest.schema import Manifest
+from orrery.manifest.schema import Inference, Manifest
 from orrery.runtime.network import free_ports, name_interface, name_ucx_devices
-from orrery.runtime.role_context import log_level
+from orrery.runtime.role_context import RoleContext, log_level
 from orrery.runtime.run_directory import stage_dir, weights_path
 from orrery.runtime.timing import scaled
+from orrery.wire import rendezvous
 from orrery.wire.weight_wire import check_library, served_model
 
 PLUGIN = "orrery"  # in `vllm.general_plugins`
@@ -36,6 +39,7 @@ ADAPTER_BACKEND = "orrery_adapters"
 # vLLM on CPU would turn the name "uni" into "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600  # longest start of vLLM's engine core, with loading and compilation
+HEAD, MEET_S = "engine_head", 0.1  # the endpoint at which the ranks of an engine meet
 KEEP_ALIVE_S = 600  # long, so that clients close idle connections first
 # Experts never take adapters, because vLLM's kernels for these need a GPU.
 PROJECTIONS = {
@@ -168,7 +172,51 @@ def _spread(manifest: Manifest) -> dict[str, str]:
     return arguments
 
 
-def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> Path | None:
+def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
+    """Return this process's engine, and the number of its node within that engine."""
+    if ctx.role == "inference":
+        return ctx.index, 0
+    for process in stage(ctx.manifest, ctx.stage).processes:
+        if (process.role, process.index) == (ctx.role, ctx.index):
+            return process.engine, process.part
+    raise OrreryError(f"{ctx.name}: run {ctx.manifest.name} has no such process in {ctx.stage}")
+
+
+def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
+    """Return the host and port at which an engine's ranks meet. Its first node chooses the port."""
+    if not part:
+        [port] = free_ports(1, ctx.host)
+        rendezvous.publish(ctx, f"tcp://{ctx.host}:{port}", as_role=HEAD)
+        return ctx.host, port
+    deadline_s = scaled(ENGINE_READY_S)
+    with ctx.health.waiting(
+        f"inference.{engine} to say where its ranks meet", deadline_s=deadline_s
+    ):
+        end_s = time.monotonic() + deadline_s
+        while time.monotonic() < end_s:
+            for head in rendezvous.find_endpoints(ctx, HEAD):
+                if (head.index, head.incarnation) == (engine, ctx.incarnation):
+                    address = urlsplit(head.url)
+                    return str(address.hostname), int(address.port or 0)
+            time.sleep(MEET_S)
+    raise RunFailed(
+        f"{ctx.role} {ctx.index} waited {deadline_s:g} s for inference {engine}. Read "
+        f"logs/inference.{engine}.log"
+    )
+
+
+def node_arguments(inference: Inference, part: int, host: str, port: int) -> list[str]:
+    """Return the arguments for the ranks on node `part` of an engine, which meet at host and port.
+
+    Only the first node has a server. All ranks have the same other arguments.
+    """
+    ranks = inference.ranks_per_node
+    where = ["--data-parallel-size-local", str(ranks), "--data-parallel-address", host]
+    where += ["--data-parallel-rpc-port", str(port)]
+    return where + (["--data-parallel-start-rank", str(part * ranks), "--headless"] * bool(part))
+
+
+def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> Path | None:
     """Return a folder with an adapter of zeros in PEFT's format, or None without adapters.
 
     All engines of a stage share it, because its path is part of a cached block's key.
@@ -179,7 +227,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
     folder = stage_dir(run_dir, stage) / "blank_adapter"
     if folder.is_dir():
         return folder
-    aside = folder.with_name(f".{folder.name}.{index}")
+    aside = folder.with_name(f".{folder.name}.{name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     # Published factors contain the scale, so alpha is the rank.

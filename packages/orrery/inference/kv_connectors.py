@@ -94,11 +94,9 @@ def handover(config: Any, host: str) -> dict[str, str]:
 
 def disk_folder(ctx: RoleContext) -> Path:
     """Return an engine's folder on the scratch disk, kept over restarts within an attempt."""
-    return (
-        run_directory.disk_folder(ctx.run_dir, ctx.stage)
-        / f"attempt_{ctx.attempt}"
-        / str(ctx.index)
-    )
+    name = str(ctx.index) if ctx.role == "inference" else ctx.name
+    folder = run_directory.disk_folder(ctx.run_dir, ctx.stage)
+    return folder / f"attempt_{ctx.attempt}" / name
 
 
 def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:

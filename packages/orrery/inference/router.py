@@ -52,11 +52,15 @@ def router_arguments(
         "--balance-abs-threshold": router.balance_abs_threshold,
         "--balance-rel-threshold": router.balance_rel_threshold,
     }
+    # The router then has each rank's address, and keeps a conversation at its rank.
+    ranks = manifest.inference.data_parallel
+    of_ranks = ["--intra-node-data-parallel-size", str(ranks)] if ranks > 1 else []
     thresholds = [(flag, str(value)) for flag, value in options.items() if value is not None]
     return [
         *("--worker-urls", *engine_urls),
         *("--policy", router.policy),
         *(word for pair in thresholds for word in pair),
+        *of_ranks,
         *("--host", host, "--port", str(port)),
         *("--prometheus-host", host, "--prometheus-port", str(metrics_port)),
         *("--max-concurrent-requests", str(most)),

@@ -3,6 +3,7 @@
 - The rendezvous endpoint is published once /health answers and any weight receiver is set up.
 - Each data-parallel rank has an engine core, and each further GPU a worker. These child processes
   end with this process (`plugin.py`), and an engine core ends with its workers.
+- With `--headless` there is no server: the engine cores are ranks of a server on another node.
 - This process ends within WATCH_S of an engine core's death.
 - SIGTERM ends all within STOP_S, and removes files on disk. After a failure the files stay.
 """
@@ -86,13 +87,15 @@ def serve(
         return explain(root_cause(RuntimeError(POINTER), log, log_begin))
 
     try:
+        if ctx.role == "headless":
+            asyncio.run(_run_ranks(ctx, args, death))
         uvloop.run(_serve(ctx, entry, args, left, death))
     except RuntimeError as error:
         cause = root_cause(error, log, log_begin)
         explained = explain(cause)
         kind = RunFailed if explained is None else OutOfMemory
         text = explained or f"vLLM did not start ({cause})"
-        raise kind(f"inference {ctx.index}: {text}. Read logs/{ctx.name}.log") from error
+        raise kind(f"{ctx.role} {ctx.index}: {text}. Read logs/{ctx.name}.log") from error
     finally:
         _kill_children()
         left.remove()
@@ -113,7 +116,8 @@ class Left:
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
         """Return the leftovers of this engine. Call this before TMPDIR changes."""
         tempfile.tempdir = None
-        start = run_directory.start_prefix(ctx.run_dir, ctx.index)
+        name = ctx.index if ctx.role == "inference" else ctx.name
+        start = run_directory.start_prefix(ctx.run_dir, name)
         shared = run_directory.role_memory_prefix(ctx.run_dir, ctx.name)
         return Left(Path(tempfile.gettempdir()), start, shared, disk, os.getpid())
 
@@ -188,10 +192,37 @@ async def _serve(
         socket.close()
 
 
+async def _run_ranks(ctx: RoleContext, args: Namespace, death: Callable[[], str | None]) -> None:
+    """Run the ranks of a server on another node until one dies, then raise. SIGTERM ends all."""
+    from vllm import AsyncEngineArgs
+    from vllm.utils.network_utils import get_tcp_uri
+    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.executor import Executor
+
+    ctx.health.doing("starting the engine's ranks")
+    gc.freeze()
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=True)
+    parallel = config.parallel_config
+    manager = CoreEngineProcManager(
+        local_engine_count=parallel.data_parallel_size_local,
+        start_index=parallel.data_parallel_rank,
+        local_start_index=0,
+        vllm_config=config,
+        local_client=False,
+        handshake_address=get_tcp_uri(args.data_parallel_address, args.data_parallel_rpc_port),
+        executor_class=Executor.get_class(config),
+        log_stats=not args.disable_log_stats,
+    )
+    async with beating_loop(ctx.health):
+        ctx.health.doing("serving")
+        await asyncio.to_thread(manager.monitor_engine_liveness)
+    raise _died(ctx, death)
+
+
 def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
     """Report the engine core's death before its callers fail."""
     why = f" ({reason})" if (reason := death()) else ""
-    died = RunFailed(f"inference {ctx.index}: the engine core died{why}. Read logs/{ctx.name}.log")
+    died = RunFailed(f"{ctx.role} {ctx.index}: the engine core died{why}. Read logs/{ctx.name}.log")
     ctx.health.failed(str(died))
     return died
 

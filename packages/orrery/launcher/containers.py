@@ -35,6 +35,7 @@ IMAGES: tuple[Image, ...] = get_args(Image)
 IMAGE_OF: dict[str, Image] = {
     "trainer": "trainer",
     "inference": "inference",
+    "headless": "inference",
     "router": "inference",
     "kv_store": "inference",
     "orchestrator": "orchestrator",

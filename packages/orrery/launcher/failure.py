@@ -1,8 +1,8 @@
 """Find the process that failed first, write the stage's last message, and restart engines.
 
 - If a process's error names another failing process, the message blames that process.
-- An ended engine is restarted as its next incarnation, but not after a user's mistake (exit code
-  2), or if two incarnations in a row ended before they served.
+- An ended engine is restarted with its processes on all nodes, as its next incarnation, but not
+  after a user's mistake (exit code 2), or if two incarnations in a row ended before they served.
 - The old incarnation's endpoint, health file and processes are removed before the next one starts.
 """
 
@@ -17,6 +17,7 @@ from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.job import SlurmTask, failed_node
 from orrery.launcher.stage import TERMINATED, Outcome, RunningStage, end_strays
 from orrery.manifest.errors import OrreryError, OutOfMemory
+from orrery.manifest.plan import ENGINE_ROLES
 from orrery.observe import hang_detector
 from orrery.runtime.health import FAILED, Health, listed
 from orrery.runtime.preemption import fenced, forget_fence
@@ -189,7 +190,6 @@ def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome 
     return None
 
 
-ROLE = "inference"  # only engines are restarted, and the other roles wait for them
 WINDOW_S = 24 * 3600.0  # period in which restarts are counted
 
 
@@ -245,19 +245,24 @@ class EngineRestarts:
         time.sleep(SETTLE_S)
         ended = [process for process in stage.processes if stage.has_failed(process)]
         stage.read_health()
-        others = [health for health in stage.health.values() if health.role != ROLE]
-        if any(process.plan.role != ROLE for process in ended):
+        others = [health for health in stage.health.values() if health.role not in ENGINE_ROLES]
+        if any(process.plan.role not in ENGINE_ROLES for process in ended):
             return False
         if any(health.doing == FAILED for health in others):
             return False
+        # Slurm ends the other tasks of a step with SIGTERM, so prefer another ending.
+        first = {
+            process.plan.whole: process
+            for process in sorted(ended, key=lambda one: one.poll() not in TERMINATED)
+        }
         if job.allocation is not None:
-            is_ended_by_slurm = any(one.poll() in TERMINATED for one in ended)
+            is_ended_by_slurm = any(one.poll() in TERMINATED for one in first.values())
             if is_ended_by_slurm or lost_nodes(stage, ended):
                 return False
-        for process in ended:
-            has_served = (stage.endpoints / f"{process.name}.json").exists()
+        for engine, process in first.items():
+            has_served = (stage.endpoints / f"{engine}.json").exists()
             now_s = time.monotonic()
-            refusal = self._policy.refusal(process.name, has_served, process.poll(), now_s)
+            refusal = self._policy.refusal(engine, has_served, process.poll(), now_s)
             if refusal is not None:
                 self.refusal = refusal
                 return False
@@ -266,21 +271,26 @@ class EngineRestarts:
         return True
 
     def _replace(self, process: Process | SlurmTask, has_served: bool) -> None:
-        stage = self.stage
-        process.kill()
-        if isinstance(process, Process):
-            end_strays(stage.processes, self._start, process.env[PROCESS])
-            self._replaced.append(process.pid)
-        for folder in (stage.endpoints, health_dir(stage.run_dir, stage.name)):
-            (folder / f"{process.name}.json").unlink(missing_ok=True)
+        """Start the engine of an ended `process` again, with its processes on all nodes."""
+        stage, engine = self.stage, process.plan.whole
+        members = [one for one in stage.processes if one.plan.whole == engine]
         why = sentence(stage, process).removeprefix(f"{stage.name}: ")
-        started = process.restart()
-        stage.processes = [started if one is process else one for one in stage.processes]
-        stage.health.pop(process.name, None)
-        stage.fenced.pop(process.name, None)
+        for one in members:
+            one.kill()
+            if isinstance(one, Process):
+                end_strays(stage.processes, self._start, one.env[PROCESS])
+                self._replaced.append(one.pid)
+            for folder in (stage.endpoints, health_dir(stage.run_dir, stage.name)):
+                (folder / f"{one.name}.json").unlink(missing_ok=True)
+        again = {one.name: one.restart() for one in members}
+        stage.processes = [again.get(one.name, one) for one in stage.processes]
+        for name in again:
+            stage.health.pop(name, None)
+            stage.fenced.pop(name, None)
+        started = again[engine]
         stage.metrics.write(
             event="engine_restart",
-            process=process.name,
+            process=engine,
             incarnation=started.incarnation,
             ending=process.ending,
             has_served=has_served,
@@ -315,7 +325,7 @@ class EngineRestarts:
         hung = {
             name: hang_detector.hung_s(one, stage.health_view.now_s)
             for name, one in running.items()
-            if one.role == ROLE and name not in stage.fenced
+            if one.role in ENGINE_ROLES and name not in stage.fenced
         }
         for process in stage.processes:
             if for_s := hung.get(process.name):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from orrery.launcher.site import Site
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.plan import ProcessPlan
+from orrery.manifest.plan import ENGINE_ROLES, ProcessPlan
 from orrery.runtime.network import INTERFACE, free_ports
 from orrery.runtime.parent_watch import LAUNCHER_PID, START
 from orrery.runtime.role_context import LOG_LEVEL, log_level
@@ -28,7 +28,7 @@ from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
 PROCESS = "ORRERY_PROCESS"  # process and incarnation, such as `inference.0.2`
-KINDS = ("trainer", "inference")
+KINDS = ("trainer", *ENGINE_ROLES)
 MAX_THREADS = 4  # a model on CPUs gets no faster with more threads
 LOOPBACK = "127.0.0.1,localhost"
 
@@ -148,17 +148,17 @@ def share_cores(
 ) -> dict[tuple[str, int], frozenset[int]]:
     cores = sorted(cores)
     pinned = [process for process in processes if process.role in KINDS]
-    kinds = [kind for kind in KINDS if any(process.role == kind for process in pinned)]
+    kinds = list({process.role in ENGINE_ROLES: None for process in pinned})
     if len(kinds) == 2 and len(cores) > 1:
         half = (len(cores) + 1) // 2
-        pools = {"trainer": cores[:half], "inference": cores[half:]}
+        pools = {False: cores[:half], True: cores[half:]}
     else:
         has_orchestrator = any(process.role == "orchestrator" for process in processes)
         spare = len(kinds) == 1 and len(cores) > len(pinned) and has_orchestrator
         pools = dict.fromkeys(kinds, cores[:-1] if spare else cores)
     shares: dict[tuple[str, int], frozenset[int]] = {}
     for kind in kinds:
-        members = [process for process in pinned if process.role == kind]
+        members = [process for process in pinned if (process.role in ENGINE_ROLES) is kind]
         for position, process in enumerate(members):
             share = _share(pools[kind], position, len(members))
             shares[process.role, process.index] = frozenset(share)

@@ -155,7 +155,7 @@ class RunningStage:
             RoleStatus(
                 *(one.name, one.node, one.pid, one.port, sorted(one.cores) if one.cores else None),
                 "running" if one.ending is None else "ended",
-                *(one.ending, self.engine_restarts[one.name]),
+                *(one.ending, self.engine_restarts[one.plan.whole]),
             )
             for one in self.processes
         ]

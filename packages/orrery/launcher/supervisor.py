@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from orrery.launcher import failure, preemption, receipt
 from orrery.launcher import status as statuses
-from orrery.launcher.failure import ROLE, EngineRestarts
+from orrery.launcher.failure import EngineRestarts
 from orrery.launcher.preemption import Preemption, catch_signals
 from orrery.launcher.process import (
     Process,
@@ -45,6 +45,7 @@ from orrery.launcher.stage import (
 from orrery.launcher.status import LOOKED_AT_S, hold_lock
 from orrery.launcher.view import Observer, View
 from orrery.manifest.errors import OrreryError, explain_os_error
+from orrery.manifest.plan import ENGINE_ROLES
 from orrery.manifest.publish import sync_folders, write_atomic
 from orrery.observe import hang_detector
 from orrery.observe.hang_detector import STILL_S, RankStallDetector
@@ -335,7 +336,7 @@ class Supervisor:
         for name in running & seen.keys():
             health = seen[name]
             if health.doing == FAILED and stage.health_view.now_s - health.time_s > HUNG_S:
-                if health.role != ROLE or not self.job.max_restarts:
+                if health.role not in ENGINE_ROLES or not self.job.max_restarts:
                     return failure.failure_outcome(stage, self.restarts.refusal)
                 next(process for process in stage.processes if process.name == name).kill()
         self.restarts.look(seen, running)

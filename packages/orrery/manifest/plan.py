@@ -6,6 +6,7 @@
   inference (or prefill, then decode), then trainer. All other roles are on the first node.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -22,14 +23,17 @@ KV_TRANSFERS = ("none", "nixl", "mooncake")
 ADMISSIONS = ("fixed", "adaptive")
 
 StageName = Literal["init", "sft", "rl", "evaluate", "report"]
-Role = Literal["trainer", "inference", "kv_store", "router", "orchestrator", "report"]
+Role = Literal["trainer", "inference", "headless", "kv_store", "router", "orchestrator", "report"]
+# An engine's server with the ranks of its first node, and the ranks of each further node.
+ENGINE_ROLES = ("inference", "headless")
 
 
 @dataclass(frozen=True)
 class ProcessPlan:
     """One process: `python -m <module>` as `role` number `index` on `node`.
 
-    Its devices are `first_device` .. `first_device + num_devices - 1` of the node.
+    - Its devices are `first_device` .. `first_device + num_devices - 1` of the node.
+    - A process of role "headless" belongs to `engine`, and is on node `part` of that engine.
     """
 
     role: Role
@@ -39,6 +43,15 @@ class ProcessPlan:
     ends: Literal["itself", "with_stage"]
     node: int = 0
     first_device: int = 0
+    engine: int = 0
+    part: int = 0
+
+    @property
+    def whole(self) -> str:
+        """Return the name of the process with which this one starts and ends."""
+        return (
+            f"inference.{self.engine}" if self.role == "headless" else f"{self.role}.{self.index}"
+        )
 
 
 @dataclass(frozen=True)
@@ -135,8 +148,9 @@ def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
     trainer = groups[-1].first_node
 
     def node(process: ProcessPlan) -> int:
-        first = trainer if process.role == "trainer" else 0
-        return first + process.index * process.num_devices // per_node
+        if process.role != "trainer":
+            return process.node
+        return trainer + process.index // per_node
 
     return replace(
         stage,
@@ -147,10 +161,7 @@ def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
 
 def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
     inference = manifest.inference
-    engines = tuple(
-        ProcessPlan("inference", i, "orrery.inference", inference.devices_per_replica, "with_stage")
-        for i in range(inference.num_replicas)
-    )
+    engines = tuple(_engines(manifest))
     if inference.kv_offload.kind == "mooncake":
         engines = (
             ProcessPlan("kv_store", 0, "orrery.inference.kv_store", 0, "with_stage"),
@@ -159,6 +170,28 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
     if inference.router.kind == "none":
         return engines
     return (*engines, ProcessPlan("router", 0, "orrery.inference.router", 0, "with_stage"))
+
+
+def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
+    """Yield the engines' processes. On one node, all parts of an engine are on that node."""
+    inference, hardware = manifest.inference, manifest.hardware
+    num_devices = inference.ranks_per_node * inference.tensor_parallel
+    device, num_headless = 0, 0
+    for engine in range(inference.num_replicas):
+        for part in range(inference.nodes_per_replica):
+            node = device // hardware.devices_per_node if hardware.num_nodes > 1 else 0
+            head = ProcessPlan(
+                "inference", engine, "orrery.inference", num_devices, "with_stage", node
+            )
+            if part:
+                yield replace(
+                    head, role="headless", index=num_headless, module="orrery.inference.headless",
+                    engine=engine, part=part,
+                )  # fmt: skip
+                num_headless += 1
+            else:
+                yield head
+            device += num_devices
 
 
 # Support: unsupported manifests can be rendered and planned, but their runs do not start

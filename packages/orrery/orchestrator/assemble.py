@@ -52,6 +52,7 @@ async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> En
         canary=Canary.of(ctx.manifest),
         leases=leases,
         max_samples=inference.max_num_sequences,
+        num_ranks=inference.data_parallel,
     )
 
 

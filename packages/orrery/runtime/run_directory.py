@@ -270,7 +270,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
     return Path(tempfile.gettempdir()) / f"{disk_prefix(run_dir)}{stage}"
 
 
-def start_prefix(run_dir: Path, engine: int | None = None) -> str:
+def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

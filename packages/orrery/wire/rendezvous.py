@@ -53,16 +53,17 @@ def _folder(ctx: "RoleContext") -> Path:
     return endpoints_dir(ctx.run_dir, ctx.stage)
 
 
-def publish(ctx: "RoleContext", url: str, **info: Any) -> None:
-    """Publish or replace this process's address.
+def publish(ctx: "RoleContext", url: str, as_role: str = "", **info: Any) -> None:
+    """Publish or replace this process's address, or its address as another role.
 
     Raises RunFailed if a launcher started this process without the run's token.
     """
     run_token()
     folder = _folder(ctx)
     folder.mkdir(parents=True, exist_ok=True)
-    file = _File(ctx.role, ctx.index, url, os.getpid(), ctx.attempt, ctx.incarnation, info)
-    write_atomic(folder / f"{ctx.role}.{ctx.index}.json", msgspec.json.encode(file))
+    role = as_role or ctx.role
+    file = _File(role, ctx.index, url, os.getpid(), ctx.attempt, ctx.incarnation, info)
+    write_atomic(folder / f"{role}.{ctx.index}.json", msgspec.json.encode(file))
 
 
 def find_endpoints(ctx: "RoleContext", role: str) -> list[Endpoint]:
@@ -117,6 +118,7 @@ def await_endpoints(
 # The parts of an engine's HTTP interface that several roles share
 
 ENGINE_HEADER = "X-Orrery-Engine"  # index of the answering engine
+RANK_HEADER = "X-data-parallel-rank"  # vLLM serves the request on this rank
 SESSION_HEADER = "X-Session-ID"  # read by vllm-router's consistent_hash policy
 # Clients close idle connections before the server does (uvicorn: after 5 s).
 KEEPALIVE_S = 3.0

@@ -2,8 +2,8 @@
 
 - Each node group is a component. Several components form a heterogeneous job. A component that uses
   only some devices (on CPUs: cores) of a node gets the same share of processors and memory.
-- Each engine is one step. In each node group, each other role is one step. The first failed task
-  ends the step (`--kill-on-bad-exit`).
+- Each engine is one step, and a second one for its further nodes. In each node group, each other
+  role is one step. The first failed task ends the step (`--kill-on-bad-exit`).
 """
 
 import math
@@ -24,7 +24,7 @@ from orrery.launcher.process import KINDS, ended_within, last_line, signal_or_co
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import job_name
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
+from orrery.manifest.plan import ENGINE_ROLES, NodeGroup, ProcessPlan, StagePlan
 from orrery.manifest.publish import sha256
 from orrery.manifest.schema import Hardware
 from orrery.runtime.run_directory import log_path
@@ -181,7 +181,9 @@ CTRL_C_S = 0.2  # between two SIGINTs. srun kills the step if both come within a
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One engine, or a role's processes in a node group, equally many on every node.
+    """A node of an engine, its further nodes, or a role's processes in a node group.
+
+    Each node has equally many of the processes.
 
     `devices`: the step's first device on a node, and each task's number of devices.
     """
@@ -219,8 +221,10 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
         inside = [process for process in plan.processes if process.node in nodes(part.group)]
         for role in dict.fromkeys(process.role for process in inside):
             processes = tuple(process for process in inside if process.role == role)
-            steps = [(process,) for process in processes] if role == "inference" else [processes]
-            for step in steps:
+            wholes = [process.whole if role in ENGINE_ROLES else role for process in processes]
+            pairs = list(zip(wholes, processes, strict=True))
+            for whole in dict.fromkeys(wholes):
+                step = tuple(process for name, process in pairs if name == whole)
                 num_computing = computing[step[0].node]
                 found.append(_step_plan(number, part, step, num_computing, slurm))
     return sorted(found, key=lambda step: order.index(step.processes[0].role))
@@ -289,6 +293,7 @@ class Step:
         self.plan, self.line, self.log, self.env = plan, line, log, env
         self.incarnation, self._token = incarnation, token
         self.is_killed = False
+        self._next: Step | None = None
         self._read: tuple[int, dict[int, int]] = (0, {})
         self._looked_s = 0.0
         argv = list(line(incarnation))
@@ -302,7 +307,11 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        return Step(self.plan, self.line, self.log, self.env, self._token, self.incarnation + 1)
+        """Start the step again, once for all its tasks, and return the new step."""
+        if self._next is None:
+            again = self.incarnation + 1
+            self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
+        return self._next
 
     def poll(self) -> int | None:
         return self._popen.poll()

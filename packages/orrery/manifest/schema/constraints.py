@@ -190,6 +190,19 @@ def _inference_misfits(inference: Inference) -> Iterator[str]:
             f"inference.num_replicas·data_parallel·tensor_parallel = {devices}: engines have at "
             f"most {MAX_COUNT} devices together; set them to less"
         )
+    if (nodes := inference.nodes_per_replica) > 1:
+        if inference.data_parallel % nodes:
+            yield (
+                f"inference.nodes_per_replica {nodes} does not divide data_parallel "
+                f"{inference.data_parallel}; each node has equally many data-parallel ranks, so "
+                f"choose from {divisors(inference.data_parallel)}"
+            )
+        if not inference.expert_parallel:
+            yield (
+                f"inference.nodes_per_replica {nodes}: only experts span nodes; set "
+                "inference.expert_parallel to true, or inference.nodes_per_replica to 1 and "
+                "inference.num_replicas to more"
+            )
     if replicas > 1 and router.kind == "none" and not prefill:
         yield (
             f"inference.num_replicas {replicas} needs a router; set inference.router.kind to "
@@ -515,13 +528,25 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
 
 def _group_misfits(run: "Manifest") -> Iterator[str]:
     num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
+    devices, nodes_each = run.inference.devices_per_replica, run.inference.nodes_per_replica
     if num_nodes == 1:
+        if nodes_each > 1 and run.hardware.accelerator != "cpu":
+            yield (
+                f"inference.nodes_per_replica {nodes_each} with hardware.num_nodes 1: an engine "
+                "has no more nodes than the run; set inference.nodes_per_replica to 1"
+            )
         return
-    if per_node % (devices := run.inference.devices_per_replica):
+    if nodes_each == 1 and per_node % devices:
         yield (
             f"inference.data_parallel·tensor_parallel = {devices} does not divide "
-            f"hardware.devices_per_node {per_node}, and no engine spans nodes; choose from "
-            f"{divisors(per_node)}"
+            f"hardware.devices_per_node {per_node}; choose from {divisors(per_node)}, or set "
+            f"inference.nodes_per_replica to {-(-devices // per_node)} for an engine over nodes"
+        )
+    if nodes_each > 1 and devices != nodes_each * per_node:
+        yield (
+            f"inference.data_parallel·tensor_parallel = {devices} on {nodes_each} nodes: "
+            f"an engine fills its nodes of {per_node} devices; set inference.data_parallel to "
+            f"{max(1, nodes_each * per_node // run.inference.tensor_parallel)}"
         )
     groups = run.group_devices
     left = num_nodes * per_node - sum(groups.values()) + groups["trainer"]

@@ -101,14 +101,16 @@ class Inference(Record):
     """`num_replicas` vLLM servers. The first `prefill_replicas` prefill, the others decode.
 
     - With 0 prefill replicas every engine serves whole requests.
-    - A replica has `data_parallel` · `tensor_parallel` devices. `expert_parallel` spreads whole
-      experts over them, otherwise each expert is sharded.
+    - A replica has `data_parallel` · `tensor_parallel` devices, equally many on each of its
+      `nodes_per_replica` nodes. `expert_parallel` spreads whole experts over them, otherwise each
+      expert is sharded.
     - `quantization` "fp8": engines quantize dense layers and experts to FP8.
     - `max_restarts`: restarts of all engines within a day. One more failure ends the stage.
     """
 
     num_replicas: Count
     prefill_replicas: NonNegativeInt
+    nodes_per_replica: Count
     tensor_parallel: Count
     data_parallel: Count
     expert_parallel: bool
@@ -128,6 +130,11 @@ class Inference(Record):
     @property
     def devices_per_replica(self) -> int:
         return self.data_parallel * self.tensor_parallel
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Return the data-parallel ranks of a replica on each of its nodes."""
+        return self.data_parallel // self.nodes_per_replica
 
 
 def token_bytes(model: Model, inference: Inference) -> int:

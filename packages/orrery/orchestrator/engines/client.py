@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.orchestrator.engines.choice import SessionAffinity
 from orrery.orchestrator.engines.http_server import HttpServer
 from orrery.orchestrator.engines.messages import (
     Attested,
@@ -63,13 +64,20 @@ class EngineClient:
     """Call one server: `async with EngineClient(url) as engine`, or call `close()`."""
 
     def __init__(
-        self, url: str, token: str | None = None, name: str | None = None, model: str | None = None
+        self,
+        url: str,
+        token: str | None = None,
+        name: str | None = None,
+        model: str | None = None,
+        num_ranks: int = 1,
     ) -> None:
         """Connect to `url`, without a path.
 
         - `token`: the run's token, from which credentials are derived.
         - `model`: the model name in requests, see `weight_wire.served_model`.
+        - `num_ranks`: data-parallel ranks. Each session stays at one, where its prefix is cached.
         """
+        self._ranks = SessionAffinity(num_ranks)
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
         self._model = model
@@ -115,7 +123,7 @@ class EngineClient:
         - `request_id`: unique among requests in flight.
         - `stop_token_ids`: the result includes a sampled stop token.
         - `routes_from`: position of the first token whose routed experts are returned. None: none.
-        - `session`: conversation id. A router sends all its requests to one engine.
+        - `session`: conversation id. All its requests go to one rank, or a router's choice.
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
         Raise EngineGone if the engine was lost, GenerationFailed after other failures. Samples
@@ -147,10 +155,13 @@ class EngineClient:
             missing.remove(found.sample)
             deliver(replace(found, engine=engine))
 
+        num_ranks = len(self._ranks.in_flight)
         try:
-            status, answer, _ = await self._server.call(
-                "POST", GENERATE, body, timeout_s, GenerationFailed, what, True, session, take
-            )
+            with self._ranks.using(session or request_id, range(num_ranks)) as rank:
+                status, answer, _ = await self._server.call(
+                    *("POST", GENERATE, body, timeout_s, GenerationFailed, what, True, session),
+                    *(rank if num_ranks > 1 else None, take),
+                )
         except EngineGone as error:
             # A healthy server also closes a kept connection after an error 500.
             if await self.health():

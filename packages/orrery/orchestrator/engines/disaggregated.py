@@ -14,7 +14,6 @@
 
 import asyncio
 import uuid
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,32 +22,16 @@ from typing import Any
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
+from orrery.orchestrator.engines.choice import SessionAffinity
 from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-SESSIONS_AT_MOST = 65_536  # older sessions are forgotten
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0  # scaled
 ABORT_AGAIN_S = 0.5
 
 TokenIds = Sequence[int] | np.ndarray
-
-
-class SessionAffinity:
-    def __init__(self, num_engines: int):
-        self.in_flight = [0] * num_engines
-        self._homes: OrderedDict[str, int] = OrderedDict()
-
-    def choose(self, session: str, among: Collection[int]) -> int:
-        """Return the session's engine if it is in `among`, otherwise the least loaded engine."""
-        home = self._homes.pop(session, None)
-        if home is None or home not in among:
-            home = min(among, key=self.in_flight.__getitem__)
-        self._homes[session] = home
-        if len(self._homes) > SESSIONS_AT_MOST:
-            self._homes.popitem(last=False)
-        return home
 
 
 @dataclass(frozen=True)
@@ -110,18 +93,13 @@ class DisaggregatedEngines:
             raise EngineGone(
                 f"request {request_id!r}: no prefill engine or no decode engine is left"
             )
-        producer = self.peer(self._prefill_of.choose(session, self._serving(self.producers)))
-        consumer = self.peer(self._decode_of.choose(session, self._serving(self.consumers)))
-        self._prefill_of.in_flight[producer.index] += 1
-        self._decode_of.in_flight[consumer.index] += 1
         options |= {"request_id": request_id, "max_tokens": max_tokens}
-        try:
-            return await self._generate(
-                producer, consumer, token_ids, routes_from, timeout_s, options
-            )
-        finally:
-            self._prefill_of.in_flight[producer.index] -= 1
-            self._decode_of.in_flight[consumer.index] -= 1
+        with (
+            self._prefill_of.using(session, self._serving(self.producers)) as prefill,
+            self._decode_of.using(session, self._serving(self.consumers)) as decode,
+        ):
+            peers = self.peer(prefill), self.peer(decode)
+            return await self._generate(*peers, token_ids, routes_from, timeout_s, options)
 
     async def _generate(
         self,

@@ -15,7 +15,7 @@ import msgspec
 from orrery.manifest.errors import OrreryError
 from orrery.orchestrator.engines.messages import UNKNOWN_ENGINE, EngineGone, OutOfConnections
 from orrery.runtime.token import Purpose, authorization
-from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
+from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESSION_HEADER
 
 CONNECT_TIMEOUT_S = 10.0
 # Errors if this host lacks file descriptors, memory or ports. A retry is safe: no byte was sent.
@@ -59,6 +59,7 @@ class HttpServer:
         what: str,
         keep_connection: bool = False,
         session: str | None = None,
+        rank: int | None = None,
         on_line: Callable[[bytes, int], None] | None = None,
     ) -> tuple[int, bytes, int]:
         """Send one request. Return the answer's status, its body and the index of its engine.
@@ -68,6 +69,7 @@ class HttpServer:
         - `what`: the request's name in errors.
         - `keep_connection`: selects a session, see `_session`.
         - `session`: conversation id, by which a router chooses the engine.
+        - `rank`: data-parallel rank of the engine. None: the server chooses.
         - `on_line`: called as `on_line(line, engine)` for each line of an answer with status 200,
           when it arrives. The returned body is then empty.
 
@@ -79,6 +81,8 @@ class HttpServer:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if session is not None:
             headers[SESSION_HEADER] = session
+        if rank is not None:
+            headers[RANK_HEADER] = str(rank)
         end_s, pause_s = time.monotonic() + timeout_s, NO_ROOM_PAUSE_S
         while True:
             left_s = max(end_s - time.monotonic(), 1e-3)

@@ -1,0 +1,6 @@
+"""Run an engine's data-parallel ranks on one of its further nodes, without a server."""
+
+from orrery.inference.__main__ import run
+
+if __name__ == "__main__":
+    run("headless")
