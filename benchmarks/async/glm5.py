@@ -1,36 +1,100 @@
-"""Record whether a GLM-5 in FP8 learns on one GPU, and how far its keys and vLLM's differ.
+"""Show that a GLM-5 in FP8 learns on one GPU, and record how far its keys and vLLM's differ.
 
-    bash benchmarks/async/gpu_host.sh run glm5_reverse_text_seed_1 glm5_reverse_text_compare \
-        glm5_reverse_text_dense
-    python benchmarks/async/glm5.py --runs runs
+    bash benchmarks/async/gpu_host.sh figure glm5.py        # on a GPU host, six minutes
+    python benchmarks/async/glm5.py --runs runs             # from finished runs
 
 - A row per seed: held-out reward before and after RL, and its curve. The figure is the lowest
   reward after RL.
 - A row per way to choose keys: the mismatch KL over that of dense attention on both sides. Each is
   a mean over `STEPS` steps from equal seeds, and over tokens that the trained weights sampled.
 - `choices_differ`: share of vLLM's keys that the trainer's indexers did not choose.
+- Without `--runs`, run seed `--seed` and, beside it, the two short runs. No stage starts, and each
+  ends, after `--within` seconds. `--out` gets logs and metrics, also of failures.
 """
 
 import argparse
+import json
+import subprocess
 import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
-from learning import curve, finished
+from learning import curve
 from matplotlib import pyplot
+from sweep import for_this_machine, workspace
 
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import record
+from record import ROOT, record
 
 HERE = Path(__file__).resolve().parent
 RUN, SEEDS, STEPS = "glm5_reverse_text", (1, 2, 3), 8
 KINDS = {"replay": f"{RUN}_seed_1", "own choice": f"{RUN}_compare", "dense": f"{RUN}_dense"}
 GOAL, MOST_BEFORE, KL_GOAL = 0.9, 0.4, 1.2
+
+
+def run_stages(folder: Path, until_s: float, names: Sequence[str]) -> None:
+    """Run the stages of runs, one after the other, and print how each ended."""
+    for name in names:
+        for stage in ("init", "sft", "rl"):
+            begin_s = time.monotonic()
+            argv = [sys.executable, "-m", "orrery.launcher.cli", "run", name, stage]
+            log = folder / f"{name}.{stage}.log"
+            with log.open("w") as file:
+                process = subprocess.Popen(
+                    argv, cwd=folder, stdout=file, stderr=subprocess.STDOUT, text=True
+                )
+                try:
+                    code: int | str = process.wait(timeout=max(0.0, until_s - begin_s))
+                except subprocess.TimeoutExpired:
+                    process.terminate()  # the launcher ends its roles
+                    process.wait()
+                    code = "out of time"
+            print(f"{name} {stage}: {code} after {time.monotonic() - begin_s:.0f} s", flush=True)
+            if code != 0:
+                print("\n".join(log.read_text().splitlines()[-12:])[-3000:], flush=True)
+                break
+
+
+def make_runs(seed: int, within_s: float, out: Path) -> Path:
+    """Return the folder of the runs. Logs and metrics go to `out`."""
+    until_s = time.monotonic() + within_s
+    names = [f"{RUN}_seed_{seed}", KINDS["own choice"], KINDS["dense"]]
+    found = [json.loads((ROOT / "manifests" / f"{name}.json").read_text()) for name in names]
+    folder = workspace([for_this_machine(each) for each in found], Path(tempfile.mkdtemp()))
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            both = [names[:1], names[1:]]
+            list(pool.map(lambda some: run_stages(folder, until_s, some), both))
+    finally:
+        with tarfile.open(out / "glm5_runs.tar.gz", "w:gz") as tar:
+            for path in [*folder.glob("*.log"), *folder.glob("runs/*")]:
+                tar.add(path, path.name, filter=small)
+    return folder / "runs"
+
+
+def small(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    left_out = {"weights", "checkpoints", "rollouts", "kernels"}
+    return None if left_out & set(Path(entry.name).parts) else entry
+
+
+def found_run(name: str, runs: Path) -> RunData | None:
+    """Return the run, if its RL stage has made `STEPS` steps and two evaluations."""
+    for folder in sorted(runs.glob(f"{name}-????????????")):
+        data = RunData.load(folder)
+        if len(data.rl) >= STEPS:
+            return data
+    print(f"left out: {name} (fewer than {STEPS} steps)")
+    return None
 
 
 def mean_of(run: RunData, name: str) -> float | None:
@@ -39,21 +103,20 @@ def mean_of(run: RunData, name: str) -> float | None:
 
 
 def seed_row(seed: int, run: RunData) -> dict[str, Any]:
-    before, after = run.result["before"]["reward_mean"], run.result["after"]["reward_mean"]
+    points = curve(run)
     return {
         "variant": f"seed {seed}",
-        "value": after,
+        "value": points[-1][2],
         "goal": GOAL,
-        "before": before,
+        "before": points[0][2],
         "most_before": MOST_BEFORE,
         "run": run.run_dir.name,
-        "rl_wall_s": run.stages["rl"]["wall_s"],
         "steps": [
             {name: row.get(name) for name in ("step", "mismatch_kl_same_weights", "choices_differ")}
             for row in run.rl
         ],
         "choices_missing": sum(row.get("choices_missing") or 0 for row in run.rl),
-        "curve": curve(run),
+        "curve": points,
     }
 
 
@@ -89,25 +152,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=Path, metavar="DIR", required=True)
+    parser.add_argument("--runs", type=Path, metavar="DIR")
+    parser.add_argument("--seed", type=int, choices=SEEDS, default=1)
+    parser.add_argument("--within", type=float, default=330.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
     options = parser.parse_args()
-    all_seeds = {seed: finished(f"{RUN}_seed_{seed}", options.runs) for seed in SEEDS}
+    runs = options.runs or make_runs(options.seed, options.within, options.out)
+    all_seeds = {seed: found_run(f"{RUN}_seed_{seed}", runs) for seed in SEEDS}
     seeds = {seed: run for seed, run in all_seeds.items() if run is not None}
     if not seeds:
-        raise SystemExit(f"error: {options.runs} has no finished {RUN}_seed_1; run it there first")
-    all_kinds = {kind: finished(name, options.runs) for kind, name in KINDS.items()}
+        raise SystemExit("error: no seed has made enough steps; read the logs, or raise --within")
+    all_kinds = {kind: found_run(name, runs) for kind, name in KINDS.items()}
     kinds = {kind: run for kind, run in all_kinds.items() if run is not None}
-    rows = [seed_row(seed, run) for seed, run in seeds.items()]
+    rows = [*(seed_row(seed, run) for seed, run in seeds.items()), *kind_rows(kinds)]
+    for row in rows:
+        print({name: value for name, value in row.items() if name not in ("steps", "curve")})
     draw(seeds, options.out / "glm5.png")
     record(
         options.out / "glm5.json",
         figure="a GLM-5 in FP8 writes words backwards: held-out reward after RL, lowest seed",
-        value=min(row["value"] for row in rows),
+        value=min(row["value"] for row in rows if row["variant"].startswith("seed")),
         unit="reward",
         goal=GOAL,
         better="higher",
-        rows=[*rows, *kind_rows(kinds)],
+        rows=rows,
     )
 
 

@@ -1,5 +1,5 @@
-// A GLM-5 with true attention widths and few layers, in FP8 on both sides of one H200. It writes words backwards after a long instruction,
-// so that a query chooses 128 of about 150 keys. The trainer replays the engine's choices of experts and keys.
+// A GLM-5 with true attention widths and few layers, in FP8 on both sides of one H200. It writes words backwards after a long row of dots,
+// so that a query chooses 128 of about 140 keys. The trainer replays the engine's choices of experts and keys.
 local run =
   (import 'lib/run.libsonnet') +
   (import 'models/glm5_tiny.libsonnet') +
@@ -9,11 +9,12 @@ local run =
   (import 'memory/plain.libsonnet') + {
     local problem = super.problems[0],
     seed: 1,
-    problems:: [problem { args+: { instruction: std.repeat('reverse ', 17) } }],
+    problems:: [problem { args+: { instruction: std.repeat('.', 128) } }],
     context_tokens:: 192,
     model+: {
       hidden_size: 512,
       intermediate_size: 1024,
+      rope_theta: 20,  // as in qwen3_tiny
       num_heads: 64,
       num_kv_heads: 64,
       head_dim: 256,
@@ -33,7 +34,7 @@ local run =
       indexer: 'train',
       indexer_choice: 'replay',
       fsdp+: { reduce_gradients: 'micro_batch' },
-      optimizer+: { lr: 1.5e-4 },
+      optimizer+: { lr: 2e-4 },
       memory+: { max_tokens_per_micro_batch: 16384 },
       checkpoint+: { interval_steps: 100 },
     },
@@ -45,11 +46,11 @@ local run =
     },
     stages+: {
       sft+: {
-        num_steps: 40,
+        num_steps: 110,
         examples_per_batch: 64,
         optimizer+: { lr: 5e-4 },
-        schedule: { kind: 'linear', warmup_steps: 10, final_fraction: 0.1 },
-        data+: { num_problems: 4096 },
+        schedule: { kind: 'constant', warmup_steps: 10 },
+        data+: { num_problems: 8192 },
       },
       rl+: { num_steps: 100 },
       evaluate+: { num_problems: 256 },
