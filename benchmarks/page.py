@@ -229,6 +229,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("kernels/adapters", "LoRA on experts, forward and backward"),
             Line("kernels/sparse_mla", "Sparse latent attention, backward, 131,072 keys"),
             Line("kernels/sparse_index", "Choice of keys by an indexer, 131,072 keys"),
+            Line("trainer/context_rank", "Latent attention on one of four context-parallel ranks"),
             Line(
                 "kernels/optimizer", "AdamW with its state in host memory, relative to the copies"
             ),

@@ -36,9 +36,9 @@ class Tiles(NamedTuple):
 
     forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
     logits: tuple[int, int, int, int] = (128, 64, 4, 3)
-    queries: tuple[int, int, int, int] = (64, 128, 4, 3)
-    pairs: tuple[int, int, int, int] = (64, 64, 4, 3)
-    sums: tuple[int, int, int, int] = (4, 1024, 4, 3)
+    queries: tuple[int, int, int, int] = (64, 128, 4, 4)
+    pairs: tuple[int, int, int, int] = (128, 64, 4, 3)
+    sums: tuple[int, int, int, int] = (2, 1024, 4, 3)
     chunk_rows: int = SPARSE_PAIRS  # most pairs of a chunk, C·K
     query_first: bool = True  # consecutive programs of `logits` share a query, else a block of k
 
