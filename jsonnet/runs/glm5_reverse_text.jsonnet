@@ -10,7 +10,7 @@ local run =
     local problem = super.problems[0],
     seed: 1,
     problems:: [problem { args+: { instruction: std.repeat('.', 128) } }],
-    context_tokens:: 192,
+    context_tokens:: 256,
     model+: {
       hidden_size: 512,
       intermediate_size: 1024,

@@ -19,34 +19,37 @@ CHUNK_ROWS = 1024  # tokens whose bits are expanded at a time
 def capture() -> None:
     """Apply in each possible engine core or worker, before its model is made."""
     from vllm.distributed.aux_output_connector import worker
-    from vllm.models.deepseek_v32 import attention
 
-    select, bind = attention.sparse_attn_indexer, worker.bind_routed_experts_capturer
-    if getattr(select, "orrery", False):
+    bind = worker.bind_routed_experts_capturer
+    if getattr(bind, "orrery", False):
         return
-    capturers: list[Any] = []
 
     def bind_both(model: torch.nn.Module, capturer: Any) -> None:
         bind(model, capturer)
-        indexers = attention.DeepseekV32Indexer
-        prefixes = [one.k_cache.prefix for one in model.modules() if isinstance(one, indexers)]
-        capturer.add_indexers(prefixes, 8 * (-(-int(os.environ[CHOICE_TOKENS]) // 8)))
-        capturers[:] = [capturer]
+        _bind_indexers(model, capturer)
+
+    bind_both.orrery = True  # type: ignore[attr-defined]
+    worker.bind_routed_experts_capturer = bind_both
+    worker.RoutedExpertsCapturer = _with_choices(  # type: ignore[misc]
+        worker.RoutedExpertsCapturer
+    )
+
+
+def _bind_indexers(model: torch.nn.Module, capturer: Any) -> None:
+    from vllm.models.deepseek_v32 import attention
+
+    indexers, select = attention.DeepseekV32Indexer, attention.sparse_attn_indexer
+    prefixes = [one.k_cache.prefix for one in model.modules() if isinstance(one, indexers)]
+    capturer.add_indexers(prefixes, 8 * -(-int(os.environ[CHOICE_TOKENS]) // 8))
 
     def select_and_capture(
         hidden_states: Tensor, k_cache_prefix: str, *rest: Any, **options: Any
     ) -> Tensor:
         position_TK = select(hidden_states, k_cache_prefix, *rest, **options)
-        for capturer in capturers:
-            capturer.capture_choice(k_cache_prefix, position_TK[: hidden_states.shape[0]])
+        capturer.capture_choice(k_cache_prefix, position_TK[: hidden_states.shape[0]])
         return position_TK
 
-    select_and_capture.orrery = True  # type: ignore[attr-defined]
     attention.sparse_attn_indexer = select_and_capture
-    worker.bind_routed_experts_capturer = bind_both
-    worker.RoutedExpertsCapturer = _with_choices(  # type: ignore[misc]
-        worker.RoutedExpertsCapturer
-    )
 
 
 def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
