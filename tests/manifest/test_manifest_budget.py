@@ -9,11 +9,13 @@ import pytest
 
 from orrery.manifest.budget import engine, table
 from orrery.manifest.budget.misfits import memory_misfits
+from orrery.manifest.budget.parameters import count_parameters
 from orrery.manifest.budget.rates import rates_of, usable_bytes
 from orrery.manifest.budget.run import plan_run
 from orrery.manifest.budget.search import engine_layouts, trainer_layouts
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory, sparse_backward_bytes
 from orrery.manifest.budget.trainer_time import links
+from orrery.manifest.budget.trainer_traffic import step_bytes
 from orrery.manifest.check import with_values
 from orrery.manifest.devices import DEVICES, SPARSE_PAIRS
 from orrery.manifest.errors import OrreryError
@@ -157,6 +159,41 @@ def test_a_slower_network_slows_updates_and_gathers_over_nodes():
     fast, slow = plan_run(manifest, network=50e9), plan_run(manifest, network=1e9)
     assert slow.update["seconds"] > 10 * fast.update["seconds"]
     assert slow.trainer_s["communication"] > fast.trainer_s["communication"]
+
+
+def test_collectives_are_counted_by_link():
+    found = run("glm5_run")
+    counted = count_parameters(found.model, None)
+    mesh = found.trainer.mesh.model_copy(
+        update={"dp_replicate": 1, "dp_shard": 16, "cp": 1, "ep": 8}
+    )
+    trainer = found.trainer.model_copy(update={"mesh": mesh})
+
+    def moved(per_node):
+        return step_bytes(found.model, trainer, counted, 1, 1e6, per_node)
+
+    one_node, two = moved(16), moved(8)
+    assert all(by_link["network"] == 0 for by_link in one_node.values())
+    experts = sum(unit.trained_experts + unit.frozen_experts for unit in counted.units)
+    values = counted.total - experts
+    # Each of two gathers sends every weight to all other ranks of its group, in bfloat16.
+    assert one_node["gathers of weights"]["links"] == pytest.approx(
+        2 * 2 * (15 * values + experts), rel=1e-6
+    )
+    for name, by_link in two.items():
+        assert sum(by_link.values()) == pytest.approx(sum(one_node[name].values()))
+    # Two rings cross between nodes: of each weight once a node, of experts on each of 8 ranks.
+    assert two["gathers of weights"]["network"] == pytest.approx(
+        2 * 2 * (15 * values / 8 + experts), rel=1e-6
+    )
+    assert two["expert parallel"]["network"] == 0 < two["expert parallel"]["links"]
+
+
+def test_the_plan_says_which_memory_another_ep_changes():
+    [(name, kinds)] = plan_run(run("glm5_run")).other_ep.items()
+    assert name == "with ep 1" and kinds["gathered weights"] > 0
+    without = [n for n in ("qwen3_8b_8k", "reverse_text") if plan_run(run(n)).other_ep]
+    assert without == []
 
 
 def test_ranks_that_shard_an_expert_share_no_network_card_of_a_node():

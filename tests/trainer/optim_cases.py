@@ -134,6 +134,18 @@ def sharded(
     return toy
 
 
+def cut_twice(mesh: DeviceMesh, first: int, second: int) -> Toy:
+    """Cut matrices along dim −`first` on one axis and −`second` on the other, vectors on one."""
+    toy = Toy()
+    for name, weight in list(toy.named_parameters()):
+        how = [Shard(0), Replicate()]
+        if weight.ndim > 1:
+            how = [Shard(weight.ndim - first), Shard(weight.ndim - second)]
+        cut = nn.Parameter(distribute_tensor(weight.detach(), mesh, how))
+        setattr(toy.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], cut)
+    return toy
+
+
 def fully_sharded(mesh: DeviceMesh, ep_mesh: DeviceMesh, expert_fsdp_mesh: DeviceMesh) -> Toy:
     """Shard as the trainer: experts by expert parallel and FSDP, the rest by FSDP."""
     toy = Toy()
@@ -165,6 +177,8 @@ def layouts() -> dict[str, Toy | None]:
         "dp_shard 4": sharded(Toy(), four, [Shard(0)]),
         "dp_replicate 2, dp_shard 2": sharded(Toy(), replicated, [Replicate(), Shard(0)]),
         "columns": sharded(Toy(), four, [Shard(0)], (expert_mesh, [Shard(1), Shard(0)])),
+        "rows and columns": cut_twice(expert_mesh, 2, 1),
+        "rows over both axes": cut_twice(expert_mesh, 2, 2),
         "fully_shard over ep": fully_sharded(four, expert_mesh["ep"], expert_mesh["expert_fsdp"]),
         "fully_shard over ep, dp_replicate 2": fully_sharded(
             replicated, repeated_experts["ep"], repeated_experts["dp_replicate", "expert_fsdp"]

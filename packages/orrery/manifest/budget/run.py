@@ -24,6 +24,7 @@ from orrery.manifest.budget.trainer_memory import (
     plan_memory,
     stage_workload,
 )
+from orrery.manifest.budget.trainer_traffic import step_bytes
 from orrery.manifest.schema import Manifest
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES
@@ -80,7 +81,9 @@ class RunBudget:
     update: dict[str, float]
     checkpoint: dict[str, float]
     traffic_bytes: dict[str, float]  # of one step, by direction
+    collective_bytes: dict[str, dict[str, float]]  # of the trainer's step, by link
     layer_gather_bytes: dict[str, int]
+    other_ep: dict[str, Bytes]  # "with ep N": differences of the trainer's peak by kind
     assumptions: tuple[str, ...]
     misfits: tuple[str, ...]
 
@@ -113,7 +116,9 @@ def plan_run(
         update=one.update(),
         checkpoint=one.checkpoint(),
         traffic_bytes=one.traffic(),
+        collective_bytes=one.collectives(),
         layer_gather_bytes=one.layer_gather(),
+        other_ep=one.other_ep(),
         assumptions=one.assumptions(),
         misfits=tuple(memory_misfits(manifest)),
     )
@@ -191,12 +196,16 @@ class RunPlan:
         return trainer, engines
 
     @cached_property
-    def trainer_s(self) -> dict[str, float]:
+    def work(self) -> tuple[int, list[int]]:
+        """Return a step's micro-batches and the lengths of a cp group's rollouts."""
         mesh, orchestrator = self.trainer.mesh, self.manifest.orchestrator
         per_group = -(-orchestrator.rollouts_per_batch // mesh.num_data_ranks)
         room = max(1, int(self.trainer.memory.max_tokens_per_micro_batch // self.tokens))
-        micro_batches = -(-per_group // room)
-        lengths = [int(self.tokens)] * per_group
+        return -(-per_group // room), [int(self.tokens)] * per_group
+
+    @cached_property
+    def trainer_s(self) -> dict[str, float]:
+        micro_batches, lengths = self.work
         per_node = self.manifest.hardware.devices_per_node
         link = trainer_time.links(self.trainer, self.rates, per_node, self.network)
         capacity = usable_bytes(self.manifest.hardware.accelerator) or 0
@@ -313,6 +322,13 @@ class RunPlan:
             found["chosen keys to trainer"] = self.batch_tokens * self.manifest.choice_bytes
         return found
 
+    def collectives(self) -> dict[str, dict[str, float]]:
+        """Return the bytes of the trainer's collectives in a step, inside and between nodes."""
+        micro_batches, lengths = self.work
+        per_node = self.manifest.hardware.devices_per_node
+        tokens = sum(lengths) / self.trainer.mesh.cp
+        return step_bytes(self.model, self.trainer, self.counted, micro_batches, tokens, per_node)
+
     def layer_gather(self) -> dict[str, int]:
         """Return the bytes of the largest block as one rank gathers it, without and with ep.
 
@@ -324,6 +340,24 @@ class RunPlan:
         largest = max(self.counted.layers, key=lambda unit: unit.total)
         found = {"without expert parallel": c * largest.gathered(1)}
         return found | ({f"with ep {ep}": c * largest.gathered(ep)} if ep > 1 else {})
+
+    def other_ep(self) -> dict[str, Bytes]:
+        """Return how the trainer's peak changes by kind without expert parallel, or else with it.
+
+        Return {} if no other `ep` divides the ranks and the experts.
+        """
+        mesh, moe = self.trainer.mesh, self.model.moe
+        ranks = mesh.dp_shard * mesh.cp
+        other = 1 if mesh.ep > 1 else next((n for n in (8, 4, 2) if ranks % n == 0), 1)
+        if moe is None or other == mesh.ep or moe.num_experts % other:
+            return {}
+        changed = self.trainer.model_copy(update={"mesh": mesh.model_copy(update={"ep": other})})
+        plans = [
+            trainer_plan(self.manifest.model_copy(update={"trainer": trainer}), "rl", self.counted)
+            for trainer in (self.trainer, changed)
+        ]
+        now, then = (plan.moments[plan.fullest] for plan in plans)
+        return {f"with ep {other}": {kind: then[kind] - now[kind] for kind in now}}
 
     def assumptions(self) -> tuple[str, ...]:
         accelerator = self.manifest.hardware.accelerator

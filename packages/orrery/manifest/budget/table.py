@@ -1,5 +1,6 @@
 """Format the plan of a run's RL stage as text of at most 100 columns."""
 
+import textwrap
 from collections.abc import Iterator
 
 from orrery.manifest.budget.options import format_value
@@ -48,6 +49,14 @@ def _memory(budget: RunBudget) -> Iterator[str]:
         yield _row("capacity", [budget.capacity_bytes for _ in roles])
         if budget.shares_devices:
             yield _row("sum of both on one device", [sum(role.total_bytes for role in roles)])
+    for name, kinds in budget.other_ep.items():
+        large = {kind: size / GIB for kind, size in kinds.items() if abs(size) >= GIB / 100}
+        each = ", ".join(f"{kind} {size:+,.1f}" for kind, size in large.items())
+        total = f"{sum(kinds.values()) / GIB:+,.1f}"
+        yield from textwrap.wrap(
+            f"trainer {name}: {total}" + (f" ({each})" if each else ""), 96, initial_indent="  ",
+            subsequent_indent="    ",
+        )  # fmt: skip
     rows = {"host memory": "host_bytes", "of it pinned": "pinned_bytes", "scratch": "scratch_bytes"}
     found = {name: [getattr(role, field) for role in roles] for name, field in rows.items()}
     if any(map(any, found.values())):
@@ -99,6 +108,9 @@ def _traffic(budget: RunBudget) -> Iterator[str]:
         rate = 8 * num_bytes / budget.step_s / 1e9
         speed = f"{rate:,.0f}" if rate >= 100 else f"{rate:.2g}"
         yield _line(name, f"{_gb(num_bytes)}, {speed} Gb/s")
+    for name, links in budget.collective_bytes.items():
+        network = f", {_gb(links['network'])} between nodes" if links["network"] else ""
+        yield _line(name, f"{_gb(links['links'])} inside nodes{network}")
     gathers = [f"{_gb(size)} {how}" for how, size in budget.layer_gather_bytes.items()]
     if gathers:
         yield _line("gather of largest layer", ", ".join(gathers))

@@ -14,11 +14,11 @@ from orrery.manifest.budget.parameters import (
     ParameterCounts,
     block_weights,
     count_parameters,
-    is_sparse,
 )
 from orrery.manifest.budget.rates import Rates
 from orrery.manifest.budget.state_rooms import state_rooms
 from orrery.manifest.budget.trainer_memory import activation_bytes
+from orrery.manifest.budget.trainer_traffic import traffic
 from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
@@ -211,29 +211,14 @@ def _communication(
     the computation of their pass. Exchanges of cp (queries, keys, values and outputs, or latent
     keys) and of ep (rows to experts and back) do not. Muon's exchanges are in `_optimizer_s`.
     """
-    mesh, units = trainer.mesh, counted.units
-    shards = mesh.dp_shard * mesh.cp
-    c, r = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.reduce_dtype]
-    trained_experts = sum(unit.trained_experts for unit in units) / mesh.ep
-    experts = trained_experts + sum(unit.frozen_experts for unit in units) / mesh.ep
-    weights = sum(unit.gathered(mesh.ep) for unit in units) - experts
-    trained = sum(unit.gathered_trained(mesh.ep) for unit in units) - trained_experts
-    of_weights = (1 - 1 / shards) / link.shards
-    of_experts = (1 - mesh.ep / shards) / link.experts
-    gather = c * (of_weights * weights + of_experts * experts)
-    reduction = r * (of_weights * trained + of_experts * trained_experts)
+    moved = traffic(model, trainer, counted, tokens)
+    gather = moved.gather / link.shards + moved.gather_experts / link.experts
+    reduction = moved.reduction / link.shards + moved.reduction_experts / link.experts
     by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
-    exchange = 0.0
-    if mesh.ep > 1 and model.moe is not None:
-        layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
-        rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
-        recomputes = trainer.memory.activation_checkpointing.kind == "full"
-        exchange += (6 if recomputes else 4) * rows * model.hidden_size * c * layers / link.ep
-    if mesh.cp > 1:
-        exchange += tokens * (mesh.cp - 1) * c * _context_values(model, trainer) / link.cp
+    exchange = moved.ep / link.ep + moved.cp / link.cp
     regathers = trainer.fsdp.reshard_after_forward
     backward = gather if regathers else 0.0
-    hiding = computing / micro_batches * (QUEUED_SHARE if mesh.cp > 1 else 1)
+    hiding = computing / micro_batches * (QUEUED_SHARE if trainer.mesh.cp > 1 else 1)
     exposed = in_all = exchange
     for number in range(micro_batches):
         is_gathered = regathers or number == 0
@@ -244,22 +229,6 @@ def _communication(
         exposed += max(0.0, into - FORWARD_SHARE * hiding)
         exposed += max(0.0, out - (1 - FORWARD_SHARE) * hiding)
     return in_all, exposed
-
-
-def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return how many values a token sends to each cp peer, over all layers and passes."""
-    if (mla := model.mla) is None:
-        width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        return 3 * width * model.num_layers / trainer.mesh.cp
-    # Latent keys are sent forward and, unless kept, in recomputation. Their gradients go back once.
-    memory = trainer.memory
-    is_kept = "attention" in trainer.kept and not memory.activation_offload
-    passes = 2 if is_kept or memory.activation_checkpointing.kind == "none" else 3
-    values = passes * model.num_layers * (mla.kv_lora_rank + mla.rope_head_dim)
-    if mla.indexer is not None:
-        learns = trainer.indexer == "train"
-        values += (passes if learns else 1) * model.num_indexers * mla.indexer.head_dim
-    return values
 
 
 def _optimizer_s(

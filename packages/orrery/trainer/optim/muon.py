@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from orrery.manifest.budget.trainer_memory import BATCH_VALUES
 from orrery.manifest.schema import Muon
@@ -153,22 +153,41 @@ class MatrixShard:
         return (rows // 2, columns) if self.fused.dim == -2 else (rows, columns // 2)
 
     @cached_property
-    def split(self) -> tuple[DeviceMesh, int, int] | None:
-        """Return (mesh, axis, dim) if ranks hold parts of a matrix along dim 0 or 1, else None."""
+    def axes(self) -> dict[int, int]:
+        """Return the mesh axes along which ranks hold parts of a matrix, each with dim 0 or 1."""
         first = self.source.ndim - 2
-        axes = {
-            axis: dim - first for axis, dim in sharding_axes(self.source).items() if dim >= first
-        }
-        if not axes:
+        cut = sharding_axes(self.source)
+        return {axis: dim - first for axis, dim in cut.items() if dim >= first}
+
+    @cached_property
+    def split(self) -> tuple[DeviceMesh, int, int] | None:
+        """Return (mesh, axis, dim) if one axis cuts each matrix, else None."""
+        if len(self.axes) != 1:
             return None
-        if len(axes) > 1:
-            raise NotImplementedError(
-                f"Muon: a matrix sharded along {len(axes)} mesh axes ({self.source.placements}) "
-                "is not supported"
-            )
         assert isinstance(self.source, DTensor)
-        [(axis, dim)] = axes.items()
+        [(axis, dim)] = self.axes.items()
         return self.source.device_mesh, axis, dim
+
+    def whole(self, stack: Tensor) -> tuple[Tensor, list[Placement]]:
+        """Return the whole matrices of this rank's stack, and their placements. A collective."""
+        assert isinstance(self.source, DTensor)
+        mesh, old = self.source.device_mesh, self.source.placements
+        new = [Replicate() if axis in self.axes else one for axis, one in enumerate(old)]
+        shape, stride = self.source.shape, self.source.stride()
+        parts = DTensor.from_local(
+            stack.view(self.shard.shape), mesh, old, run_check=False, shape=shape, stride=stride
+        )
+        return parts.redistribute(mesh, new).to_local(), new
+
+    def part(self, matrices: Tensor, placements: list[Placement]) -> Tensor:
+        """Return this rank's part of what `whole` returned."""
+        assert isinstance(self.source, DTensor)
+        mesh, old = self.source.device_mesh, self.source.placements
+        shape, stride = self.source.shape, self.source.stride()
+        whole = DTensor.from_local(
+            matrices, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+        return whole.redistribute(mesh, old).to_local()
 
     @property
     def device(self) -> torch.device:
@@ -198,11 +217,13 @@ def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]
     found: dict[int, Tensor] = {}
     together: dict[tuple[DeviceMesh, int] | None, list[int]] = {}
     for index, one in enumerate(shards):
-        together.setdefault(one.split and one.split[:2], []).append(index)
+        if len(one.axes) > 1:
+            found[index] = _orthogonalize_gathered(one, num_steps)
+        else:
+            together.setdefault(one.split and one.split[:2], []).append(index)
     for axis, indices in together.items():
         some = [shards[index] for index in indices]
-        dtype = torch.bfloat16 if some[0].device.type == "cuda" else some[0].shard.dtype
-        stacks = [_stack(one).to(one.device, dtype) for one in some]
+        stacks = [_stack(one) for one in some]
         if axis is None:
             done = _orthogonalize_whole(stacks, [one.fused for one in some], num_steps)
         else:
@@ -213,7 +234,17 @@ def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]
 
 
 def _stack(one: MatrixShard) -> Tensor:
-    return one.shard if one.source.ndim == 3 else one.shard.unsqueeze(0)
+    dtype = torch.bfloat16 if one.device.type == "cuda" else one.shard.dtype
+    stack = one.shard if one.source.ndim == 3 else one.shard.unsqueeze(0)
+    return stack.to(one.device, dtype)
+
+
+def _orthogonalize_gathered(one: MatrixShard, num_steps: int) -> Tensor:
+    """Orthogonalize matrices that several mesh axes cut. Each rank gathers and computes them."""
+    whole, placements = one.whole(_stack(one))
+    stack = whole if whole.ndim == 3 else whole.unsqueeze(0)
+    [done] = _orthogonalize_whole([stack], [one.fused], num_steps)
+    return one.part(done.view(whole.shape), placements).to(one.shard.device)
 
 
 def _orthogonalize_whole(

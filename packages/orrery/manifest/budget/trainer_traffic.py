@@ -1,0 +1,122 @@
+"""Count the bytes of a trainer's collectives, and which of them leave a node."""
+
+from dataclasses import dataclass
+
+from orrery.manifest.budget.parameters import ParameterCounts, is_sparse
+from orrery.manifest.schema import Model, Trainer
+from orrery.manifest.schema.model import DTYPE_BYTES
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends: in one FSDP gather of all weights, one reduction, and in a step.
+
+    `*_experts`: of experts, which have an FSDP group of their own with ep. All others are without
+    experts. `cp` and `ep`: exchanges of a step. `replicas`: the all-reduce of a step.
+    """
+
+    gather: float
+    gather_experts: float
+    reduction: float
+    reduction_experts: float
+    cp: float
+    ep: float
+    replicas: float
+
+
+def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: float) -> Traffic:
+    """Return the traffic of a rank that trains `tokens` in a step."""
+    mesh, units = trainer.mesh, counted.units
+    shards = mesh.dp_shard * mesh.cp
+    c, r = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.reduce_dtype]
+    trained_experts = sum(unit.trained_experts for unit in units) / mesh.ep
+    experts = trained_experts + sum(unit.frozen_experts for unit in units) / mesh.ep
+    weights = sum(unit.gathered(mesh.ep) for unit in units) - experts
+    trained = sum(unit.gathered_trained(mesh.ep) for unit in units) - trained_experts
+    of_weights, of_experts = 1 - 1 / shards, 1 - mesh.ep / shards
+    in_ep = in_cp = 0.0
+    if mesh.ep > 1 and model.moe is not None:
+        layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
+        rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
+        recomputes = trainer.memory.activation_checkpointing.kind == "full"
+        in_ep = (6 if recomputes else 4) * rows * model.hidden_size * c * layers
+    if mesh.cp > 1:
+        in_cp = tokens * (mesh.cp - 1) * c * _context_values(model, trainer)
+    own = sum(unit.trained for unit in units) / shards
+    return Traffic(
+        gather=c * of_weights * weights,
+        gather_experts=c * of_experts * experts,
+        reduction=r * of_weights * trained,
+        reduction_experts=r * of_experts * trained_experts,
+        cp=in_cp,
+        ep=in_ep,
+        replicas=2 * r * own * (1 - 1 / mesh.dp_replicate),
+    )
+
+
+def step_bytes(
+    model: Model,
+    trainer: Trainer,
+    counted: ParameterCounts,
+    micro_batches: int,
+    tokens: float,
+    devices_per_node: int,
+) -> dict[str, dict[str, float]]:
+    """Return the bytes of a step over all ranks, by collective and by link.
+
+    "links" are those inside a node. `tokens`: of a rank. Rings leave a node once. In an exchange
+    every rank sends equally much to each other one. Ranks of a group that are `stride` apart share
+    a node with `devices_per_node` / `stride` of them.
+    """
+    one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
+    shards = mesh.dp_shard * mesh.cp
+    gathers = micro_batches * 2 if trainer.fsdp.reshard_after_forward else 1
+    by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
+    reductions = micro_batches if by_micro_batch else 1
+
+    def here(ranks: int, stride: int = 1) -> int:
+        return max(1, min(ranks, devices_per_node // stride))
+
+    def ring(num_bytes: float, ranks: int, stride: int = 1) -> tuple[float, float]:
+        near = here(ranks, stride)
+        return num_bytes, 0.0 if near == ranks else num_bytes / near
+
+    def swap(num_bytes: float, ranks: int) -> tuple[float, float]:
+        return num_bytes, num_bytes * (ranks - here(ranks)) / max(1, ranks - 1)
+
+    experts = shards // mesh.ep, mesh.ep
+    parts = {
+        "gathers of weights": [
+            ring(gathers * one.gather, shards),
+            ring(gathers * one.gather_experts, *experts),
+        ],
+        "reductions of gradients": [
+            ring(reductions * one.reduction, shards),
+            ring(reductions * one.reduction_experts, *experts),
+            ring(one.replicas, mesh.dp_replicate, shards),
+        ],
+        "context parallel": [swap(one.cp, mesh.cp)],
+        "expert parallel": [swap(one.ep, mesh.ep)],
+    }
+    found = {}
+    for name, rows in parts.items():
+        if every := mesh.world_size * sum(num_bytes for num_bytes, _ in rows):
+            network = mesh.world_size * sum(outside for _, outside in rows)
+            found[name] = {"links": every - network, "network": network}
+    return found
+
+
+def _context_values(model: Model, trainer: Trainer) -> float:
+    """Return how many values a token sends to each cp peer, over all layers and passes."""
+    if (mla := model.mla) is None:
+        width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        return 3 * width * model.num_layers / trainer.mesh.cp
+    # Latent keys are sent forward and, unless kept, in recomputation. Their gradients go back once.
+    memory = trainer.memory
+    is_kept = "attention" in trainer.kept and not memory.activation_offload
+    passes = 2 if is_kept or memory.activation_checkpointing.kind == "none" else 3
+    values = passes * model.num_layers * (mla.kv_lora_rank + mla.rope_head_dim)
+    if mla.indexer is not None:
+        learns = trainer.indexer == "train"
+        values += (passes if learns else 1) * model.num_indexers * mla.indexer.head_dim
+    return values
