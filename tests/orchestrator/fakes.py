@@ -82,7 +82,7 @@ def manifest(**orchestrator: Any) -> Manifest:
             "ep_backend": "torch"},
             "fsdp": {"reshard_after_forward": True, "reduce_gradients": "step",
             "cpu_offload": False}, "attention": "auto", "lora": None, "indexer": "frozen",
-            "indexer_choice": "own",
+            "indexer_choice": "own", "elastic": None,
             "param_dtype": "float32", "compute_dtype": "float32",
             "reduce_dtype": "float32", "compile": False,
             "memory": {

@@ -193,6 +193,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "lora": None,
                 "indexer": "frozen",
                 "indexer_choice": "own",
+                "elastic": None,
                 "param_dtype": "float32",
                 "compute_dtype": "float32",
                 "reduce_dtype": "float32",
