@@ -106,8 +106,9 @@ def test_ranks_score_equally_many_keys_as_contiguous_shares_would_not(lengths):
     assert max(other) > 1.3 * sum(other) / 4
 
 
-def test_the_benchmark_of_a_rank_runs_and_its_four_ranks_equal_one():
-    script = Path(__file__).parents[2] / "benchmarks" / "trainer" / "context_rank.py"
+@pytest.mark.parametrize("name", ["context_rank.py", "glm5_rank.py"])
+def test_the_benchmarks_of_a_rank_run_and_four_ranks_equal_one(name):
+    script = Path(__file__).parents[2] / "benchmarks" / "trainer" / name
     ran = subprocess.run(
         [sys.executable, script, "--smoke"], capture_output=True, text=True, timeout=300
     )
