@@ -50,10 +50,13 @@ COSTS_NO_TIME = (
     "trainer.mismatch.canary_logprob_difference",
 )
 LATER_FIELDS = {
+    "inference.nodes_per_replica": 1,
     "model.fp8": None,
     "model.num_mtp_layers": 0,
     "trainer.attention": "auto",
+    "trainer.elastic": None,
     "trainer.indexer": "frozen",
+    "trainer.indexer_choice": "own",
 }
 
 
