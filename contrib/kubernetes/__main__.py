@@ -3,8 +3,7 @@
     python contrib/kubernetes dynamo RUN --image IMAGE --claim CLAIM
     python contrib/kubernetes llm_d RUN --image IMAGE --claim CLAIM --proxy-image PROXY
 
-Each engine is a component or Deployment, because engines differ by seed and part. They run without
-the patches of `orrery.inference.patches`.
+Each engine, without the patches of `orrery.inference.patches`, is a component or Deployment.
 """
 
 import argparse

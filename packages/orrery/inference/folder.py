@@ -1,10 +1,9 @@
 """Serve a Hugging Face folder for `orrery serve`: `python -m orrery.inference.folder`.
 
-- In: a run directory without a manifest, with a link `weights/serve` to the folder. The token comes
-  by standard input.
+- In: a run directory without a manifest, with a link `weights/serve` to the folder.
 - Out: vLLM's HTTP interface as OpenAI defines it, without developers' paths.
-- On a CPU the cache takes a part of the free memory. vLLM is told to compute in the folder's dtype,
-  because by default it would not compute in float32.
+- On a CPU the cache takes a part of the free memory, and vLLM would not compute in float32 unless
+  told the folder's dtype.
 """
 
 import gc

@@ -1,11 +1,9 @@
 """Check credentials in front of vllm-router, which would let any caller add engines.
 
-- Forward requests from the role's address to vllm-router on loopback, and stream the answers.
-- Check the credential before reading the body. Forward only the paths in `ROUTES` and the headers
-  in `ASKED` and `PASSED`.
-- Forward the credential `generate`, never the credential `administer`.
-- vllm-router checks every key at the path `AUTHORIZED`, so other users of this host cannot use its
-  port.
+- Forward the paths in `ROUTES` and the headers in `ASKED` and `PASSED` to vllm-router on loopback,
+  with the credential `generate` only, and stream the answers.
+- Check the credential before reading the body.
+- vllm-router checks every key at the path `AUTHORIZED`, so other users cannot use its port.
 - If a caller disconnects, its request in the engine ends.
 """
 
@@ -86,7 +84,6 @@ class Front:
             transport.abort()
 
     async def listen(self, host: str, port: int) -> str:
-        """Serve at `host` and return the address."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Caller(self), host, port, backlog=BACKLOG)
         self._servers.append(server)
@@ -416,7 +413,7 @@ class RequireToken:
 class RequireKey:
     """ASGI middleware of `orrery serve`: answer 401 without the token, before the body is read.
 
-    Clients of OpenAI's API send it as their key. vLLM's own `--api-key` leaves some paths open.
+    vLLM's own `--api-key` leaves some paths open.
     """
 
     def __init__(self, app: ASGIApp) -> None:

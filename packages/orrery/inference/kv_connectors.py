@@ -1,14 +1,13 @@
 """Configure vLLM's KV connectors, transfers and tiers, from `manifest.inference`. Imports no vLLM.
 
 - Transfer: the first `prefill_replicas` engines produce blocks, the others read them. A block's
-  lease outlasts any request: after its end, NIXL could send another request's cache. If a cache
-  cannot be read, the request fails.
-- Tiers: caches and routes on disk together take at most `disk_bytes` (`kv_tiers.py`). vLLM
-  recomputes a block that is unreadable, or lacks routes that must be returned.
+  lease outlasts any request: after its end, NIXL could send another request's cache.
+- Tiers: caches and routes on disk together take at most `disk_bytes`. vLLM recomputes a block that
+  is unreadable, or lacks routes that must be returned.
 - `BoundedFolder` removes the least recently used files before a write. Readers expect gaps.
   Each process counts its files alone, so a shared folder may reach the sum of all limits.
-- A block's hash includes the policy version at a group's dispatch, so no rollout finds older
-  blocks. A resumed attempt repeats version numbers, so earlier attempts' files are removed.
+- A block's hash includes the policy version at a group's dispatch. A resumed attempt repeats
+  version numbers, so earlier attempts' files are removed.
 """
 
 import json
@@ -44,7 +43,6 @@ DISK_TIER = "orrery_disk"
 
 
 def lease_s(manifest: Manifest) -> int:
-    """Return the seconds for which a prefill engine keeps unread blocks."""
     return int(request_s(manifest) + scaled(LEASE_MARGIN_S))
 
 
@@ -69,7 +67,6 @@ def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
 
 
 def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, str]:
-    """Return NIXL's or Mooncake's variables for an engine that serves blocks at `host`, `port`."""
     routes = {KEPT: "1"} if manifest.transport.routed_experts else {}
     if manifest.inference.kv_transfer.kind == "nixl":
         return routes | {
@@ -189,10 +186,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write the client file of the store at `master` (host:port). Return its variable.
-
-    The file states the bytes of each device's worker.
-    """
+    """Write the client file of the store at `master` (host:port). Return its variable."""
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
     share = offload.segment_bytes // manifest.inference.devices_per_replica
@@ -266,7 +260,6 @@ class BoundedFolder:
         _remove(lost)
 
     def used(self, paths: Iterable[str]) -> None:
-        """Mark files as just used."""
         with self._lock:
             for path in paths:
                 if path in self._sizes:

@@ -1,7 +1,4 @@
-"""Run the master of a Mooncake Store: `python -m orrery.inference.kv_store`.
-
-The master and this process end together.
-"""
+"""Run the master of a Mooncake Store: `python -m orrery.inference.kv_store`."""
 
 import socket
 import subprocess

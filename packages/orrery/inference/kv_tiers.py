@@ -1,9 +1,8 @@
 """Limit vLLM's disk tier of cache blocks, and offer all tiers on CPU.
 
-vLLM's `fs` tier has no limit. If a file disappears between lookup and load, vLLM recomputes its
-blocks. vLLM refuses to offload on CPU, so `_stand_in` replaces device copies by memory copies.
-
-Written for vLLM 0.32. Remove this when vLLM's tier has a limit and vLLM offloads on CPU.
+If a file disappears between lookup and load, vLLM recomputes its blocks. vLLM refuses to offload on
+CPU, so `_stand_in` replaces device copies by memory copies. Written for vLLM 0.32. Remove this when
+vLLM's `fs` tier has a limit and vLLM offloads on CPU.
 """
 
 import contextlib
@@ -26,8 +25,6 @@ from orrery.inference.kv_connectors import DISK_TIER, BoundedFolder
 
 
 class BoundedFiles(FileSystemTierManager):
-    """The `fs` tier, limited to `max_bytes`."""
-
     def __init__(self, *, max_bytes: int, **options: Any) -> None:
         super().__init__(**options)
         self._files = BoundedFolder(

@@ -1,8 +1,7 @@
 """Find the slices that this engine rank needs, and copy them into vLLM's layers as they arrive.
 
 - `learn` runs the model's `load_weights` once on parameters without storage, and records its copies
-  as boxes. (vLLM's `sharded_rdt` needs Ray, and its `nccl_m2n` sends fused parameters whole.) An
-  error names a loader that computes with its input or picks single rows.
+  as boxes. (vLLM's `sharded_rdt` needs Ray, and its `nccl_m2n` sends fused parameters whole.)
 - `Loading` processes each complete layer with vLLM's layerwise reload, which repacks or quantizes
   it and keeps the addresses of CUDA graphs. Only one layer at a time exists twice.
 """

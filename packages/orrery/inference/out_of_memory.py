@@ -90,10 +90,7 @@ def weight_bytes(weights: Path, inference: Inference) -> int:
 
 
 def _lower_cache(manifest: Manifest, fits: int, head: str) -> str:
-    """Return the sentence for at most `fits` bytes of cache.
-
-    If they cannot hold a longest sequence, it also lowers `max_model_len_tokens`.
-    """
+    """Return the sentence for at most `fits` bytes of cache, perhaps with shorter sequences."""
     inference = manifest.inference
     least = longest_device_bytes(manifest.model, inference)
     fits = max(0, fits) // ROUND * ROUND or max(0, fits)

@@ -1,9 +1,7 @@
 """Define what vLLM loads by name: an entry point, and an extension of its worker.
 
-- `register` registers the receivers of weights and adapters (only a worker imports them) and
-  applies the patches.
-- `AttestingWorker` attests weights, and ends waits between prefill and decode engines.
-  /collective_rpc calls its methods on every worker of an engine.
+`AttestingWorker` attests weights, and ends waits between prefill and decode engines.
+/collective_rpc calls its methods on every worker of an engine.
 """
 
 import asyncio
@@ -24,7 +22,7 @@ _registered = False
 
 
 def register() -> None:
-    """Register once per process. `server` calls it before vLLM does."""
+    """Register receivers of weights, and apply the patches, once per process."""
     global _registered
     if _registered:
         return
@@ -43,8 +41,8 @@ class AttestingWorker:
     """A mixin for vLLM's worker class (`--worker-extension-cls`).
 
     - An engine has a version only if all its workers have loaded it.
-    - `keep_no_longer` and `read_no_more` free blocks before their lease ends
-      (`kv_connectors.lease_s`). NIXL's reader notices a lost producer itself, Mooncake's does not.
+    - `keep_no_longer` and `read_no_more` free blocks before their lease ends. NIXL's reader notices
+      a lost producer itself, Mooncake's does not.
     """
 
     weight_transfer_engine: Any

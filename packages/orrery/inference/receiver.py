@@ -4,8 +4,7 @@
   `adapters` low-rank factors.
 - A tensor is fingerprinted on arrival ("as_consumed"), and in the model ("resident") unless the
   engine repacks it.
-- An update must fill every tensor of the first load. Otherwise it fails, names the tensor, and
-  `held` stays empty.
+- An update must fill every tensor of the first load, or it fails by the tensor's name.
 - Workers never raise, because vLLM 0.32 would mix up their results. The client then asks each
   worker for its error (`plugin.py`). If any failed, all discard the update.
 """
@@ -128,7 +127,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _receive(self, update: UpdateInfo) -> None:
-        """Receive a version. Raise if it does not arrive completely."""
+        """Receive a version completely, or raise."""
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
@@ -136,8 +135,6 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class Receiver(Backend):
-    """vLLM's weight-transfer backend `orrery`."""
-
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.held = {}
         self.parts = PartTimer()  # seconds of the last update, by part
@@ -341,7 +338,6 @@ class AdapterReceiver(Backend):
     - An update overwrites the adapter's factors while the engine is paused. vLLM's `load_inplace`
       would read old files again at each step of an old request.
     - A factor is "resident" if fingerprinted in its buffer, "as_consumed" if ranks hold slices.
-    - Every projection must get its factors. An error names the damaged or missing tensor.
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -415,7 +411,7 @@ def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
 def damage(folder: Path) -> str | None:
     """Return a message about a cut-off tensor, or None.
 
-    It names files without folders, because vLLM removes paths from error answers.
+    It names no folders, because vLLM removes paths from error answers.
     """
     for shard in sorted(folder.glob("*.safetensors")):
         size = shard.stat().st_size

@@ -122,10 +122,7 @@ class Left:
         return Left(Path(tempfile.gettempdir()), start, shared, disk, os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
-        """Remove all files, and the cache blocks on disk if the engine `ended` in order.
-
-        The blocks come last, because they may be many and the launcher does not wait long.
-        """
+        """Remove all files, and last the cache blocks on disk if the engine `ended` in order."""
         if os.getpid() != self.pid:
             return
         run_directory.remove_folders(self.start, self.scratch)

@@ -37,8 +37,7 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOr
     """Sort slots by expert, stably. `expert_TK` holds integers in [0, num_experts].
 
     Slots with the id `num_experts` have no expert. Their rows come last, at `ends_E[-1]` or later.
-    Each expert's rows begin at a multiple of `block`, and padding rows fill the gaps. T = 0 makes
-    no rows, not even padding.
+    Each expert's rows begin at a multiple of `block`, after padding rows. T = 0 makes no rows.
     """
     # Narrow keys, because a radix sort passes once over each byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
@@ -79,9 +78,8 @@ def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
     """Return silu(gate) · up · score, computed in float32 and rounded once to gate_up's dtype.
 
-    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating. With the score applied
-    here, the backward pass does not need the down projection's output. Raise ValueError on other
-    shapes.
+    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating: applied here, the
+    backward pass does not need the down projection's output. Raise ValueError on other shapes.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
         raise ValueError(

@@ -5,10 +5,9 @@ out[rows of group e] = x[rows of group e] @ weight[e]ᵀ, with adapters + (x a[e
 - Custom operators, opaque to torch.compile. x's gradient is the same operator with transposed
   weights, and a and b exchanged. Gradients are computed, and their inputs kept, only if wanted.
 - bfloat16 on a GPU with K and N multiples of 8 (rows aligned to 16 bytes) runs torch's grouped GEMM
-  without a host sync. Other cases loop over the groups.
+  without a host sync, and adapters of ranks up to 64 in Triton. Other cases loop over the groups.
 - Rows from `ends[-1]` on belong to no group. They do not reach the weight's gradient, and are
-  undefined in the output and x's gradient. The loop fills them with NaN to expose readers.
-- In bfloat16 on a GPU with Triton, adapters of ranks up to 64 run in `grouped_matmul_triton.py`.
+  undefined (in the loop NaN) in the output and x's gradient.
 """
 
 from collections.abc import Iterator
@@ -29,8 +28,8 @@ HAS_TRITON = find_spec("triton") is not None
 def reserve_multiprocessors(count: int) -> None:
     """Leave `count` multiprocessors free for collectives in all later grouped products.
 
-    torch's grouped GEMM has one long-lived block a multiprocessor. Blocks of occupied
-    multiprocessors run last, and can double the time.
+    torch's grouped GEMM has one long-lived block a multiprocessor. Blocks of occupied ones run
+    last.
     """
     global _num_reserved
     _num_reserved = count
@@ -151,8 +150,8 @@ def adapted_grouped_matmul(
 ) -> Tensor:
     """Return rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e]) transposed: [M, N].
 
-    x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] of one dtype. ends as in
-    `grouped_matmul`. Raise ValueError if shapes or dtypes do not match.
+    x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] of one dtype. Otherwise as
+    `grouped_matmul`.
     """
     (num_groups, rank, _), width = a_ERK.shape, x_MK.shape[1]
     wide = weight_ENK.shape == (num_groups, b_ENR.shape[1], width) and a_ERK.shape[2] == width

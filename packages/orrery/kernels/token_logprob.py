@@ -6,8 +6,8 @@
 
 - Holds at most `chunk_tokens` × V logits at a time, or one logit per token if that is more.
 - The backward pass recomputes the forward's tiles bitwise, or with `keep_logits` reads them.
-- Triton tiles span all tokens and a part of the vocabulary: the hidden gradient is summed. Plain
-  tiles span `chunk_tokens` tokens and all words: the weight's gradient is summed. Both in float32.
+- Triton tiles span all tokens and a part of the vocabulary, plain tiles `chunk_tokens` tokens and
+  all words. The other side's gradient is summed in float32.
 - Not twice differentiable. No gradients of target and temperature. No host syncs.
 """
 
@@ -43,8 +43,7 @@ def token_logprob(
 
     Both float32 [T]. hidden [T, D] and weight [V, D] of one floating dtype. target i64 [T] in [0,
     V). temperature f32 [T] > 0. T may be 0. Raise ValueError if shapes or dtypes do not match.
-    `keep_logits` keeps 4 · T · V bytes and saves the backward a third of its products. `backend`
-    defaults to Triton on a GPU if installed.
+    `keep_logits` keeps 4 · T · V bytes and saves the backward a third of its products.
     """
     num_tokens = hidden_TD.shape[0]
     if chunk_tokens != "auto" and chunk_tokens < 1:
@@ -81,10 +80,7 @@ def reference_token_logprob(
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Return an "auto" chunk: 256 tokens on a CPU, 1/16 of a GPU's memory at 6 bytes a logit.
-
-    It depends on total memory, so that ranks with equal devices compute equal tiles.
-    """
+    """Return an "auto" chunk: 256 tokens on a CPU, 1/16 of a GPU's memory at 6 bytes a logit."""
     if device.type != "cuda":
         return AUTO_CPU_TOKENS
     device_bytes = torch.cuda.get_device_properties(device).total_memory

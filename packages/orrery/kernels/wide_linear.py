@@ -3,7 +3,7 @@
 y_TN = x_TD · w_NDᵀ, accumulated in float32 and not rounded (float64 for float64 operands)
 
 The backward pass splits the float32 gradient into its half-precision rounding and the rest, for one
-product of twice the width. This keeps 16 bits in bfloat16.
+product of twice the width.
 """
 
 # mypy: disable-error-code="no-untyped-def"

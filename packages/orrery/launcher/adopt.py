@@ -1,7 +1,6 @@
 """Adopt another run's state, on other devices or in another layout.
 
-The manifests may differ only in fields under FREE and not under BOUND, which do not change the
-training.
+The manifests may differ only in fields under FREE and not under BOUND.
 """
 
 import json
@@ -42,9 +41,9 @@ LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}
 
 
 def adopt(run: Run, other: Run) -> str:
-    """Create the folder of `run` from the state of `other`.
+    """Create the folder of `run` from the state of `other`, by one rename.
 
-    One rename publishes the folder. Raise OrreryError if `run` has begun or cannot adopt `other`.
+    Raise OrreryError if `run` has begun or cannot adopt `other`.
     """
     if run.path.exists():
         raise OrreryError(

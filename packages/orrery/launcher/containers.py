@@ -4,7 +4,7 @@
   of all files that determine the content) and the sha256 of each image.
 - A role sees /dev, its run folder, a read-only copy of the code, the site's mounts, and the job's
   scratch folder as /tmp. `--contain` would hide /dev/shm and InfiniBand.
-- Environment variables pass as APPTAINERENV_*, because other users can read a command line.
+- Variables pass as APPTAINERENV_*, because other users can read a command line.
 """
 
 import hashlib
@@ -92,8 +92,8 @@ def find_image(
 ) -> Path:
     """Return the image file of `role` (a role's or an image's name) in `images_dir`.
 
-    Raise OrreryError if the recipe differs from the lock, the file is missing or, with `verify`,
-    its sha256 differs.
+    Raise OrreryError if it is missing, the recipe differs from the lock or, with `verify`, its
+    sha256.
     """
     image = _image(role)
     name, folder = f"{hardware}/{image}", workspace.shown(images_dir)
@@ -210,10 +210,7 @@ def container_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """Copy the packages' source and entry points into `<run_dir>/code/<digest>/`.
-
-    Replace a copy that does not match its digest.
-    """
+    """Copy the packages' source and entry points into `<run_dir>/code/<digest>/`, if needed."""
     files = dict(_sources(workspace))
     target = code_dir(run_dir) / _digest(files)
     if target.is_dir() and _digest(_copied(target)) == target.name:

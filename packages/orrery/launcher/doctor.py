@@ -1,7 +1,6 @@
 """Check whether a run can start on this machine and the site's cluster.
 
-Slurm's commands and one small job (`doctor_probe.py`) collect facts about the cluster.
-`doctor_judge.py` turns them into findings.
+Slurm's commands and one small job (`doctor_probe.py`) collect facts. `doctor_judge.py` judges them.
 """
 
 import json

@@ -145,8 +145,8 @@ def free(path):
 def meet(found, options, rank, size):
     """Compare this node with all others, and write the results into `found`.
 
-    `unseen` lists ranks whose file did not appear. `take_turns` sets `lock`. By other rank: `tcp`
-    (None or the error), `skew_s` of clocks, and `rename_s` (None: never seen).
+    `unseen` lists ranks whose file did not appear. By other rank: `tcp` (None or the error),
+    `skew_s` of clocks, and `rename_s` (None: never seen).
     """
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
@@ -191,10 +191,7 @@ def meet(found, options, rank, size):
 
 
 def take_turns(found, folder, rank, wait_s):
-    """Set `found["lock"]` to the result of `try_lock`. Rank 0 tries first and keeps the lock.
-
-    Return the open lock in rank 0, else None.
-    """
+    """Set `found["lock"]` by `try_lock`. Rank 0 tries first, and keeps and returns the lock."""
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))
         publish(folder, "locked", found["lock"])
@@ -211,10 +208,7 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Return the lock's descriptor or None, and MINE, THEIRS or the error.
-
-    A thread locks, because flock may block.
-    """
+    """Return the lock's descriptor or None, and MINE, THEIRS or the error, as flock may block."""
     answers = []
 
     def attempt():

@@ -1,10 +1,8 @@
 """Fetch a model or a dataset by name, never code: `orrery fetch`.
 
 - A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`.
-- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Each file's name begins with
-  its split, which `tasks/rows.py` reads.
-- `jsonnet/tasks/<name>_fetched.libsonnet` has the fields `source` and `held_out` of a task that
-  reads this dataset.
+- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`, with file names that begin with
+  the split, and the fields `source` and `held_out` in `jsonnet/tasks/<name>_fetched.libsonnet`.
 """
 
 import json
@@ -48,7 +46,7 @@ LOST = (
 def fetch_model(word: str, workspace: Workspace, template: Path | None = None) -> list[str]:
     """Fetch the model `word` (OWNER/NAME[@REVISION]). Return lines for the user.
 
-    `template`: a Jinja file that replaces the model's chat template, or None to keep it.
+    `template`: a Jinja file that replaces the model's chat template.
     """
     text = None if template is None else _template_text(template)
     source = hub.find("model", word, (*SETTINGS, WEIGHTS))

@@ -1,8 +1,8 @@
 """Download files of a Hugging Face repository at one commit, and verify each.
 
 - `huggingface_hub` downloads, reads its own variables (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`,
-  `HF_HUB_OFFLINE`), keeps finished files in its cache and resumes broken downloads. It checks sizes
-  only. Downloads use HTTP. `HF_HUB_DISABLE_XET=0` selects the hub's protocol Xet, untested here.
+  `HF_HUB_OFFLINE`), resumes broken downloads, and checks sizes only. Downloads use HTTP.
+  `HF_HUB_DISABLE_XET=0` selects the hub's protocol Xet, untested here.
 - This module checks digests (sha256 of large files, git's sha1 of others).
 - `SHA256SUMS` in the finished folder has repository, commit and digests, for `sha256sum -c`.
 """
@@ -58,10 +58,9 @@ class HubRepository:
 
 
 def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
-    """Resolve OWNER/NAME[@REVISION] to a commit and list its files.
+    """Resolve OWNER/NAME[@REVISION] to a commit and list its files, or raise OrreryError.
 
-    Offline, the cache must hold all files that match `patterns`. Raise OrreryError if the hub has
-    no such commit.
+    Offline, the cache must hold all files that match `patterns`.
     """
     repository, _, asked = word.partition("@")
     if repository.count("/") != 1 or (asked == "" and "@" in word):
@@ -103,10 +102,9 @@ def _cached(folder: Path) -> dict[str, HubFile]:
 
 
 def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Download files into `folder`.
+    """Download files into `folder`, or link large ones into the cache on the same disk.
 
-    Large files are links into the cache if it is on the same disk. Raise OrreryError if the hub
-    refuses, the disk is too small, or a digest differs.
+    Raise OrreryError if the hub refuses, the disk is too small, or a digest differs.
     """
     names = sorted(names)
     _check_disk(source, names, folder)
@@ -189,7 +187,6 @@ def size_text(num_bytes: int) -> str:
 
 
 def _patient(call: Callable[[], T]) -> T:
-    """Return `call()`. Retry after failures of the network or the server."""
     for wait_s in WAITS_S:
         try:
             return call()

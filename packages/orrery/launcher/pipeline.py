@@ -193,12 +193,9 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The checked-in runs.
-
-    - `folders`: run folders by target (a run's name, or the stem of a spec file).
-    - `manifests`: by run folder.
-    - `broken`: an error sentence for each spec file that does not render.
-    - `stale`: error sentence by target whose manifest is missing or differs from its spec.
+    """The checked-in runs: `folders` by target (a run's name, or the stem of a spec file),
+    `manifests` by folder, `broken` (an error for each spec file that does not render), and `stale`
+    (an error by target whose manifest is missing or differs from its spec).
     """
 
     folders: dict[str, list[str]]
@@ -209,10 +206,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError for an unknown or stale target, or one whose run exceeds memory.
-
-        A target is a run's name, the stem of a spec file, or the path of a stage's marker.
-        """
+        """Raise OrreryError for an unknown or stale target, or one whose run exceeds memory."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])

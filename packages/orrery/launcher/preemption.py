@@ -1,8 +1,7 @@
 """End a stage early: preemption, and `orrery stop`.
 
 SIGUSR1, or `warning_s` before the job's end, preempts the RL stage. It writes a checkpoint and
-ends. If this is new, the launcher asks Slurm to requeue the job. Other stages are short, or have
-their own checkpoints.
+ends. If this is new, the launcher asks Slurm to requeue the job.
 """
 
 import os
@@ -124,10 +123,7 @@ def _job_ends_at_s(job: Job) -> float | None:
 def stop_run(
     run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s: float = STOP_S
 ) -> str:
-    """End the run and return its last message. Raise OrreryError if it is not running.
-
-    With `checkpoint`, only ask the stage to write a checkpoint and end.
-    """
+    """End the run, or with `checkpoint` only ask for it, and return its last message."""
     name = run_dir.name
     holder = lock_holder(run_dir)
     if holder is not None and holder.is_here and not _is_a_job(run_dir):

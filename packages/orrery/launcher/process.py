@@ -2,8 +2,7 @@
 
 - It has its own session, so Ctrl-C does not reach it, and its process group can be killed.
 - SIGTERM goes to the process alone, because an engine ends its own workers in order.
-- Trainers and engines are pinned to neighbouring cores, equally many each. If a stage has both,
-  each kind gets half of the cores.
+- Trainers and engines are pinned to neighbouring cores, half of them for each kind.
 """
 
 import os
@@ -215,10 +214,7 @@ def environment(
     cores: frozenset[int] | None,
     devices: tuple[str, ...] | None,
 ) -> dict[str, str]:
-    """Return the environment of a local process.
-
-    `cores` None: one thread. `devices` None: no GPU.
-    """
+    """Return a local process's environment. `cores` None: one thread. `devices` None: no GPU."""
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {
         **base,

@@ -2,9 +2,8 @@
 
 - Code, software and images are examined while the stage runs, so that it ends quickly.
 - Attempts are numbered without gaps. If a launcher died, its attempt has the state `unrecorded`.
-- Before a stage starts, `verify` compares earlier stages' files with the receipt. This detects
-  accidents (a power cut, a bad disk, an edit), not attacks by the owner. Weights above WHOLE_BYTES
-  are compared by file sizes and index only.
+- Before a stage starts, `verify` compares earlier stages' files with the receipt, against accidents
+  (a power cut, a bad disk, an edit). Weights above WHOLE_BYTES are compared by size and index only.
 - A receipt has no environment variables, no absolute paths, and no secrets such as TOKEN's value.
 """
 
@@ -76,10 +75,7 @@ Software = dict[str, Any]  # this host's driver and package versions
 
 @dataclass(frozen=True)
 class CodeState:
-    """A checkout's commit and diff. `commit` is None if git gives none.
-
-    `note` says why, or what the stored diff leaves out.
-    """
+    """A checkout's commit and diff. `note` says why git gives none, or what the diff leaves out."""
 
     commit: str | None
     dirty: bool | None
@@ -97,8 +93,7 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
-    - `images` by role, from an `ImageReader`.
-    - `code` and `software` are examined now if None.
+    - `code` and `software` are examined now if None. `images` by role, from an `ImageReader`.
     - `secrets`: further texts to replace, such as the token.
     - `engine_restarts` and `endings` ("exit code 0", "SIGKILL") by process.
     - `job_script`: the result of `script_facts`, or None outside Slurm.
@@ -186,7 +181,7 @@ def changes(
 
 
 def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
-    """Return the commit, and the diff of each file that it contains and the attempt changed.
+    """Return the commit, and the diff of each file in it that the attempt changed.
 
     Diffs of new files are left out. If the attempt's diff file is missing, the list has its path.
     """
@@ -282,10 +277,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 
 
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
-    """Return the diff against HEAD, and the untracked files that it omits.
-
-    Git works on a copy of the index.
-    """
+    """Return the diff against HEAD, and the untracked files that it omits, from a copied index."""
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [
         name for name in found if name and not (root / name).is_relative_to(run_dir.parent)

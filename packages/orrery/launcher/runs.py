@@ -102,10 +102,7 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """Return the manifest in the run folder `path`, or None.
-
-    Raise OrreryError if it was edited, or the layout is another release's.
-    """
+    """Return the manifest in the run folder `path`, or None. Raise OrreryError if it was edited."""
     file = path / MANIFEST
     if not file.exists():
         return None
@@ -156,10 +153,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
 
 
 def _begin(run: Run) -> None:
-    """Create the run's folder and its manifest file, if they do not exist.
-
-    If this raises OSError, a folder that this call created is removed.
-    """
+    """Create the run's folder and its manifest file, or no folder if this raises OSError."""
     is_new = not run.path.exists()
     try:
         begin(run.path)

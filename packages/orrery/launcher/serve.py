@@ -1,7 +1,6 @@
 """Serve a run's weights, or a Hugging Face folder, by vLLM on this machine.
 
 The server is a role in a temporary run directory, which stays with its log after a failure.
-The token is new at each start, or the content of the file ORRERY_TOKEN_FILE.
 """
 
 import json

@@ -40,11 +40,9 @@ TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to run.
+    """A stage to run. `num_devices` is None on CPUs, `allocation` if the processes are local.
 
-    - `num_devices` is None on CPUs.
-    - `allocation` is None if the processes are local.
-    - `max_restarts` limits restarts of engines within a day.
+    `max_restarts` limits restarts of engines within a day.
     """
 
     run_dir: Path
@@ -61,10 +59,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended.
-
-    `requeue`: "ask" if the launcher must ask Slurm to requeue the job, "wait" if Slurm does.
-    """
+    """How a stage ended. `requeue`: "ask" Slurm to requeue the job, or "wait" for it."""
 
     state: State
     message: str
@@ -206,7 +201,7 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
     """Kill descendants of roles, or of one incarnation, that left their process group.
 
-    These orphans are the launcher's children, with the attempt's `start` in the environment.
+    They are the launcher's children, with the attempt's `start` in the environment.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}

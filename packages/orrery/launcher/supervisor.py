@@ -1,8 +1,8 @@
 """The supervisor of one stage, from its first process to its marker `DONE`.
 
 - It holds the run's lock, so two launchers never share a run directory.
-- If a process fails, or a server ends early, all others are ended within seconds. An engine is
-  restarted instead if the manifest allows it (`failure.py`).
+- If a process fails, or a server ends early, all others are ended within seconds. An engine may be
+  restarted instead (`failure.py`).
 - If the launcher is killed, the roles end by themselves, and the next start removes the leftovers.
 - A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """

@@ -1,7 +1,4 @@
-"""Turn plain data into a `Manifest`.
-
-An error names the field's path, its value, the rule, and the nearest name for a misspelt field.
-"""
+"""Turn plain data into a `Manifest`, or into a sentence about the first bad field."""
 
 import difflib
 import json
@@ -99,10 +96,7 @@ def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
 
 
 def misspelt(path: str, given: list[str]) -> str | None:
-    """Return a sentence if a name in `given` looks like a misspelling of a field, else None.
-
-    `path`: the dotted path of a missing field. `given`: the names that the run has in its place.
-    """
+    """Return a sentence if a name in `given` looks like a misspelling of the field `path`."""
     *parents, name = path.split(".")
     siblings = _walk((*parents, name))[1]
     unknown = [each for each in given if each not in siblings]

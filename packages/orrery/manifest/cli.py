@@ -1,6 +1,6 @@
 """The commands about specs: `render | check | show | diff | explain | hardware`.
 
-RUN is a run's name, the path of a manifest or of its folder, or the name of a folder in `runs/`.
+RUN is a run's name, the path of a manifest or of its folder, or a folder's name in `runs/`.
 """
 
 import json
@@ -56,8 +56,6 @@ Side = Annotated[str, typer.Argument(metavar="RUN", help=f"{RUN} or of a receipt
 
 @dataclass(frozen=True)
 class Named:
-    """The manifest and the receipt of a RUN. One of them may be None."""
-
     manifest: Manifest | None
     receipt: Receipt | None
 
@@ -110,10 +108,8 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     """Return the notes that `orrery.tasks.check` prints about the tasks of (name, manifest) pairs.
 
-    Raise OrreryError for the first manifest with a task that does not build or fit.
-
-    If `orrery.tasks` is not installed, no task is checked. If the pretrained tokenizer is missing,
-    prompts are not measured. The init stage repeats this check.
+    Raise OrreryError for the first task that does not build or fit. Check none without
+    `orrery.tasks`. The init stage repeats this check.
     """
     if not manifests or find_spec("orrery.tasks") is None:
         return []

@@ -2,9 +2,9 @@
 
 - Rates are from data sheets: dense operations a second, bytes a second of memory, and bytes a
   second to a peer in one direction. Measured rates are in `rates/`.
-- A device without a row in `DEVICES` gets a name from its driver's data. `l40g_sm89_44gb` is an
-  L40G of compute capability 8.9 with 44 GiB. Each rate is estimated as the lowest of all rows with
-  the same compute capability, or, if there are none, with the next lower one.
+- Other devices get a name from their driver's data: `l40g_sm89_44gb` is an L40G of compute
+  capability 8.9 with 44 GiB. Each rate is the lowest of all rows with this or the next lower
+  capability.
 """
 
 import re
@@ -20,9 +20,8 @@ GB, T = 10**9, 10**12
 class Device:
     """One type of device. `names`: the driver's names for it. `capability`: (major, minor).
 
-    `memory_bytes` is what the driver offers. GDDR6 devices use a part of theirs for error
-    correction, which the driver does not offer. `fp8_flops` is 0 on devices without FP8.
-    `is_estimated`: `DEVICES` has no such device, and the rates are estimates.
+    `memory_bytes` is what the driver offers, without error correction's part of GDDR6. `fp8_flops`
+    is 0 on devices without FP8. `is_estimated`: `DEVICES` has no such device.
     """
 
     names: tuple[str, ...]
@@ -121,10 +120,7 @@ def accelerator_of(name: str) -> str | None:
 
 
 def told_accelerator(name: str, capability: tuple[int, int], memory_bytes: int) -> str:
-    """Return a name such as "l40g_sm89_44gb" for a device without a row in `DEVICES`.
-
-    `name`, compute capability (major, minor) and bytes are what the device's driver reports.
-    """
+    """Return a name such as "l40g_sm89_44gb" from the driver's data."""
     major, minor = capability
     return f"{_short(name)}_sm{major}{minor}_{memory_bytes >> 30}gb"
 
@@ -162,7 +158,6 @@ def find_device(accelerator: str) -> Device | None:
 
 
 def device_of(accelerator: str) -> Device:
-    """Return the device of `accelerator`. Raise OrreryError if `find_device` returns None."""
     if (device := find_device(accelerator)) is None:
         raise OrreryError(
             f"hardware.accelerator {accelerator!r} is no GPU. Type `orrery hardware`, which prints "
@@ -172,7 +167,6 @@ def device_of(accelerator: str) -> Device:
 
 
 def is_named(accelerator: str, name: str) -> bool:
-    """Return whether `name` is a driver's name for the accelerator."""
     device, told = device_of(accelerator), TOLD.fullmatch(accelerator)
     return name in device.names or (told is not None and told[1] == _short(name))
 
@@ -185,10 +179,7 @@ ALIGNMENT = 128  # sizes of slices are multiples of 128, the tile size of matrix
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
-    """Return how many tokens the LM head scores at a time if `lm_head_chunk_tokens` is "auto".
-
-    Their logits take 6 bytes each, together 1/16 of `device_bytes`.
-    """
+    """Return how many tokens the LM head scores at a time if `lm_head_chunk_tokens` is "auto"."""
     tokens = device_bytes // (AUTO_SHARE * 6 * vocab_size)
     return max(ALIGNMENT, tokens // ALIGNMENT * ALIGNMENT)
 
@@ -196,7 +187,7 @@ def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
 def blocks(length: int, longest: int) -> list[slice]:
     """Divide range(length) into the fewest slices of at most `longest` elements.
 
-    All slices except the last have a multiple of 128 elements, if `longest` allows that.
+    All except the last have a multiple of 128 elements, if `longest` allows that.
     """
     longest = max(1, longest)
     size = -(-length // max(1, -(-length // longest)))

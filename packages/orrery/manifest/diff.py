@@ -1,7 +1,7 @@
 """Compare two manifests, or the receipts of two runs, field by field.
 
-By default only the last attempts in receipts are compared, without times, job ids, messages and
-the report page.
+By default receipts are compared by their last attempts, without times, job ids, messages and the
+report page.
 """
 
 import json

@@ -1,7 +1,6 @@
-"""Errors for users.
+"""Errors for users: the field or file, the wrong value, the rule, and the remedy.
 
-A message contains the field or file, the wrong value, the rule, and the remedy. A command prints
-`error: <message>` and exits with `exit_code`.
+A command prints `error: <message>` and exits with `exit_code`.
 """
 
 import errno

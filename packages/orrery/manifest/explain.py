@@ -1,8 +1,7 @@
 """Explain which file and which axis gave a field its value.
 
 - An axis sets a field if the axis contains the field when evaluated alone. Run files override axes.
-- `lib/run.libsonnet` derives all other fields. An axis is a source of a derived value if the value
-  changes or is missing without the axis.
+- `lib/run.libsonnet` derives all other fields, from each axis without which the value changes.
 """
 
 import json
@@ -28,8 +27,6 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Place:
-    """A file and line."""
-
     file: str
     line: int | None
     axis: str | None
@@ -46,7 +43,7 @@ class Place:
 class Explanation:
     """The origin of one scalar field. `how` is "axis", "run file" or "derived".
 
-    `sources` are the places that give a derived value, or the place that the run file overrides.
+    `sources`: the places that give a derived value, or that the run file overrides.
     """
 
     field: str

@@ -22,7 +22,6 @@ def spelled(path: Path) -> str:
 
 
 def leaves(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every scalar and every empty object or list with its path."""
     if not data or not isinstance(data, dict | list):
         yield path, data
         return

@@ -1,7 +1,6 @@
 """The id of a run (the sha256 of its canonical JSON), and the folders and commit of a checkout.
 
-- Canonical JSON is the parsed manifest in ASCII, with sorted keys, without spaces or NaN.
-- A run's folder is `<root>/<name>-<first 12 hex digits of the id>`, so an edited spec is a new run.
+Canonical JSON is the parsed manifest in ASCII, with sorted keys, without spaces or NaN.
 """
 
 import hashlib
@@ -95,8 +94,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def commit(folder: Path, *paths: str) -> str:
     """Return the commit of the checkout around `folder`, or "unknown".
 
-    Add `-dirty` if tracked files under the git `paths` differ. ORRERY_COMMIT names the commit of a
-    copy without history.
+    Add `-dirty` if tracked files under the git `paths` differ. ORRERY_COMMIT overrides the commit.
     """
     if named := os.environ.get("ORRERY_COMMIT"):
         return named

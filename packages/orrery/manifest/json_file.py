@@ -109,7 +109,6 @@ def _check(value: Any) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file. Raise OSError for other kinds, such as a pipe."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
     file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115

@@ -1,8 +1,7 @@
 """Fit runs to the GPUs of this machine.
 
-`nvidia-smi` lists the GPUs, so a login node needs no torch. A machine with neither `nvidia-smi` nor
-`/dev/nvidia0` has no GPUs. An adapted run is a new file in `jsonnet/runs`. It imports the original
-run and changes fields of it.
+`nvidia-smi` lists the GPUs, so a login node needs no torch. Without it and `/dev/nvidia0` there are
+none. An adapted run is a new file in `jsonnet/runs` that changes fields of the imported original.
 """
 
 import os
@@ -49,7 +48,7 @@ CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / device memory. True: traine
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as `nvidia-smi` reports it. Memory or compute capability are None if not reported."""
+    """A GPU as `nvidia-smi` reports it. None: not reported."""
 
     name: str
     memory_bytes: int | None
@@ -58,8 +57,6 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """`num_devices` GPUs of one type, or CPU cores of a machine without GPUs."""
-
     accelerator: str
     name: str
     num_devices: int
@@ -71,10 +68,7 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return the hardware axis's `layout`. Half of the GPUs train, the rest serve.
-
-        A single GPU does both.
-        """
+        """Return the hardware axis's `layout`. Half of the GPUs train. A single GPU does both."""
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,
@@ -102,10 +96,7 @@ def this_machine() -> Machine:
 
 
 def _told(found: Sequence[Gpu]) -> str:
-    """Return a name for GPUs without a row in `DEVICES`, by `told_accelerator`.
-
-    Raise OrreryError if they lack bfloat16, or if memory or compute capability is not reported.
-    """
+    """Return a name by `told_accelerator`. Raise OrreryError without bfloat16 or data."""
     name, capability = found[0].name, found[0].capability
     memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
     if capability is None or not memory:
@@ -123,10 +114,7 @@ def _told(found: Sequence[Gpu]) -> str:
 
 
 def gpus() -> dict[str, Gpu]:
-    """Return the visible GPUs by index.
-
-    Raise OrreryError if their names differ, or if `nvidia-smi` fails or lists no GPU.
-    """
+    """Return the visible GPUs by index. Raise OrreryError if they differ or `nvidia-smi` fails."""
     if shutil.which(QUERY[0]) is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return {}
     try:
@@ -259,9 +247,8 @@ def _object(fields: Mapping[str, object]) -> str:
 
 
 class Adapted(NamedTuple):
-    """A run after `adapt`, and the text of its run file.
+    """A run after `adapt`, and the text of its run file, or None if the original run suits.
 
-    The text is None if the original run suits the machine, and `run` is that run.
     `fitting`: new values, by field, that make the run fit into device memory.
     """
 
@@ -271,10 +258,7 @@ class Adapted(NamedTuple):
 
 
 def adapt(workspace: Workspace, name: str, machine: Machine) -> Adapted:
-    """Return run `name`, adapted to `machine`. Write no file.
-
-    The adapted run is called `<name>_on_<accelerator>`.
-    """
+    """Return run `name`, adapted to `machine` as `<name>_on_<accelerator>`. Write no file."""
     run = render_run(workspace, name)
     changes = _changes(run.manifest, machine)
     found = (
@@ -324,7 +308,7 @@ def write_run(workspace: Workspace, run: Rendered, text: str) -> None:
 
 
 def _changes(manifest: Manifest, machine: Machine) -> list[str]:
-    """Return lines of Jsonnet that change a run for `machine`, or [] if none must change."""
+    """Return lines of Jsonnet that change a run for `machine`."""
     hardware = manifest.hardware
     if "cpu" in (machine.accelerator, hardware.accelerator):
         if machine.accelerator == hardware.accelerator:

@@ -1,9 +1,9 @@
 """The processes of each stage of a run, as data, and whether this release can start them.
 
-- A process whose `ends` is "itself" ends when its work is done. "with_stage" is a server. It is
-  stopped when all "itself" processes have exited with 0.
-- Nodes are numbered within the stage. In a stage of several nodes each node belongs to one group:
-  inference (or prefill, then decode), then trainer. All other roles are on the first node.
+- `ends` "itself": the process ends when its work is done. "with_stage": a server, stopped when all
+  "itself" processes have exited with 0.
+- In a stage of several nodes each node belongs to one group: inference (or prefill, then decode),
+  then trainer. All other roles are on the first node.
 """
 
 from collections.abc import Iterator
@@ -68,8 +68,6 @@ ONE_NODE = (NodeGroup("all", 0, 1),)
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage."""
-
     name: StageName
     after: tuple[StageName, ...]
     processes: tuple[ProcessPlan, ...]
@@ -92,10 +90,7 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Assign each node's devices to its processes, in order.
-
-    With `shared`, the processes of each role start at device 0. Otherwise no processes share one.
-    """
+    """Assign each node's devices to its processes, in order. With `shared`, roles share devices."""
     used: dict[object, int] = {}
     placed = []
     for process in stage.processes:
@@ -198,7 +193,7 @@ def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
 
 
 def check_supported(manifest: Manifest, stage: StagePlan | None = None) -> None:
-    """Raise OrreryError if the run cannot start. With `stage`, also if this stage cannot."""
+    """Raise OrreryError if the run, or this stage of it, cannot start."""
     if stage is not None:
         _check_sparse_attention(manifest, stage)
     check_built(manifest)
@@ -276,10 +271,7 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return a remark for each reason why the run cannot start, repeats work or cannot learn.
-
-    A remark also says if the run might not compile.
-    """
+    """Return a remark per reason why the run cannot start, learn or compile, or repeats work."""
     told = refusal(manifest)
     said = [] if told is None else [f"  note: {told}"]
     if told is not None:

@@ -1,7 +1,6 @@
 """Publish files and folders by renames that survive a power cut, and hash files.
 
-- A file is written under a temporary name, synced and renamed. The folder is synced last, because a
-  power cut may undo a rename.
+- A file is written under a temporary name, synced and renamed, then its folder is synced.
 - A marker is published after its files, so if the marker exists, the files are complete.
 - Not synced: logs, metrics, samples, health, endpoints, scratch disks, weights and batches in
   transit.
@@ -26,7 +25,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def publish_file(temporary: Path, path: Path) -> None:
-    """Rename the file `temporary` to `path` in the same folder, durable at return."""
+    """Rename `temporary` to `path` in the same folder, durable at return."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
@@ -66,7 +65,6 @@ def make_folder(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content or a folder's names durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

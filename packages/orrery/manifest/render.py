@@ -1,8 +1,6 @@
-"""Render Jsonnet run files to checked manifests.
+"""Render Jsonnet run files to checked manifests, or change no file.
 
-- A run is a key of a run file. There are no external variables and no top-level arguments.
-- Imports are found by library path only (`lib/run.libsonnet`, `locks/cpu.txt`).
-- If one run is wrong, no file is changed.
+A run is a key of a run file. Imports are found by library path only (`lib/run.libsonnet`).
 """
 
 import json
@@ -37,10 +35,7 @@ class Rendered:
 
 
 class Evaluator:
-    """Evaluate Jsonnet. `closure` lists the files that were imported.
-
-    `instead`: contents by path, which replace those of imported files.
-    """
+    """Evaluate Jsonnet. `closure` lists imported files. `instead` replaces contents by path."""
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -144,10 +139,7 @@ def _names(workspace: Workspace, path: Path) -> list[str]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
-    """Return the values of all runs by name. Raise OrreryError for a repeated name.
-
-    `of_file` returns the values of one file's runs by name, such as `Rendered`.
-    """
+    """Return `of_file`'s values of all runs by name. Raise OrreryError for a repeated name."""
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
@@ -198,10 +190,7 @@ def render(workspace: Workspace, name: str) -> Rendered:
 
 
 def _value(workspace: Workspace, path: Path, name: str) -> Any:
-    """Return the run as plain data.
-
-    Raise OrreryError for a missing field. It names the misspelt field if the run has one.
-    """
+    """Return the run as plain data. Raise OrreryError for a missing or misspelt field."""
     run = _run_of(workspace, path, name)
     try:
         return Evaluator(workspace)(run)
@@ -242,10 +231,7 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If the body fails for a missing field, evaluate each run alone, so that the error names it.
-
-    All other errors pass unchanged.
-    """
+    """If the body fails for a missing field, evaluate each run alone, so the error names it."""
     try:
         yield
     except OrreryError as error:

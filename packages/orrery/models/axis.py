@@ -92,10 +92,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Return the number of MTP layers in the weights, of which `config.json` may state more.
-
-    Return `config.json`'s number if it is zero or the folder has no weights.
-    """
+    """Return the number of MTP layers in the weights, of which `config.json` may state more."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated
@@ -245,7 +242,6 @@ def _text(value: str) -> str:
 
 
 def examine(folder: Path, path: str, revision: str, tokenizer: str, title: str) -> dict[str, Any]:
-    """Return a folder's axis and a description of its model."""
     has_weights = any(folder.glob("*.safetensors"))
     digest = sha256_of(weight_files(folder)) if has_weights else NO_DIGEST
     init = {"kind": "pretrained", "path": path, "revision": revision, "sha256": digest}

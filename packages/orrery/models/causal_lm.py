@@ -99,7 +99,6 @@ class CausalLm(nn.Module):
         routes: Tensor | None,
         engine_keys_TIB: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [T, D] of `forward`."""
         raise NotImplementedError
 
     def compute_buffers(self) -> None:
@@ -119,8 +118,7 @@ class CausalLm(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the log-prob of `target_T[t]` after hidden row t, and the entropy there.
 
-        Both float32 [T], differentiable. target i64 [T], temperature f32 [T] > 0. An untied head is
-        called as a module, which runs FSDP's hooks.
+        Both float32 [T], differentiable. target i64 [T], temperature f32 [T] > 0.
         """
         rows = (target_T, temperature_T)
         if self.lm_head is not None:
@@ -130,7 +128,6 @@ class CausalLm(nn.Module):
 
     @torch.no_grad()
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Return all logits [T, V] in float32."""
         hidden_TD = self(token_ids_T, positions_T, cu_seqlens)
         if self.lm_head is not None:
             return self.lm_head.logits(hidden_TD)
@@ -166,8 +163,7 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Tensor, Tensor | None, ChosenKeys | None]:
         """Return the output [T, D], the number of differing routes, and the next block's `choice`.
 
-        The number is from `Router`, and None in a block without experts. `choice` is None unless
-        an indexer has run in this block or before it.
+        The number is from `Router`, and None in a block without experts.
         """
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):

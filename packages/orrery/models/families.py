@@ -5,7 +5,7 @@
 - `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471): dense blocks, then mixtures with shared
   experts and biased sigmoid scores.
 - `glm5`: GLM-5, 5.1 and 5.2 (https://arxiv.org/abs/2602.15763): latent attention to keys that an
-  indexer chooses (`latent_attention.py`), experts as in GLM-4.5.
+  indexer chooses, experts as in GLM-4.5.
 - `deepseek_v3` (https://arxiv.org/abs/2412.19437), `deepseek_v32` with an indexer, `kimi_k2`.
 - `hugging_face`: any causal language model of transformers, built from `hf_config`.
 """
@@ -215,11 +215,10 @@ def _decoder_config(config: Model) -> dict[str, Any]:
 class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
-    - `ignored`: regular expressions of HF names. A checkpoint may hold tensors with such names.
-      They are neither loaded nor saved.
-    - `fsdp_units`: groups of modules. Each group gets one `fully_shard` call, in this order, and
-      the root module's call comes last. `layers.*` means one group per layer. `trainer/parallel`
-      disables `cast_forward_inputs`, because temperatures must stay float32.
+    - `ignored`: regular expressions of HF names that are neither loaded nor saved.
+    - `fsdp_units`: groups of modules, one `fully_shard` call each, in this order, before the
+      root's. `layers.*` means one group per layer. `trainer/parallel` disables
+      `cast_forward_inputs`, because temperatures must stay float32.
     - `expert_modules`: name patterns of modules. Dimension 0 of their parameters is the expert.
     """
 

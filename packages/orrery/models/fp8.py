@@ -1,7 +1,7 @@
 """Quantize weights to FP8 once for all passes of a step, as engines receive them.
 
-A layer that `model.fp8` names has lists `<name>_fp8`: empty, or the weights as `kernels/fp8` takes
-them. While a list is empty, each pass quantizes its weight anew.
+A layer that `model.fp8` names has lists `<name>_fp8`: the weights as `kernels/fp8` takes them, or
+empty, so that each pass quantizes its weight anew.
 """
 
 from collections.abc import Iterable, Iterator

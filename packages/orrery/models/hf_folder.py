@@ -4,9 +4,8 @@
 - Tensors are read lazily, after all names and shapes have been checked.
 - FP8 matrices (e4m3, as DeepSeek-V3 and GLM-5 are published) are dequantized in float32 by scales
   of 128 × 128 blocks, then rounded to the parameter's dtype.
-- Layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) have names
-  like `model.layers.<num_layers>.eh_proj.weight`. Engines draft tokens with them. The trainer only
-  copies them, with their dtype, from checkpoint to checkpoint. Weight updates do not contain them.
+- The trainer only copies layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437,
+  section 2.2), `model.layers.<num_layers>.…`, from checkpoint to checkpoint, for engines to draft.
 """
 
 import json
@@ -43,8 +42,8 @@ FP8 = "F8_E4M3"  # safetensors' name
 class HfTensor:
     """One tensor of a checkpoint. It holds the part `box` of our parameter `parameter_name`.
 
-    The tensor of a single expert lacks the first dimension of our stacked experts. MTP tensors
-    belong to no parameter: their `parameter_name` is empty.
+    A single expert's tensor lacks the first dimension of our stacked experts. MTP tensors belong to
+    no parameter: their `parameter_name` is empty.
     """
 
     name: str
@@ -76,9 +75,8 @@ def open_tensors(
     """Yield a dict from the HF name of each tensor in the folder to its open file, for `read`.
 
     Besides `wanted` the folder may hold scales of FP8 tensors, tensors for whose HF name
-    `is_expected` is true, and if `tied` an LM head, which the dict omits. Raise OrreryError if a
-    tensor is missing, unexpected, of a wrong shape, in FP8 without scales, or in a file that
-    cannot be read.
+    `is_expected` is true, and if `tied` an LM head, which the dict omits. Raise OrreryError for
+    other differences.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)
@@ -223,7 +221,6 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def finish(directory: Path, files: dict[str, list[HfTensor]], config: dict[str, Any]) -> None:
-    """Write the index and `config.json`."""
     if len(files) > 1:
         total = sum(hf.num_bytes for group in files.values() for hf in group)
         weight_map = {hf.name: file for file, group in files.items() for hf in group}
@@ -253,17 +250,13 @@ def is_mtp_name(model: Model, name: str) -> bool:
 
 
 def num_mtp_layers(names: Any, num_layers: int) -> int:
-    """Return the number of MTP layers in a checkpoint whose tensors are `names`."""
     found = [LAYER.fullmatch(name) for name in names]
     indices = [int(one[1]) for one in found if one is not None and one[2] == JOIN]
     return max([index + 1 - num_layers for index in indices if index >= num_layers], default=0)
 
 
 def check_layers(model: Model, directory: Path, names: Any) -> None:
-    """Raise OrreryError unless a folder has as many MTP layers as `model.num_mtp_layers`.
-
-    `names` are the folder's tensors. Families without MTP support are not checked.
-    """
+    """Raise OrreryError unless a folder has as many MTP layers as `model.num_mtp_layers`."""
     if model.family not in MTP_FAMILIES:
         return
     if (found := num_mtp_layers(names, model.num_layers)) != model.num_mtp_layers:
@@ -274,10 +267,9 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 
 
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
-    """Return descriptions of the MTP tensors in `files`, which are from `hf_folder.open_tensors`.
+    """Return the MTP tensors in `files`, which are from `open_tensors`.
 
-    FP8 tensors get `dtype`, other tensors their own. Scales of FP8 tensors are left out. Raise
-    OrreryError for dtypes that `DTYPES` lacks.
+    FP8 tensors get `dtype` and lose their scales. Raise OrreryError for dtypes that `DTYPES` lacks.
     """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):

@@ -1,7 +1,6 @@
 """Give any causal language model of transformers the interface of our own networks.
 
-- A pack becomes a padded batch and back. Padding follows its document, so this is exact on causal
-  models. Others are refused.
+- A pack becomes a padded batch and back, which is exact on causal models. Others are refused.
 - No context or expert parallelism, router replay, or own kernels except the LM head's.
 - Stacked experts may be separate in files. Other differences from the files are refused.
 
@@ -76,7 +75,7 @@ def check_config(model: Model, config: PreTrainedConfig) -> None:
 def check_network(model: Model, network: PreTrainedModel) -> None:
     """Raise OrreryError if a token's output depends on later tokens, or head sizes are wrong.
 
-    A network on "meta" cannot run, so the model type and `is_decoder` tell what tokens see.
+    On "meta" the model type and `is_decoder` tell what tokens see.
     """
     kind = network.config.model_type
     if kind in NOT_CAUSAL:
@@ -114,10 +113,7 @@ def check_type(config: PreTrainedConfig) -> None:
 
 
 def find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
-    """Return the first of `names` that this type of config defines and sets.
-
-    Configs also keep unknown fields, unused by code.
-    """
+    """Return the first of `names` that this type of config defines and sets."""
     known = {*dir(type(config)), *config.attribute_map, *(one.name for one in fields(config))}
     found = (name for name in names if name in known and getattr(config, name) is not None)
     return next(found, None)
@@ -327,8 +323,8 @@ class _PassthroughHead(nn.Identity):
 class Head(nn.Module):
     """Map hidden states to log-probs and entropies, with the interface of `LmHead`.
 
-    Logits are float32. If the network changes them, transformers' own `forward` runs on whole
-    chunks around a passthrough body and head, and again in the backward pass.
+    If the network changes logits, transformers' own `forward` runs on whole chunks around a
+    passthrough body and head, and again in the backward pass.
     """
 
     def __init__(
@@ -387,9 +383,7 @@ class Head(nn.Module):
 
 
 class _WideLinear(torch.autograd.Function):
-    """Compute hidden · weightᵀ in float32 (float64 for float64). Gradients have the inputs'
-    dtype.
-    """
+    """Compute hidden · weightᵀ in float32 (float64 for float64). Gradients are narrow."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -420,8 +414,7 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
     """Return the names of a stack's experts in files, each in one or several even parts.
 
-    Convert a small probe and find each part by its values. Raise OrreryError for any other
-    conversion.
+    Convert a small probe and find each part by its values, or raise OrreryError.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")

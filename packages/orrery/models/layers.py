@@ -3,8 +3,7 @@
 T tokens · D hidden · H query heads · G key and value heads · K head size · R rotary part of a head.
 In mixtures: E experts · K experts a token · M = T·K routed rows · I expert intermediate.
 
-The weights of all experts are one stacked tensor, which multiplies rows sorted by expert. Scores
-multiply the activation (`swiglu_rows`).
+One stacked tensor of all experts multiplies rows sorted by expert. Scores multiply the activation.
 """
 
 import math
@@ -88,8 +87,7 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, R] of RoFormer's angles, position · theta^(−2i/R).
 
-    Both halves of R are equal (GPT-NeoX). Angles are float32, because bfloat16 cannot tell late
-    positions apart.
+    Both halves of R are equal (GPT-NeoX). Angles are float32.
     """
     index = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=positions_T.device)
     frequency, size = 1.0 / theta ** (index.float() / rotary_dim), 1.0
@@ -123,10 +121,7 @@ def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> T
 
 
 def _scale_frequencies(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high frequencies, interpolate between.
-
-    Low means below `low` turns in the original context, high above `high` turns.
-    """
+    """Divide low frequencies by `factor`, keep high frequencies, interpolate between."""
     turns = scaling.original_max_positions * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -211,8 +206,8 @@ class Router(nn.Module):
         """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
 
         Expert ids in `replayed_TK` replace the choice (router replay), with this router's scores
-        and gradients. The number, i64 [], counts replayed ids that the router had not chosen. It is
-        None without replay.
+        and gradients. The number, i64 [], counts replayed ids that the router had not chosen, else
+        None.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -273,9 +268,8 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return [T, D]: each token's sum of score · output over its experts.
 
-        `rows` is from `sort_by_expert` with block `row_block`. With `has_spare`, the last such
-        block belongs to no expert, and slots without an expert point to one of its rows. Outputs
-        and gradients of its rows are set to zero.
+        `rows` is from `sort_by_expert` with block `row_block`. `has_spare` is that of
+        `fp8_experts`.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)

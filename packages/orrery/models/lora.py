@@ -32,10 +32,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(module: CausalLm, lora: Lora, dtype: torch.dtype) -> None:
-    """Freeze all weights and add adapters in `dtype` to the `lora.targets`.
-
-    Then call `initialize`, once the module has storage.
-    """
+    """Freeze all weights and add adapters in `dtype` to the targets. Then call `initialize`."""
     module.requires_grad_(False)
     for layer in module.layers:
         for owner in list(layer.modules()):

@@ -1,8 +1,7 @@
 """Compare a pretrained folder's `config.json` with the manifest's model.
 
-- Tensor shapes do not show rotations, epsilons or routing. The engine's `config.json` also comes
-  from the manifest, so a comparison with the engine would not find a wrong field.
-- transformers' config classes fill in defaults. A manifest may have fewer positions.
+Tensor shapes do not show rotations, epsilons or routing, and the engine's `config.json` also comes
+from the manifest. transformers fills in defaults. A manifest may have fewer positions.
 """
 
 import copy

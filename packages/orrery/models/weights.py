@@ -3,8 +3,7 @@
 - `load` and `initialize` read or draw only tensors that overlap this rank's shards.
 - `save` and `named_hf_tensors` are collectives on a sharded module: all ranks iterate to the end.
 - Each drawn tensor has a generator seeded by the manifest's seed and the tensor's name.
-- An HF tensor is a box of a parameter or buffer. Experts are stacked here and separate in files.
-- Adapters (`lora.py`) have no checkpoint names. `named_hf_tensors` yields merged tensors.
+- An HF tensor is a box of a parameter or buffer. Adapters have no checkpoint names.
 """
 
 import hashlib
@@ -46,10 +45,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @torch.no_grad()
 def initialize(module: CausalLm, model: Model) -> None:
-    """Fill the module by `model.init`: from a pretrained folder, or drawn.
-
-    Drawn weights are normal with `std`, norms one, biases zero.
-    """
+    """Fill the module by `model.init`: from a folder, or drawn (normal, norms one, biases zero)."""
     if model.init.kind == "pretrained":
         with _open_pretrained(module, model, model.init) as files:
             _fill(module, files)
@@ -153,8 +149,7 @@ def load(
 ) -> None:
     """Fill the module from a Hugging Face folder, in the module's dtype.
 
-    Call `on_tensor` after every tensor. Raise OrreryError, before any change, as `open_checkpoint`
-    does.
+    Call `on_tensor` after every tensor. Raise OrreryError before any change.
     """
     with open_checkpoint(module, Path(directory)) as files:
         _fill(module, files, on_tensor)
@@ -171,10 +166,7 @@ def _fill(
 
 @contextmanager
 def open_checkpoint(module: CausalLm, directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield a folder's files as `hf_folder.open_tensors` does.
-
-    Raise OrreryError as `open_tensors` does, or if the number of MTP layers is not the model's.
-    """
+    """Yield a folder's files as `open_tensors` does, if its number of MTP layers is the model's."""
     config = module.config
 
     def is_expected(name: str) -> bool:
@@ -195,10 +187,9 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
 
-    If the model has MTP layers, `start` is the folder from which they are copied.
-    Otherwise `start` is not read.
-    Other files in `directory` stay. A collective on a sharded module: ranks write in parallel to a
-    shared folder, and hold at most one file in host memory. Return once everything is on disk.
+    MTP layers are copied from the folder `start`. Other files in `directory` stay. A collective on
+    a sharded module: ranks write in parallel to a shared folder, and hold at most one file in host
+    memory.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -240,7 +231,6 @@ def save(
 
 @contextmanager
 def _open_start(module: CausalLm, start: Path | None) -> Iterator[dict[str, Any]]:
-    """Yield the open files of `start` if the model has MTP layers, otherwise an empty dict."""
     if not module.config.num_mtp_layers:
         yield {}
         return
@@ -306,8 +296,7 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, detached tensor) in the order of `hf_tensors`.
 
-    A collective on a sharded module. On an unsharded module tensors are views of parameters: copy
-    them before the next optimizer step.
+    A collective on a sharded module. Otherwise tensors are views of parameters.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
     # Adjacent tensors share a parameter, so one gathered parameter is alive at a time.

@@ -6,7 +6,7 @@
 - deadlock: processes wait only for one another, without a change for DEADLOCK_S.
 - abandoned: all waits of a process name ended roles, without a change for DEADLOCK_S.
 
-A wait's text names the awaited roles. A wait that names none is for something outside the stage.
+A wait's text names the awaited roles, or else is for something outside the stage.
 """
 
 import math
@@ -206,10 +206,8 @@ class RankStallDetector:
     - still: no progress within its `still_s`, outside a collective.
     - late: `behind_s` after the role's last progress it waits for data, and another rank is held.
 
-    Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. A rank
-    silent for `hang_s` is always blamed.
-
-    - Progress is any change of the health except the beats, so a slow rank is never still.
+    Blame, in order: silent ranks (after `hang_s` always), still ranks, ranks that started the
+    fewest collectives. Progress is any change of the health except the beats.
     """
 
     def __init__(self, still_s: float = STILL_S, hang_s: float = HANG_S):
@@ -320,8 +318,7 @@ class HealthView:
     - A time is when the reader first saw the change. A deadline keeps its distance from the start
       of its wait or activity. The clock stops while the host is suspended.
     - A longer gap than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
-    - `changed_s` orders changes, exactly on one host. Another host's clock is shifted by the
-      smallest delay seen.
+    - `changed_s` orders changes. Another host's clock is shifted by the smallest delay seen.
     """
 
     def __init__(self) -> None:

@@ -82,9 +82,9 @@ def panel(
     now_s: float,
     instead: Sequence[str] = (),
 ) -> RenderableType:
-    """Return the live view.
+    """Return the live view. `states` has "running" or the ending of every process.
 
-    `states` has "running" or the ending of every process. `instead` replaces the process table.
+    `instead` replaces the process table.
     """
     stages = Text()
     for stage in progress.stages:

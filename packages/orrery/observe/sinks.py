@@ -78,8 +78,7 @@ def configured() -> bool:
 class WandbSink:
     """One W&B run per run directory, resumed over stages and attempts.
 
-    `<stage>/step` is a separate value, because W&B's own step must never decrease, and a resumed
-    attempt repeats steps. Raise OrreryError if wandb is not installed.
+    `<stage>/step` is a separate value, because W&B's own step must never decrease.
     """
 
     def __init__(self, run_dir: Path):

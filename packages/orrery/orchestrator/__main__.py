@@ -29,7 +29,6 @@ STAGES = {"rl": rl, "evaluate": evaluate.run}
 
 
 async def run(ctx: RoleContext) -> None:
-    """Run the stage."""
     async with beating_loop(ctx.health):
         await STAGES[ctx.stage](ctx)
 

@@ -3,8 +3,8 @@
 - Lowering the limit cancels no rollout.
 - The adaptive limit is `engines / share`. `share` is the part of one engine's cache that a rollout
   in flight uses.
-- `share` rises at once. It falls slowly, as rollouts end, and only while all permits are taken and
-  queues are short. Otherwise young rollouts, which use little cache, would raise the limit.
+- `share` rises at once. It falls slowly, and only while all permits are taken and queues are short.
+  Otherwise young rollouts, which use little cache, would raise the limit.
 - Preemptions in engines lower the limit by at most the fraction BACKOFF, or by 1. Later preemptions
   count only after the rollouts in flight fit the new limit.
 """
@@ -44,8 +44,8 @@ class AdaptiveLimit:
     ) -> None:
         """Update share and limit from one poll.
 
-        `loads` excludes prefill engines. `num_ended` and `was_full` (no free permit) cover the
-        time since the last poll.
+        `loads` excludes prefill engines. `num_ended` and `was_full` (no free permit): since the
+        last poll.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
@@ -130,7 +130,7 @@ async def poll_engines(
 ) -> dict[int, EngineMetrics]:
     """Return every engine's load by index, or {} if an engine does not answer in time.
 
-    Write metrics rows when `pace` is due, or always if it is None.
+    Write metrics rows when `pace` is due, or always without it.
     """
     try:
         loads: dict[int, EngineMetrics] = await pool.metrics()

@@ -2,10 +2,9 @@
 
     Rollout | Failed ─▶ Groups.add ─▶ Group ─▶ with_advantages ─▶ RolloutBuffer
 
-- An algorithm is a pure function from one group's rewards to its advantages.
+- An algorithm is a pure function from one group's rewards to its advantages, in `ALGORITHMS`.
 - Equal rewards give advantages of exactly 0.
 - Timeouts with a reward of 0 count in the baseline, but are not trained.
-- To add an algorithm, write a function, list it in `ALGORITHMS`, and add its record to the schema.
 """
 
 from collections.abc import Callable
@@ -39,7 +38,7 @@ def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
 def max_rl(rewards: np.ndarray, algorithm: MaxRl) -> np.ndarray:
     """Return A_i = (R_i − mean(R)) / mean(R), or 0 if the mean is not positive.
 
-    MaxRL: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning".
+    Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning".
     """
     exact = rewards.astype(np.float64)
     mean = exact.mean()

@@ -105,10 +105,7 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """Return a new scheduler, or that of the newest complete checkpoint.
-
-    Remove incomplete checkpoints of earlier attempts, and the checkpoints of a finished SFT stage.
-    """
+    """Return a new scheduler, or that of the newest complete checkpoint, and remove others."""
     # Safe here: a checkpoint begins only after the next batch is taken.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):

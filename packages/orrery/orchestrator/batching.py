@@ -1,8 +1,7 @@
 """Turn a `TrainBatch` into columns, micro-batches for every rank, a metrics row and samples.
 
-- A document's columns are views.
-- Samples are rollouts as text, one per line, in `rollouts/evaluate.jsonl` and
-  `rollouts/samples.jsonl`.
+Samples are rollouts as text, one per line, in `rollouts/evaluate.jsonl` and
+`rollouts/samples.jsonl`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -57,10 +56,9 @@ def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str
 
 
 def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
-    """Pack the documents into batch `step`.
+    """Pack the documents into batch `step`. `totals` counts the tokens of each loss component.
 
-    `totals` counts the tokens of each loss component. All ranks of a context-parallel group get the
-    same micro-batches, and each takes its part.
+    All ranks of a context-parallel group get the same micro-batches, and each takes its part.
     """
     lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
     mesh, shares = manifest.trainer.mesh, micro_batches(documents, pack_for(manifest, lengths))

@@ -1,8 +1,8 @@
 """Collect complete groups, and give out batches.
 
 - A group with fewer than two rewards is dropped (`too_few_survivors`).
-- With `drop_zero_advantage_groups`, groups whose advantages are all zero go into `spare`. They are
-  used once `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled for a batch.
+- With `drop_zero_advantage_groups`, groups whose advantages are all zero are spare. They are used
+  once `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled for a batch.
 - A batch has exactly `rollouts_per_batch` rollouts, oldest group first. It may split a group.
 - Stale rollouts are dropped before each batch, which guarantees the staleness bound.
 """
@@ -108,7 +108,6 @@ class RolloutBuffer:
             self._details[reason] = detail
 
     def check_not_starved(self) -> None:
-        """Raise RunFailed if too many rollouts in a row cannot be trained."""
         num_lost = sum(self._barren.values())
         if num_lost < BARREN_BATCHES * self.rollouts_per_batch:
             return

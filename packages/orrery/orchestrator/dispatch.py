@@ -2,7 +2,7 @@
 
     Source → GroupRequest → Dispatch → Request (one per member) → Rollout | Failed | GroupDropped
 
-- The next task is the task furthest behind its share, so the mixture holds at any time.
+- The next task is the task furthest behind its share.
 - Every request leaves exactly once: finished, failed, or inside a `GroupDropped(reason)`.
 - Evaluation goes first, then started groups (their prompt is cached), then new groups.
 - A group's cache salt is the engines' version when its first member starts.
@@ -52,7 +52,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Return the rollout's name, unique in a run. Engine request ids append the turn."""
+        """Return the rollout's name, unique in a run."""
         return f"{self.group.key}-{self.member}"
 
     @property
@@ -192,7 +192,7 @@ class Dispatch:
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
         """Return the requests served for longer than `timeout_s`. They stay in flight.
 
-        While `is_served` is false, time does not count and no request expires.
+        While `is_served` is false, time does not count.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since

@@ -81,8 +81,7 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from the trainer's last `version`.
 
-    Only the wire `files` has comparable digests. On others the launcher compares `folder` with the
-    receipt.
+    Only the wire `files` has comparable digests. On others the launcher compares with the receipt.
     """
     newest = checkpoints.latest(ctx.run_dir)
     if ctx.manifest.transport.weights != "files" or newest is None or newest.step != version:
@@ -171,8 +170,7 @@ class EvaluationLoop:
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """Return the content of `result.json`: each policy's reward, total and by task.
 
-    - `reward_mean` is over `num_rollouts`, timeouts of reward 0 included. `num_failed` rollouts
-      have no reward.
+    - `reward_mean` is over `num_rollouts`, timeouts of reward 0 included, without `num_failed`.
     - A policy's mean weights each task by its requested rollouts.
     """
     content: dict[str, Any] = {"tasks": {}}

@@ -4,7 +4,7 @@
   after the last batch. An interrupted evaluation is due again.
 - Weight updates wait for an active evaluation.
 - The problems are always 0 … num_problems − 1 of every evaluation task.
-- A task's mean excludes failed rollouts. It is an error if all failed.
+- A task's mean excludes failed rollouts, unless all failed, which is an error.
 """
 
 from collections import Counter

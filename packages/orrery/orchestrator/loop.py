@@ -5,9 +5,8 @@
     follow         load new versions into the engines, and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-At a preemption `train` writes the orchestrator's half of a checkpoint. It sends all trainer ranks
-an empty batch marked `wind_down`, so that they complete the checkpoint at the same step. After the
-last batch the trainer compares its log-probs with the last evaluation's, made by one version.
+At a preemption `train` writes the orchestrator's half of a checkpoint, and sends all trainer ranks
+an empty batch marked `wind_down`, so that they complete the checkpoint at the same step.
 """
 
 import asyncio
@@ -71,8 +70,8 @@ async def update_engines(
 ) -> bool:
     """Load the newest version into all engines. Return whether one was loaded.
 
-    During an evaluation none is loaded. Stale rollouts leave their engines first, because a paused
-    engine cannot handle aborts.
+    During an evaluation none is loaded. Stale rollouts leave first: a paused engine handles no
+    aborts.
     """
     if scheduler.evaluations.pinned is not None:
         return False

@@ -1,6 +1,5 @@
 """Run one episode of a task and return it as arrays, a `Rollout`.
 
-- Sampled tokens are never decoded and encoded again.
 - Prompt and tool tokens are untrained and have NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, and is still judged.
 - A failure of engine, task or judge, or an empty generation, raises `RolloutFailed(reason)` and
@@ -183,10 +182,7 @@ class Opening:
 
 
 async def open_problem(task: Any, problem_index: int, renderer: Any) -> Opening:
-    """Return problem `problem_index` of `task`, with its prompt as token ids.
-
-    Raise RolloutFailed if `task` or `renderer` fails.
-    """
+    """Return a problem of `task`, with its prompt. Raise RolloutFailed if one cannot be made."""
     problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
     prompt = _guard("task", lambda: renderer.prompt(list(problem.messages), problem.tools))
     return Opening(problem, prompt)
@@ -210,7 +206,6 @@ async def run_episode(
 ) -> Rollout:
     """Sample and judge a rollout. Raise RolloutFailed if task, renderer or engine fails.
 
-    - `opening`: problem and prompt. A prompt that fills the context also raises RolloutFailed.
     - `name`: unique among rollouts in flight.
     - `seed`: turn t samples with `seed + t`.
     - `routes`: shape of the routed experts that the engine returns for replay. None: none.

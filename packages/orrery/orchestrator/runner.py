@@ -64,7 +64,7 @@ class RolloutRunner:
     ):
         """Take the built tasks by purpose, in the manifest's order.
 
-        `is_compared(version)` tells whether the trainer may compare this evaluation's log-probs.
+        `is_compared(version)`: whether the trainer may compare this evaluation's log-probs.
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_ended = on_ended
@@ -116,7 +116,6 @@ class RolloutRunner:
             del self._running[task.get_name()]
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
-        """Cancel these rollouts. The returned future ends when they have left the engines."""
         names = [request.name for request in requests]
         return self._cancel([self._running[name] for name in names if name in self._running])
 

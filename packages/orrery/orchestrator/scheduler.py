@@ -1,8 +1,7 @@
 """Make every decision of the loop, without engines, clocks or asyncio.
 
 - A new group starts only while unfinished and queued rollouts do not fill the next batches: those
-  that may contain the engines' version, up to one beyond `max_batches_ahead`. So generation pauses
-  for a slow trainer.
+  that may contain the engines' version, up to one beyond `max_batches_ahead`.
 - No rollout starts during a weight update (`updating`).
 - `start`, `expired` and `batching.row` take monotonic times, other functions wall-clock times.
 """
@@ -178,7 +177,7 @@ class Scheduler:
         return True
 
     def stop_early(self, result: EvaluationResult) -> bool:
-        """If `result` reached `evaluation.stop_at`, take no more batches. Return whether it did."""
+        """If `result` reached `evaluation.stop_at`, take no more batches and return True."""
         stop_at = self.manifest.orchestrator.evaluation.stop_at
         if stop_at is None or result.reward_mean < stop_at or self.clock.all_batches_taken:
             return False
@@ -208,10 +207,7 @@ class Scheduler:
     def ended(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Record a rollout's end. Return the evaluation's result after its last rollout.
-
-        An evaluation's rollout of a lost engine restarts.
-        """
+        """Record a rollout's end. Return the evaluation's result after its last rollout."""
         is_train = request.group.purpose == "train"
         reason = outcome.reason if isinstance(outcome, Failed) else None
         if reason == ENGINE_GONE and not is_train:

@@ -1,7 +1,6 @@
 """Write snapshots, the orchestrator's half of a checkpoint: `…/step_<n>.attempt_<k>/orchestrator/`.
 
-- `queue.safetensors` has the finished, untrained groups as columns, `state.json` the rest of the
-  state. The folder is written under another name and then renamed.
+- `queue.safetensors` has the finished, untrained groups as columns, `state.json` the rest.
 - Step n's files are written before batch n is sent, so every trainer checkpoint has them.
 - A preemption after batch n writes the current state. If step n has files already, they stay, and
   the state goes to `later.attempt_<k>/orchestrator/`, which a resumed run prefers.

@@ -3,7 +3,6 @@
 - `stages/<stage>/health/<role>.<i>.json` is replaced atomically and never synced.
 - Times are `time.time()`. `time_s` is the last change other than a heartbeat, and `clock_s` the
   same moment on the monotonic clock of the host with the boot id `boot`.
-- The launcher measures with its own clock (`hang_detector.HealthView`).
 - On a full disk the file is overwritten in place. A reader may then see broken JSON once.
 """
 
@@ -297,10 +296,9 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 
 @asynccontextmanager
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
-    """Count beats of the event loop every BEAT_S while the body runs.
+    """Count beats of the event loop every BEAT_S while the body runs, or the launcher ends it.
 
-    The launcher ends a process that does not beat for HANG_S. Run blocking work in a thread, inside
-    a wait with a deadline.
+    Run blocking work in a thread, inside a wait with a deadline.
     """
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:

@@ -153,9 +153,9 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Decide which rows count, by the first step of each attempt.
+    """Decide which rows count, by the first step of each attempt, in each series.
 
-    Rows with equal stage, event and name form a series. Each series is decided separately.
+    Rows with equal stage, event and name form a series.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Attempts:
 
 
 def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that count, by time. An attempt replaces rows from its first step on."""
+    """Return the rows that count, by time."""
     all_rows = [row for row in all_rows if "time_s" in row or "start_s" in row]
     attempts = Attempts()
     for row in all_rows:
@@ -212,10 +212,7 @@ class MetricsTail:
         return [path for path in found if not path.name.endswith(".spans.jsonl")]
 
     def new_rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield `(process, row)` in each file's order.
-
-        If a file is unreadable, raise OSError after the other files' rows.
-        """
+        """Yield `(process, row)` in each file's order, then raise the first OSError."""
         trouble: OSError | None = None
         for path in self._paths():
             try:

@@ -1,7 +1,6 @@
-"""The address on which a role listens, and free ports.
+"""The address on which a role listens, never all interfaces, and free ports.
 
-- ORRERY_INTERFACE names the network interface, by default loopback, for stages on one machine.
-- A role never listens on all interfaces.
+ORRERY_INTERFACE names the network interface, by default loopback, for stages on one machine.
 """
 
 import os

@@ -1,7 +1,6 @@
 """End a process soon after its parent has ended.
 
-- A role polls its parent (`ParentWatch`). When the parent has ended, the role runs its callbacks
-  and kills its process group.
+- A role polls its parent (`ParentWatch`), then runs its callbacks and kills its process group.
 - Another project's program (the router) cannot poll. Start it with `preexec_fn=die_with_parent`.
 - A pipe would not show the parent's end, because other children inherit the parent's side.
 """
@@ -84,7 +83,7 @@ class ParentWatch:
         self._stop.set()
 
     def on_orphaned(self, callback: Callable[[], object]) -> None:
-        """Let the watching thread run `callback` before it ends the process, within CALLBACKS_S."""
+        """Let the watching thread run `callback` before it ends the process."""
         self._callbacks.append(callback)
 
     def _watch(self) -> None:

@@ -81,7 +81,6 @@ class RoleContext:
 
     @cached_property
     def host(self) -> str:
-        """Return the address to listen on. Raise OrreryError if the interface does not exist."""
         return network.address()
 
     @cached_property
@@ -100,10 +99,9 @@ class RoleContext:
         what: str,
         answers: Callable[[], bool],
     ) -> None:
-        """Wait until `answers()`. `process` is another project's server, a child process.
+        """Wait until `answers()`. Raise RunFailed if the child ends, or after scaled PROGRAM_S.
 
-        Errors say that the server did not `what`, such as "listen". Raise RunFailed if it ends, or
-        after scaled PROGRAM_S.
+        Errors say that the server did not `what`, such as "listen".
         """
         limit_s = scaled(PROGRAM_S)
         end = time.monotonic() + limit_s
@@ -206,8 +204,7 @@ def stacks_on_signal(chain: bool = False) -> None:
 def call_on_signal(answer: Callable[[], object]) -> None:
     """Also run `answer` at every SIGUSR1. Call this in the main thread.
 
-    A thread runs `answer`, because the main thread may be stuck. It waits for the byte that Python
-    writes to the signal wake-up descriptor.
+    A thread runs `answer` at the byte that Python writes to the wake-up descriptor.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

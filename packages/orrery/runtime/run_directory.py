@@ -1,6 +1,6 @@
 """A run's directory: its paths, the version of its layout, its attempts, and its checkpoints.
 
-- This module names the files. `<process>` is a name such as `trainer.0`.
+- `<process>` is a name such as `trainer.0`.
 - `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
 - An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so no two launchers share an
   attempt.
@@ -232,7 +232,6 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def place(run_dir: Path) -> str:
-    """Return the first 8 hex digits of the sha256 of the run folder's path."""
     return hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
 
 
@@ -245,10 +244,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove all shared memory whose name contains `name`.
-
-    Call it only after all processes of that run, or role, have ended.
-    """
+    """Remove shared memory named `*name*`, after all processes of that run, or role, have ended."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -275,6 +271,5 @@ def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
 
 
 def remove_folders(prefix: str, root: Path) -> None:
-    """Remove all folders with this prefix, after all of their users have ended."""
     for path in root.glob(f"{prefix}*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -15,10 +15,7 @@ SHARE_OF_AGE = 1e-3
 
 
 def scaled(seconds: float) -> float:
-    """Return `seconds` · ORRERY_DEADLINE_SCALE. Constants marked "scaled" pass through here.
-
-    Raise OrreryError if the scale is not a positive number.
-    """
+    """Return `seconds` · ORRERY_DEADLINE_SCALE. Constants marked "scaled" pass through here."""
     text = os.environ.get(SCALE, "1")
     try:
         scale = float(text)
@@ -33,7 +30,6 @@ def scaled(seconds: float) -> float:
 
 
 def period_s(age_s: float, shortest_s: float) -> float:
-    """Return 1/1000 of a series' age, the time to its next row. Bounds: shortest_s, LONGEST_S."""
     return max(shortest_s, min(LONGEST_S, SHARE_OF_AGE * age_s))
 
 

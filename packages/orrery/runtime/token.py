@@ -1,13 +1,11 @@
 """Pass the secret of one attempt from the launcher to each role, and authenticate callers by it.
 
 - The token is the first line of a role's standard input (`srun` copies it to each task), never a
-  variable, argument or file.
-- A role reads it once, before it starts another process. Children then inherit an empty input.
+  variable or argument. Children inherit an empty input.
 - ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
   secret of Kubernetes.
 - A process with the token hides its memory from its user's other processes.
-- The token never goes over HTTP. Requests carry a derived credential, for generation or for
-  administration.
+- Requests carry a derived credential, for generation or for administration, never the token.
 """
 
 import hmac
@@ -105,10 +103,7 @@ class Purpose(StrEnum):
 
 
 def credential(token: str, purpose: Purpose) -> str:
-    """Return the HMAC-SHA256 of `purpose` under the run's token, in hexadecimal.
-
-    It reveals neither the token nor another credential.
-    """
+    """Return the HMAC-SHA256 of `purpose` under the run's token, in hexadecimal."""
     return hmac.new(token.encode(), f"orrery {purpose}".encode(), "sha256").hexdigest()
 
 

@@ -2,8 +2,7 @@
 
 - The model calls `calculator` with the argument `input`, gets the value as a tool message, and must
   answer with the value alone. At most three calls per turn are answered.
-- `call_syntax` "chat_format" uses the chat format's tool calls. With "text", `calculator(12+7)` in
-  an answer is a call.
+- `call_syntax` "chat_format" uses the chat format's tool calls, "text" `calculator(12+7)` in text.
 - Reward: `call_reward` for any valid call, plus 1 − `call_reward` for the right answer.
 - A malformed call counts as text, so it ends the episode.
 """

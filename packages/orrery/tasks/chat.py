@@ -1,9 +1,9 @@
 """Render chats as tokens for any Hugging Face tokenizer folder, without transformers.
 
-- `prompt` renders a chat up to the assistant's turn. `next_turn` renders the messages after an
-  assistant turn. Sampled tokens are never decoded and encoded again.
-- `example` joins the same parts, so SFT trains on the same tokens as RL. To find a message in the
-  rendered text, it renders the chat again with a marker as the message's content.
+- `prompt` renders a chat up to the assistant's turn, `next_turn` the messages after an assistant
+  turn. Sampled tokens are never decoded and encoded again.
+- `example` joins the same parts, so SFT trains on the same tokens as RL. It finds a message's text
+  by rendering the chat again with a marker as the content.
 """
 
 import re
@@ -102,12 +102,9 @@ class Renderer:
     ) -> Example:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
-        Messages of `trained_roles` are trained:
-
-        - Assistant: all tokens of the turn, with calls and the end-of-turn token.
-        - Other roles: the content, and the end-of-turn token if the template writes one.
-
-        The template's other text and the first token are untrained. A token that is partly in
+        Messages of `trained_roles` are trained. Assistant: all tokens of the turn, with calls and
+        the end-of-turn token. Other roles: the content, and the end-of-turn token if the template
+        writes one. The template's other text and the first token are untrained. A token partly in
         trained text is trained.
 
         Raise OrreryError if the chat begins with the assistant, ends with an untrained message of
@@ -151,10 +148,7 @@ class Renderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text. It may name special tokens.
-
-        Raise OrreryError on characters outside the tokenizer or tokens outside the model.
-        """
+        """Return the tokens of a text, which may name special tokens, or raise OrreryError."""
         return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:
@@ -232,10 +226,7 @@ class Renderer:
         tools: Sequence[Tool],
         trained_roles: Sequence[Role],
     ) -> _Part:
-        """Return the messages between two assistant turns as a part.
-
-        `is_answered`: an assistant turn follows.
-        """
+        """Return the messages between two assistant turns as a part."""
         before = [] if first == 0 else BEHIND
         chat = [*before, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, tools, is_answered)

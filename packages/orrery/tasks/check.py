@@ -4,8 +4,8 @@
   `BYTES_PER_S` of its files.
 - Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless a
   pretrained tokenizer is missing on this machine.
-- A task with a file checks all its rows (`check_rows`), with a time limit for each row. A note says
-  if answers exceed a turn's token limit, or an evaluation asks for more problems than it has rows.
+- A task with a file checks all its rows (`check_rows`), with a time limit for each row. Notes tell
+  of long answers, and of evaluations of more problems than rows.
 - Tasks of training and SFT differ from tasks of evaluation in kind, args or seed.
 """
 
@@ -76,7 +76,7 @@ def check(manifest: Manifest) -> list[str]:
 
 
 def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequence[Role]) -> int:
-    """Check a task, and return the tokens of its longest prompt. OrreryErrors begin with `path`."""
+    """Check a task, and return the tokens of its longest prompt."""
     try:
         with _limited(use):
             return _longest_prompt_tokens(use, renderer, roles)
@@ -161,7 +161,6 @@ def _check_sides(manifest: Manifest) -> None:
 
 
 def _problems(use: TaskUse) -> tuple[str, dict[str, Any], int]:
-    """Return (kind, args, seed) of the task, or of the other task inside `few_shot`."""
     if use.kind == "few_shot":
         return use.args["kind"], use.args["args"], use.seed
     return use.kind, use.args, use.seed

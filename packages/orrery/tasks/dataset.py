@@ -391,8 +391,8 @@ def watched(
 ) -> dict[int, Any]:
     """Return `check`'s results by row, without those that are None. They must be JSON, not text.
 
-    Raise RowFailed for a row that takes longer than `limit_s` or ends the fork, and OrreryError if
-    `check` raises it.
+    Raise RowFailed for a row that takes longer than `limit_s` or ends the fork, or `check`'s
+    OrreryError.
     """
     limit_s = scaled(limit_s)
     reader, writer = os.pipe()

@@ -1,7 +1,6 @@
 """Examine a fetched folder for `orrery fetch`, and print JSON.
 
-- `tokenizer FOLDER`: the `sha256` for a model axis, the number of tokens without added ones, and
-  the added tokens with their ids.
+- `tokenizer FOLDER`: the `sha256` for a model axis, the number of tokens, and added tokens' ids.
 - `dataset FOLDER`: rows and columns of each split, and the `sha256` for a spec.
 """
 

@@ -1,11 +1,10 @@
 """Any family of the `reasoning-gym` library, judged by its scorer. Single turn.
 
 - Problem `index` is item 0 of a dataset whose seed is a hash of (seed, index, draw), for the first
-  draw on the side `split`. Unhashed neighbouring seeds would share problems, because the library
-  seeds item i with seed + i. A small family may repeat problems.
-- Reward: the score, clipped to [0, 1], of the text in `<answer>` tags, or of the whole reply. Some
-  scorers execute the reply, so `scorer_pool.py` isolates them. A reply that cannot be scored is
-  wrong (metric `unscorable`).
+  draw on the side `split`. The library seeds item i with seed + i. A small family may repeat
+  problems.
+- Reward: the score, clipped to [0, 1], of the text in `<answer>` tags, or of the whole reply. A
+  reply that cannot be scored is wrong (metric `unscorable`).
 """
 
 import copy

@@ -1,8 +1,7 @@
 """Rows of JSONL, JSON, CSV, Parquet and Arrow files, by index, for the task `dataset` and for SFT.
 
-- A folder is written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, or it is a fetched
-  dataset, whose file names begin with the split (`main/train-00000-of-00001.parquet`). Several
-  files of a split are read in the order of their names.
+- A folder is from `save_to_disk`, or a fetched dataset, whose file names begin with the split
+  (`main/train-00000-of-00001.parquet`). A split's files are read in the order of their names.
 - JSONL and Arrow files are memory-mapped, so they may exceed memory. Others are read whole.
 """
 
@@ -196,7 +195,7 @@ class Joined:
 class Tables:
     """Parquet or memory-mapped Arrow files, one after the other. Rows have no null fields.
 
-    With `needed`, each file must have that column, and rows have only it and the columns `also`.
+    With `needed`, each file must have that column, and rows have only it and `also`.
     """
 
     def __init__(

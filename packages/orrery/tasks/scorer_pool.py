@@ -1,6 +1,5 @@
 """A pool of processes that run scorers, because some scorers execute answers.
 
-- In: a kind of `scorer_process.KINDS`, its request and the answer. Out: the score, or None.
 - Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
   The launcher sets it for roles, and the pool for scorers.
 - Requests are served in order. The limit LIMIT_S begins when an answer's scoring begins.
@@ -48,10 +47,7 @@ class ScorerPool:
         self._scores: dict[bytes, asyncio.Future[float | None]] = {}
 
     async def score_once(self, kind: str, request: Any, text: str) -> float | None:
-        """Return the result of `score`, cached by these arguments. None and errors are not cached.
-
-        Use it only for scorers that give equal arguments equal scores.
-        """
+        """Return the result of `score`, cached by its arguments. None is not cached."""
         content = json.dumps([kind, request, text]).encode()
         key = hashlib.blake2b(content, digest_size=16).digest()
         scoring = self._scores.get(key)
@@ -104,10 +100,7 @@ class ScorerPool:
             return await scorer.score(kind, request, text, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """Score a right and a wrong answer at the start and after every CANARY_EVERY answers.
-
-        Raise JudgeBroken on a wrong score.
-        """
+        """Score a right and a wrong answer regularly, or raise JudgeBroken on a wrong score."""
         if scorer.num_until_canary == 0:
             question, right = _canary()
             for text, known in ((right, 1.0), (WRONG, 0.0)):

@@ -7,8 +7,7 @@
 - This process never interprets an answer. It has no secret, no capability and no open file except
   its socket.
 - A fork scores one answer, without output, in a removed folder, and is then killed with its
-  children. Its limits are MEMORY_BYTES of address space, the answer's time, empty files and,
-  unless the user is root, no new processes.
+  children. It has MEMORY_BYTES of address space, the answer's time, and empty files.
 """
 
 import gc

@@ -3,8 +3,8 @@
 - A problem is a pure function of (args, seed, index), in any process. All types are JSON.
 - `reply` and `judge` may be coroutines. An exception in them fails the rollout, and never counts as
   a reward of 0. A judge must accept any text.
-- A function that is not a coroutine blocks the event loop. Do slow work, and run code that a model
-  wrote, in another process (`scorer_pool.py`).
+- Other functions block the event loop. Do slow work, and run code that a model wrote, in another
+  process (`scorer_pool.py`).
 """
 
 import difflib
@@ -42,8 +42,6 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """`parameters` is the JSON schema of its arguments."""
-
     name: str
     description: str
     parameters: dict[str, Any]

@@ -72,9 +72,9 @@ def vocab_size(alphabet: str) -> int:
 def write_tokenizer(model: Model, folder: Path) -> None:
     """Write or copy `model.tokenizer` into `folder` as Hugging Face files.
 
-    `chat_template_kwargs` (variables of the chat template) become defaults in the written template,
-    so training, serving and exported models make equal prompts. Raise OrreryError if a pretrained
-    tokenizer's files do not match its `sha256`, or if its template lacks one of these variables.
+    `chat_template_kwargs` become defaults in the written template, so training, serving and
+    exported models make equal prompts. Raise OrreryError if a pretrained tokenizer's files do not
+    match its `sha256`, or if its template lacks one of these variables.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

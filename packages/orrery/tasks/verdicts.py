@@ -1,8 +1,8 @@
 """Verdicts on a reply of the task `dataset`.
 
-`scorer_of(request)` returns a function from a reply's text to its score. During a run, this
-function runs in an isolated process (`scorer_process.py`). A request holds the verdict's args, the
-reference answer and, for a user's function, the row.
+`scorer_of(request)` returns a function from a reply's text to its score, which runs in an isolated
+process (`scorer_process.py`). A request holds the verdict's args, the reference answer and, for a
+user's function, the row.
 """
 
 import hashlib
@@ -202,7 +202,6 @@ def _schema_scorer(answer: str) -> Callable[[str], float]:
 
 
 def _number(given: Any) -> float:
-    """Return a user's reward. Raise TypeError if it is no number."""
     if not isinstance(given, numbers.Real):
         raise TypeError(f"the reward is {type(given).__name__}, not a number")
     return float(given)

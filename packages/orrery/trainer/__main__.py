@@ -30,11 +30,7 @@ def main() -> None:
 
 
 def initialize(ctx: RoleContext) -> None:
-    """Write the start weights and the tokenizer as the Hugging Face folder `weights/init`.
-
-    The weights are drawn from the seed or copied from a pretrained folder. Equal manifests give
-    equal bytes.
-    """
+    """Write the start weights and the tokenizer as the Hugging Face folder `weights/init`."""
     import torch
 
     from orrery.models import weights

@@ -49,8 +49,7 @@ ORCHESTRATOR_DEADLINE_S = 900.0  # engines may load from the same disks while it
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
     """Join the other ranks.
 
-    After an error the process group is not shut down: nccl would wait for collectives that other
-    ranks never start.
+    After an error the process group is not shut down: nccl would wait for other ranks' collectives.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
@@ -132,8 +131,8 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return the seconds without progress after which a publication has stalled.
 
-    On a direct wire this exceeds `weight_wire.coordinator.MEET_S`, so that rank 0 can first name
-    the absent ranks.
+    On a direct wire rank 0 can first name the absent ranks, within
+    `weight_wire.coordinator.MEET_S`.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)

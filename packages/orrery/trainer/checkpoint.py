@@ -70,16 +70,16 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
 
 
 def _frozen_names(learner: Learner) -> frozenset[str]:
-    """Return the names of frozen weights. Checkpoints do not store them."""
+    """Return the names of frozen weights, which checkpoints do not store."""
     parameters = learner.policy.named_parameters()
     return frozenset(name for name, weight in parameters if not weight.requires_grad)
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return one sha256 of all weight files in `start`.
+    """Return one sha256 of all weight files in `start`, the base of adapters' checkpoints.
 
-    It hashes lines "digest  name", sorted by name. A checkpoint of adapters is valid only for these
-    weights. Digests in the launcher's `inputs.json` save reading the files.
+    It hashes lines "digest  name", sorted by name. The launcher's `inputs.json` saves reading the
+    files.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
@@ -128,7 +128,7 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
 
 
 def load(learner: Learner, folder: Path) -> None:
-    """Load `folder` into the learner. Raise RunFailed if it does not fit the manifest.
+    """Load `folder` into the learner, or raise RunFailed.
 
     Random-number state is restored only at the same world size.
     """

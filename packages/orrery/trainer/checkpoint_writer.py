@@ -2,7 +2,7 @@
 
 - Training waits only for the copy into host memory and for the previous checkpoint.
 - Each rank writes its files, then a checksum file, in a thread without collectives. The next step
-  raises an error of that thread.
+  raises that thread's error.
 - The first rank's thread waits for all checksum files, renames the folder, writes the marker and
   removes old checkpoints.
 - A step's metrics are written between `copy` and `write`, so a complete checkpoint has them.
@@ -136,7 +136,7 @@ class CheckpointWriter:
     ) -> None:
         """Write the copy in the background. The first rank calls `on_written` after the rename.
 
-        The last act of `on_written` must be to create `marker` (default: the folder).
+        It must last create `marker` (default: the folder).
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"

@@ -5,8 +5,8 @@
 `orrery export RUN …` runs it on one CPU, even during a stage.
 
 - A folder appears only when it is complete.
-- An exported checkpoint equals the stage's weights after that step byte for byte. Merged adapters
-  are the exception, because devices round differently.
+- An exported checkpoint equals the stage's weights after that step byte for byte, except merged
+  adapters, because devices round differently.
 - `export_checkpoint` holds at most one output file's tensors in memory.
 - Frozen weights and buffers come from the stage's start weights.
 """
@@ -44,7 +44,7 @@ PREFIX = "weight/network."  # precedes parameter names in checkpoints
 def export_policy(policy: Policy, world: World, model: Model, start: Path, folder: Path) -> None:
     """Write the policy to the new `folder` in Hugging Face's format, synced to disk. A collective.
 
-    Its tokenizer and untrained multi-token prediction (MTP) layers come from the folder `start`.
+    Its tokenizer and MTP layers come from the folder `start`.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:

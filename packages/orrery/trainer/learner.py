@@ -1,7 +1,6 @@
 """Train one batch in one optimizer step, for SFT and RL alike.
 
 - All ranks have equally many micro-batches, and train each when it arrives.
-- With `reduce_gradients: step`, only the last backward pass of a step reduces gradients.
 - Raise before the weights change if a loss or gradient is not finite, or if a loss has not the
   announced number of tokens.
 """
@@ -120,7 +119,7 @@ class Learner:
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
         """Return (largest |log π − log μ|, number of scored tokens) of rollouts. A collective.
 
-        The first covers samples of the current version alone. It is None without any.
+        The first covers samples of the current version alone, or is None.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)

@@ -1,7 +1,7 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- The final batch, marked `compare`, is not trained. It holds rollouts of the last version alone,
-  and their log-probs are compared. It comes early if the policy is good enough.
+- The final batch, marked `compare`, holds rollouts of the last version alone. They are not trained,
+  but their log-probs are compared. It comes early if the policy is good enough.
 - At a batch marked `wind_down` every rank writes a checkpoint of the last step and ends.
 - A step's metrics are written before its checkpoint is complete.
 - The orchestrator writes its half of checkpoint n before it sends batch n.

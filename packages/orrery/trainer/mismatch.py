@@ -3,8 +3,7 @@
 - Log a warning beyond a `warn` bound. Refuse to train the batch beyond a `stop` bound.
 - KL is over the whole batch, because few unlikely tokens change it much. The mean |difference| is
   over all engines, and over each engine with at least MIN_TOKENS tokens.
-- An engine names itself (`X-Orrery-Engine`), perhaps wrongly. The canary
-  (`orrery.orchestrator.engines.client`) checks each address instead.
+- An engine names itself (`X-Orrery-Engine`), perhaps wrongly. The canary checks each address.
 """
 
 import logging

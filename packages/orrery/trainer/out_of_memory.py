@@ -1,8 +1,8 @@
 """Out-of-memory errors as one sentence: the manifest field to change, its gain and its cost.
 
 Needed bytes are the failed allocation, or the plan's excess over torch's memory if larger, plus a
-margin. Errors of CUDA and NCCL have no numbers. If the device has room and a field that pins host
-memory is on, a CUDA error means that pinning failed.
+margin. If the device has room and a field that pins host memory is on, a CUDA error (which has no
+numbers) means that pinning failed.
 """
 
 import os
@@ -81,10 +81,7 @@ def describe_error(
     load: Workload,
     ranks_here: int,
 ) -> str:
-    """Return a sentence for an out-of-memory error. `step` is None before the first step.
-
-    `ranks_here`: ranks on this host.
-    """
+    """Return a sentence for an out-of-memory error. `step` is None before the first step."""
     capacity, available = device_bytes(), available_bytes()
     is_torchs = isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error)
     pinning = " or ".join(
@@ -110,10 +107,7 @@ def describe_error(
 def predict_out_of_memory(
     manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize
 ) -> str | None:
-    """Return a warning if the stage's plan exceeds `capacity` device bytes.
-
-    `host_bytes`: host memory that a rank may use.
-    """
+    """Return a warning if the stage's plan exceeds `capacity` device bytes."""
     if not capacity:
         return None
     model = manifest.model

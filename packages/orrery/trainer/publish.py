@@ -83,7 +83,6 @@ class Publisher:
         return {PUBLISHED: (json.dumps(self.digests) + "\n").encode()}
 
     def restore(self, folder: Path) -> None:
-        """Read `checkpoint_files` of a checkpoint. Raise RunFailed if unreadable."""
         path = folder / PUBLISHED
         try:
             rows = json.loads(path.read_text()).items()

@@ -1,7 +1,7 @@
 """Copy a rank's part of a checkpoint into host memory, then write and hash it in chunks.
 
 - The file equals that of `safetensors.torch.save_file`: 8 bytes of header length (little endian), a
-  JSON header, the tensors' bytes without gaps (https://huggingface.co/docs/safetensors).
+  JSON header, the tensors' bytes without gaps.
 - Big files are synced as they grow, because unwritten pages could fill memory.
 """
 

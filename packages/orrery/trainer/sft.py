@@ -1,8 +1,7 @@
 """Train the SFT stage, with all weight on cross-entropy, and validate.
 
-- The number of finished steps gives the position in the data, so a resumed stage has equal results.
-- Validation runs before the first step, every `interval_steps` and after the last. It reports the
-  mean cross-entropy of trained tokens.
+Validation (the mean cross-entropy of trained tokens) runs before the first step, every
+`interval_steps` and after the last.
 """
 
 import hashlib

@@ -4,7 +4,6 @@
 - The receiver connects and sends the first secret and an offset. The sender answers with the second
   secret and the bytes from the offset on. Each end refuses a peer without the secret.
 - A peer without a ticket occupies one of MAX_UNKNOWN connections for at most KNOCK_S.
-- A rank has at most TICKETS_A_RANK valid tickets, none for acknowledged batches.
 - The bytes are neither encrypted nor signed, so they need a private network.
 """
 
@@ -64,7 +63,6 @@ class BulkSender:
         self._accepting: asyncio.Task[None] | None = None
 
     def issue(self, rank: int, step: int, micro_batch: MicroBatch, layout: ColumnLayout) -> Ticket:
-        """Return a new ticket. Keep the rank's last TICKETS_A_RANK tickets."""
         if self._accepting is None:
             self._accepting = asyncio.create_task(self._accept(), name="rollout wire, bulk")
         knock, answer = secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)
@@ -198,7 +196,7 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 class BufferPool:
     """Reuse receive buffers, because fresh memory pages cost as much as the copy into them.
 
-    A buffer that only the pool references is free. The pool keeps at most `keep` buffers.
+    A buffer that only the pool references is free.
     """
 
     def __init__(self, keep: int = 2) -> None:

@@ -1,8 +1,7 @@
 """Write and find checkpoints: folders that are valid only once they are complete.
 
 - The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`, then `files.json`
-  (sha256 of every file), and after a sync of all the marker `COMPLETE`. No attempt touches a newer
-  attempt's folders.
+  (sha256 of every file), and after a sync of all the marker `COMPLETE`.
 - Ranks hash their own big files in parallel, into notes that `complete` reads.
 - SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
 - After the marker, attempt k may add only `later.attempt_<k>/`, with its own marker, when it is
@@ -94,7 +93,7 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
     """Write `note` from the (bytes, sha256) of every file, by name.
 
-    Call this last, because a reader of the note may rename the folder. `complete` syncs it.
+    Call this last, because a reader of the note may rename the folder.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -105,8 +104,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    Files named in `notes`, relative to `folder`, are not hashed again. Raises RunFailed if a note
-    or such a file is missing, or a size differs.
+    Files named in `notes`, relative to `folder`, are not hashed again. Raises RunFailed if one is
+    missing or has another size.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -203,10 +202,7 @@ def discard(run_dir: Path, folder: Path) -> None:
 
 
 def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
-    """Remove incomplete checkpoints of earlier attempts.
-
-    Call it before any process writes: in RL from the orchestrator, in SFT from the trainer.
-    """
+    """Remove incomplete checkpoints of earlier attempts, before any process writes."""
     whole = set(whole_checkpoints(run_dir, stage))
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):

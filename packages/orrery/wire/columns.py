@@ -1,11 +1,11 @@
 """Training data as columns: one numpy array per column over all tokens, plus the samples' offsets.
 
 - A sample is one document (rollout or SFT example) with tokens `offsets[i]:offsets[i + 1]`.
-- Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`.
+- Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`. `TOKEN_COLUMNS`
+  and `SAMPLE_COLUMNS` fix their dtypes. Other columns have any dtype.
 - Entry t describes token t: `logprob[t]` is log p(token t | earlier tokens), and the loss counts it
-  if `trained[t]`. A sample's first token is never trained.
-- `TOKEN_COLUMNS` and `SAMPLE_COLUMNS` fix the dtypes. Other columns have any dtype. Row t of
-  `routed_experts` has the experts that computed `logprob[t + 1]`.
+  if `trained[t]`. A sample's first token is never trained. Row t of `routed_experts` has the
+  experts that computed `logprob[t + 1]`.
 - A safetensors file holds `offsets`, `token/<name>`, `sample/<name>`, and JSON metadata.
   `rollouts/step_<n>.safetensors` holds the batch of step n.
 - Absent weights have defaults: `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
@@ -84,7 +84,6 @@ class Columns:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the number of tokens of each sample, int64 [num_samples]."""
         return np.diff(self.offsets)
 
     def select(self, samples: Sequence[int] | np.ndarray) -> "Columns":
@@ -294,10 +293,9 @@ def write(
 
 
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
-    """Split a safetensors file (u8) into its JSON header and its data.
+    """Split a safetensors file (u8) into its JSON header and its data, or raise ValueError.
 
-    Raises ValueError if the header is incomplete. The safetensors library has no numpy type for
-    bfloat16 and does not name a cut-off tensor.
+    The safetensors library has no numpy type for bfloat16 and does not name a cut-off tensor.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):

@@ -96,10 +96,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Call `handle(peer, message)`, perhaps a coroutine function, for messages of `kind`.
-
-        It returns False for a message that violates the protocol.
-        """
+        """Call `handle(peer, message)` for messages of `kind`. False: it violates the protocol."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 

@@ -51,8 +51,8 @@ def tensor_fingerprint(
 ) -> int:
     """Return F of `tensor`, in [0, 2^64), for dtypes of 1, 2, 4 or 8 bytes on any device.
 
-    With `full_shape` and `starts`, return the share of this slice in the larger tensor's F. Raises
-    ValueError if the slice does not lie inside.
+    With `full_shape` and `starts`, return the share of this slice in the larger tensor's F, or
+    raise ValueError.
     """
     shape = tuple(tensor.shape)
     full_shape = shape if full_shape is None else tuple(full_shape)

@@ -1,8 +1,7 @@
 """Read files that another node writes, although NFS shows them late.
 
-- A node caches for up to a minute whether a name exists. Listing the folder bypasses the cache.
-- `read` and `identity` poll, and treat a file being replaced as missing.
-- Writers sync all files of a marker before they rename the marker into place.
+A node caches for up to a minute whether a name exists. Listing the folder bypasses the cache.
+Writers sync all files of a marker before they rename the marker into place.
 """
 
 import errno

@@ -152,8 +152,7 @@ def _lock_step(
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """Return a plan's cost, its bins from costliest to cheapest, and each sample's bin.
 
-    The cost is the sum of each micro-step's largest cost. The costliest comes first, so that memory
-    peaks early.
+    The cost is the sum of each micro-step's largest cost. Memory peaks early.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
@@ -230,7 +229,7 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
     """Return the plan's micro-batches, `[rank][micro_step]`, as lists of uncopied documents.
 
-    `documents[i]` is sample i. A dummy step has the same columns, of length 0.
+    A dummy step has the same columns, of length 0.
     """
     empty = [documents[0].select([])] if len(documents) else []
 

@@ -6,8 +6,8 @@
   bytes (`bulk`). No end copies a whole batch.
 - `send` waits while any rank has not acknowledged `keep` earlier batches. A receiver that asks for
   an acknowledged batch, or skips a batch, is refused.
-- A receiver repeats an ask until it is answered, so a lost connection is restored. If bytes stop
-  arriving, the next ask has a new number. The sender answers each number once per connection.
+- A receiver repeats an ask until it is answered. If bytes stop arriving, the next ask has a new
+  number. The sender answers each number once per connection.
 """
 
 import asyncio
@@ -44,9 +44,8 @@ _HEAD = -1
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches` is `[rank][micro_step]`, equally long on all ranks. A rank's sequence may be
-      lazy or shared by ranks, and the wire may read an index twice. Arrays must not change until
-      the batch is acknowledged.
+    - `micro_batches` is `[rank][micro_step]`, equally long on all ranks, perhaps lazy or shared.
+      The wire may read an index twice. Arrays must not change until the batch is acknowledged.
     - `totals` (the loss's token counts) and `info` hold JSON values for every rank.
     """
 
@@ -308,9 +307,9 @@ class RolloutReceiver:
         self._socket.connect(url)
 
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
-        """Return this rank's share of batch `step`.
+        """Return this rank's share of batch `step`, or raise RunFailed.
 
-        Raises RunFailed if no data arrives for `deadline_s`, now or between micro-batches.
+        `deadline_s`: longest silence, now or between micro-batches.
         """
         head = self._await(self._ask(step, _HEAD), BatchHead, deadline_s)
         count = head.num_micro_batches

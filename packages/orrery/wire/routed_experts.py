@@ -3,10 +3,10 @@
 - Row t of the token column `routed_experts`, [tokens, layers, top_k], has the experts for input
   token t, as uint8 up to 256 experts, uint16 above. Layers are in the network's order, perhaps with
   dense layers.
-- A token without a route in a layer has the dtype's largest value in all slots: the last token, and
-  all tokens of an engine that reports no routes. The trainer's router chooses for these tokens, and
-  counts them. With 256 experts and top_k 1 it also replaces expert 255.
-- All documents of a batch have the column, or none. `without_routes` takes no memory.
+- A token without a route in a layer (the last, or all without reported routes) has the dtype's
+  largest value in all slots. The trainer's router chooses for it. With 256 experts and top_k 1 this
+  also replaces expert 255.
+- All documents of a batch have the column, or none.
 - Unless `trainer.indexer_choice` is "own", a row is bytes [1, X]: the routes of all layers, then of
   each indexer the chosen keys, one bit for each position of the document.
 """

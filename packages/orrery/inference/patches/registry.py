@@ -1,7 +1,6 @@
-"""List and apply the patches of vLLM, each with its target, reason and test.
+"""List and apply the patches of vLLM, each with its target, reason and test. No file is changed.
 
-- `python -m orrery.inference.patches.registry` prints each patch as a line of JSON, without vLLM.
-- No patch changes vLLM's files.
+`python -m orrery.inference.patches.registry` prints each patch as a line of JSON, without vLLM.
 """
 
 import json
@@ -254,10 +253,7 @@ def environment(manifest: Manifest) -> dict[str, str]:
 
 
 def import_vllm(enforce_eager: bool) -> None:
-    """Raise OrreryError if vLLM is missing.
-
-    If `enforce_eager`, import vLLM without torch's compiler.
-    """
+    """Raise OrreryError if vLLM is missing. `enforce_eager`: without torch's compiler."""
     if find_spec("vllm") is None:
         raise OrreryError(
             "inference: vLLM is not installed here. Install locks/inference.cuda.txt (GPU) or "

@@ -53,7 +53,7 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[None]:
-    """Suppress warnings at the end of a reload about layers without parameters and a tied head."""
+    """Suppress warnings of a reload about layers without parameters and a tied head."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     expected = {type(module).__name__ for module in model.modules() if not module._parameters}
@@ -108,7 +108,6 @@ def inspect_models_here() -> None:
 
 
 def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
-    """Replace the attribute. Raise RuntimeError if vLLM does not have it."""
     if not hasattr(module, name):
         raise RuntimeError(
             f"vLLM has no {module.__name__}.{name} any more. See orrery/inference/patches/vllm.py"
@@ -321,7 +320,7 @@ def name_shared_memory(name: str) -> None:
 def unlink_host_tiers(name: str) -> None:
     """Unlink each host tier's shared memory, once all processes have opened it.
 
-    The kernel frees the memory with the last process. vLLM removes the empty file that replaces it.
+    The kernel frees the memory with the last process.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with contextlib.suppress(FileNotFoundError):  # the engine may be ending
@@ -407,9 +406,9 @@ def pulls_that_end_with_their_engine() -> None:
 
 
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
-    """Fail current and later reads from an engine. Call this in the receiver loop.
+    """Fail current and later reads from an ended engine. Call this in the receiver loop.
 
-    The engine must have ended, because a live engine may write into the blocks.
+    A live engine may write into the blocks.
     """
     _end_of(worker, engine_id).set()
 

@@ -1,13 +1,12 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
-- `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token. Such
-  objects delay requests that end together. Answers omit top log-probs, copies of the token's own.
+- `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token, which
+  delays requests that end together, and without top log-probs, copies of the token's own.
 - `stream_samples`: a streamed answer has one line of JSON per sample, sent when the sample ends.
 - `hold_outputs`: the engine core reports a FINAL_ONLY request's first and last outputs at once, the
   others every CHUNK tokens. It sends held outputs before any other call (pause, weights, abort), so
   versions are exact. Outputs with other fields pass unchanged and in order.
-- An aborted answer may lack its last tokens, because the API server writes it before the engine
-  core handles the abort.
+- An aborted answer may lack its last tokens.
 """
 
 import asyncio
@@ -41,8 +40,6 @@ def write_answers() -> None:
     model_way = serving.ServingTokens.serve_tokens_full_generator
 
     class Written(GenerateResponseBase):  # type: ignore[misc]
-        """An encoded answer."""
-
         _body: bytes = PrivateAttr(b"")
 
         def model_dump(self, *_: Any, **__: Any) -> bytes:
@@ -75,10 +72,7 @@ def write_answers() -> None:
 
 
 def stream_samples() -> None:
-    """Stream each sample of a request as one line of JSON when it ends.
-
-    Apply this patch in the API server's process, before the server is made.
-    """
+    """Stream each sample of a request as one line of JSON when it ends. Call it likewise."""
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -133,7 +127,7 @@ def is_plain(request: Any) -> bool:
 def written(last: Any, request_id: str, outputs: list[Any], model: str | None = None) -> bytes:
     """Return the JSON answer that vLLM's pydantic models would give.
 
-    - `last`: the request's `RequestOutput`. `outputs`: its finished samples to write.
+    `last`: the request's `RequestOutput`. `outputs`: its finished samples to write.
     """
     encoder_ids = getattr(last, "encoder_prompt_token_ids", None) or ()
     num_prompt = len(last.prompt_token_ids) + len(encoder_ids)

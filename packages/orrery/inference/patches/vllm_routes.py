@@ -1,12 +1,10 @@
 """Return routed experts from vLLM on CPU, and keep routes of blocks that leave the device.
 
 - `routes_on_cpu`: `RoutedCPUModelRunner` drives `vllm.distributed.aux_output_connector` from Model
-  Runner V1. vLLM's store keeps rows by block hash, so a prefix-cache hit has all its rows. CPU
-  steps do not speculate, so every scheduled token is accepted.
+  Runner V1. vLLM's store keeps rows by block hash. CPU steps do not speculate.
 - `keep`: the store has room for blocks on the device and in tiers, also on disk. A tier loads only
   blocks with known routes. The worker's store reports its changes with each step's output.
-- `beside_transfer`: a decode engine has routes only from the prompt's last token on, so a request's
-  routes may begin inside a block.
+- `beside_transfer`: a decode engine has routes only from the prompt's last token on.
 - An unknown route is a row of the dtype's largest value (`orrery.wire.routed_experts`).
 """
 

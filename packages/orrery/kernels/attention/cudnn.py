@@ -54,8 +54,8 @@ def runs_on(q: Tensor) -> bool:
 class CudnnDense(AttentionBackend):
     """Equally long documents, usually one, through torch's operator.
 
-    Torch builds a plan per shape in some 100 ms and keeps it for the thread's life. So only lengths
-    that are multiples of 256 are supported: these are configured, and recur in every step.
+    Torch builds a plan per shape in some 100 ms. So only lengths that are multiples of 256 are
+    supported: these are configured, and recur in every step.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:

@@ -1,7 +1,6 @@
 """Public attention functions, their custom operators, and the choice of a backend.
 
-- `BACKENDS` has the fastest first. If one fails, the next runs, and this process does not try the
-  failed one again. `prefer` moves the backends of a choice to the front.
+- `BACKENDS` has the fastest first. If one fails, this process goes on to the next.
 - `torch.compile(fullgraph=True)` traces symbolic lengths, so a new packing does not recompile.
 - A checkpoint policy that saves `torch.ops.orrery.varlen_attention_forward.default` avoids
   recomputing attention.
@@ -83,9 +82,9 @@ def varlen_attention(
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
     Scores are scaled by head_dim^-1/2. q [T, H, D]. k, v [T, G, D] with H a multiple of G: query
-    head h reads group h // (H / G). `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`.
-    With `documents_k`, k and v are [S, G, D] and packed by these offsets instead. A document's last
-    query then sees all keys of its document, and each earlier query one key less than the next one.
+    head h reads group h // (H / G). `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`. With
+    `documents_k`, k and v are [S, G, D] and packed by these offsets, and a document's last query
+    sees all of its keys, each earlier query one key less.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
@@ -157,7 +156,7 @@ def attention_backward(
     """Return dq, dk, dv in the dtypes of q, k, v.
 
     `out` and `lse` [T, H] may cover more keys, as in ring attention. Then sum dq over the parts in
-    float32, because each part is rounded to the inputs' dtype.
+    float32.
     """
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
     sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
@@ -281,10 +280,7 @@ def _tell_first_use(name: str, q: Tensor, k: Tensor) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether another backend can help, as when a library has no plan.
-
-    Out of memory and device faults, subclasses of RuntimeError, would recur.
-    """
+    """Return whether another backend can help. Out of memory and device faults would recur."""
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 
 

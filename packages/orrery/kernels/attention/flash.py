@@ -93,7 +93,7 @@ def load_flash4() -> Any:
 
 
 def _set_compile_cache() -> None:
-    """Cache compiled kernels in a private folder. Call before the import.
+    """Cache compiled kernels in a private folder, before the import.
 
     The package executes cached files, and any user can create its default folder.
     """

@@ -57,10 +57,7 @@ class Layout(NamedTuple):
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
     def is_dense(self, num_q: int, num_k: int) -> bool:
-        """Return whether all documents have the same length, so that a pack is also a batch.
-
-        That holds if n documents of at most m tokens have n·m tokens in all.
-        """
+        """Return whether all lengths are equal: n documents of at most m tokens have n·m."""
         n = self.num_documents
         full = n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k)
         return n > 0 and full and num_q > 0 and num_k > 0

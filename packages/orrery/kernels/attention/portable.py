@@ -1,8 +1,7 @@
 """Attention on any device: padded batches of documents, or plain products document by document.
 
-- `Plain` and `Batched` are exact in float32 (float64 for float64). Formulas: FlashAttention (arXiv
-  2205.14135), appendix B.
-- Padding follows each document, so the causal mask hides it.
+`Plain` and `Batched` are exact in float32 (float64 for float64). Formulas: FlashAttention (arXiv
+2205.14135), appendix B. Padding follows each document, so the causal mask hides it.
 """
 
 from functools import lru_cache
@@ -228,10 +227,7 @@ def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
 
 
 class Batched(AttentionBackend):
-    """Causal attention of short documents on a GPU in float32: padded batches in matrix products.
-
-    No fused backend supports float32.
-    """
+    """Causal attention of short documents on a GPU in float32, without a fused backend."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         is_causal = layout.causal and layout.is_self_attention

@@ -4,8 +4,7 @@
   both quantized by columns, so the forward pass keeps x's columns in FP8.
 - Backends: DeepGEMM on a Hopper GPU (the engine's products, bit for bit), or float32 products of
   dequantized operands, the slow reference.
-- Operators are opaque to torch.compile. They compute a gradient only if autograd needs it, and keep
-  x's columns only if the weight needs a gradient.
+- Operators are opaque to torch.compile. They compute and keep only what wanted gradients need.
 - `fp8_experts` fuses permutation and SwiGLU into quantization. Its results equal bitwise those of
   `gather_rows`, `fp8_grouped_matmul`, `swiglu_rows`, `fp8_grouped_matmul` and `combine_rows`.
 - Without `parts` each pass quantizes the weight, because a gathered weight is freed after a pass.

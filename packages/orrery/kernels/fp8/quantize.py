@@ -37,8 +37,7 @@ class Quantized(NamedTuple):
 class RowGroups(NamedTuple):
     """Row groups that begin at multiples of 128.
 
-    Group e has the rows `ends[e − 1]:ends[e]`. Its first `counts[e]` rows are real, its
-    other rows are padding.
+    Group e has the rows `ends[e − 1]:ends[e]`. All after its first `counts[e]` are padding.
     """
 
     ends_E: Tensor  # i32, rising, multiples of 128
@@ -63,8 +62,8 @@ def quantize(
     """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
     With `token_M` (integers), x is [T, K], and x[token] is quantized in its place. With `score_M`,
-    x is [M, 2·K], and swiglu_rows(x, score) is quantized in its place. The Triton backend stores
-    neither x[token] nor the activation.
+    x is [M, 2·K], and swiglu_rows(x, score) is quantized. The Triton backend stores neither of
+    these.
 
     - Rows are values [M, K] and scales [M, K/128].
     - Columns are values of xᵀ [K, M'] and scales [M'/128, K]. M' is M rounded up to whole blocks.

@@ -2,8 +2,7 @@
 
 Rows of activations are divided by their scales with correct rounding, as in vLLM's CUDA kernel: a
 product with the scale's reciprocal, corrected by the remainder (Markstein 1990, theorem 8.3).
-Weights are multiplied by approximate reciprocals of their scales, as in vLLM's
-`per_block_cast_to_fp8` compiled by Inductor.
+Weights are multiplied by approximate reciprocals, as in vLLM's `per_block_cast_to_fp8`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,10 +23,7 @@ IS_FUSED = False
 def quantize(
     x: Tensor, groups, has_rows: bool, has_columns: bool, token_M=None, score_M=None
 ) -> tuple[Tensor, ...]:
-    """Return values and scales of rows, then of columns, as `quantize.quantize` does.
-
-    The tensors of unwanted rows or columns are empty.
-    """
+    """Return values and scales of rows, then of columns, as `quantize.quantize` does."""
     num_rows, width = x.shape
     if token_M is not None:
         num_rows = token_M.shape[0]
@@ -74,7 +70,7 @@ def quantize(
 def _tiles(groups, num_tiles: int) -> Tensor:
     """Return i32 [tiles, 3]: number of real rows in the tile, its group's first row and row count.
 
-    The row count includes padding. Tiles after the last group have −1 as number of real rows.
+    The row count includes padding. Tiles after the last group have −1 real rows.
     """
     first_T = torch.arange(num_tiles, device=groups.ends_E.device, dtype=torch.int32) * BLOCK
     group_T = torch.searchsorted(groups.ends_E, first_T, right=True)

@@ -109,8 +109,8 @@ class Allocation:
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
         """Return the nodes on which two probes in turn did not start.
 
-        Return none if half or more are silent. Probe all nodes only if one of `suspected` does not
-        answer, or none is suspected.
+        Return none if half or more are silent. Probe all nodes only if no `suspected` node is
+        silent.
         """
         if suspected and not self._without_answer(suspected):
             return []

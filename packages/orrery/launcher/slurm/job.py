@@ -97,11 +97,7 @@ def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
 def batch_job(
     run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path
 ) -> tuple[list[str], str | None]:
-    """Return the sbatch command, and its stdin: the job script, or None.
-
-    - `options`: the result of `sbatch_options`. `shell_command` starts the stage in the job.
-    - A site with a template gets a job script. Else the command has `shell_command` in `--wrap`.
-    """
+    """Return the sbatch command, and its stdin: the job script of a site's template, or None."""
     path = shlex.quote(str(Path(sys.executable).parent))
     modules = site.containers.modules if site.containers else ()
     load = f"module load {shlex.join(modules)} && " if modules else ""
@@ -126,8 +122,7 @@ def batch_job(
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
     """Return the job script that the Jinja2 template at `path` renders from `fields`.
 
-    - `options`: the result of `sbatch_options`. The template gets them as two more fields:
-      `sbatch` (`#SBATCH` lines) and `components` (a dict of options for each component).
+    Further fields are `sbatch` (`#SBATCH` lines) and `components` (a dict of options for each).
 
     Raise OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
     """
@@ -158,10 +153,7 @@ def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> st
 
 
 def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
-    """Return the receipt's `job_script`: `pre_run` lines, and the template's name and sha256.
-
-    A setting that the site lacks has no key.
-    """
+    """Return the receipt's `job_script`: `pre_run` lines, and the template's name and sha256."""
     found: dict[str, Any] = {}
     if slurm is not None and slurm.pre_run:
         found["pre_run"] = list(slurm.pre_run)
@@ -209,8 +201,8 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
     """Return the stage's steps, servers first.
 
     Slurm would give overlapping steps the same devices. So each step gets all devices that the job
-    has on a node, and `task.sh` selects among them. An engine sees only its own devices. A trainer
-    rank sees all of the trainer's on its node, for CUDA IPC.
+    has on a node, and `task.sh` selects among them: an engine's own, or all of the trainer's, for
+    CUDA IPC.
     """
     order = [process.role for process in plan.processes]
     computing = {

@@ -71,10 +71,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without the variables that Slurm reads as options.
-
-    With `inside`, keep those that identify the job.
-    """
+    """Return `env` without Slurm's options. `inside`: keep those that identify the job."""
 
     def is_kept(name: str) -> bool:
         if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):
@@ -85,10 +82,7 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str, script: str | None = None) -> str:
-    """Run a Slurm command with stdin `script`, and return its stdout.
-
-    Raise OrreryError if the command is missing, fails or takes longer than COMMAND_S.
-    """
+    """Run a Slurm command with stdin `script`, and return its stdout, or raise OrreryError."""
     program = command[0]
     try:
         done = subprocess.run(

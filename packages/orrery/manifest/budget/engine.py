@@ -1,8 +1,7 @@
 """Plan the memory and the speed of one engine (vLLM) from the manifest.
 
-- A decode step takes the longer of its memory reads and its operations (roofline model,
-  arXiv 2402.16363, section 3), plus exchanges between devices and the host's work. Prefill takes
-  the time of its operations alone.
+- A decode step takes the longer of its memory reads and its operations (roofline, arXiv 2402.16363,
+  section 3), plus exchanges and the host's work. Prefill takes the time of its operations.
 - An engine is one of `num_replicas` replicas. Its data-parallel ranks each serve other sequences.
 - GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
   `benchmarks/async/memory_h100.json`.
@@ -32,8 +31,8 @@ Bytes = dict[str, int]
 def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts for which vLLM captures a CUDA graph. Steps pad to the next count.
 
-    Most steps of a busy engine also prefill, and exceed vLLM's default limit of 512 tokens. Hence
-    the limit is MAX_GRAPH_TOKENS, or 512 with data parallel, where all ranks pad to the fullest.
+    Most steps of a busy engine also prefill, and exceed vLLM's default limit of 512 tokens. With
+    data parallel all ranks pad to the fullest, so the limit stays 512.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
@@ -47,9 +46,9 @@ def graph_sizes(inference: Inference) -> list[int]:
 def weight_bytes(model: Model, inference: Inference) -> tuple[int, int]:
     """Return (all weights, routed experts) of one device, in bytes.
 
-    Heads, feed-forwards, embedding and LM head are split over tensor-parallel ranks, and routed
-    experts over all devices of a replica. Norms, routers, indexers and the down-projections of
-    latent attention are whole on each device. "All weights" include the routed experts.
+    Norms, routers, indexers and the down-projections of latent attention are whole on each device.
+    All other weights are split over tensor-parallel ranks, and routed experts over a replica's
+    devices.
     """
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     kinds: dict[tuple[bool, str], tuple[float, float]] = {}
@@ -138,10 +137,7 @@ class Serving:
 
 
 def batch_size(model: Model, inference: Inference, load: Serving) -> float:
-    """Return the sequences that a data-parallel rank decodes at a time, at least 1.
-
-    The limit is the least of its share of `load.in_flight`, `max_num_sequences` and cache size.
-    """
+    """Return the sequences that a data-parallel rank decodes at a time, at least 1."""
     held = inference.kv_cache_bytes / (load.mean_context * token_bytes(model, inference))
     admitted = load.in_flight / inference.data_parallel
     return max(1.0, min(inference.max_num_sequences, admitted, held))
@@ -152,8 +148,7 @@ def decode_s(
 ) -> float:
     """Return the seconds of a step in which each data-parallel rank samples `batch` tokens.
 
-    Each of a rank's `batch` sequences gets one token. `context`: mean tokens of a sequence.
-    `network`: bytes per second of a device between nodes.
+    `context`: mean tokens of a sequence. `network`: bytes per second of a device between nodes.
     """
     weights, experts = weight_bytes(model, inference)
     tokens = batch * inference.data_parallel
@@ -197,7 +192,7 @@ def _exchange_s(
 ) -> float:
     """Return the seconds of a step's all-reduces (tensor parallel) and all-to-alls (experts).
 
-    `tokens`: tokens of a data-parallel rank. `network`: bytes per second of a device between nodes.
+    `tokens`: of a data-parallel rank. `network`: bytes per second of a device between nodes.
     """
     num_bytes = tokens * model.hidden_size * DTYPE_BYTES[inference.dtype] * model.num_layers
     tensor, devices = inference.tensor_parallel, inference.devices_per_replica

@@ -1,15 +1,14 @@
 """Count floating-point operations (FLOPs) of training, with and without recomputation.
 
 L layers · H query heads · K head size · C latent width of keys · R rotary width of keys
-- `model_flops` counts 6 FLOPs per token and weight that multiplies it, and for attention
+- `model_flops`: 6 per token and weight that multiplies it (4 if frozen), and for attention
   12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, appendix B).
-- Sparse attention has 6 · L · H · (2C + R) per pair of a query and a chosen key, and the forward
-  pass of indexers. It runs only if a document is longer than the indexer's `top_k`.
-- With context parallelism (cp) several ranks up-project the same latent keys. Networks with
-  indexers attend to latent keys directly. Only `hardware_flops` counts these two costs of cp.
-- A frozen weight (LoRA) costs 4 FLOPs per token, as it gets no gradient. Adapters do not count.
-- `hardware_flops` adds recomputed blocks, logits and attention scores (5 backward products, not 4).
-- Family `hugging_face` is not counted: the manifest lacks its windows and scans.
+- Sparse attention: 6 · L · H · (2C + R) per pair of a query and a chosen key, and the forward pass
+  of indexers, if a document is longer than the indexer's `top_k`.
+- `hardware_flops` adds recomputed blocks, logits and attention scores (5 backward products, not 4),
+  and costs of context parallelism (cp): latent keys that several ranks up-project, and, with
+  indexers, attention to latent keys directly.
+- Adapters and family `hugging_face` are not counted.
 """
 
 from collections.abc import Sequence
@@ -38,8 +37,6 @@ def is_counted(model: Model) -> bool:
 
 def active_parameters(model: Model) -> Flops:
     """Return how many parameters multiply one token, in the fields of `Flops`.
-
-    `attention` is 0, as scores have no parameters. `experts` are those that one token uses.
 
     Raise OrreryError unless `is_counted`.
     """
@@ -70,10 +67,7 @@ def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> F
 
 
 def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Flops:
-    """Return `model_flops`, plus work that checkpointing recomputes or cp ranks repeat.
-
-    The sum is that of all ranks of a cp group. With `trainer.lora`, weights are frozen.
-    """
+    """Return `model_flops`, plus recomputed or repeated work, summed over a cp group."""
     base = model_flops(model, lengths, trainer.lora is not None)
     active, forward = active_parameters(model), 2 * sum(lengths)
     recomputed: set[str] = set()
@@ -98,9 +92,9 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def _repeated_parameters(model: Model, cp: int) -> float:
-    """Return the parameters of all `kv_b_proj`, times the repeated up-projections of a latent key.
+    """Return the parameters of all `kv_b_proj`, times the repeats of a latent key.
 
-    A key is repeated `keys_per_query` − 1 times. Return 0 for networks with indexers.
+    Return 0 for networks with indexers.
     """
     mla = model.mla
     if mla is None or mla.indexer is not None:
@@ -120,10 +114,7 @@ def _attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> flo
 
 
 def _indexers(model: Model, lengths: Sequence[int]) -> float:
-    """Return the forward operations of all indexers, or 0 while attention is dense.
-
-    The operations that train indexers are not counted.
-    """
+    """Return the forward operations of all indexers, or 0 while attention is dense."""
     mla = model.mla
     if mla is None or (indexer := mla.indexer) is None or not _is_sparse(model, lengths):
         return 0.0
@@ -134,9 +125,9 @@ def _indexers(model: Model, lengths: Sequence[int]) -> float:
 
 
 def attended_keys(length: int, most: int) -> float:
-    """Return the number of (query, key) pairs in causal attention over `length` tokens.
+    """Return the number of (query, key) pairs in causal attention, at most `most` keys a query.
 
-    A query has the keys up to its own, at most `most`. 1 + … + n is taken as n² / 2.
+    1 + … + n is taken as n² / 2.
     """
     most = min(length, most)
     return most * most / 2 + (length - most) * most

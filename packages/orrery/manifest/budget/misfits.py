@@ -1,8 +1,7 @@
-"""Report trainers and engines that need more than a device's memory, and the fields to change.
+"""Report roles (trainer, engines) that need more than a device's memory, and the fields to change.
 
-A role is the trainer or the engines. A role is reported only if it certainly does not fit: the
-planned peak of a trainer is first lowered by `LARGEST_ERROR`, and only weights, cache and CUDA
-context of an engine count.
+A role is reported only if it certainly does not fit: a trainer's planned peak is first lowered by
+`LARGEST_ERROR`. For an engine only weights, cache and CUDA context count.
 """
 
 from collections.abc import Iterator
@@ -24,10 +23,7 @@ GIB = 2**30
 
 
 def memory_misfits(run: Manifest) -> Iterator[str]:
-    """Yield a sentence for each role that a device cannot hold.
-
-    Yield nothing on a CPU or for family `hugging_face`.
-    """
+    """Yield a sentence per misfit. Yield none on a CPU or for family `hugging_face`."""
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return
@@ -43,10 +39,7 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
-    """Return new values, by field, that make the engines fit, or else the trainer.
-
-    Return {} if both fit, or if no known change makes the role fit.
-    """
+    """Return new values, by field, that make the engines fit, or else the trainer."""
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return {}
@@ -137,7 +130,6 @@ def _engine_changes(run: Manifest, missing: int) -> Iterator[tuple[str, dict[str
 
 
 def _changed(run: Manifest, changes: dict[str, Any]) -> Manifest | None:
-    """Return the run with `changes` in `inference`, or None if a constraint forbids them."""
     try:
         return with_values(run, {f"inference.{name}": value for name, value in changes.items()})
     except ValidationError:

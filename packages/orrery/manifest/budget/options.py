@@ -1,9 +1,8 @@
 """Choose changes of the manifest that lower a trainer's peak of device memory.
 
-An option is one such change. It frees the difference between the planned peaks without and with
-it. Options of tier 1 move all trainer state to host memory, tier 2 adds devices, and tier 0 does
-neither. Lower tiers are tried first. An option that moves data to the host counts only if
-these data fit into the rank's free host memory.
+Each option frees the difference between two planned peaks. Tier 1 moves all trainer state to host
+memory, tier 2 adds devices, tier 0 (tried first) does neither. Moved data must fit into the rank's
+free host memory.
 """
 
 import json
@@ -53,7 +52,7 @@ class ChosenOptions:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the options' new values by field, or {} if one option changes several fields."""
+        """Return new values by field, or {} if one option changes several fields."""
         if not all(ONE_FIELD.fullmatch(option.field) for option in self.options):
             return {}
         return {option.field: option.value for option in self.options}
@@ -83,9 +82,8 @@ def choose_options(
     counted: ParameterCounts,
     host_bytes: int = sys.maxsize,
 ) -> ChosenOptions:
-    """Return the cheapest option that frees `needed_bytes`, else a combination of options.
+    """Return the cheapest option or combination that frees `needed_bytes`, else the best one.
 
-    If no combination frees enough, return the one that frees the most (`is_enough` is False).
     `device_bytes`: memory of a device. `host_bytes`: free host memory of a rank.
     """
     base = plan_memory(model, trainer, load, device_bytes, counted)

@@ -1,7 +1,6 @@
 """Count the parameters of this project's networks from the manifest, without building them.
 
-Family `hugging_face` is not counted here: `orrery.models.families` counts its built network. A test
-asserts that the two modules agree for all other families.
+For family `hugging_face`, `orrery.models.families` counts the built network.
 """
 
 import math
@@ -19,9 +18,9 @@ Part = Literal["norm", "attention", "indexer", "feed_forward", "router", "expert
 class BlockWeight:
     """A weight of a transformer block.
 
-    - `shape`: (rows, columns), (experts, rows, columns) of stacked experts, or (size,) of a vector.
+    - `shape`: (rows, columns), (experts, rows, columns), or (size,) of a vector.
     - `num_matrices`: matrices stacked along the rows, such as 2 for an expert's gate and up.
-    - `has_fp8`: whether the product runs in FP8 if `model.fp8` names `part`. Otherwise never.
+    - `has_fp8`: whether the product runs in FP8 if `model.fp8` names `part`.
     """
 
     part: Part
@@ -64,8 +63,7 @@ class UnitParameters:
 class ParameterCounts:
     """Counts of FSDP units in forward order.
 
-    `before`: embedding. `after`: last norm and LM head. With tied embeddings both are empty, and
-    `root` has their weights. Otherwise `root` is empty.
+    `before`: embedding. `after`: last norm and LM head. Tied embeddings count in `root` instead.
     `largest_in_a_layer`: parameters of a block's largest trained weight, such as stacked experts.
     """
 
@@ -88,8 +86,8 @@ def keys_per_query(model: Model, cp: int) -> float:
     """Return the ratio of keys to queries in a rank's latent attention, 1 without cp.
 
     A document is cut into 2·cp pieces, and a rank has the queries of pieces i and 2·cp − 1 − i
-    (zig-zag). With indexers it reads all 2·cp pieces of keys. Without, it expands the keys from the
-    start to the end of each of its pieces: i + 1 and 2·cp − i, together 2·cp + 1 pieces.
+    (zig-zag). With indexers it reads all 2·cp pieces of keys. Without, it expands the keys up to
+    each of its pieces: i + 1 and 2·cp − i, together 2·cp + 1 pieces.
     """
     if cp == 1 or model.mla is None:
         return 1.0
@@ -162,7 +160,7 @@ def _feed_forward(hidden: int, width: int) -> Iterator[BlockWeight]:
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
     """Return the counts of all units. Raise OrreryError for family `hugging_face`.
 
-    Indexers count as frozen. With `adapters`, only these count as trained.
+    Indexers are frozen. With `adapters`, only these are trained.
     """
     kinds: dict[tuple[bool, str], tuple[UnitParameters, int]] = {}
     layers: list[UnitParameters] = []
@@ -190,7 +188,6 @@ def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
 
 
 def _count_block(weights: list[BlockWeight], adapters: Lora | None) -> tuple[UnitParameters, int]:
-    """Return (a block's counts, parameters of its largest trained weight)."""
     found = dict.fromkeys(("trained", "frozen", "trained_experts", "frozen_experts", "adapted"), 0)
     largest = 0
 

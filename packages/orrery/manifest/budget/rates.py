@@ -1,7 +1,6 @@
 """Look up the rates of devices. `manifest/rates/<device>.json` has measured rates.
 
-A device without this file is assumed to reach the same share of its data sheet's rates as an H200.
-The plan of a run names the source of its rates.
+Other devices are assumed to reach the same share of their data sheet's rates as an H200.
 """
 
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ class Rates:
     - `dense_flops`, `grouped_flops`: products of matrices and of routed experts, in bfloat16.
     - `attention_flops`: the limit that attention approaches in long documents.
     - `attention_half_tokens`: the document length that reaches half of this limit.
-    - `link_bytes`: from a device to another one of its node, in one direction.
+    - `link_bytes`: from a device to another one of its node. `host_link_bytes`: to pinned host
+      memory. Both in one direction.
     - `collective_bytes`: of an all-gather or reduce-scatter while the device computes.
-    - `host_link_bytes`: of copies between a device and pinned host memory, in one direction.
     """
 
     source: str

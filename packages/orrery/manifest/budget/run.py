@@ -1,10 +1,9 @@
 """Plan a run: memory of each role, time of a step, and the bytes between roles.
 
-- A role is the trainer or the engines. Memory is planned for rollouts of the greatest length
-  (`inference.max_model_len_tokens`). Times are planned for rollouts of the mean length that the
-  caller gives, by default a quarter of the greatest.
+- Memory is planned for rollouts of the greatest length (`inference.max_model_len_tokens`), times
+  for the given mean length, by default a quarter of it.
 - Trainer and engines work at the same time, so the slower one sets the time of a step. On shared
-  devices they take turns, so a step takes the sum of their times.
+  devices they take turns.
 - Staleness follows from Little's law. With N rollouts in flight and B in a batch, a rollout lasts
   N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the batch is full.
 """
@@ -96,8 +95,7 @@ def plan_run(
 ) -> RunBudget:
     """Return the plan. Raise OrreryError for family `hugging_face`.
 
-    `tokens`: mean tokens of a rollout, by default MEAN_SHARE of the greatest length.
-    `network`: bytes per second of a device between nodes, by default NETWORK_BYTES.
+    `tokens`: mean tokens of a rollout. `network`: bytes per second of a device between nodes.
     """
     one = RunPlan(manifest, tokens, network)
     step_s, slower, staleness = one.pace()
@@ -125,10 +123,7 @@ def plan_run(
 
 
 def trainer_plan(manifest: Manifest, stage: str, counted: ParameterCounts) -> MemoryPlan:
-    """Return the memory plan of a trainer rank in `stage` ("sft" or "rl").
-
-    `counted`: the result of `count_parameters`.
-    """
+    """Return the memory plan of a trainer rank in `stage` ("sft" or "rl")."""
     trainer, load = stage_workload(manifest, stage)
     capacity = usable_bytes(manifest.hardware.accelerator) or 0  # a CPU has no device memory
     return plan_memory(manifest.model, trainer, load, capacity, counted)
@@ -218,8 +213,7 @@ class RunPlan:
     def engines(self) -> dict[str, float]:
         """Return the engines' speed, with the unit in each key. "step_s" is the time of a batch.
 
-        A data-parallel rank prefills its sequences, then decodes them. If separate engines prefill
-        (`prefill_replicas`), the slower of these and the decoding engines sets the speed.
+        The slower of prefill and decode engines (`prefill_replicas`) sets the speed.
         """
         inference, model = self.inference, self.model
         prefills = inference.prefill_replicas
@@ -250,7 +244,7 @@ class RunPlan:
         """Return (seconds of a step, name of the slower role, mean staleness of tokens in steps).
 
         If the trainer is slower, `max_batches_ahead` batches wait for it and add as many steps of
-        staleness. The staleness is at most `max_off_policy_steps`.
+        staleness, at most `max_off_policy_steps`.
         """
         orchestrator = self.manifest.orchestrator
         sides = {"the trainer": self.trainer_s["step"], "the engines": self.engines["step_s"]}
@@ -267,8 +261,8 @@ class RunPlan:
     def update(self) -> dict[str, float]:
         """Return the bytes and seconds of a weight update from trainer ranks to engine devices.
 
-        With 'nccl' or 'nixl' it lasts as long as a rank sends or a device receives, whichever is
-        longer. Otherwise engines read files: adapters are read once, whole weights also written.
+        With 'nccl' or 'nixl' the slower side sets the time. Otherwise engines read files: adapters
+        are read once, whole weights also written.
         """
         kind, replicas = self.manifest.transport.weights, self.inference.num_replicas
         value_bytes = DTYPE_BYTES[self.inference.dtype]
@@ -290,8 +284,7 @@ class RunPlan:
     def checkpoint(self) -> dict[str, float]:
         """Return a checkpoint's bytes, the bytes of a rank, and the seconds that training waits.
 
-        "writes_s": seconds of writing, beside training. The ranks of one of the `dp_replicate`
-        replicas save trained weights and optimizer state.
+        "writes_s": seconds of writing, beside training. Ranks of one `dp_replicate` replica save.
         """
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
@@ -330,10 +323,7 @@ class RunPlan:
         return step_bytes(self.model, self.trainer, self.counted, micro_batches, tokens, per_node)
 
     def layer_gather(self) -> dict[str, int]:
-        """Return the bytes of the largest block as one rank gathers it, without and with ep.
-
-        Return {} for a single rank, which gathers nothing.
-        """
+        """Return the bytes of the largest block as one rank gathers it, without and with ep."""
         if self.trainer.mesh.world_size == 1:
             return {}
         c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep

@@ -1,10 +1,9 @@
 """Find the fastest layouts of a run that fit into device memory. `RunPlan` plans their times.
 
-- The search keeps the number of trainer devices, the number of engine devices, the model, the
-  optimizer, precisions and the number of rollouts.
+- The search keeps the numbers of trainer and engine devices and of rollouts, the model, the
+  optimizer and precisions.
 - For the trainer it varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For engines it
   varies replicas and tensor, data and expert parallel. The cache fills the remaining memory.
-- It returns only layouts that pass all constraints of the manifest.
 """
 
 from collections.abc import Iterator
@@ -42,8 +41,8 @@ Changes = dict[str, Any]  # new values by field
 class Proposal:
     """A layout of the trainer or of the engines.
 
-    `seconds`: planned time to train or to generate a batch. `device_bytes`: planned memory of one
-    device. `changes`: fields in which `manifest` differs from the run.
+    `seconds`: planned time of a batch. `device_bytes`: planned memory of one device. `changes`:
+    fields in which `manifest` differs from the run.
     """
 
     seconds: float
@@ -53,10 +52,7 @@ class Proposal:
 
 
 def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest trainer layouts that fit, at most one per mesh and kind of checkpointing.
-
-    `tokens`: mean tokens of a rollout, or None for the default of `plan_run`.
-    """
+    """Return the fastest trainer layouts that fit, at most one per mesh and checkpointing."""
     room = _room(run)
     if run.hardware.shared_devices:
         room -= sum(role.total_bytes for role in RunPlan(run, tokens).roles()[1:])
@@ -78,10 +74,7 @@ def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
 
 
 def engine_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest engine layouts, each with the largest cache that fits.
-
-    `tokens`: mean tokens of a rollout, or None for the default of `plan_run`.
-    """
+    """Return the fastest engine layouts, each with the largest cache that fits."""
     room = _room(run)
     if run.hardware.shared_devices:
         room -= RunPlan(run, tokens).roles()[0].total_bytes
@@ -169,10 +162,7 @@ def _shapes(run: Manifest) -> Iterator[Changes]:
 
 
 def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
-    """Return the run with engine layout `shape` and the largest cache in whole GiB.
-
-    Return None if no cache of 1 GiB fits into `room` bytes, or if a constraint forbids the layout.
-    """
+    """Return the run with engine layout `shape` and the largest cache in whole GiB, if one fits."""
     fields = {name.removeprefix("inference."): value for name, value in shape.items()}
     shaped = run.inference.model_copy(
         update={name: value for name, value in fields.items() if name != "router"}

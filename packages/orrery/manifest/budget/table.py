@@ -117,10 +117,7 @@ def _traffic(budget: RunBudget) -> Iterator[str]:
 
 
 def search(run: Manifest, tokens: float | None) -> Iterator[str]:
-    """Yield lines: the fastest layouts of trainer and engines, each with the fields to set.
-
-    `tokens`: mean tokens of a rollout, or None for the default of `plan_run`.
-    """
+    """Yield lines: the fastest layouts of trainer and engines, each with the fields to set."""
     now = RunPlan(run, tokens)
     yield from _proposals("trainer", now.trainer_s["step"], trainer_layouts(run, tokens))
     yield ""

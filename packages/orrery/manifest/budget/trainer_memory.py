@@ -55,8 +55,8 @@ Bytes = dict[str, int]
 class ActivationBytes:
     """A block's activation bytes per token.
 
-    `kept`: held from the block's forward pass to its backward pass. `backward`: the most bytes that
-    the backward pass holds in addition.
+    `kept`: held from the block's forward pass to its backward pass. `backward`: in addition, at
+    most, in the backward pass.
     """
 
     kept: int
@@ -82,8 +82,7 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     """Return a block's activation bytes under the trainer's checkpointing.
 
     `none` keeps all results, `full` the input (c·D), `selective` the input and the results that
-    `keep` names. Unless it is compiled as one graph, the block also keeps the `unread` results of
-    these names.
+    `keep` names. Unless it is compiled as one graph, the block also keeps their `unread` results.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -234,9 +233,9 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     """Return the temporary bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    `tokens`: queries of a rank. SPARSE_PAIRS limits the pairs at a time. In `sparse_mla_triton.py`
-    a pair takes c·(C + R) for its part of the key's gradient, 2·c·H for probabilities and gradients
-    of logits, and 4 for its row number. Return 0 in float32, whose plain backend holds no pairs.
+    `tokens`: queries of a rank. SPARSE_PAIRS limits the pairs at a time. A pair takes c·(C + R) for
+    its part of the key's gradient, 2·c·H for probabilities and gradients of logits, and 4 for its
+    row number. Return 0 in float32, whose plain backend holds no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
@@ -253,8 +252,7 @@ class Workload:
     """The work of a context-parallel (cp) group in a step of `micro_batches` micro-batches.
 
     `tokens`: of a micro-batch. `document_tokens`: of the longest document.
-    `merged_width`: bytes per value of the weights with merged adapters that updates over NCCL or
-    NIXL send. 0 for all other updates.
+    `merged_width`: bytes per value of merged adapters that NCCL or NIXL updates send, else 0.
     """
 
     tokens: int
@@ -310,8 +308,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return one rank's memory plan. Raise OrreryError for family `hugging_face`.
 
-    `device_bytes`: a device's memory, which sets "auto" chunks. `counted`: the result of
-    `count_parameters`. None: count here.
+    `device_bytes`: a device's memory, which sets "auto" chunks. `counted`: result of
+    `count_parameters`.
     """
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
@@ -329,7 +327,6 @@ def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
 
 
 def num_fp8_weights(model: Model) -> int:
-    """Return the number of weight values in the layers that `model.fp8` names."""
     if not model.fp8:
         return 0
     return sum(
@@ -461,10 +458,7 @@ class _StepPlan:
         return total // self.shards
 
     def states(self) -> int:
-        """Return the bytes of optimizer states on the device: p·n / s for each state.
-
-        With `optimizer_offload`, at most NUM_SLOTS buckets of states are on the device.
-        """
+        """Return the bytes of optimizer states on the device: p·n / s for each state."""
         if self.on_host:
             return 0
         num_bytes = self.p * num_states(self.trainer.optimizer, self.counted) // self.shards
@@ -513,9 +507,8 @@ class _StepPlan:
     def waiting(self, done: tuple[UnitParameters, ...]) -> int:
         """Return the bytes of gradients that wait for the optimizer, in the last micro-batch.
 
-        `done`: units after their backward pass, with reduced gradients (p·n / s). All other units
-        have gradients of earlier micro-batches, if there are any: whole (r·n) with
-        `reduce_gradients: step`, else reduced.
+        `done`: units after their backward pass, with reduced gradients (p·n / s). Other units have
+        gradients of earlier micro-batches: whole (r·n) with `reduce_gradients: step`, else reduced.
         """
         total = 0
         for unit in self.counted.units:

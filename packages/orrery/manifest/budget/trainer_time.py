@@ -36,7 +36,6 @@ class Links:
     """Bytes per second of one device in the trainer's collectives, by group of ranks.
 
     `experts` and `shards`: FSDP's gathers and reductions of experts and of all other weights.
-    `all`, `cp` and `ep`: exchanges among all ranks, a cp group and an ep group.
     """
 
     shards: float
@@ -49,9 +48,8 @@ class Links:
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
     """Return the rates of collectives. `network`: bytes per second of a device between nodes.
 
-    A group inside one node has the rate of its links. A ring over nodes uses the network cards of
-    all its ranks on a node. The ranks that shard one expert are `ep` apart, so a node has fewer of
-    them than of other ranks.
+    A ring over nodes uses the network cards of all its ranks on a node. The ranks that shard one
+    expert are `ep` apart, so a node has fewer of them than of other ranks.
     """
 
     def of(ranks: int) -> float:
@@ -77,10 +75,9 @@ def step_s(
 ) -> dict[str, float]:
     """Return the seconds of a step by kind of work. "step" is their sum.
 
-    "communication" is the part that computation does not hide, "communication in all" includes the
-    hidden part and is not in the sum. `lengths`: tokens of each document of a cp group, over all
-    micro-batches. `link`: by default, that of ranks on one node. `device_bytes`: a device's memory.
-    Raise OrreryError for family `hugging_face`.
+    "communication" is the part that computation does not hide. `lengths`: tokens of each document
+    of a cp group, over all micro-batches. `link`: by default, that of ranks on one node.
+    `device_bytes`: a device's memory. Raise OrreryError for family `hugging_face`.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
@@ -137,10 +134,7 @@ def _computation(
 
 
 def _dense_flops(model: Model, rates: Rates) -> float:
-    """Return the mean operations per second of dense products: in FP8 if `model.fp8` names them.
-
-    All other products are in bfloat16.
-    """
+    """Return the mean operations per second of dense products, which `model.fp8` may speed up."""
     weights = [
         weight
         for layer in {0, model.num_layers - 1}
@@ -184,8 +178,7 @@ def _offload_s(
 ) -> float:
     """Return the seconds of activation offload in a step that computation does not hide.
 
-    `tokens`: of the rank in a step. `computing`: the step's seconds of computation. Activations
-    are copied to the host in the forward pass and back in the backward pass, which is longer.
+    `tokens`: of the rank in a step. `computing`: the step's seconds of computation.
     """
     if not trainer.memory.activation_offload:
         return 0.0
@@ -208,8 +201,7 @@ def _communication(
     """Return a step's seconds of communication (in total, not hidden by computation).
 
     `tokens`: of the rank. `computing`: seconds of computation. Gathers and reductions overlap with
-    the computation of their pass. Exchanges of cp (queries, keys, values and outputs, or latent
-    keys) and of ep (rows to experts and back) do not. Muon's exchanges are in `_optimizer_s`.
+    the computation of their pass. Exchanges of cp and ep do not. Muon's are in `_optimizer_s`.
     """
     moved = traffic(model, trainer, counted, tokens)
     gather = moved.gather / link.shards + moved.gather_experts / link.experts
@@ -296,11 +288,7 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
 
 
 def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
-    """Return the bytes that elementwise operations move per token and layer, in bfloat16.
-
-    Each number moves once in the forward pass, twice in the backward pass, and once more under
-    activation checkpointing.
-    """
+    """Return the bytes that elementwise operations move per token and layer, in bfloat16."""
     hidden = model.hidden_size
     numbers = 2 * 2 * hidden + 2 * 3 * hidden  # two norms, two residual sums
     # Head norms and rotary embedding, fused.

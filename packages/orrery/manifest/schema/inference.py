@@ -26,8 +26,8 @@ class NoRouter(Record):
 class VllmRouter(Record):
     """`vllm-router` spreads requests over the replicas. Thresholds are for "cache_aware" only.
 
-    "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine, by the
-    rollout's name. "cache_aware" does so by the shared prefix.
+    "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine by its
+    name, "cache_aware" by the shared prefix.
     """
 
     kind: Literal["vllm_router"]
@@ -69,10 +69,10 @@ class NoKvOffload(Record):
 
 
 class TieredKvOffload(Record):
-    """Cache blocks move to host memory, then to files on the node's scratch disk.
+    """Cache blocks move to host memory, then (`disk_bytes` > 0) to the node's scratch disk.
 
     Sizes count for one data-parallel rank with all its tensor-parallel devices. A restarted engine
-    finds its files again. With `disk_bytes` 0 there are no files.
+    finds its files again.
     """
 
     kind: Literal["tiers"]
@@ -163,7 +163,7 @@ def longest_device_bytes(model: Model, inference: Inference) -> int:
 def longest_host_bytes(model: Model, inference: Inference) -> int:
     """Return the host cache bytes of a longest sequence, for all devices of a rank.
 
-    With MLA all devices hold the same latent vectors, and the host keeps one copy.
+    With MLA the host keeps one copy.
     """
     copies = 1 if model.mla is not None else inference.tensor_parallel
     return copies * longest_blocks(inference) * _block_bytes(model, inference)
@@ -176,7 +176,7 @@ def on_disk_bytes(num_bytes: int) -> int:
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
     """Return the bytes on disk of one block's cache and of its routes (`Manifest.route_bytes`).
 
-    Routes get twice their size, because they are evicted separately, and a cache needs its routes.
+    Routes get twice their size, because they are evicted separately.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)

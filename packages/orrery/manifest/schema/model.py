@@ -75,8 +75,8 @@ class PretrainedTokenizer(Record):
 
     `sha256` is the output of `sha256sum FILES | sha256sum` over the existing `chat_template.jinja`,
     `generation_config.json`, `special_tokens_map.json`, `tokenizer.json` and
-    `tokenizer_config.json` in this order. `chat_template_kwargs` are variables of the chat
-    template, such as `enable_thinking`. Manifests omit an empty `chat_template_kwargs`.
+    `tokenizer_config.json` in this order. Manifests omit an empty `chat_template_kwargs` (such as
+    `enable_thinking`).
     """
 
     kind: Literal["pretrained"]
@@ -95,10 +95,8 @@ class PretrainedTokenizer(Record):
 class MoE(Record):
     """Mixture of experts in every layer except the first `num_dense_layers`.
 
-    - `score` turns router logits into weights of experts. With "sigmoid" a bias affects the choice
-      of experts, not their weights.
-    - `routed_scale` multiplies the output of routed experts. Shared experts serve every token,
-      unscaled.
+    - `score` turns router logits into weights. With "sigmoid" a bias affects only the choice.
+    - `routed_scale` multiplies the output of routed experts, not that of shared ones.
     """
 
     num_experts: Count
@@ -144,8 +142,8 @@ RopeScaling = Annotated[Llama3RopeScaling | YarnRopeScaling, Field(discriminator
 class Indexer(Record):
     """DeepSeek sparse attention: a query attends to the `top_k` tokens with the best scores.
 
-    `types` says for each layer whether it has an indexer ("full") or attends to the choice of the
-    layer before it ("shared", GLM-5.1). Null: each layer has one.
+    `types`: whether a layer has an indexer ("full") or attends to the choice of the layer before it
+    ("shared", GLM-5.1). Null: each layer has one.
     """
 
     num_heads: PositiveInt
@@ -155,10 +153,7 @@ class Indexer(Record):
 
 
 class MLA(Record):
-    """Multi-head latent attention. Rotary embeddings apply to `rope_head_dim` of each head.
-
-    Without an indexer a query attends to all tokens before it.
-    """
+    """Multi-head latent attention. Rotary embeddings apply to `rope_head_dim` of each head."""
 
     q_lora_rank: PositiveInt
     kv_lora_rank: PositiveInt

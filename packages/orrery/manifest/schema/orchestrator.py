@@ -17,10 +17,7 @@ from orrery.manifest.schema.trainer import Optimizer, Schedule
 
 
 class TaskUse(Record):
-    """A task of `kind` with its `args`. `weight` is its share of the trained groups.
-
-    Evaluations give all tasks the same share.
-    """
+    """A task of `kind` with its `args`. `weight` is its share of the trained groups."""
 
     name: str
     kind: str

@@ -312,10 +312,7 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of work on the finished stages, except `left_out`.
-
-    A lost attempt lasts from its first usage row to its last.
-    """
+    """Return the seconds of work on the finished stages, except `left_out`."""
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [
         row["last_s"] - row["first_s"]

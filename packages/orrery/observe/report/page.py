@@ -203,7 +203,7 @@ def comparison(run: RunData) -> list[tuple[str, str, str]]:
     """Return rows of texts (name, planned figure, measured figure).
 
     The plan is for rollouts of the run's mean length. A measured figure is a median over steps or
-    weight updates. Return [] if the run cannot be planned or has at most WARM steps.
+    weight updates. Return [] without a plan or with at most WARM steps.
     """
     tokens = _values(run.rl, "num_tokens")
     if not tokens:

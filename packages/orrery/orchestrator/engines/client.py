@@ -1,8 +1,8 @@
 """Call one vLLM server, or the router in front of several, and update one server's weights.
 
 - Every call has a deadline. No request is retried once it was sent.
-- Generation may go to a router. Control calls (pause, update, abort, fingerprints) go to each
-  engine directly, because a router forwards them to one engine only.
+- Control calls (pause, update, abort, fingerprints) go to each engine directly, because a router
+  forwards them to one engine only.
 - `update_engine` pauses, loads, attests, resumes, then checks the canary. Requests in flight wait,
   and continue with the new weights on their old KV cache. After a failure before the resume the
   engine stays paused, so no token is sampled from unknown weights.
@@ -93,7 +93,6 @@ class EngineClient:
         await self._server.close()
 
     async def generate(self, token_ids: Sequence[int] | np.ndarray, **options: Any) -> Generation:
-        """Sample one continuation and return it. `options` are those of `generate_each`."""
         samples: list[Generation] = []
         await self.generate_each(token_ids, 1, samples.append, **options)
         return samples[0]
@@ -256,10 +255,7 @@ class EngineClient:
         raise kind(f"{self.name} did not take version {version}: {shortened(reason)}")
 
     async def fingerprints(self) -> dict[str, TensorAttestation]:
-        """Return fingerprints by HF name, empty before the first update.
-
-        Raises WeightsDiffer if the workers disagree.
-        """
+        """Return fingerprints by HF name. Raises WeightsDiffer if the workers disagree."""
         first, *others = await self._ask_workers("fingerprints")
         for other in others:
             names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
@@ -334,7 +330,6 @@ class EngineClient:
         timeout_s: float | None = None,
         error: type[RunFailed] = RunFailed,
     ) -> bytes:
-        """POST and return the answer. Raises `error` with the engine's message."""
         limit_s = scaled(CONTROL_TIMEOUT_S) if timeout_s is None else timeout_s
         body = {} if body is None else body
         status, answer, _ = await self._server.call("POST", path, body, limit_s, EngineGone, path)
@@ -365,8 +360,7 @@ class Canary:
     """A fixed prompt that shows whether an engine computes with the published weights.
 
     `bound` limits the mean |difference| of its log-probs to the trainer's (`Published.canary`). Its
-    tokens are random, because log-probs of unlikely text change with any change of the weights. The
-    mean is bounded, because a single token differs much if a router chooses another expert.
+    tokens are random, because log-probs of unlikely text change with any change of the weights.
     """
 
     token_ids: tuple[int, ...]

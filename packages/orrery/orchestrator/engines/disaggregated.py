@@ -3,8 +3,8 @@
     prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ address of its KV blocks
     prompt, address ──▶ decode engine: reads the blocks, recomputes the last token, samples
 
-- Every sampled token and its version are the decode engine's. The prompt's cache may be older,
-  but not older than the cache salt.
+- Sampled tokens and versions are the decode engine's. The prompt's cache may be older, but not
+  older than the cache salt.
 - All turns of a session (a rollout) go to the same engines, which cache earlier turns. A new
   session gets the least loaded engines. A router is unfit: it drops request ids and credentials.
 - A cancelled request still finishes its handover, because a cut connection could leave blocks until
@@ -42,7 +42,7 @@ class Peer:
 
 
 async def _do_not_look() -> None:
-    """Do nothing. Without restarts the first loss of an engine ends the run."""
+    """Without restarts the first loss of an engine ends the run."""
 
 
 class DisaggregatedEngines:
@@ -53,11 +53,10 @@ class DisaggregatedEngines:
         admitted: Collection[int] | None = None,
         look: Callable[[], Awaitable[None]] = _do_not_look,
     ):
-        """Share `engines` and `admitted` with the pool. It changes them.
+        """Share `engines` and `admitted` (by index, all by default) with the pool.
 
         - `engines`: one prefill engine for each of `handovers`, then the decode engines.
         - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap` with Mooncake, or {}.
-        - `admitted`: indices of the engines that get requests. All by default.
         - `look` removes lost engines from `admitted`.
         """
         self.engines, self.handovers = engines, list(handovers)
@@ -165,7 +164,7 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that this engine's process has ended.
 
-        Call it only then: a live Mooncake producer may still write into its reader's blocks. A NIXL
+        Before that, a live Mooncake producer may still write into its reader's blocks. A NIXL
         reader notices the broken connection itself.
         """
         if index not in self.producers:

@@ -27,7 +27,6 @@ class HttpServer:
     """Client of one server, with a session for generation and one for control calls."""
 
     def __init__(self, url: str, name: str, token: str | None) -> None:
-        """Take the server's URL without a path, its name for errors, and the run's token."""
         self.url, self.name, self._token = url, name, token
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
@@ -64,10 +63,9 @@ class HttpServer:
     ) -> tuple[int, bytes, int]:
         """Send one request. Return the answer's status, its body and the index of its engine.
 
-        - `body`: sent as JSON. None: no body.
+        - `body`: sent as JSON. `what`: the request's name in errors. `keep_connection`: see
+          `_session`.
         - `on_timeout`: type of the error to raise after `timeout_s`.
-        - `what`: the request's name in errors.
-        - `keep_connection`: selects a session, see `_session`.
         - `session`: conversation id, by which a router chooses the engine.
         - `rank`: data-parallel rank of the engine. None: the server chooses.
         - `on_line`: called as `on_line(line, engine)` for each line of an answer with status 200,
@@ -128,7 +126,7 @@ class HttpServer:
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield each non-empty line of an answer without its newline. Lines may have any length."""
+    """Yield each non-empty line of an answer, of any length, without its newline."""
     pieces: list[bytes] = []
     async for data in content.iter_any():
         *ends, rest = data.split(b"\n")

@@ -75,7 +75,7 @@ class TensorAttestation:
     """One tensor as an engine holds it.
 
     `how`: "resident" (read from the processed model) or "as_consumed" (fingerprinted during
-    loading, because the engine repacks it).
+    loading).
     """
 
     fingerprint: int  # 64 bits, see `orrery.wire.fingerprint`
@@ -83,8 +83,6 @@ class TensorAttestation:
 
 
 class Attested(msgspec.Struct):
-    """The digest of an engine's tensors, and the number of tensors by attestation kind."""
-
     digest: str
     how: dict[str, int]
 
@@ -226,7 +224,7 @@ _CACHE_SIZES = re.compile(r'[{,](num_gpu_blocks|block_size)="(\d+)"')
 
 
 def parse_metrics(page: str) -> EngineMetrics:
-    """Return the `METRICS` of a Prometheus page, summed over label sets. A missing series is 0."""
+    """Return the `METRICS` of a Prometheus page, summed over label sets, by default 0."""
     values = dict.fromkeys([*METRICS.values(), "kv_tokens", "loading"], 0.0)
     num_caches = 0
     for line in page.splitlines():

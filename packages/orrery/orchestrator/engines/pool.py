@@ -3,7 +3,7 @@
 - Engines update concurrently. No engine stays paused for a slow or lost engine.
 - Without restarts, the first engine failure ends the run.
 - With restarts, `recovery` fences a failed engine and readmits its next incarnation. Its requests
-  fail as EngineGone and are not retried. While no engine serves, requests and updates wait.
+  fail as EngineGone. While no engine serves, requests and updates wait.
 - The run still ends if an engine holds wrong weights, if every engine refuses an update, or if an
   engine does not return.
 """
@@ -87,7 +87,6 @@ class EngineRegistry:
     """
 
     def __init__(self, num_engines: int, version: int):
-        """Take the engines' start version, also the first wanted version."""
         self._at_start = self.wanted = version
         self._engines = [EngineState() for _ in range(num_engines)]
 
@@ -169,10 +168,10 @@ class EnginePool:
         """Raise OrreryError for several engines without a router.
 
         - `restarting`: this process's context, if the launcher restarts engines.
-        - `handovers`: one per prefill engine, see `DisaggregatedEngines`.
-        - `model`: see `EngineClient`.
-        - `canary`: the prompt to answer after an update.
-        - `leases`: the lease client of a direct wire.
+        - `handovers`: one per prefill engine, see `DisaggregatedEngines`. `model`: see
+          `EngineClient`.
+        - `canary`: the prompt to answer after an update. `leases`: the lease client of a direct
+          wire.
         - `max_samples`: largest number of samples in one engine request.
         - `num_ranks`: data-parallel ranks of an engine.
         """
@@ -251,19 +250,16 @@ class EnginePool:
     ) -> Generation:
         """Run `EngineClient.generate` on an engine that the router picks.
 
-        `share`: a key. Calls with equal keys may become one engine request (`SharedRequests`), so
-        they may differ in `request_id` and `session` only. None: the call is a request alone.
-        Raise EngineGone if the engine was lost during the call.
+        Calls with an equal `share` may become one engine request (`SharedRequests`), so they may
+        differ in `request_id` and `session` only. Raise EngineGone if the engine was lost during
+        the call.
         """
         if share is None or self.disaggregated is not None:
             return await self._asked(lambda front: front.generate(token_ids, **options))
         return await self._shared.generate(share, token_ids, **options)
 
     async def generate_each(self, *request: Any, **options: Any) -> None:
-        """Run `EngineClient.generate_each` on the router, or on the only engine.
-
-        Do not call it on a pool with prefill engines.
-        """
+        """Run `EngineClient.generate_each` on the router or only engine, not with prefill."""
         await self._asked(
             lambda _: (self.router or self.engines[0]).generate_each(*request, **options)
         )
@@ -314,8 +310,8 @@ class EnginePool:
     async def update(self, published: "Published") -> UpdateReport | None:
         """Update every engine while requests are in flight. Return the slowest engine's report.
 
-        Return None if the trainer has stepped past `published`: a newer version will follow. Raises
-        a RunFailed that names the engine and any bad tensor. A failed engine stays paused.
+        Return None if the trainer has stepped past `published`. Raises a RunFailed that names the
+        engine and any bad tensor. A failed engine stays paused.
         """
         async with self.updating:
             self.registry.want(published.version)
@@ -351,10 +347,10 @@ class EnginePool:
     async def transfer(
         self, published: "Published", indices: list[int]
     ) -> dict[int, BaseException]:
-        """Update these engines.
+        """Update these engines. On a direct wire a lost engine interrupts the others.
 
-        On a direct wire a lost engine interrupts the others. They retry under the same lease. If
-        the version is gone by then, set `is_version_gone`. They stay paused until the next version.
+        They retry under the same lease. If the version is gone by then, set `is_version_gone`. They
+        stay paused until the next version.
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None
@@ -462,10 +458,7 @@ class EnginePool:
     async def _every(
         self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None
     ) -> dict[int, T]:
-        """Call every listening engine. Return results by index.
-
-        Fence lost engines. Raise the first other error.
-        """
+        """Call every listening engine. Return results by index, or raise a live engine's error."""
         up = self.registry.up
         up = [index for index in up if among is None or index in among]
         results = await asyncio.gather(

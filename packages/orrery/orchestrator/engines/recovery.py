@@ -58,10 +58,7 @@ class EngineRecovery:
             self._task.result()
 
     async def look_for_losses(self) -> None:
-        """Fence every engine that no longer answers.
-
-        Cancelling a caller does not stop it, because a half-fenced engine would not be restarted.
-        """
+        """Fence every engine that no longer answers, even if the caller is cancelled."""
         look = asyncio.create_task(self._look(time.monotonic()), name="look for losses")
         self._looks.add(look)
         look.add_done_callback(self._looks.discard)
@@ -184,7 +181,6 @@ class EngineRecovery:
             pool.disaggregated.returned(index, endpoint.info)
 
     async def _bring_back(self, index: int) -> None:
-        """Update a restarted engine to the wanted version, unless that version is gone."""
         pool = self.pool
         async with pool.updating:
             incarnation, published = pool.registry[index].incarnation, pool.published

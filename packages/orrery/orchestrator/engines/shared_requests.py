@@ -1,10 +1,9 @@
-"""Send equal generation calls as one engine request for several samples.
+"""Send equal generation calls as one engine request for several samples, to save processor time.
 
-- One request takes less processor time than many.
-- `share` is a key. Calls with equal keys have equal prompts and sampling options. Those that begin
-  in one pass of the event loop become one request.
+- Calls with the same key `share` have equal prompts and sampling options. Those that begin in one
+  pass of the event loop become one request.
 - Each call returns as soon as its sample ends.
-- The sample of a cancelled call is discarded. The request is aborted once no call waits for it.
+- The request is aborted once no call waits for it.
 """
 
 import asyncio
@@ -33,10 +32,7 @@ class _Request:
 
     @property
     def name(self) -> str:
-        """Return the id for the engine. It differs from the ids of calls that share the request.
-
-        Aborting such a call's id then leaves the request running. A request of one call has its id.
-        """
+        """Return the id for the engine. It differs from the ids of calls that share the request."""
         first = self.calls[0][0]
         return first if len(self.calls) == 1 else f"{first}+{len(self.calls) - 1}"
 

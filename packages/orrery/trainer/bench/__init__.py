@@ -1,8 +1,7 @@
 """`orrery bench trainer`: measure a trainer's speed and memory on synthetic batches.
 
 This file fits a manifest to this machine's devices and makes the batches. `__main__.py` parses the
-options and starts one process per device. `rank.py` times the steps. `report.py` compares them with
-the expected time.
+options and starts one process per device, `rank.py` times the steps, `report.py` reports them.
 """
 
 import json
@@ -47,8 +46,6 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options from the command line or the run's row. None means the manifest's value."""
-
     device: Literal["cpu"] | None = None
     devices: int | None = None
     steps: int = 8

@@ -1,7 +1,7 @@
 """Measure a manifest's trainer: `python -m orrery.trainer.bench MANIFEST [options]`.
 
 MANIFEST is a file, or a name in the checkout's `manifests/`. Missing options come from the run's
-row in `ROWS`, then from defaults. The first line of output lists them all.
+row in `ROWS`, then from defaults.
 """
 
 import argparse

@@ -223,10 +223,7 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict, and fill it with the mean of CLOCK_FIELDS on exit.
-
-    Without `nvidia-smi` or a GPU it stays empty.
-    """
+    """Yield a dict, and fill it with the mean of CLOCK_FIELDS on exit, if there is a GPU."""
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
@@ -331,10 +328,7 @@ def divide_step(events: list[Event], step: str) -> Phases:
 
 
 def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
-    """Return the step's copies by direction, or none without a device.
-
-    Only computation hides a copy. Communication does not.
-    """
+    """Return the step's copies by direction, or none without a device. Computation hides copies."""
     begin, end = _step_window(events, step)
 
     def union(found: list[Event]) -> Spans:

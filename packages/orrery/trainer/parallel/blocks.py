@@ -6,8 +6,8 @@
   exchange tokens or keys inside a block, the graphs lie inside the checkpoint instead.
 - The first micro-batch length is compiled as a constant, the second as a symbol.
 - `keep` stores numbers that the host has read from the device, and `recall` returns them, so that
-  recomputation does not wait for the device. Torch's selective checkpointing requires equal
-  operations in both runs. FSDP's hooks break this, so `_Run` keeps results of named operations.
+  recomputation does not wait for the device. FSDP's hooks break torch's selective checkpointing,
+  which requires equal operations in both runs, so `_Run` keeps results of named operations.
 """
 
 import textwrap
@@ -110,8 +110,7 @@ def _checkpoint(policy: Policy, trainer: Trainer) -> None:
 def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
     """Return the keyword arguments of torch's `checkpoint` that select the kept operations.
 
-    A block of one graph always gets them. Without them torch 2.11's partitioner keeps rows of
-    experts.
+    Without them torch 2.11's partitioner keeps rows of experts in a block of one graph.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
     if model.mla is not None:  # small, and a recomputation could choose other keys
@@ -130,8 +129,7 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
 def _called_by_graphs(trainer: Trainer, model: Model) -> frozenset[Any]:
     """Return the operators that compiled graphs call, none without `trainer.compile`.
 
-    Those are attention if `mesh.cp` = 1, and experts if `mesh.ep` = 1. Latent attention is
-    among them with any cp, because only the gathering of its keys stays outside graphs.
+    Those are attention if `mesh.cp` = 1 or latent, and experts if `mesh.ep` = 1.
     """
     if not trainer.compile:
         return frozenset()

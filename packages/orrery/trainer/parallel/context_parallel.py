@@ -1,14 +1,14 @@
 """Context parallel: the cp ranks of a group share each micro-batch's tokens.
 
-`apply` replaces a module in each attention layer, and `shard` selects rank r's tokens. The rank
-that predicts a scored token has its loss. `trainer.mesh.cp_style` selects module and tokens:
+`apply` replaces a module in each attention layer, and `shard` selects rank r's tokens.
+`trainer.mesh.cp_style` selects module and tokens:
 
     ulysses   one contiguous part. An all-to-all gives each rank all tokens for 1/cp of the heads
     ring      pieces r and 2·cp − 1 − r of each document's 2·cp. Ranks pass keys and values around
     dsa       pieces as in ring. Each rank gathers all ranks' latent keys (latent attention only)
 
-Ranks get equal numbers of tokens. Padding repeats a real token and is never scored. It stands at a
-document's end or in a document without real tokens, so no real token attends to it.
+The rank that predicts a scored token has its loss. Ranks get equal numbers of tokens. Padding
+repeats a real token and is never scored, nor attended to by a real token.
 """
 
 from collections.abc import Callable, Sequence

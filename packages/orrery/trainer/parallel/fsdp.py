@@ -3,7 +3,7 @@
 - The model names the units, and the root takes the rest. With expert parallel a layer's experts are
   another unit, sharded over the ranks with the same experts.
 - Gradients are summed over ranks, because the loss already divides by global counts.
-- A single rank may stay unwrapped (`Trainer.needs_fsdp`), with `ComputeCopies` for mixed precision.
+- A single rank may stay unwrapped (`Trainer.needs_fsdp`), with `ComputeCopies`.
 """
 
 import itertools
@@ -80,10 +80,7 @@ def _prefetch(policy: Policy) -> None:
 
 
 def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
-    """Choose the reductions of the next backward pass. `last`: it is the step's last.
-
-    `step` reduces gradients once a step. `micro_batch` delays only HSDP's all-reduce to the last.
-    """
+    """Choose the reductions of the next backward pass. `last`: it is the step's last."""
     if not isinstance(policy, FSDPModule):
         return
     if spec.reduce_gradients == "step":
@@ -105,8 +102,8 @@ class ComputeCopies:
     """Copies of one rank's weights in the compute dtype.
 
     The forward pass fills them from the trained weights and puts them into the modules. Each
-    gradient moves at once to its trained weight, in that weight's dtype, so sums have the bits of
-    FSDP on one rank.
+    gradient moves at once to its trained weight, in that weight's dtype, with the bits of FSDP on
+    one rank.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype):

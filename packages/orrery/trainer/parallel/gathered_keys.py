@@ -1,8 +1,7 @@
 """Context parallel for latent attention: each rank gathers the latent keys of all R ranks.
 
 - One all-gather per layer carries latent, rotated and indexer keys while queries are computed.
-- One all-to-all returns gradients to the keys' ranks. Each rank sums them in rank order in float32,
-  so equal inputs give equal bits.
+- One all-to-all returns gradients to the keys' ranks, which sum them in rank order in float32.
 - Tokens lie in zig-zag order (`context_parallel.zigzag`), so all ranks score equally many keys.
 - The padded stream is all padded documents, one after another. Chosen keys are indices in it, and
   so are the offsets in the `Documents` that layers get.
@@ -30,9 +29,9 @@ class KeyOrder(NamedTuple):
     """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
     Row r·t + i is token i of rank r. A rank has an early and a late piece of the queries of each
-    document (`zigzag`). With latent keys, both pieces read one copy of all keys: `parts` has one
-    entry. With expanded keys, each piece reads its own copy of the document's prefix: two entries.
-    No entry repeats a row, so adding gradients needs no atomics.
+    document. With latent keys, both read one copy of all keys: `parts` has one entry. With expanded
+    keys, each reads its own copy of the document's prefix: two entries. No entry repeats a row, so
+    adding gradients needs no atomics.
     """
 
     row: Tensor  # i64 [K], the gathered row of each key
@@ -116,8 +115,7 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 class GatheredKeys(LocalKeys):
     """Give this rank's queries the keys of all ranks in `group`.
 
-    If `keeps`, the forward pass saves the gathered keys for recomputation. Otherwise
-    recomputation gathers them again.
+    Recomputation gathers them again unless `keeps`.
     """
 
     is_gathered = True

@@ -137,7 +137,6 @@ def init_world(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | 
 
 
 def _divide_multiprocessors() -> None:
-    """Reserve a few multiprocessors for collectives, and keep grouped products off these."""
     blocks = os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS))
     if not blocks.isdigit():
         raise RunFailed(

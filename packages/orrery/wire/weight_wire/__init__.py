@@ -57,10 +57,7 @@ ADAPTER = "adapter"
 
 
 def served_model(manifest: Manifest, stage: str) -> str | None:
-    """Return the model name for requests in this stage: ADAPTER, or None without adapter.
-
-    Outside RL, engines serve merged weights.
-    """
+    """Return the model name for requests in this stage: ADAPTER, or None without adapter."""
     return ADAPTER if manifest.transport.weights == "adapters" and stage == "rl" else None
 
 
@@ -90,10 +87,7 @@ def make_weight_sender(
 
 
 def check_library(kind: str) -> None:
-    """Raise OrreryError if an engine's package for this kind is missing.
-
-    Does not import it, because vLLM must set NIXL's environment first.
-    """
+    """Raise OrreryError if an engine's package for this kind is missing, without importing it."""
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(
             "transport.weights 'nixl': NIXL is not installed here. "

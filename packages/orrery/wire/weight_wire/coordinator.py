@@ -2,8 +2,8 @@
 
 - Trainer rank 0 serves one TCPStore. `wire.json` in the wire's folder, open to its owner alone, has
   the address and a secret that is never sent.
-- A TCPStore has no authentication, so each value carries an HMAC-SHA256 of its key and content,
-  checked before decoding. Another program can read values and stop the run, but not forge a value.
+- A TCPStore has no authentication, so each value carries an HMAC-SHA256 of its key and content.
+  Another program can read values and stop the run, but not forge a value.
 - Each engine rank arrives with the number of the orchestrator's transfer. When all have arrived,
   rank 0 orders the transfer, with its members and their group's number.
 - A new group forms only when the members change, or after a failure at any end.
@@ -119,18 +119,16 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raises WireFailed naming `what` after `within_s` (scaled), or if the store is gone or the
-        value forged.
+        Raises WireFailed naming `what` after `within_s` (scaled), without store, or if the value is
+        forged.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
     def raw(self, key: str, what: str, within_s: float = MEET_S) -> bytes:
-        """Return the bytes at `key`. Waits and raises as `get` does."""
         self._await(key, what, within_s)
         return self._open(key, what)
 
     def is_over(self, transfer: int) -> bool:
-        """Return whether another transfer is current, or a rank of this one has failed."""
         current = msgspec.msgpack.decode(self._open(CURRENT, "the current transfer"), type=int)
         return current != transfer or self.store.check([f"failed/{transfer}"])
 

@@ -1,8 +1,7 @@
 """Send weights as safetensors files: the trainer writes them, every engine maps them.
 
 - The folder has mode 0700. It is in shared memory, or on several nodes in the run's folder.
-- `version_<n>/00000.safetensors …`: the tensors, in shards of bounded size. `publish_folder` links
-  existing files instead of writing shards.
+- `version_<n>/00000.safetensors …`: the tensors, in shards of bounded size.
 - `version_<n>.json`: the marker, written after all files are on disk. Readers look only for it.
 - The publisher keeps the newest `keep` versions and removes a marker before its files. A mapped
   file stays readable.
@@ -91,10 +90,7 @@ class WeightPublisher:
         )
 
     def publish_folder(self, version: int, folder: Path) -> Published:
-        """Publish the safetensors files of `folder`, readable by all readers, without a copy.
-
-        Needs no torch. Raises OrreryError without such files.
-        """
+        """Publish the safetensors files of `folder` without a copy. Needs no torch."""
         return self._publish(version, lambda aside: _link_shards(aside, folder))
 
     def _publish(

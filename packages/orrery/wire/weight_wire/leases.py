@@ -5,9 +5,9 @@ step. A lease delays that step.
 - `LeaseRequest`: the orchestrator's wanted version (None: no lease) and the engines of its transfer
   (empty: no transfer). A higher number replaces a lower number.
 - `LeaseReport`: trainer rank 0's answer to the newest request, a transfer or a refusal.
-- Both are sent at every change. Rank 0 repeats its report every REPEAT_S. If it answers an old
-  request, the orchestrator repeats the newest. So messages may be lost, late or repeated. A
-  restarted orchestrator has a new session, which ends older sessions' leases.
+- Both are sent at every change, and repeated (REPEAT_S, or after an answer to an old request). So
+  messages may be lost, late or doubled. A restarted orchestrator has a new session, which ends
+  older sessions' leases.
 - Before a step, rank 0 refuses new leases, and waits until the lease is released or its version is
   sent. If an engine is lost, the transfer fails, and the lease holds the version for a retry.
 """
@@ -140,10 +140,7 @@ class LeaseTable:
             return Transfer(number, request.version, request.engines)
 
     def admit(self, transfer: Transfer) -> str:
-        """Start the transfer and return "", or return the reason for a refusal.
-
-        The weights do not change until `finish`.
-        """
+        """Start the transfer, which holds the weights. Return "" or the reason for a refusal."""
         with self.changed:
             if transfer.version != self._open:
                 return f"version {transfer.version} {GONE}"
@@ -254,8 +251,7 @@ class LeaseClient:
         """Lease the version, unless leased, and start its transfer to `engines`.
 
         Ends the previous transfer. Return the version to load, or None if the trainer has stepped.
-        Call `release` afterwards, also after a failure. Raises WireFailed if the trainer does not
-        answer.
+        Always call `release` afterwards. Raises WireFailed if the trainer does not answer.
         """
         request = self._want(published.version, tuple(engines))
         try:

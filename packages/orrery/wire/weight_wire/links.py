@@ -3,12 +3,11 @@
 - `nccl`: messages of a separate process group (nccl on GPUs, gloo on CPUs). Its ranks are the
   sources, then the targets. On one host, a target GPU reads the source's buckets by CUDA IPC.
 - `nixl`: the target reads the source's registered buckets, over NIXL and UCX, i.e. RDMA, shared
-  memory or TCP (https://github.com/ai-dynamo/nixl).
+  memory or TCP.
 
-nccl gives each pair of ranks a communicator and a stream, so messages to several peers overlap. The
-pair's first message creates them, and waits for the peer without a deadline. It runs in a thread,
-abandoned after ROUND_S. A rank that waits for a dead peer gets an error: from gloo at once, from
-nccl after ROUND_S.
+nccl gives each pair of ranks a communicator and a stream. The pair's first message creates them,
+and waits for the peer without a deadline, so it runs in a thread, abandoned after ROUND_S. A rank
+that waits for a dead peer gets an error: from gloo at once, from nccl after ROUND_S.
 """
 
 import os
@@ -349,11 +348,10 @@ def load_nixl() -> Any:
 
 
 def wait_for_progress() -> None:
-    """Patch NIXL so that the progress thread of a CPU process sleeps. Call before making an agent.
+    """Patch NIXL so that the progress thread of a CPU process sleeps, before making an agent.
 
     `nixl_agent` sets `pthrDelay` to 0, so the thread of every idle process polls on a whole core.
-    Seen with 1.5.1. Remove this when `nixl_agent_config` takes the delay. Raises ImportError
-    without NIXL.
+    Seen with 1.5.1. Remove this when `nixl_agent_config` takes the delay.
     """
     import nixl._api
 

@@ -1,7 +1,7 @@
 """Plan a transfer: which trainer rank sends which slices to which engine rank, in buckets.
 
 - Sources are trainer ranks, targets are engine ranks. A source holds one box of a tensor, a target
-  needs boxes of it. A box has a `[start, stop)` for every dimension. A scalar's box is ().
+  needs boxes of it. A box has a `[start, stop)` for every dimension.
 - Every needed element goes to its target exactly once. Among replicas, the source with the fewest
   bytes so far sends.
 - A move is a part of its source's box, so no rank buffers foreign data.
@@ -349,8 +349,7 @@ class _Bucketful:
 class RankFingerprints:
     """A trainer rank's shares of the tensors' fingerprints, in the sent dtype.
 
-    All ranks' shares add up to the fingerprints. Slices are copied into a bucket as for sending,
-    and hashed there. Only the first rank with a box counts it.
+    Slices are hashed in a bucket as sent. Only the first rank with a box counts it.
     """
 
     def __init__(

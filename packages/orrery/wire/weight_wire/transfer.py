@@ -5,9 +5,9 @@
   version and waits for its leases (`leases.py`).
 - `WeightReceiver.receive` yields a version's slices round by round, in one of two buckets. So round
   n must be used before round n + 2 is requested. Every slice is fingerprinted on arrival.
-- A failed transfer closes its process group, so no process waits for a failed rank. The lease holds
-  the version for a retry. If a thread of a trainer rank fails, the rank raises WireFailed at its
-  next `publish`, rank 0 also in `settle`. A receiver raises TransferFailed.
+- A failed transfer closes its process group, so no process waits for a failed rank. A trainer rank
+  whose thread fails raises WireFailed at its next `publish`, rank 0 also in `settle`. A receiver
+  raises TransferFailed.
 """
 
 import contextlib
@@ -177,10 +177,7 @@ class WeightSender:
         return published
 
     def settle(self) -> float:
-        """Withdraw the version and wait for its leases. Return the seconds waited.
-
-        All ranks call this before the optimizer steps.
-        """
+        """Withdraw the version and wait for its leases. Return the seconds waited."""
         begin, version = time.perf_counter(), self._version
         if version is None or self._sending is None:
             return 0.0
