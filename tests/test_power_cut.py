@@ -26,8 +26,11 @@ from trainer_cases import make_learner, manifest, write_start_weights  # noqa: E
 
 from orrery.inference.assemble import blank_adapter  # noqa: E402
 from orrery.launcher import containers  # noqa: E402
-from orrery.launcher.adopt import adopt  # noqa: E402
-from orrery.launcher.runs import Run, find  # noqa: E402
+from orrery.launcher.runs import (  # noqa: E402
+    Run,
+    adopt,
+    find,
+)
 from orrery.launcher.site import Roles, Site  # noqa: E402
 from orrery.launcher.stage import Job  # noqa: E402
 from orrery.launcher.supervisor import run_stage  # noqa: E402

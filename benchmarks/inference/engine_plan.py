@@ -18,8 +18,7 @@ from throughput import LOG_PROBS, OURS, Rows, manifest, measure
 
 from orrery.manifest.budget import engine
 from orrery.manifest.budget.engine import Serving
-from orrery.manifest.budget.rates import rates_of
-from orrery.manifest.devices import accelerator_of
+from orrery.manifest.devices import accelerator_of, rates_of
 from record import record  # importable because throughput.py extends sys.path
 
 HERE = Path(__file__).resolve().parent

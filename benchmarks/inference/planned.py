@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.budget import engine
 from orrery.manifest.budget.engine import Serving
-from orrery.manifest.budget.rates import rates_of
+from orrery.manifest.devices import rates_of
 from orrery.manifest.identity import load
 from orrery.manifest.schema.inference import token_bytes
 from record import record

@@ -16,9 +16,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.budget.parameters import count_parameters
-from orrery.manifest.budget.rates import rates_of
 from orrery.manifest.budget.trainer_memory import plan_memory
 from orrery.manifest.budget.trainer_time import step_s
+from orrery.manifest.devices import rates_of
 from orrery.manifest.identity import load
 from orrery.trainer.bench import Options, make_request
 from record import record

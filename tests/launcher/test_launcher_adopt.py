@@ -10,9 +10,8 @@ import pytest
 
 from orrery.launcher import cli
 from orrery.launcher import status as statuses
-from orrery.launcher.adopt import adopt
 from orrery.launcher.receipt import record
-from orrery.launcher.runs import Run, all_runs, find
+from orrery.launcher.runs import Run, adopt, all_runs, find
 from orrery.launcher.status import RoleStatus, Status, hold_lock, newest_checkpoint
 from orrery.manifest.check import with_values
 from orrery.manifest.errors import OrreryError

@@ -159,7 +159,7 @@ def test_a_model_becomes_a_folder_and_an_axis_of_a_run_that_renders(place, own):
     assert code == 0, err
     model = load(place.root / "manifests" / "fetched.json").model
     assert model.init.revision == f"{NAME}@{commit}"
-    from orrery.models.pretrained import check_config
+    from orrery.models.hf_folder import check_config
 
     check_config(model, place.root / FOLDER)
 

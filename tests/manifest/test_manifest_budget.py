@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 from orrery.manifest.budget import engine, table
-from orrery.manifest.budget.misfits import memory_misfits
+from orrery.manifest.budget.options import memory_misfits
 from orrery.manifest.budget.parameters import count_parameters
-from orrery.manifest.budget.rates import rates_of, usable_bytes
 from orrery.manifest.budget.run import plan_run
 from orrery.manifest.budget.search import engine_layouts, trainer_layouts
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory, sparse_backward_bytes
 from orrery.manifest.budget.trainer_time import links
 from orrery.manifest.budget.trainer_traffic import step_bytes
 from orrery.manifest.check import with_values
-from orrery.manifest.devices import DEVICES, SPARSE_PAIRS
+from orrery.manifest.devices import DEVICES, SPARSE_PAIRS, rates_of, usable_bytes
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.plan import check_supported
@@ -214,7 +213,7 @@ def test_every_device_has_rates_and_only_measured_ones_have_a_file():
 
 def test_planning_imports_no_torch():
     code = (
-        "import sys; from orrery.manifest.budget import run, table, misfits; "
+        "import sys; from orrery.manifest.budget import run, table, options; "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -6,8 +6,7 @@ import pytest
 from manifest_specs import REPOSITORY, checkout
 
 from orrery.manifest import cli, devices, machine
-from orrery.manifest.budget.rates import rates_of, usable_bytes
-from orrery.manifest.devices import DEVICES, device_of, find_device
+from orrery.manifest.devices import DEVICES, device_of, find_device, rates_of, usable_bytes
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load
 from orrery.manifest.machine import Machine, adapt, gpus, refuse_other_device, this_machine

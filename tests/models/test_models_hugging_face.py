@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from orrery.manifest.errors import OrreryError
 from orrery.models import build, fsdp_units, weights
 from orrery.models import hugging_face as model_module
-from orrery.models.pretrained import check_config
+from orrery.models.hf_folder import check_config
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

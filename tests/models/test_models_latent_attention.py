@@ -11,9 +11,9 @@ from orrery.kernels.attention import Documents
 from orrery.manifest.errors import OrreryError
 from orrery.models import axis, build, weights
 from orrery.models.causal_lm import TransformerBlock
+from orrery.models.hf_folder import check_config
 from orrery.models.latent_attention import rotate_pairs, train_indexers
 from orrery.models.layers import rotary_angles
-from orrery.models.pretrained import check_config
 from orrery.trainer.parallel.blocks import recomputation_contexts
 
 LENGTHS = [9, 30, 1, 14]

@@ -8,7 +8,7 @@ import torch
 from orrery.kernels.token_logprob import reference_token_logprob
 from orrery.manifest.errors import OrreryError
 from orrery.models import build, hf_config, weights
-from orrery.models.pretrained import check_config
+from orrery.models.hf_folder import check_config
 
 UNNORMALIZED = {
     "num_experts": 5,

@@ -9,7 +9,7 @@ import pytest
 
 from orrery.manifest.errors import OrreryError
 from orrery.models import build, hf_config, weights
-from orrery.models.pretrained import check_config
+from orrery.models.hf_folder import check_config
 
 pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ import torch
 
 from orrery.manifest.identity import load
 from orrery.models import build, weights
-from orrery.models.pretrained import check_config
+from orrery.models.hf_folder import check_config
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "async" / "smollm2.py"
 _spec = importlib.util.spec_from_file_location("smollm2", SCRIPT)

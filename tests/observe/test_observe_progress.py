@@ -10,9 +10,16 @@ from rich.console import Console
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import open_regular
-from orrery.observe import sinks
-from orrery.observe.progress import Progress, line, panel, sparkline
-from orrery.observe.sinks import TensorBoardSink, named
+from orrery.observe.progress import (
+    Progress,
+    TensorBoardSink,
+    WandbSink,
+    configured,
+    line,
+    named,
+    panel,
+    sparkline,
+)
 from orrery.runtime.health import Health, Wait
 from orrery.runtime.metrics import MetricsFile, MetricsTail
 
@@ -236,12 +243,12 @@ def test_wandb_is_used_only_when_configured_and_its_absence_is_a_sentence(tmp_pa
     for name in ("WANDB_PROJECT", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "k")
-    assert not sinks.configured()
+    assert not configured()
     monkeypatch.setenv("WANDB_PROJECT", "p")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert sinks.configured()
+    assert configured()
     with pytest.raises(OrreryError, match="wandb is not installed"):
-        sinks.WandbSink(tmp_path / "reverse_text-0123456789ab")
+        WandbSink(tmp_path / "reverse_text-0123456789ab")
 
 
 def test_wandb_gets_one_run_a_folder_and_steps_as_values(tmp_path, monkeypatch):
@@ -257,7 +264,7 @@ def test_wandb_gets_one_run_a_folder_and_steps_as_values(tmp_path, monkeypatch):
         "wandb",
         SimpleNamespace(init=lambda **settings: started.update(settings) or run),
     )
-    sink = sinks.WandbSink(tmp_path / "reverse_text-0123456789ab")
+    sink = WandbSink(tmp_path / "reverse_text-0123456789ab")
     sink.write("trainer.0", {"time_s": 1.0, "stage": "rl", "attempt": 1, "step": 7, "loss": 0.5})
     for engine in (0, 1):
         sink.write(
@@ -272,7 +279,7 @@ def test_wandb_gets_one_run_a_folder_and_steps_as_values(tmp_path, monkeypatch):
     )
     ids = [started["id"]]
     for checkout in (tmp_path, tmp_path / "other"):
-        sinks.WandbSink(checkout / "reverse_text-0123456789ab")
+        WandbSink(checkout / "reverse_text-0123456789ab")
         ids.append(started["id"])
     assert ids[0] == ids[1] != ids[2] and all(one.startswith("0123456789ab-") for one in ids), (
         "resumed, but not by another checkout"

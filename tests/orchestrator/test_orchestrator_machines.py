@@ -19,9 +19,8 @@ from orrery.orchestrator.advantages import ALGORITHMS, Group, advantages
 from orrery.orchestrator.buffer import BARREN_BATCHES, RolloutBuffer
 from orrery.orchestrator.dispatch import PROOF_S, GroupRequest, Request, Source, TimeoutClassifier
 from orrery.orchestrator.evaluate import summary
-from orrery.orchestrator.evaluation import Evaluations, describe_counts
 from orrery.orchestrator.rollout import Failed
-from orrery.orchestrator.scheduler import Clock, Snapshot
+from orrery.orchestrator.scheduler import Clock, Evaluations, Snapshot, describe_counts
 from orrery.tasks.task import Message, ToolCall
 from orrery.wire import checkpoints
 from orrery.wire.routed_experts import RouteShape, without_routes

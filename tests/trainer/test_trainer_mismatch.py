@@ -8,8 +8,8 @@ import torch
 from trainer_cases import MISMATCH, manifest
 
 from orrery.manifest.errors import RunFailed
+from orrery.trainer.learner import MIN_TOKENS, MismatchGuard
 from orrery.trainer.micro_batch import micro_batch
-from orrery.trainer.mismatch import MIN_TOKENS, MismatchGuard
 from orrery.trainer.parallel.world import World
 from orrery.wire.columns import Columns
 

@@ -80,8 +80,7 @@ def adopt(
     ],
 ) -> None:
     """Start a run from another run's state, on other devices or in another layout."""
-    from orrery.launcher.adopt import adopt
-    from orrery.launcher.runs import find, resume_command
+    from orrery.launcher.runs import adopt, find, resume_command
 
     run = find(word)
     where = adopt(run, find(other))

@@ -29,7 +29,7 @@ from orrery.launcher.slurm.job import (
     srun,
     step_plans,
 )
-from orrery.manifest.budget.misfits import memory_misfits
+from orrery.manifest.budget.options import memory_misfits
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, find_workspace, pretty_json, run_dir

@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from orrery.manifest.errors import explain_os_error
-from orrery.observe.progress import Progress, line, panel
-from orrery.observe.sinks import TensorBoardSink, WandbSink, configured
+from orrery.observe.progress import Progress, TensorBoardSink, WandbSink, configured, line, panel
 from orrery.runtime.health import FAILED, Health, listed
 from orrery.runtime.metrics import MetricsTail, Row
 

@@ -5,13 +5,17 @@
 - Other devices get a name from their driver's data: `l40g_sm89_44gb` is an L40G of compute
   capability 8.9 with 44 GiB. Each rate is the lowest of all rows with this or the next lower
   capability.
+- Another device than those in `rates/` is assumed to reach the share of its data sheet's rates that
+  an H200 reaches.
 """
 
 import re
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import read_as
 
 GB, T = 10**9, 10**12
 
@@ -194,3 +198,66 @@ def blocks(length: int, longest: int) -> list[slice]:
     aligned = -(-size // ALIGNMENT) * ALIGNMENT
     size = aligned if aligned <= longest else size
     return [slice(start, min(start + size, length)) for start in range(0, length, max(1, size))]
+
+
+FOLDER = Path(__file__).with_name("rates")
+MEASURED_ON = "h200"  # its rates are scaled for devices without measured rates
+USABLE = 0.99  # share of a device's GiB open to a process. Data sheets write GB for GiB.
+PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5, one direction
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations per second of kernels, and bytes per second of memory and links.
+
+    - `dense_flops`, `grouped_flops`: products of matrices and of routed experts, in bfloat16.
+    - `attention_flops`: the limit that attention approaches in long documents.
+    - `attention_half_tokens`: the document length that reaches half of this limit.
+    - `link_bytes`: from a device to another one of its node. `host_link_bytes`: to pinned host
+      memory. Both in one direction.
+    - `collective_bytes`: of an all-gather or reduce-scatter while the device computes.
+    """
+
+    source: str
+    dense_flops: float
+    fp8_flops: float
+    grouped_flops: float
+    attention_flops: float
+    attention_half_tokens: float
+    memory_bytes: float
+    link_bytes: float
+    collective_bytes: float
+    host_link_bytes: float
+
+
+@cache
+def rates_of(accelerator: str) -> Rates:
+    path = FOLDER / f"{accelerator}.json"
+    if path.is_file():
+        return read_as(path, Rates, "restore the file from the repository")
+    measured, theirs = rates_of(MEASURED_ON), DEVICES[MEASURED_ON]
+    device = device_of(accelerator)
+    dense = device.bf16_flops / theirs.bf16_flops
+    memory = device.memory_bytes_per_s / theirs.memory_bytes_per_s
+    link = device.link_bytes_per_s / theirs.link_bytes_per_s
+    sheet = "data sheet"
+    if device.is_estimated:
+        sheet = "unknown device; the data sheet of the slowest similar one"
+    return Rates(
+        source=f"{sheet}, times the share that an {MEASURED_ON.upper()} reaches of its own",
+        dense_flops=measured.dense_flops * dense,
+        fp8_flops=measured.fp8_flops * device.fp8_flops / theirs.fp8_flops,
+        grouped_flops=measured.grouped_flops * dense,
+        attention_flops=measured.attention_flops * dense,
+        attention_half_tokens=measured.attention_half_tokens,
+        memory_bytes=measured.memory_bytes * memory,
+        link_bytes=measured.link_bytes * link,
+        collective_bytes=measured.collective_bytes * link,
+        host_link_bytes=PCIE_BYTES,
+    )
+
+
+def usable_bytes(accelerator: str) -> int | None:
+    """Return the bytes that a process can allocate on the device, or None for a CPU."""
+    device = find_device(accelerator)
+    return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orrery.manifest.budget.misfits import fitting_fields
-from orrery.manifest.budget.options import jsonnet_of
+from orrery.manifest.budget.options import fitting_fields, jsonnet_of
 from orrery.manifest.check import check
 from orrery.manifest.devices import (
     AMPERE,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from orrery.manifest.budget.misfits import memory_misfits
+from orrery.manifest.budget.options import memory_misfits
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
 

@@ -1,6 +1,6 @@
 """Write the model axis of a Hugging Face folder: `python -m orrery.models.axis FOLDER …`.
 
-- A model type of our own families takes that family if `pretrained.check_config` agrees. All other
+- A model type of our own families takes that family if `hf_folder.check_config` agrees. All other
   causal models take `hugging_face`, and the output says why.
 - The network is built on "meta". If the folder has weights, their names and shapes are checked.
 - The output is JSON: the axis, family, number of parameters, vocabulary size, and a reason or null.
@@ -21,14 +21,14 @@ from orrery.manifest.json_file import read_object
 from orrery.manifest.publish import sha256_of
 from orrery.manifest.schema import Model
 from orrery.manifest.schema.model import FP8_BLOCK
-from orrery.models import hugging_face, pretrained
+from orrery.models import hf_folder, hugging_face
 from orrery.models.families import YARN_FIELDS, build
 from orrery.models.hf_folder import CONFIG_FILE, num_mtp_layers, tensor_names, weight_files
 from orrery.models.weights import open_checkpoint
 
 OWN_TYPES = {  # families by transformers' model types
     **{family: family for family in ("qwen3", "qwen3_moe", "llama", "glm4_moe")},
-    **{family: family for family in pretrained.YARN_FAMILIES},
+    **{family: family for family in hf_folder.YARN_FAMILIES},
     "glm_moe_dsa": "glm5",
 }
 NO_DIGEST = "0" * 64
@@ -72,7 +72,7 @@ def model_of(
             "choose the repository of its bfloat16 weights"
         )
     _check_type(kind, folder)
-    config = pretrained.parse_config(content, f"{folder.name}/{CONFIG_FILE}")
+    config = hf_folder.parse_config(content, f"{folder.name}/{CONFIG_FILE}")
     inputs = {"init": init, "tokenizer": tokenizer}
     reason = f"model_type {kind!r} has no network of our own"
     if kind in OWN_TYPES:
@@ -81,13 +81,13 @@ def model_of(
             fields = _own_fields(family, config)
             fields["num_mtp_layers"] = _num_mtp_layers(folder, content)
             own = _checked({**inputs, "family": family, **fields})
-            pretrained.check_config(own, folder)
+            hf_folder.check_config(own, folder)
             return own, None
         except OrreryError as error:
             reason = str(error).replace(f"{folder}/", "").partition(". ")[0]
     hugging_face.check_type(config)
     generic = _checked({**inputs, "family": "hugging_face", **_generic_fields(config, content)})
-    pretrained.check_config(generic, folder)
+    hf_folder.check_config(generic, folder)
     return generic, reason
 
 
@@ -116,7 +116,7 @@ def _check_type(kind: Any, folder: Path) -> None:
             f"model_type: {folder.name}/{CONFIG_FILE} names none; choose a repository of a causal "
             "language model"
         )
-    kind = pretrained.SAME_CONFIG.get(kind, kind)
+    kind = hf_folder.SAME_CONFIG.get(kind, kind)
     if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
     raise OrreryError(
@@ -143,7 +143,7 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
     indexer: dict[str, Any] = {"types": None}
     moe = {"num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0}
     parts = {"moe": moe, "mla": mla, "mla.indexer": indexer, "": fields}
-    for theirs, ours in pretrained.FIELDS.items():
+    for theirs, ours in hf_folder.FIELDS.items():
         if (value := getattr(config, theirs, None)) is not None:
             part, _, name = ours.rpartition(".")
             parts[part][name] = value
@@ -154,12 +154,12 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
         if set(indexer["types"] or ["full"]) == {"full"}:
             indexer["types"] = None
         mla["indexer"] = indexer if "top_k" in indexer else None
-    rope = pretrained.rotation(config)
+    rope = hf_folder.rotation(config)
     scaling = None
     if rope.get("rope_type") == "llama3":
-        scaling = {ours: rope[theirs] for theirs, ours in pretrained.LLAMA3_FIELDS.items()}
+        scaling = {ours: rope[theirs] for theirs, ours in hf_folder.LLAMA3_FIELDS.items()}
         scaling["kind"] = "llama3"
-    elif family in pretrained.YARN_FAMILIES and YARN_FIELDS.keys() <= rope.keys():
+    elif family in hf_folder.YARN_FAMILIES and YARN_FIELDS.keys() <= rope.keys():
         scaling = {ours: rope[theirs] for theirs, ours in YARN_FIELDS.items()}
         scaling["kind"] = "yarn"
     return {

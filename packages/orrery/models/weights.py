@@ -23,7 +23,7 @@ from orrery.manifest.schema import Model, PretrainedInit, RandomInit
 from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import build, hf_config, hf_names, is_ignored
-from orrery.models.hf_folder import HfTensor, check_layers, is_mtp_name, mtp_tensors
+from orrery.models.hf_folder import HfTensor, check_config, check_layers, is_mtp_name, mtp_tensors
 from orrery.models.lora import adapters, merged
 from orrery.models.placement import (
     Box,
@@ -35,7 +35,6 @@ from orrery.models.placement import (
     relative,
     slices,
 )
-from orrery.models.pretrained import check_config
 
 MAX_FILE_BYTES = 5_000_000_000
 MAX_DRAWING_THREADS = 16  # each holds a float32 tensor

@@ -17,9 +17,8 @@ from orrery.runtime.timing import scaled
 from orrery.trainer.checkpoint import base_sha256
 from orrery.trainer.checkpoint_writer import StageCheckpoints, resume
 from orrery.trainer.heartbeat import heartbeat, io_stall_s, mark_part, step_stall_s
-from orrery.trainer.learner import Learner
+from orrery.trainer.learner import Learner, MismatchGuard
 from orrery.trainer.loop import RlLoop, start_weights
-from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.parallel import build_network, build_policy
 from orrery.trainer.parallel.world import (
     COLLECTIVE_DEADLINE_S,

@@ -14,9 +14,8 @@ from typing import Any
 
 from orrery.manifest.budget import engine, trainer_time
 from orrery.manifest.budget.engine import CONTEXT_BYTES, NCCL_BYTES, Serving
-from orrery.manifest.budget.misfits import memory_misfits
+from orrery.manifest.budget.options import memory_misfits
 from orrery.manifest.budget.parameters import ParameterCounts, count_parameters, is_sparse
-from orrery.manifest.budget.rates import Rates, rates_of, usable_bytes
 from orrery.manifest.budget.trainer_memory import (
     MemoryPlan,
     num_states,
@@ -24,6 +23,7 @@ from orrery.manifest.budget.trainer_memory import (
     stage_workload,
 )
 from orrery.manifest.budget.trainer_traffic import step_bytes
+from orrery.manifest.devices import Rates, rates_of, usable_bytes
 from orrery.manifest.schema import Manifest
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from orrery.manifest.budget.engine import memory
 from orrery.manifest.budget.options import KEPT
-from orrery.manifest.budget.rates import usable_bytes
 from orrery.manifest.budget.run import RunPlan
 from orrery.manifest.check import with_values
+from orrery.manifest.devices import usable_bytes
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import check_built
 from orrery.manifest.schema import Manifest

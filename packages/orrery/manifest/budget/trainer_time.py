@@ -9,16 +9,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orrery.manifest.budget.flops import hardware_flops
 from orrery.manifest.budget.parameters import (
     ParameterCounts,
     block_weights,
     count_parameters,
+    hardware_flops,
 )
-from orrery.manifest.budget.rates import Rates
 from orrery.manifest.budget.state_rooms import state_rooms
 from orrery.manifest.budget.trainer_memory import activation_bytes
 from orrery.manifest.budget.trainer_traffic import traffic
+from orrery.manifest.devices import Rates
 from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 

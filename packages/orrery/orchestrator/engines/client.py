@@ -20,13 +20,13 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.orchestrator.engines.choice import SessionAffinity
-from orrery.orchestrator.engines.http_server import HttpServer
 from orrery.orchestrator.engines.messages import (
     Attested,
     EngineGone,
     EngineMetrics,
     Generation,
     GenerationFailed,
+    HttpServer,
     OutOfConnections,
     TensorAttestation,
     UpdateFailed,
