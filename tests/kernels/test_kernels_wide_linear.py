@@ -2,7 +2,7 @@
 
 import torch
 
-from orrery.kernels.wide_linear import reference_wide_linear, wide_linear
+from orrery.kernels.expert_rows import reference_wide_linear, wide_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

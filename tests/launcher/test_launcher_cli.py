@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orrery.launcher import bench, cli, containers, describe, export, runs
+from orrery.launcher import bench, cli, containers, describe, runs, serve
 from orrery.launcher import status as statuses
 from orrery.launcher.doctor import examine
 from orrery.launcher.pipeline import checked_in
@@ -294,13 +294,13 @@ def test_an_export_at_a_site_with_slurm_is_a_small_job_that_needs_no_torch_here(
 
 def test_an_export_that_stayed_on_its_node_is_told(tmp_path):
     (tmp_path / "here").mkdir()
-    assert export._check_arrived(0, tmp_path / "here") == 0 and export._check_arrived(0, None) == 0
-    assert export._check_arrived(3, tmp_path / "there") == 3, "the job has said why"
+    assert serve._check_arrived(0, tmp_path / "here") == 0 and serve._check_arrived(0, None) == 0
+    assert serve._check_arrived(3, tmp_path / "there") == 3, "the job has said why"
     for there in ("there", "no/folder"):
         with pytest.raises(
             OrreryError, match=rf"^--to {tmp_path}/{there}: .*Choose a folder that all nodes share$"
         ):
-            export._check_arrived(0, tmp_path / there)
+            serve._check_arrived(0, tmp_path / there)
 
 
 def test_a_plan_is_of_a_manifest_at_any_path_too(checkout, capsys):

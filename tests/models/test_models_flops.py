@@ -2,7 +2,7 @@
 
 import pytest
 
-from orrery.manifest.budget.flops import active_parameters, hardware_flops, model_flops
+from orrery.manifest.budget.parameters import active_parameters, hardware_flops, model_flops
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import find_workspace, load
 

@@ -17,7 +17,7 @@ import trainer_cases
 from forked_roles import ForkedRole, import_before
 from trainer_cases import PRELOADED, manifest, rank_environment
 
-from orrery.manifest.budget.flops import model_flops
+from orrery.manifest.budget.parameters import model_flops
 from orrery.manifest.budget.trainer_time import IDLE_SHARE
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import pretty_json

@@ -287,8 +287,8 @@ def export(
     stage: Annotated[str, typer.Option("--stage", help=EXPORT_STAGE_HELP)] = "rl",
 ) -> None:
     """Write a checkpoint as a Hugging Face folder and print its path. Slurm runs a small job."""
-    from orrery.launcher import export as exports
     from orrery.launcher.runs import find, resume_command
+    from orrery.launcher.serve import write_export
     from orrery.launcher.site import load_site
     from orrery.manifest.identity import find_workspace
     from orrery.runtime.run_directory import MANIFEST
@@ -297,7 +297,7 @@ def export(
     found = find(word, workspace)
     if not (found.path / MANIFEST).exists():
         raise OrreryError(f"{found.path.name}: not started. Type `{resume_command(found, 'init')}`")
-    raise typer.Exit(exports.run(found, stage, step, to, workspace, load_site(workspace)))
+    raise typer.Exit(write_export(found, stage, step, to, workspace, load_site(workspace)))
 
 
 SERVE_HELP = "A run's name or folder in runs/, or any Hugging Face folder."

@@ -22,11 +22,11 @@ from orrery.kernels.expert_rows import (
     order_slots,
     sort_by_expert,
     swiglu_rows,
+    wide_linear,
 )
 from orrery.kernels.fp8.products import Parts, fp8_experts, fp8_linear
 from orrery.kernels.fp8.quantize import BLOCK
 from orrery.kernels.grouped_matmul import adapted_grouped_matmul, grouped_matmul
-from orrery.kernels.wide_linear import wide_linear
 from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScaling, YarnRopeScaling
 
 

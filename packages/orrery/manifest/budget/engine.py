@@ -9,8 +9,13 @@
 
 from dataclasses import dataclass
 
-from orrery.manifest.budget.flops import active_parameters, attended_keys
-from orrery.manifest.budget.parameters import BlockWeight, block_weights, is_sparse
+from orrery.manifest.budget.parameters import (
+    BlockWeight,
+    active_parameters,
+    attended_keys,
+    block_weights,
+    is_sparse,
+)
 from orrery.manifest.devices import Rates
 from orrery.manifest.schema import Inference, Model
 from orrery.manifest.schema.inference import token_bytes

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orrery.manifest.budget import trainer_time
-from orrery.manifest.budget.flops import hardware_flops, is_counted, model_flops
+from orrery.manifest.budget.parameters import hardware_flops, is_counted, model_flops
 from orrery.manifest.budget.trainer_memory import plan_memory
 from orrery.manifest.devices import DEVICES, Device, accelerator_of, rates_of
 from orrery.manifest.identity import commit, versions

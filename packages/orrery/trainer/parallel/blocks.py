@@ -30,10 +30,10 @@ from torch.utils.checkpoint import (
 
 from orrery.kernels import (  # noqa: F401  (registers the operators named below)
     attention,
+    expert_rows,
     grouped_matmul,
     sparse_index,
     sparse_mla,
-    wide_linear,
 )
 from orrery.kernels.fp8 import products  # noqa: F401
 from orrery.manifest.errors import OrreryError
