@@ -15,6 +15,7 @@ ALONE = {
     "num_replicas": 1,
     "prefill_replicas": 0,
     "nodes_per_replica": 1,
+    "prefill": None,
     "kv_transfer": {"kind": "none"},
     "kv_offload": {"kind": "none"},
     "max_restarts": 0,

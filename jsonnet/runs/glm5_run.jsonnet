@@ -1,4 +1,5 @@
-// GLM-5 with a context of 131072 tokens on 28 nodes: 12 train in bfloat16, 16 serve in FP8 with one engine per node.
+// GLM-5 with a context of 131072 tokens on 28 nodes: 12 train in bfloat16, 16 serve in FP8. Four engines of two nodes prefill,
+// one engine of eight nodes decodes.
 (import 'lib/named.libsonnet')({
   glm5_run:
     (import 'lib/run.libsonnet') +
@@ -7,8 +8,10 @@
     (import 'algorithms/grpo.libsonnet') +
     (import 'tasks/countdown.libsonnet') +
     (import 'memory/long_context.libsonnet') + {
+      local run = self,
       seed: 1,
-      layout+:: { prefill_engines: 0 },
+      layout+:: { engines: 5, prefill_engines: 4 },
+      hardware+: { num_nodes: run.layout.trainer_ranks / 8 + 16 },
       trainer+: {
         mesh+: { ep: 8 },
         // 'step' would keep 400 GB of unsharded gradients on each GPU
@@ -19,8 +22,20 @@
       // Tensor-parallel ranks would all cache the same latent keys. Data-parallel ranks cache different sequences.
       inference+: {
         quantization: 'fp8',
-        data_parallel: 4,
-        kv_cache_bytes: 34359738368,
+        nodes_per_replica: 8,
+        data_parallel: 64,
+        tensor_parallel: 1,
+        // a prompt fills a step of a prefill engine, so graphs gain it nothing
+        prefill: self.shape {
+          nodes_per_replica: 2,
+          data_parallel: 8,
+          tensor_parallel: 2,
+          kv_cache_bytes: 51539607552,
+          max_num_sequences: 16,
+          max_batched_tokens: 16384,
+          enforce_eager: true,
+        },
+        kv_cache_bytes: 85899345920,
         max_num_sequences: 64,
         max_restarts: 16,
       },

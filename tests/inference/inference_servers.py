@@ -38,6 +38,12 @@ PRELOADED = (
     "aiohttp",
 )
 
+# Fields of an engine's shape as most engines have them.
+EXCHANGE = {
+    "all2all_backend": "allgather_reducescatter",
+    "dual_batch_overlap": False,
+    "expert_balancing": None,
+}
 DENSE = {
     "family": "qwen3",
     "vocab_size": 48,

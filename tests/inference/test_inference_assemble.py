@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from command_lines import flags
-from inference_servers import REPOSITORY
+from inference_servers import EXCHANGE, REPOSITORY
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
@@ -40,6 +40,7 @@ from orrery.manifest.budget.engine import MAX_GRAPH_TOKENS, graph_sizes
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
+from orrery.manifest.schema.inference import EngineShape, ExpertBalancing
 from orrery.runtime import network
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import Purpose, authorization
@@ -184,6 +185,48 @@ def test_only_the_first_node_of_an_engine_has_a_server(make_manifest, monkeypatc
         health=SimpleNamespace(waiting=lambda *_, **__: nullcontext()), incarnation=1
     )
     assert meeting_point(ctx, 2, 1) == ("10.0.0.1", 25000)
+
+
+def test_vllm_takes_the_fields_of_the_exchange(make_manifest, tmp_path):
+    from typing import get_args
+
+    from vllm.config.parallel import All2AllBackend
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    manifest = make_manifest()
+    balancing = ExpertBalancing(num_redundant_experts=8, window_steps=100, interval_steps=300)
+    ours = get_args(EngineShape.model_fields["all2all_backend"].annotation)
+    assert set(ours) <= set(get_args(All2AllBackend))
+    for backend in ours:
+        exchange = {"expert_parallel": True, "data_parallel": 2, "all2all_backend": backend}
+        exchange |= {"dual_batch_overlap": True, "expert_balancing": balancing}
+        one = manifest.model_copy(
+            update={"inference": manifest.inference.model_copy(update=exchange)}
+        )
+        arguments = server_arguments(one, tmp_path, 0, "127.0.0.1", 1)
+        parser = make_arg_parser(FlexibleArgumentParser())
+        found = parser.parse_args([*arguments, *node_arguments(one.inference, 1, "h", 9)])
+        assert (found.all2all_backend, found.enable_dbo, found.enable_eplb) == (backend, True, True)
+        eplb = found.eplb_config
+        assert (eplb.num_redundant_experts, eplb.window_size, eplb.step_interval) == (8, 100, 300)
+        assert found.headless and found.data_parallel_rpc_port == 9
+
+
+def test_a_prefill_engine_has_the_fields_of_its_own_shape(make_manifest, tmp_path):
+    own = {"nodes_per_replica": 1, "tensor_parallel": 1, "data_parallel": 1, "environment": {}}
+    own |= EXCHANGE
+    own |= {"expert_parallel": False, "kv_cache_bytes": 1 << 27, "max_num_sequences": 3}
+    own |= {"max_batched_tokens": 77, "enforce_eager": True}
+    apart = {"num_replicas": 3, "prefill_replicas": 2, "router": {"kind": "none"}}
+    inference = make_manifest(kv_transfer={"kind": "nixl"}, prefill=own, **apart).inference
+    assert inference.of_engine(2) is inference and inference.max_num_sequences != 3
+    first, second = (inference.of_engine(index) for index in (0, 1))
+    assert first == second and own.items() <= first.model_dump().items()
+    assert first.num_replicas == 3 and first.of_engine(0) == first
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = network.adjoining_ports(16, "127.0.0.1")
+        assert taken.getsockname()[1] not in range(port, port + 16)
 
 
 def test_a_cpu_engine_of_several_devices_is_refused(make_manifest, tmp_path):

@@ -151,11 +151,11 @@ def test_an_engine_over_two_nodes_serves_updates_in_flight_and_comes_back_whole(
     with direct_trainer(tmp_path / "wire") as publish:
         with wide_engine(run_dir) as (head, further, url):
             assert listening(head) == listening(further) == {LOOPBACK}
-            with_fleet(update_in_flight, [url], leases=publish.leases, num_ranks=4)
+            with_fleet(update_in_flight, [url], leases=publish.leases, num_ranks=[4])
             psutil.Process(further.pid).children()[0].kill()
             assert further.wait(20) == 1
         log = (run_dir / "logs/orrery.inference.headless.0.log").read_text()
         assert "error: headless 0: the engine core died" in log
         (run_dir / "stages/rl/endpoints/inference.0.json").unlink()
         with wide_engine(run_dir, incarnation=1) as (*_, url):
-            with_fleet(take_again, [url], leases=publish.leases, num_ranks=4)
+            with_fleet(take_again, [url], leases=publish.leases, num_ranks=[4])

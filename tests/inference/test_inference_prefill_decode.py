@@ -13,7 +13,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from direct_trainer import our_logprobs
 from inference_servers import (
+    EXCHANGE,
     MIXTURE,
     STAGE,
     await_published,
@@ -518,3 +520,41 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
         drive(engines, scenario, restarting=ctx)
     finally:
         ctx.metrics.close()
+
+
+def test_prefill_and_decode_of_different_shapes_exchange_caches_between_their_ranks(tmp_path):
+    """One engine of two ranks prefills. One of two "nodes", with a rank each, decodes."""
+    wide = {"data_parallel": 2, "nodes_per_replica": 2, "expert_parallel": True}
+    shape = {"nodes_per_replica": 1, "data_parallel": 2, "tensor_parallel": 1, "environment": {}}
+    shape |= EXCHANGE
+    shape |= {"expert_parallel": True, "enforce_eager": True, "kv_cache_bytes": 1 << 24}
+    shape |= {"max_num_sequences": 8, "max_batched_tokens": 300}
+    apart = {"prefill_replicas": 1, "prefill": shape, "kv_transfer": KINDS["nixl"]}
+    run_dir = make_run(
+        tmp_path / "run", MIXTURE, 2, wide | apart | {"router": {"kind": "none"}}, True
+    )
+    module = make_module(load(run_dir / "manifest.json"), seed=7)
+    parts = [("orrery.inference", 0), ("orrery.inference", 1), ("orrery.inference.headless", 0)]
+    processes = [start_role(module, run_dir, index) for module, index in parts]
+
+    async def scenario(fleet):
+        for turn in range(2):
+            prompts = [np.append(PROMPT, 3 + session) for session in range(4)]
+            asked = [
+                ask(fleet, f"{turn}-{session}", "0", prompt, session=f"{session}")
+                for session, prompt in enumerate(prompts)
+            ]
+            for prompt, found in zip(prompts, await asyncio.gather(*asked), strict=True):
+                difference = our_logprobs(module, prompt, found, 1.0) - found.logprobs
+                assert np.abs(difference).max() <= 1e-4
+                assert len(routes_of(found)) == len(prompt) + len(found.token_ids) - 1
+                assert (found.cached_tokens >= 192) or not turn
+
+    try:
+        urls = [
+            await_published(run_dir, "inference", index, processes[index]) for index in range(2)
+        ]
+        with_fleet(scenario, urls, handovers=[{}], num_ranks=[2, 2])
+    finally:
+        for process in processes:
+            stop(process)

@@ -24,6 +24,13 @@ with tempfile.TemporaryDirectory() as _folder:
         for name in ("words", "words_nodes", "words_sparse")
     )
 
+# A shape for prefill engines.
+SHAPE = {
+    "nodes_per_replica": 1, "tensor_parallel": 1, "data_parallel": 1, "expert_parallel": False,
+    "kv_cache_bytes": 1 << 28, "max_num_sequences": 8, "max_batched_tokens": 512,
+    "enforce_eager": True, "all2all_backend": "allgather_reducescatter",
+    "dual_batch_overlap": False, "expert_balancing": None, "environment": {},
+}  # fmt: skip
 ADAPTERS = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
 SGD = {"kind": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 MUON = {
@@ -361,6 +368,42 @@ SENTENCES = [
         broken(("inference", "tensor_parallel"), 4, NODES),
         "inference.data_parallel·tensor_parallel = 4 does not divide hardware.devices_per_node "
         "2; choose from [1, 2], or set inference.nodes_per_replica to 2 for an engine over nodes",
+    ),
+    (
+        broken(("inference", "all2all_backend"), "deepep_low_latency"),
+        "inference.all2all_backend 'deepep_low_latency': DeepEP exchanges tokens between GPUs of "
+        "data-parallel ranks that share experts; set expert_parallel and data_parallel, or "
+        "inference.all2all_backend to 'allgather_reducescatter'",
+    ),
+    (
+        broken(("inference", "dual_batch_overlap"), True),
+        "inference.dual_batch_overlap: vLLM overlaps no exchange of 'allgather_reducescatter'; "
+        "set inference.all2all_backend to 'deepep_high_throughput' or 'deepep_low_latency', or "
+        "inference.dual_batch_overlap to false",
+    ),
+    (
+        broken(
+            ("inference", "expert_balancing"),
+            {"num_redundant_experts": 8, "window_steps": 10, "interval_steps": 10},
+        ),
+        "inference.expert_balancing: no device has whole experts; set "
+        "inference.expert_parallel to true, or inference.expert_balancing to null",
+    ),
+    (
+        broken(("inference", "prefill"), SHAPE),
+        "inference.prefill: no engine prefills; set inference.prefill_replicas to 1 or more, or "
+        "inference.prefill to null",
+    ),
+    (
+        broken(("inference", "prefill"), SHAPE | {"max_batched_tokens": 4}, NODES),
+        "inference.prefill.max_batched_tokens 4 cannot hold one token of each of "
+        "inference.prefill.max_num_sequences 8; set it to at",
+    ),
+    (
+        broken(("inference", "prefill"), SHAPE | {"tensor_parallel": 4}, NODES),
+        "inference.prefill.data_parallel·tensor_parallel = 4 does not divide "
+        "hardware.devices_per_node 2; choose from [1, 2], or set "
+        "inference.prefill.nodes_per_replica to 2 for an engine over nodes",
     ),
     (
         broken(("inference", "nodes_per_replica"), 2, NODES),

@@ -30,15 +30,16 @@ def ranks(first: int) -> str:
 
 
 def glm5(trainer_nodes: int) -> dict[str, list[str]]:
-    engines = [
-        "0: inference0/8 router0/0 orchestrator0/0",
-        *(f"{node}: inference{node}/8" for node in range(1, 16)),
-    ]
+    """Four engines of two nodes prefill, one engine of eight decodes."""
+    engines = ["0: inference0/8 orchestrator0/0", "1: headless0/8"]
+    for index in range(1, 4):
+        engines += [f"{2 * index}: inference{index}/8", f"{2 * index + 1}: headless{index}/8"]
+    engines += ["8: inference4/8", *(f"{node}: headless{node - 5}/8" for node in range(9, 16))]
     trainers = [f"{16 + number}: {ranks(8 * number)}" for number in range(trainer_nodes)]
     return {
         "init": ["all 0+1", "0: trainer0/1"],
-        "rl": ["inference 0+16", f"trainer 16+{trainer_nodes}", *engines, *trainers],
-        "evaluate": ["inference 0+16", *engines],
+        "rl": ["prefill 0+8", "decode 8+8", f"trainer 16+{trainer_nodes}", *engines, *trainers],
+        "evaluate": ["prefill 0+8", "decode 8+8", *engines],
         "report": ["all 0+1", "0: report0/0"],
     }
 
@@ -153,7 +154,8 @@ def wide_shape(**inference) -> Manifest:
     """glm5_run with engines over nodes, on 16 nodes of engines as before."""
     data = load(WORKSPACE.manifest_path("glm5_run")).model_dump(mode="json")
     data["inference"] |= {"nodes_per_replica": 4, "num_replicas": 4, "tensor_parallel": 2}
-    data["inference"] |= {"data_parallel": 16} | inference
+    data["inference"] |= {"prefill_replicas": 0, "prefill": None, "kv_transfer": {"kind": "none"}}
+    data["inference"] |= {"data_parallel": 16, "router": ROUTER} | inference
     return check(data, "wide")
 
 
@@ -175,7 +177,7 @@ def test_an_engine_over_nodes_fills_them_in_order():
     ("inference", "sentence"),
     [
         ({"data_parallel": 8}, "16 on 4 nodes: an engine fills its nodes of 8 devices; set"),
-        ({"data_parallel": 18}, "nodes_per_replica 4 does not divide data_parallel 18"),
+        ({"data_parallel": 2}, "nodes_per_replica 4 does not divide data_parallel 2"),
     ],
 )
 def test_an_engine_that_leaves_devices_of_its_nodes_is_refused(inference, sentence):

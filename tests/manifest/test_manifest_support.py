@@ -64,10 +64,10 @@ REFUSED = [
             hardware=H200,
             inference__num_replicas=2,
             inference__data_parallel=2,
-            **APART,
+            **APART | {"inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"}},
         ),
-        "inference.data_parallel 2: engines that hand caches over are of one data-parallel rank "
-        "each so far. Set inference.data_parallel to 1, or inference.prefill_replicas to 0",
+        "inference.kv_transfer.kind 'mooncake' with data_parallel 2: it moves caches of one rank. "
+        "Set inference.kv_transfer.kind to 'nixl', or data_parallel to 1",
     ),
     (
         changed("qwen3_30b_a3b_lora_16k", transport__weights="adapters"),

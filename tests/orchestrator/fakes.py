@@ -102,6 +102,8 @@ def manifest(**orchestrator: Any) -> Manifest:
         },
         "inference": {
             "num_replicas": 1, "prefill_replicas": 0, "nodes_per_replica": 1,
+            "prefill": None, "environment": {}, "all2all_backend": "allgather_reducescatter",
+            "dual_batch_overlap": False, "expert_balancing": None,
             "tensor_parallel": 1, "data_parallel": 1, "expert_parallel": False,
             "dtype": "float32", "quantization": "none", "kv_transfer": {"kind": "none"},
             "kv_offload": {"kind": "none"}, "max_restarts": 0,

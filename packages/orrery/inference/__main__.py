@@ -34,16 +34,18 @@ def run(role: str) -> None:
     with role_process(role) as ctx:
         run_token()  # raise its errors before the long load
         ctx.health.doing("loading vLLM")
-        manifest = ctx.manifest
         engine, part = engine_and_part(ctx)
+        inference = ctx.manifest.inference.of_engine(engine)
+        ctx.manifest = manifest = ctx.manifest.model_copy(update={"inference": inference})
+        os.environ.update(inference.environment)
         engine_environment(manifest, ctx.host)
         os.environ[INDEX] = str(engine)
         adapter = blank_adapter(ctx.run_dir, manifest, ctx.stage, ctx.name)
         weights = weights_dir(ctx.run_dir, manifest)
         arguments = server_arguments(manifest, weights, engine, ctx.host, ctx.port, adapter)
         arguments += offload(ctx)
-        if manifest.inference.nodes_per_replica > 1:
-            arguments += node_arguments(manifest.inference, part, *meeting_point(ctx, engine, part))
+        if inference.nodes_per_replica > 1:
+            arguments += node_arguments(inference, part, *meeting_point(ctx, engine, part))
         registry.import_vllm(manifest.inference.enforce_eager)
         from vllm import ModelRegistry, __version__
 

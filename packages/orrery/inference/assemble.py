@@ -26,7 +26,7 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.plan import check_cpu_shape, stage
 from orrery.manifest.publish import sync_tree
 from orrery.manifest.schema import Inference, Manifest
-from orrery.runtime.network import free_ports, name_interface, name_ucx_devices
+from orrery.runtime.network import adjoining_ports, free_ports, name_interface, name_ucx_devices
 from orrery.runtime.role_context import RoleContext, log_level
 from orrery.runtime.run_directory import stage_dir, weights_path
 from orrery.runtime.timing import scaled
@@ -112,6 +112,18 @@ def server_arguments(
         flags.append("--enable-return-routed-experts")
     if inference.expert_parallel:
         flags.append("--enable-expert-parallel")
+        arguments["--all2all-backend"] = inference.all2all_backend
+    if inference.dual_batch_overlap:
+        flags.append("--enable-dbo")
+    if (balancing := inference.expert_balancing) is not None:
+        flags.append("--enable-eplb")
+        arguments["--eplb-config"] = json.dumps(
+            {
+                "num_redundant_experts": balancing.num_redundant_experts,
+                "window_size": balancing.window_steps,
+                "step_interval": balancing.interval_steps,
+            }
+        )
     if is_cpu:
         check_cpu_shape(inference)
         arguments |= _spread(manifest) | {"--distributed-executor-backend": UNIPROC}
@@ -282,7 +294,9 @@ def engine_environment(manifest: Manifest, host: str) -> None:
         refuse_open_interfaces("inference.kv_transfer.kind 'mooncake'")
         refuse_missing_rdma("inference.kv_transfer", manifest.inference.kv_transfer.protocol)
     if manifest.inference.prefill_replicas:
-        os.environ.update(transfer_environment(manifest, host, *free_ports(1, host)))
+        # NIXL adds a rank's number to the port.
+        port = adjoining_ports(manifest.inference.data_parallel, host)
+        os.environ.update(transfer_environment(manifest, host, port))
         if manifest.inference.kv_transfer.kind == "nixl":
             name_ucx_devices()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())

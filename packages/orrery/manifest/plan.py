@@ -169,11 +169,12 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 
 def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
     """Yield the engines' processes. On one node, all parts of an engine are on that node."""
-    inference, hardware = manifest.inference, manifest.hardware
-    num_devices = inference.ranks_per_node * inference.tensor_parallel
+    hardware = manifest.hardware
     device, num_headless = 0, 0
-    for engine in range(inference.num_replicas):
-        for part in range(inference.nodes_per_replica):
+    for engine in range(manifest.inference.num_replicas):
+        shape = manifest.inference.of_engine(engine)
+        num_devices = shape.ranks_per_node * shape.tensor_parallel
+        for part in range(shape.nodes_per_replica):
             node = device // hardware.devices_per_node if hardware.num_nodes > 1 else 0
             head = ProcessPlan(
                 "inference", engine, "orrery.inference", num_devices, "with_stage", node
@@ -216,7 +217,8 @@ def check_built(manifest: Manifest) -> None:
     """Raise OrreryError if the run needs a feature that Orrery does not have yet."""
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
     if accelerator == "cpu":
-        check_cpu_shape(inference)
+        for shape in (inference, inference.of_engine(0)):
+            check_cpu_shape(shape)
     _check_adapters(manifest)
     if inference.prefill_replicas and inference.kv_offload.kind != "none":
         raise OrreryError(
@@ -229,11 +231,16 @@ def check_built(manifest: Manifest) -> None:
             "inference.kv_offload.kind 'mooncake': the store keeps no routes of experts. Set "
             "inference.kv_offload.kind to 'tiers' or 'none', or transport.routed_experts to false"
         )
-    if inference.prefill_replicas and inference.data_parallel > 1:
+    if any(each.expert_balancing for each in (inference, inference.of_engine(0))):
         raise OrreryError(
-            f"inference.data_parallel {inference.data_parallel}: engines that hand caches over are "
-            "of one data-parallel rank each so far. Set inference.data_parallel to 1, or "
-            "inference.prefill_replicas to 0"
+            "inference.expert_balancing: a weight update reaches experts where they were at the "
+            "start, and vLLM would have moved them. Set inference.expert_balancing to null"
+        )
+    most = max(inference.data_parallel, inference.of_engine(0).data_parallel)
+    if inference.kv_transfer.kind == "mooncake" and most > 1:
+        raise OrreryError(
+            f"inference.kv_transfer.kind 'mooncake' with data_parallel {most}: it moves caches of "
+            "one rank. Set inference.kv_transfer.kind to 'nixl', or data_parallel to 1"
         )
     choices = (
         ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),

@@ -52,7 +52,7 @@ async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> En
         canary=Canary.of(ctx.manifest),
         leases=leases,
         max_samples=inference.max_num_sequences,
-        num_ranks=inference.data_parallel,
+        num_ranks=[inference.of_engine(i).data_parallel for i in range(inference.num_replicas)],
     )
 
 

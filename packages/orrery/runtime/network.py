@@ -7,7 +7,7 @@ import os
 import random
 import socket
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ INTERFACE = "ORRERY_INTERFACE"
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 RDMA_DEVICES = Path("/sys/class/infiniband")
+PORT_TRIES = 1000
 PORTS = range(20_000, 32_768)  # below the ephemeral range of outgoing connections
 
 
@@ -66,6 +67,20 @@ def without_proxy(hosts: Iterable[str]) -> None:
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
     every = dict.fromkeys([*filter(None, known.split(",")), *hosts])
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(every)
+
+
+def adjoining_ports(count: int, host: str) -> int:
+    """Return a port that is free on `host` with the `count` − 1 ports above it."""
+    for _ in range(PORT_TRIES):
+        first = random.randrange(PORTS.start, PORTS.stop - count + 1)
+        with ExitStack() as held, suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.socket()).bind((host, port))
+            return first
+    raise RunFailed(
+        f"ports {PORTS.start} to {PORTS.stop - 1}: {host} has no {count} free ones in a row; end "
+        "programs that use them (`ss -ltnp`)"
+    )
 
 
 def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> list[int]:

@@ -336,6 +336,10 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
     least_engine = _least_engine_bytes(run)
     if least_engine > capacity:
         yield _engine_sentence(run, least_engine, capacity)
+    elif run.inference.prefill is not None:
+        one = run.model_copy(update={"inference": run.inference.of_engine(0)})
+        if (least := _least_engine_bytes(one)) > capacity:
+            yield _prefill_sentence(one, least, capacity)
     if (found := _trainer_misfit(run, capacity)) is not None:
         beside = " beside the engine" if found.room_bytes < capacity else ""
         yield (
@@ -409,6 +413,19 @@ def _engine_sentence(run: Manifest, needed: int, capacity: int) -> str:
         freed, what = max(found)
         return f"{text}; {what} frees {_gib(freed)}, which is not enough: it takes more devices too"
     return f"{text}; it takes a smaller model, or engines of more devices"
+
+
+def _prefill_sentence(one: Manifest, needed: int, capacity: int) -> str:
+    """Return the sentence for prefill engines. `one` has their shape."""
+    remedy = "set its kv_cache_bytes to less, or its data_parallel to more"
+    if one.inference.quantization == "none":
+        fp8 = one.inference.model_copy(update={"quantization": "fp8"})
+        freed = needed - _least_engine_bytes(one.model_copy(update={"inference": fp8}))
+        remedy += f"; inference.quantization: 'fp8' frees {_gib(freed)}"
+    return (
+        f"inference.prefill: a device needs {_gib(needed)} for weights and cache, and has "
+        f"{_gib(capacity)}; {remedy}"
+    )
 
 
 def _engine_changes(run: Manifest, missing: int) -> Iterator[tuple[str, dict[str, Any]]]:

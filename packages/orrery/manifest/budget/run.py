@@ -8,6 +8,7 @@
   N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the batch is full.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,7 @@ from orrery.manifest.budget.trainer_memory import (
 )
 from orrery.manifest.budget.trainer_traffic import step_bytes
 from orrery.manifest.devices import Rates, rates_of, usable_bytes
-from orrery.manifest.schema import Manifest
+from orrery.manifest.schema import Inference, Manifest
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
@@ -129,10 +130,10 @@ def trainer_plan(manifest: Manifest, stage: str, counted: ParameterCounts) -> Me
     return plan_memory(manifest.model, trainer, load, capacity, counted)
 
 
-def engine_memory(manifest: Manifest) -> Bytes:
+def engine_memory(manifest: Manifest, shape: Inference) -> Bytes:
     is_gpu = manifest.hardware.accelerator != "cpu"
     has_adapters = manifest.transport.weights == "adapters"
-    return engine.memory(manifest.model, manifest.inference, is_gpu, has_adapters)
+    return engine.memory(manifest.model, shape, is_gpu, has_adapters)
 
 
 class RunPlan:
@@ -173,9 +174,20 @@ class RunPlan:
             "trainer", mesh.world_size, memory, here * (plan.host_bytes + copy),
             here * plan.host_bytes * self.is_gpu, 0,
         )  # fmt: skip
-        inference, offload = self.inference, self.inference.kv_offload
-        devices = inference.num_replicas * inference.devices_per_replica
-        replicas = max(1, min(devices, hardware.devices_per_node) // inference.devices_per_replica)
+        return trainer, *self._engine_roles()
+
+    def _engine_roles(self) -> Iterator[RoleBudget]:
+        """Yield the engines' budget, or if prefill engines have their own shape one for each."""
+        one, groups = self.inference, self.manifest.group_devices
+        if one.prefill is None:
+            yield self._engine_role("inference", one.num_devices, one)
+        else:
+            yield self._engine_role("decode", groups["decode"], one)
+            yield self._engine_role("prefill", groups["prefill"], one.of_engine(0))
+
+    def _engine_role(self, name: str, devices: int, inference: Inference) -> RoleBudget:
+        offload, per_node = inference.kv_offload, self.manifest.hardware.devices_per_node
+        replicas = max(1, min(devices, per_node) // inference.devices_per_replica)
         host = disk = 0
         if offload.kind == "tiers":
             host, disk = offload.host_bytes, offload.disk_bytes
@@ -184,11 +196,10 @@ class RunPlan:
             host = offload.segment_bytes
         kept = inference.kv_cache_bytes // token_bytes(self.model, inference)
         kept *= inference.data_parallel * self.manifest.choice_bytes
-        engines = RoleBudget(
-            "inference", devices, engine_memory(self.manifest), replicas * (host + kept),
+        return RoleBudget(
+            name, devices, engine_memory(self.manifest, inference), replicas * (host + kept),
             replicas * host * self.is_gpu, replicas * disk,
         )  # fmt: skip
-        return trainer, engines
 
     @cached_property
     def work(self) -> tuple[int, list[int]]:
@@ -224,12 +235,13 @@ class RunPlan:
         batch = engine.batch_size(model, inference, load)
         rates, network = self.rates, self.network
         step = engine.decode_s(model, inference, batch, load.mean_context, rates, network)
-        prefill = engine.prefill_s(model, inference, self.prompt, rates)
+        other = inference.of_engine(0)
+        prefill = engine.prefill_s(model, other, self.prompt, rates)
         decode_s = sampled * step / batch  # decode seconds of a rank per rollout
         here = prefill if not prefills else 0.0
         per_s = decoding * inference.data_parallel / (decode_s + here)
         if prefills:
-            per_s = min(per_s, prefills * inference.data_parallel / prefill)
+            per_s = min(per_s, prefills * other.data_parallel / prefill)
         return {
             "sequences_a_rank": batch,
             "decode_step_s": step,
@@ -276,7 +288,8 @@ class RunPlan:
             return {"bytes": replicas * whole, "seconds": seconds}
         apart = self.manifest.hardware.num_nodes > 1
         link = min(UPDATE_BYTES, self.network if apart else self.rates.link_bytes)
-        received = whole / self.inference.devices_per_replica
+        shapes = self.inference, self.inference.of_engine(0)
+        received = whole / min(shape.devices_per_replica for shape in shapes)
         sent = replicas * whole / self.trainer.mesh.world_size
         seconds = UPDATE_S + max(received, sent) / link
         return {"bytes": replicas * whole, "seconds": seconds}

@@ -140,18 +140,24 @@ def _trainer_bytes(run: Manifest) -> int:
 
 
 def _shapes(run: Manifest) -> Iterator[Changes]:
-    one = run.inference
-    devices = one.num_replicas * one.devices_per_replica
+    one, hardware = run.inference, run.hardware
+    apart = one.prefill_replicas if one.prefill is not None else 0
+    devices = (one.num_replicas - apart) * one.devices_per_replica
     for tensor, data in product(POWERS[:4], POWERS):
         replicas, rest = divmod(devices, tensor * data)
-        prefill, odd = divmod(one.prefill_replicas * replicas, one.num_replicas)
+        prefill, odd = apart, 0
+        if not apart:
+            prefill, odd = divmod(one.prefill_replicas * replicas, one.num_replicas)
         if rest or odd or not replicas:
             continue
+        replicas += apart
+        nodes = 1 if hardware.num_nodes == 1 else -(-tensor * data // hardware.devices_per_node)
         is_mixture = run.model.moe is not None and tensor * data > 1
         for expert_parallel in (False, True) if is_mixture else (False,):
             changes: Changes = {
                 "inference.num_replicas": replicas,
                 "inference.prefill_replicas": prefill,
+                "inference.nodes_per_replica": nodes,
                 "inference.tensor_parallel": tensor,
                 "inference.data_parallel": data,
                 "inference.expert_parallel": expert_parallel,

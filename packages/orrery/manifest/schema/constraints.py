@@ -4,12 +4,14 @@ Each function yields a sentence for each broken constraint (field, value, rule, 
 basic first. `Manifest` raises the first sentence.
 """
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from orrery.manifest.devices import find_device
 from orrery.manifest.schema.elastic import elastic_misfits
 from orrery.manifest.schema.inference import (
+    EngineShape,
     Inference,
     disk_block_bytes,
     longest_blocks,
@@ -23,6 +25,7 @@ from orrery.manifest.schema.latent_constraints import (
     sparse_engine_misfits,
 )
 from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, Model
+from orrery.manifest.schema.node_constraints import group_misfits, span_misfits
 from orrery.manifest.schema.orchestrator import Orchestrator, Tasks
 from orrery.manifest.schema.trainer import has_state
 from orrery.manifest.schema.trainer_constraints import (
@@ -97,7 +100,9 @@ def misfits(run: "Manifest") -> Iterator[str]:
     yield from _offload_misfits(run.model, run.inference, run.route_bytes)
     yield from _fp8_misfits(run)
     yield from _transport_misfits(run)
-    yield from _group_misfits(run)
+    yield from span_misfits(run)
+    yield from _prefill_misfits(run)
+    yield from group_misfits(run)
     yield from elastic_misfits(run)
     mesh = run.trainer.mesh
     if found := list(
@@ -185,24 +190,11 @@ def _inference_misfits(inference: Inference) -> Iterator[str]:
                     f"inference.router.{name} {value}: policy '{router.policy}' reads none; set "
                     "it to null, or policy to 'cache_aware'"
                 )
-    if (devices := replicas * inference.devices_per_replica) > MAX_COUNT:
+    if (devices := inference.num_devices) > MAX_COUNT:
         yield (
             f"inference.num_replicas·data_parallel·tensor_parallel = {devices}: engines have at "
             f"most {MAX_COUNT} devices together; set them to less"
         )
-    if (nodes := inference.nodes_per_replica) > 1:
-        if inference.data_parallel % nodes:
-            yield (
-                f"inference.nodes_per_replica {nodes} does not divide data_parallel "
-                f"{inference.data_parallel}; each node has equally many data-parallel ranks, so "
-                f"choose from {divisors(inference.data_parallel)}"
-            )
-        if not inference.expert_parallel:
-            yield (
-                f"inference.nodes_per_replica {nodes}: only experts span nodes; set "
-                "inference.expert_parallel to true, or inference.nodes_per_replica to 1 and "
-                "inference.num_replicas to more"
-            )
     if replicas > 1 and router.kind == "none" and not prefill:
         yield (
             f"inference.num_replicas {replicas} needs a router; set inference.router.kind to "
@@ -526,44 +518,26 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
         )
 
 
-def _group_misfits(run: "Manifest") -> Iterator[str]:
-    num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
-    devices, nodes_each = run.inference.devices_per_replica, run.inference.nodes_per_replica
-    if num_nodes == 1:
-        if nodes_each > 1 and run.hardware.accelerator != "cpu":
-            yield (
-                f"inference.nodes_per_replica {nodes_each} with hardware.num_nodes 1: an engine "
-                "has no more nodes than the run; set inference.nodes_per_replica to 1"
-            )
+def _prefill_misfits(run: "Manifest") -> Iterator[str]:
+    """Yield the constraints on engines that the shape of prefill engines breaks."""
+    inference = run.inference
+    if inference.prefill is None:
         return
-    if nodes_each == 1 and per_node % devices:
+    if not inference.prefill_replicas:
         yield (
-            f"inference.data_parallel·tensor_parallel = {devices} does not divide "
-            f"hardware.devices_per_node {per_node}; choose from {divisors(per_node)}, or set "
-            f"inference.nodes_per_replica to {-(-devices // per_node)} for an engine over nodes"
+            "inference.prefill: no engine prefills; set inference.prefill_replicas to 1 or more, "
+            "or inference.prefill to null"
         )
-    if nodes_each > 1 and devices != nodes_each * per_node:
-        yield (
-            f"inference.data_parallel·tensor_parallel = {devices} on {nodes_each} nodes: "
-            f"an engine fills its nodes of {per_node} devices; set inference.data_parallel to "
-            f"{max(1, nodes_each * per_node // run.inference.tensor_parallel)}"
-        )
-    groups = run.group_devices
-    left = num_nodes * per_node - sum(groups.values()) + groups["trainer"]
-    for name, devices in groups.items():
-        if devices % per_node:
-            whole = devices // per_node * per_node or per_node
-            if name == "trainer" and left > 0:
-                whole = left
+    shaped = inference.of_engine(0).model_copy(update={"prefill": None})
+    one = run.model_copy(update={"inference": shaped})
+    if shaped.kv_transfer.kind == "nixl" and run.model.mla is None:
+        tensor, others = shaped.tensor_parallel, inference.tensor_parallel
+        if max(tensor, others) % min(tensor, others):
             yield (
-                f"hardware.devices_per_node {per_node}: {name} has {devices} devices, which fill "
-                f"no whole number of nodes; try {whole}"
+                f"inference.prefill.tensor_parallel {tensor} and inference.tensor_parallel "
+                f"{others}: NIXL reads whole shares of heads; set one to a multiple of the other"
             )
-    nodes = {name: devices // per_node for name, devices in groups.items()}
-    if (needed := sum(nodes.values())) != num_nodes:
-        shares = " + ".join(f"{name} {count}" for name, count in nodes.items())
-        yield (
-            f"hardware.num_nodes {num_nodes}: {shares} nodes are {needed}; set hardware.num_nodes "
-            f"to {needed}"
-            + (f", or trainer.mesh's dp_replicate·dp_shard·cp to {left}" if left > 0 else "")
-        )
+    fields = re.compile(rf"\binference\.(?={'|'.join(EngineShape.model_fields)})")
+    for check in (_expert_misfits, _engine_misfits, _fp8_misfits, span_misfits):
+        for sentence in check(one):
+            yield fields.sub("inference.prefill.", sentence)

@@ -97,35 +97,43 @@ KvOffload = Annotated[
 ]
 
 
-class Inference(Record):
-    """`num_replicas` vLLM servers. The first `prefill_replicas` prefill, the others decode.
+class ExpertBalancing(Record):
+    """Copy busy experts and move experts between devices, as vLLM's EPLB does.
 
-    - With 0 prefill replicas every engine serves whole requests.
+    `num_redundant_experts`: copies over all layers' experts. vLLM moves experts every
+    `interval_steps` engine steps, by the load of the last `window_steps`.
+    """
+
+    num_redundant_experts: NonNegativeInt
+    window_steps: PositiveInt
+    interval_steps: PositiveInt
+
+
+class EngineShape(Record):
+    """What engines that prefill and engines that decode may have differently.
+
     - A replica has `data_parallel` · `tensor_parallel` devices, equally many on each of its
       `nodes_per_replica` nodes. `expert_parallel` spreads whole experts over them, otherwise each
       expert is sharded.
-    - `quantization` "fp8": engines quantize dense layers and experts to FP8.
-    - `max_restarts`: restarts of all engines within a day. One more failure ends the stage.
+    - `all2all_backend`: the exchange of tokens between data-parallel ranks, by vLLM's name.
+    - `dual_batch_overlap`: exchange one half of a batch while the other half computes.
+    - `environment`: variables of the engine's processes. Variables that Orrery sets win.
     """
 
-    num_replicas: Count
-    prefill_replicas: NonNegativeInt
     nodes_per_replica: Count
     tensor_parallel: Count
     data_parallel: Count
     expert_parallel: bool
-    dtype: DType
-    quantization: Literal["none", "fp8"]
-    max_model_len_tokens: PositiveInt
-    kv_block_tokens: PositiveInt
     kv_cache_bytes: PositiveInt
     max_num_sequences: PositiveInt
     max_batched_tokens: PositiveInt
     enforce_eager: bool
-    kv_transfer: KvTransfer
-    kv_offload: KvOffload
-    max_restarts: NonNegativeInt
-    router: Annotated[NoRouter | VllmRouter, Field(discriminator="kind")]
+    all2all_backend: Literal[
+        "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"
+    ]
+    dual_batch_overlap: bool
+    expert_balancing: ExpertBalancing | None
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], str]
 
     @property
     def devices_per_replica(self) -> int:
@@ -135,6 +143,38 @@ class Inference(Record):
     def ranks_per_node(self) -> int:
         """Return the data-parallel ranks of a replica on each of its nodes."""
         return self.data_parallel // self.nodes_per_replica
+
+
+class Inference(EngineShape):
+    """`num_replicas` vLLM servers. The first `prefill_replicas` prefill, the others decode.
+
+    - With 0 prefill replicas every engine serves whole requests.
+    - `prefill`: the shape of the engines that prefill. None: that of the others.
+    - `quantization` "fp8": engines quantize dense layers and experts to FP8.
+    - `max_restarts`: restarts of all engines within a day. One more failure ends the stage.
+    """
+
+    num_replicas: Count
+    prefill_replicas: NonNegativeInt
+    prefill: EngineShape | None
+    dtype: DType
+    quantization: Literal["none", "fp8"]
+    max_model_len_tokens: PositiveInt
+    kv_block_tokens: PositiveInt
+    kv_transfer: KvTransfer
+    kv_offload: KvOffload
+    max_restarts: NonNegativeInt
+    router: Annotated[NoRouter | VllmRouter, Field(discriminator="kind")]
+
+    def of_engine(self, index: int) -> "Inference":
+        """Return the fields with the shape of engine `index`."""
+        if self.prefill is None or index >= self.prefill_replicas:
+            return self
+        return self.model_copy(update=dict(self.prefill))
+
+    @property
+    def num_devices(self) -> int:
+        return sum(self.of_engine(i).devices_per_replica for i in range(self.num_replicas))
 
 
 def token_bytes(model: Model, inference: Inference) -> int:

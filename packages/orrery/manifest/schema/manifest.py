@@ -67,8 +67,8 @@ class Manifest(Record):
     def group_devices(self) -> dict[str, int]:
         """Return the number of devices of each node group, in the order of nodes."""
         inference = self.inference
-        prefill = inference.prefill_replicas * inference.devices_per_replica
-        rest = inference.num_replicas * inference.devices_per_replica - prefill
+        prefill = inference.prefill_replicas * inference.of_engine(0).devices_per_replica
+        rest = inference.num_devices - prefill
         engines = {"prefill": prefill, "decode": rest} if prefill else {"inference": rest}
         return {**engines, "trainer": self.trainer.mesh.world_size}
 

@@ -163,7 +163,7 @@ class EnginePool:
         canary: Canary | None = None,
         leases: LeaseClient | None = None,
         max_samples: int = 1,
-        num_ranks: int = 1,
+        num_ranks: Sequence[int] = (),
     ) -> None:
         """Raise OrreryError for several engines without a router.
 
@@ -173,7 +173,7 @@ class EnginePool:
         - `canary`: the prompt to answer after an update. `leases`: the lease client of a direct
           wire.
         - `max_samples`: largest number of samples in one engine request.
-        - `num_ranks`: data-parallel ranks of an engine.
+        - `num_ranks`: data-parallel ranks of each engine. Empty: one each.
         """
         if not engine_urls:
             raise OrreryError("engine pool: has no engine; give at least one engine address")
@@ -183,7 +183,7 @@ class EnginePool:
                 "set inference.router.kind to 'vllm_router'"
             )
         self._token, self._model, self._canary = token, model, canary
-        self._leases, self._num_ranks = leases, num_ranks
+        self._leases, self._num_ranks = leases, num_ranks or [1] * len(engine_urls)
         self.engines = [self.client(index, url) for index, url in enumerate(engine_urls)]
         self.router = None
         if router_url is not None:
@@ -210,7 +210,8 @@ class EnginePool:
             )
 
     def client(self, index: int, url: str) -> EngineClient:
-        return EngineClient(url, self._token, f"engine {index}", self._model, self._num_ranks)
+        ranks = self._num_ranks[index]
+        return EngineClient(url, self._token, f"engine {index}", self._model, ranks)
 
     async def __aenter__(self) -> Self:
         if self.recovery is not None:
