@@ -380,6 +380,7 @@ def test_a_gpu_transposes_quantized_weights(stack):
     wanted = reference_quantize_weight(draw(*stack, 512, 384).cpu())
     assert torch.equal(backward.value.float(), forward.value.float().mT)
     assert torch.equal(backward.scale, forward.scale.mT)
-    # Triton divides by an approximate reciprocal, which may round a number to its neighbour.
-    error = (dequantize_weight(forward).cpu() - dequantize_weight(wanted)).norm()
-    assert error <= 1e-3 * dequantize_weight(wanted).norm()
+    # Triton divides by an approximate reciprocal, so a number between two codes may get either.
+    codes = (each.value.cpu().view(torch.uint8).int() for each in (forward, wanted))
+    assert (next(codes) - next(codes)).abs().max() <= 1
+    torch.testing.assert_close(forward.scale.cpu(), wanted.scale, rtol=3e-7, atol=0.0)

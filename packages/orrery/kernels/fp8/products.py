@@ -347,7 +347,7 @@ def _width(weight: list[Tensor]) -> int:
 
 
 def _product(rows: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.bfloat16 and (library := load()):
+    if rows.value.is_cuda and dtype == torch.bfloat16 and (library := load()):
         return product(library, rows, weight, dtype)
     return (dequantize_rows(rows) @ dequantize_weight(weight).T).to(dtype)
 
@@ -361,7 +361,7 @@ def _weight_gradient(grad: Quantized, x: Quantized) -> Tensor:
 def _grouped_product(
     rows: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
 ) -> Tensor:
-    if dtype == torch.bfloat16 and (library := load()):
+    if rows.value.is_cuda and dtype == torch.bfloat16 and (library := load()):
         return grouped_product(library, rows, weight, groups, dtype)
     x_MK, weight_ENK = dequantize_rows(rows), dequantize_weight(weight)
     out_MN = x_MK.new_full((x_MK.shape[0], weight_ENK.shape[1]), float("nan"))
