@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 reports=.pytest_cache/parts
 rm -rf "$reports" && mkdir -p "$reports"
-parts=(trainer launcher small_runs inference end_to_end rest tasks manifest models wire orchestrator kernels observe runtime)
+parts=(trainer launcher small_runs inference end_to_end rest tasks manifest models wire orchestrator elastic kernels observe runtime)
 where() { # PART: its tests
     case $1 in
     small_runs) echo tests/test_small_runs_end_to_end.py ;;

@@ -7,7 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orrery.manifest.budget.run import plan_run
@@ -711,6 +711,7 @@ def test_a_table_gives_its_rows_back(rows):
         ]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5 * POINTS), st.randoms())
 def test_thinned_points_are_few_and_true(num, draw):
     xs, ys = list(range(num)), [draw.random() for _ in range(num)]
