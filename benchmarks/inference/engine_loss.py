@@ -11,6 +11,7 @@ meanwhile.
     python benchmarks/inference/engine_loss.py                # quiet machine, about 4 minutes
     python benchmarks/inference/engine_loss.py --wire nccl    # weights over a direct wire
     python benchmarks/inference/engine_loss.py --manifest reverse_text_prefill_decode
+    python benchmarks/inference/engine_loss.py --wide    # one engine over two local "nodes" on CPU
     benchmarks/async/gpu_host.sh figure ../inference/engine_loss.py \\
         --manifest asynchrony_h200_4 --wire nccl    # four GPUs
 """
@@ -35,15 +36,30 @@ from workspace import workspace_with
 ROOT = Path(__file__).parents[2]
 BASE = "reverse_text_smoke"
 NAME = "engine_loss"
+# One engine of a mixture: a server with two ranks, and a process with the ranks of a second node.
+WIDE_BASE = "reverse_text_moe"
+WIDE = {
+    "num_replicas": 1,
+    "data_parallel": 4,
+    "nodes_per_replica": 2,
+    "expert_parallel": True,
+    "router": {"kind": "none"},
+}
 NEVER = 100_000  # steps
 WARM_STEPS = 4
 LIMIT_S = 600.0
 
 
-def manifest(base: str, kills: int, wire: str) -> Manifest:
-    """Return `base` (two engines or more) without an end, a warm start or evaluations."""
+def manifest(base: str, kills: int, wire: str, wide: bool) -> Manifest:
+    """Return `base` without an end, a warm start or evaluations.
+
+    `base` has two engines or more. With `wide` it has the one engine of WIDE, and returns routes.
+    """
     content = json.loads((ROOT / "manifests" / f"{base}.json").read_text())
-    if content["inference"]["num_replicas"] < 2:
+    if wide:
+        content["inference"] |= WIDE
+        content["transport"]["routed_experts"] = True
+    elif content["inference"]["num_replicas"] < 2:
         raise SystemExit(
             f"--manifest {base}: it has one engine, so no engine would serve meanwhile; choose one "
             "with two or more"
@@ -107,23 +123,27 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--wire", default="files", choices=("files", "nccl", "nixl"))
-    parser.add_argument("--manifest", default=BASE)
+    parser.add_argument("--manifest")
+    parser.add_argument("--wide", action="store_true", help="kill the second node of one engine")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
+    base = args.manifest or (WIDE_BASE if args.wide else BASE)
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), manifest(args.manifest, args.kills, args.wire))
+        run = Run(Path(folder), manifest(base, args.kills, args.wire, args.wide))
         if code := run.start("init").wait():
             raise SystemExit(code)
         launcher = run.start("rl")
         try:
-            losses, ordinary = measure(run, launcher, args.kills)
+            names = ["headless.0"] if args.wide else ["inference.1", "inference.0"]
+            losses, ordinary = measure(run, launcher, args.kills, names)
         finally:
             launcher.send_signal(signal.SIGTERM)
             launcher.wait()
     name = "_".join(
         [
             "engine_loss",
-            *[each for each in (args.manifest, args.wire) if each not in (BASE, "files")],
+            *["wide"] * args.wide,
+            *[each for each in (base, args.wire) if each not in (BASE, WIDE_BASE, "files")],
         ]
     )
     record(
@@ -135,15 +155,17 @@ def main() -> None:
         better="lower",
         details={
             "tokens_per_s_before": ordinary,
-            "manifest": args.manifest,
+            "manifest": base,
             "wire": args.wire,
             "losses": losses,
         },
     )
 
 
-def measure(run: Run, launcher: subprocess.Popen[bytes], kills: int) -> tuple[list[dict], float]:
-    """Measure each loss, and the batch tokens/s before the first."""
+def measure(
+    run: Run, launcher: subprocess.Popen[bytes], kills: int, names: list[str]
+) -> tuple[list[dict], float]:
+    """Kill the processes `names` in turn. Return each loss, and the tokens/s before the first."""
 
     def batches() -> int:
         return len(run.rows("orchestrator", "batch"))
@@ -154,8 +176,8 @@ def measure(run: Run, launcher: subprocess.Popen[bytes], kills: int) -> tuple[li
     ordinary = run.tokens_per_s(begin_s, time.time())
     losses: list[dict] = []
     for number in range(kills):
-        killed_s, index = time.time(), 1 - number % 2
-        os.kill(run.pid(f"inference.{index}"), signal.SIGKILL)
+        killed_s, name = time.time(), names[number % len(names)]
+        os.kill(run.pid(name), signal.SIGKILL)
         run.wait(
             launcher,
             "an engine that serves again",
@@ -169,7 +191,7 @@ def measure(run: Run, launcher: subprocess.Popen[bytes], kills: int) -> tuple[li
             "engine_gone", 0
         )  # a batch tells of all until it was cut
         losses.append({
-            "engine": index,
+            "killed": name,
             "fenced_s": run.rows("orchestrator", "engine_fenced")[number]["time_s"] - killed_s,
             "started_again_s": run.rows("launcher", "engine_restart")[number]["time_s"] - killed_s,
             "healthy_s": healthy["time_s"] - killed_s,

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from orrery.orchestrator.engines.choice import SessionAffinity
+from orrery.orchestrator.engines.choice import EngineChoice
 from orrery.orchestrator.engines.disaggregated import DisaggregatedEngines
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 
@@ -51,9 +51,9 @@ class StandIn:
         self.not_read.append(kv_engine_id)
 
 
-def ask(apart, name="r", timeout_s=10.0, **options):
+def ask(apart, name="r", timeout_s=10.0, prompt=(1, 2, 3), **options):
     return apart.generate(
-        [1, 2, 3],
+        prompt,
         request_id=name,
         max_tokens=5,
         temperature=0.7,
@@ -141,19 +141,54 @@ async def test_a_request_that_is_given_up_while_it_decodes_is_aborted_there():
     assert decode.aborts == ["r"] and prefill.aborts == []
 
 
-def test_a_session_stays_and_a_new_one_goes_where_least_is_in_flight():
-    sticky = SessionAffinity(2)
-    assert sticky.choose("a", [0, 1]) == 0
-    sticky.in_flight[0] += 1
-    assert sticky.choose("b", [0, 1]) == 1
-    assert sticky.choose("a", [0, 1]) == 0
+TURN = np.arange(256)
 
 
-def test_a_session_whose_engine_does_not_serve_gets_another_and_stays_there():
-    sticky = SessionAffinity(3)
-    assert sticky.choose("a", [1, 2]) == 1
-    assert sticky.choose("a", [0, 2]) == 0
-    assert sticky.choose("a", [0, 1, 2]) == 0
+def chosen(choice, tokens, among=(0, 1), salt="0"):
+    with choice.using(tokens, salt, among) as address:
+        return address
+
+
+def test_a_turn_goes_where_the_last_one_is_cached_and_a_new_prompt_where_least_is_owed():
+    choice = EngineChoice([1, 2])
+    with choice.using(TURN, "0", [0, 1]) as first:
+        assert first == (0, 0) and choice.owed_tokens == [256, 0, 0]
+        with choice.using(TURN + 1000, "0", [0, 1]) as second:
+            assert second == (1, 0)
+            assert chosen(choice, TURN + 2000) == (1, 1)
+        more = np.append(TURN, range(100))
+        with choice.using(more, "0", [0, 1]) as third:
+            assert third == (0, 0)  # 100 tokens and 256 owed there, 356 tokens elsewhere
+            assert chosen(choice, more) == (1, 0)  # 36 tokens and 356 owed, 356 tokens elsewhere
+    assert choice.owed_tokens == [0, 0, 0]
+    assert chosen(choice, TURN) == (0, 0) and chosen(choice, TURN + 1000) == (1, 0)
+    assert chosen(choice, TURN + 1000, salt="1") == (0, 0)  # another version's cache is of no use
+    assert chosen(choice, TURN + 2000, among=[0]) == (0, 0)  # the engine that has it is not serving
+
+
+def test_an_answer_is_cached_with_its_prompt_and_an_ended_engine_caches_nothing():
+    choice = EngineChoice([1, 1], is_decoding=True)
+    choice.holds(np.append(TURN, TURN), "0", choice.addresses[1])
+    with choice.using(TURN, "0", [0]):
+        assert choice.owed_tokens == [256, 0]
+    assert chosen(choice, np.append(TURN, TURN)) == (1, 0)
+    choice.forget(1)
+    assert chosen(choice, np.append(TURN, TURN)) == (0, 0)
+
+
+async def test_a_group_shares_one_prefill_and_each_rank_gets_its_requests():
+    prefill, decode = StandIn("p", WHERE), StandIn("d")
+    prefill.go.clear()
+    apart = DisaggregatedEngines([prefill, decode], [{}], num_ranks=[2, 1])
+    group = [asyncio.create_task(ask(apart, f"r{i}", prompt=TURN)) for i in range(3)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert [asked["request_id"] for asked in prefill.asked] == ["r0"]
+    prefill.go.set()
+    await asyncio.gather(*group)
+    assert len(prefill.asked) == len(decode.asked) == 3
+    assert [asked["rank"] for asked in prefill.asked] == [0, 0, 0]
+    assert "rank" not in decode.asked[0]
 
 
 # Engines that are lost
@@ -176,11 +211,14 @@ class Fleet:
         self.engines[index].go.set()
 
     async def ask_twice(self, index):
-        """Two requests of one session, once engine `index` has them and does not answer."""
+        """Two requests, once engine `index` has them and does not answer."""
         self.engines[index].go.clear()
-        tasks = [asyncio.create_task(ask(self.apart, name, session="s")) for name in ("a", "b")]
+        others = self.admitted - {0, index}
+        self.admitted -= others  # so that no other engine gets one
+        tasks = [asyncio.create_task(ask(self.apart, name)) for name in ("a", "b")]
         while len(self.engines[index].asked) < 2:
             await asyncio.sleep(0)
+        self.admitted |= others
         return tasks
 
 
@@ -209,10 +247,7 @@ async def test_a_decode_engine_that_dies_costs_its_requests_and_their_blocks_are
         sorted(fleet.engines[0].kept_no_longer) == sorted(names)
         and fleet.engines[1].kept_no_longer == []
     )
-    assert (
-        len((await ask(fleet.apart, "c", session="s")).token_ids) == 5
-        and len(fleet.engines[3].asked) == 1
-    )
+    assert len((await ask(fleet.apart, "c")).token_ids) == 5 and len(fleet.engines[3].asked) == 1
 
 
 async def test_a_request_that_fails_alone_leaves_the_blocks_to_an_engine_that_may_yet_read_them():

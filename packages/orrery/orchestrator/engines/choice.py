@@ -1,33 +1,93 @@
-"""Choose an engine, or a data-parallel rank of one, for the turns of a session."""
+"""Choose an engine's data-parallel rank for a request by cached prefix, queue and load.
+
+- The cost of a rank, in tokens: prompt tokens that its cache lacks, plus tokens that it owes to
+  requests in flight. The cheapest rank gets the request. A session thus stays at the rank that
+  holds its earlier turns, unless that rank is busier than a recomputation is worth.
+- What a rank caches is estimated from the requests that it got, block by block, under their salt.
+  The least recently used blocks are forgotten.
+"""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
-SESSIONS_AT_MOST = 65_536  # older sessions are forgotten
+import numpy as np
+
+BLOCK_TOKENS = 64
+MAX_BLOCKS = 1 << 20  # remembered for all ranks
+
+TokenIds = Sequence[int] | np.ndarray
 
 
-class SessionAffinity:
-    def __init__(self, num_engines: int):
-        self.in_flight = [0] * num_engines
-        self._homes: OrderedDict[str, int] = OrderedDict()
+class Address(NamedTuple):
+    """A data-parallel rank of an engine."""
 
-    def choose(self, session: str, among: Collection[int]) -> int:
-        """Return the session's engine if it is in `among`, otherwise the least loaded engine."""
-        home = self._homes.pop(session, None)
-        if home is None or home not in among:
-            home = min(among, key=self.in_flight.__getitem__)
-        self._homes[session] = home
-        if len(self._homes) > SESSIONS_AT_MOST:
-            self._homes.popitem(last=False)
-        return home
+    engine: int
+    rank: int
+
+
+class EngineChoice:
+    def __init__(self, num_ranks: Sequence[int], is_decoding: bool = False):
+        """Take the number of ranks of each engine.
+
+        A rank owes a request the tokens that it must compute, or if `is_decoding` all tokens,
+        because each step reads their cache.
+        """
+        self.addresses = [Address(e, r) for e, ranks in enumerate(num_ranks) for r in range(ranks)]
+        self.owed_tokens = [0] * len(self.addresses)
+        self._is_decoding = is_decoding
+        self._holders: OrderedDict[int, int] = OrderedDict()  # block → bits of its ranks
 
     @contextmanager
-    def using(self, session: str, among: Collection[int]) -> Iterator[int]:
-        """Choose, and count the request as in flight in the `with` body."""
-        home = self.choose(session, among)
-        self.in_flight[home] += 1
+    def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Address]:
+        """Choose a rank of the engines `among`. It owes the request's tokens in the `with` body."""
+        blocks = _blocks(token_ids, salt)
+        cached = self._cached_tokens(blocks)
+        lacking = [len(token_ids) - tokens for tokens in cached]
+        places = (i for i, address in enumerate(self.addresses) if address.engine in among)
+        place = min(places, key=lambda i: (lacking[i] + self.owed_tokens[i], lacking[i]))
+        owed = len(token_ids) if self._is_decoding else lacking[place]
+        self.owed_tokens[place] += owed
+        self._hold(blocks, place)
         try:
-            yield home
+            yield self.addresses[place]
         finally:
-            self.in_flight[home] -= 1
+            self.owed_tokens[place] -= owed
+
+    def holds(self, token_ids: TokenIds, salt: str, address: Address) -> None:
+        """Record that a rank caches these tokens, such as a prompt with its answer."""
+        self._hold(_blocks(token_ids, salt), self.addresses.index(address))
+
+    def forget(self, engine: int) -> None:
+        """Forget the caches of an engine that has ended."""
+        lost = sum(1 << i for i, address in enumerate(self.addresses) if address.engine == engine)
+        for block, holders in self._holders.items():
+            self._holders[block] = holders & ~lost
+
+    def _cached_tokens(self, blocks: list[int]) -> list[int]:
+        found, left = [0] * len(self.addresses), (1 << len(self.addresses)) - 1
+        for number, block in enumerate(blocks, 1):
+            left &= self._holders.get(block, 0)
+            if not left:
+                break
+            for place in range(len(found)):
+                if left >> place & 1:
+                    found[place] = number * BLOCK_TOKENS
+        return found
+
+    def _hold(self, blocks: list[int], place: int) -> None:
+        for block in blocks:
+            self._holders[block] = self._holders.pop(block, 0) | 1 << place
+        while len(self._holders) > MAX_BLOCKS:
+            self._holders.popitem(last=False)
+
+
+def _blocks(token_ids: TokenIds, salt: str) -> list[int]:
+    """Return a key for each whole block, which depends on the salt and all earlier tokens."""
+    tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+    key, keys = hash(salt), []
+    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        key = hash((key, tokens[start : start + BLOCK_TOKENS].tobytes()))
+        keys.append(key)
+    return keys

@@ -9,8 +9,8 @@
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.orchestrator.engines.choice import SessionAffinity
+from orrery.orchestrator.engines.choice import EngineChoice
 from orrery.orchestrator.engines.messages import (
     Attested,
     EngineGone,
@@ -75,9 +75,9 @@ class EngineClient:
 
         - `token`: the run's token, from which credentials are derived.
         - `model`: the model name in requests, see `weight_wire.served_model`.
-        - `num_ranks`: data-parallel ranks. Each session stays at one, where its prefix is cached.
+        - `num_ranks`: data-parallel ranks, among which this client chooses (`choice`).
         """
-        self._ranks = SessionAffinity(num_ranks)
+        self._ranks = EngineChoice([num_ranks])
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
         self._model = model
@@ -114,6 +114,7 @@ class EngineClient:
         timeout_s: float = 600.0,
         session: str | None = None,
         kv_transfer: Mapping[str, Any] | None = None,
+        rank: int | None = None,
     ) -> None:
         """Sample `num_samples` continuations of `token_ids` at `temperature` (0 is greedy).
 
@@ -122,7 +123,8 @@ class EngineClient:
         - `request_id`: unique among requests in flight.
         - `stop_token_ids`: the result includes a sampled stop token.
         - `routes_from`: position of the first token whose routed experts are returned. None: none.
-        - `session`: conversation id. All its requests go to one rank, or a router's choice.
+        - `session`: conversation id. A router sends all its requests to one engine.
+        - `rank`: data-parallel rank that serves the request. None: the client chooses.
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
         Raise EngineGone if the engine was lost, GenerationFailed after other failures. Samples
@@ -154,12 +156,11 @@ class EngineClient:
             missing.remove(found.sample)
             deliver(replace(found, engine=engine))
 
-        num_ranks = len(self._ranks.in_flight)
         try:
-            with self._ranks.using(session or request_id, range(num_ranks)) as rank:
+            with self._at_rank(rank, token_ids, cache_salt) as chosen:
                 status, answer, _ = await self._server.call(
                     *("POST", GENERATE, body, timeout_s, GenerationFailed, what, True, session),
-                    *(rank if num_ranks > 1 else None, take),
+                    *(chosen, take),
                 )
         except EngineGone as error:
             # A healthy server also closes a kept connection after an error 500.
@@ -175,6 +176,16 @@ class EngineClient:
             )
         if missing:
             raise GenerationFailed(f"{self.name} did not give samples {sorted(missing)} of {what}")
+
+    @contextmanager
+    def _at_rank(
+        self, rank: int | None, token_ids: Sequence[int] | np.ndarray, salt: str
+    ) -> Iterator[int | None]:
+        if rank is not None or len(self._ranks.addresses) == 1:
+            yield rank
+            return
+        with self._ranks.using(token_ids, salt, [0]) as address:
+            yield address.rank
 
     async def prompt_logprobs(
         self, token_ids: Sequence[int], request_id: str, timeout_s: float

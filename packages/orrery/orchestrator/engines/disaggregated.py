@@ -5,8 +5,9 @@
 
 - Sampled tokens and versions are the decode engine's. The prompt's cache may be older, but not
   older than the cache salt.
-- All turns of a session (a rollout) go to the same engines, which cache earlier turns. A new
-  session gets the least loaded engines. A router is unfit: it drops request ids and credentials.
+- `choice` picks a rank of a prefill and of a decode engine, mostly those that cache earlier turns.
+  A router is unfit: it drops request ids and credentials.
+- Requests with the same prompt, such as a group's, share one prefill.
 - A cancelled request still finishes its handover, because a cut connection could leave blocks until
   their lease expires.
 - A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
-from orrery.orchestrator.engines.choice import SessionAffinity
+from orrery.orchestrator.engines.choice import Address, EngineChoice
 from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
@@ -36,9 +37,18 @@ TokenIds = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True)
 class Peer:
-    index: int
+    address: Address
     client: EngineClient
     handover: Mapping[str, Any]
+
+    @property
+    def index(self) -> int:
+        return self.address.engine
+
+    def at_rank(self, choice: EngineChoice) -> dict[str, int]:
+        """Return the option `rank` for an engine of several ranks."""
+        is_wide = any(each.rank for each in choice.addresses if each.engine == self.index)
+        return {"rank": self.address.rank} if is_wide else {}
 
 
 async def _do_not_look() -> None:
@@ -52,21 +62,23 @@ class DisaggregatedEngines:
         handovers: Sequence[Mapping[str, Any]],
         admitted: Collection[int] | None = None,
         look: Callable[[], Awaitable[None]] = _do_not_look,
+        num_ranks: Sequence[int] = (),
     ):
         """Share `engines` and `admitted` (by index, all by default) with the pool.
 
         - `engines`: one prefill engine for each of `handovers`, then the decode engines.
         - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap` with Mooncake, or {}.
         - `look` removes lost engines from `admitted`.
+        - `num_ranks`: data-parallel ranks of each engine. Empty: one each.
         """
         self.engines, self.handovers = engines, list(handovers)
         self._admitted = range(len(engines)) if admitted is None else admitted
         self._look = look
         self.producers, self.consumers = range(len(handovers)), range(len(handovers), len(engines))
-        self._prefill_of, self._decode_of = (
-            SessionAffinity(len(engines)),
-            SessionAffinity(len(engines)),
-        )
+        ranks = num_ranks or [1] * len(engines)
+        self._prefill_of = EngineChoice(ranks)
+        self._decode_of = EngineChoice(ranks, is_decoding=True)
+        self._prompts: dict[Any, asyncio.Future[None]] = {}  # prompts that an engine computes
         self._prefilling: dict[str, bool] = {}
         self._unwanted: dict[EngineClient, list[str]] = {}  # KV caches whose readers are lost
         self._background: set[asyncio.Task[None]] = set()
@@ -81,24 +93,29 @@ class DisaggregatedEngines:
         *,
         request_id: str,
         max_tokens: int,
-        session: str = "",
+        session: str | None = None,
         routes_from: int | None = None,
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
-        """Run `EngineClient.generate` on two engines. `cached_tokens` is the prefill engine's."""
-        session = session or request_id
+        """Run `EngineClient.generate` on two engines. `cached_tokens` is the prefill engine's.
+
+        `session` is not used, because the prompt shows which ranks cache earlier turns.
+        """
         if not self.is_serving:
             raise EngineGone(
                 f"request {request_id!r}: no prefill engine or no decode engine is left"
             )
         options |= {"request_id": request_id, "max_tokens": max_tokens}
+        salt, prompt = options["cache_salt"], np.asarray(token_ids)
         with (
-            self._prefill_of.using(session, self._serving(self.producers)) as prefill,
-            self._decode_of.using(session, self._serving(self.consumers)) as decode,
+            self._prefill_of.using(prompt, salt, self._serving(self.producers)) as prefill,
+            self._decode_of.using(prompt, salt, self._serving(self.consumers)) as decode,
         ):
             peers = self.peer(prefill), self.peer(decode)
-            return await self._generate(*peers, token_ids, routes_from, timeout_s, options)
+            found = await self._generate(*peers, token_ids, routes_from, timeout_s, options)
+        self._decode_of.holds(np.append(prompt, found.token_ids), salt, decode)
+        return found
 
     async def _generate(
         self,
@@ -157,9 +174,10 @@ class DisaggregatedEngines:
             for task in left:
                 task.cancel()
 
-    def peer(self, index: int) -> Peer:
+    def peer(self, address: Address) -> Peer:
+        index = address.engine
         handover = self.handovers[index] if index in self.producers else {}
-        return Peer(index, self.engines[index], handover)
+        return Peer(address, self.engines[index], handover)
 
     def ended(self, index: int) -> None:
         """Tell the decode engines that this engine's process has ended.
@@ -184,6 +202,8 @@ class DisaggregatedEngines:
 
     def returned(self, index: int, handover: Mapping[str, Any]) -> None:
         self.ended(index)
+        for choice in (self._prefill_of, self._decode_of):
+            choice.forget(index)
         if index in self.producers:
             self.handovers[index] = handover
 
@@ -209,7 +229,9 @@ class DisaggregatedEngines:
             transfer["transfer_id"] = where["transfer_id"] = f"{request_id}-{uuid.uuid4()}"
             where["remote_engine_id"] = handover["kv_engine_id"]
             where["remote_bootstrap_addr"] = handover["kv_bootstrap"]
-        prefilled = await client.generate(
+        prefilled = await self._once_computed(
+            (producer.address, cache_salt, np.asarray(token_ids).tobytes()),
+            client.generate,
             token_ids,
             request_id=request_id,
             max_tokens=1,
@@ -219,6 +241,7 @@ class DisaggregatedEngines:
             timeout_s=timeout_s,
             kv_transfer=transfer,
             routes_from=routes_from,
+            **producer.at_rank(self._prefill_of),
         )
         if handover:
             return prefilled, where
@@ -227,6 +250,23 @@ class DisaggregatedEngines:
                 f"{client.name} did not say where the cache of request {request_id!r} is"
             )
         return prefilled, prefilled.kv_transfer
+
+    async def _once_computed(
+        self, key: Any, generate: Callable[..., Awaitable[Generation]], *args: Any, **options: Any
+    ) -> Generation:
+        """Return `generate(…)`, called once no other call computes the same prompt.
+
+        vLLM would compute a prompt again for each request that comes before the first has ended.
+        """
+        if (first := self._prompts.get(key)) is not None:
+            await asyncio.wait({first})
+            return await generate(*args, **options)
+        first = self._prompts[key] = asyncio.get_running_loop().create_future()
+        try:
+            return await generate(*args, **options)
+        finally:
+            del self._prompts[key]
+            first.set_result(None)
 
     async def _decode(
         self,
@@ -244,6 +284,7 @@ class DisaggregatedEngines:
                         f"{peer.client.name} was lost while the cache of request "
                         f"{options['request_id']!r} was handed over"
                     )
+            options |= consumer.at_rank(self._decode_of)
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()

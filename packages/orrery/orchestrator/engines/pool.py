@@ -206,7 +206,7 @@ class EnginePool:
         self.disaggregated = None
         if handovers:
             self.disaggregated = DisaggregatedEngines(
-                self.engines, handovers, self.admitted, self._look_for_losses
+                self.engines, handovers, self.admitted, self._look_for_losses, self._num_ranks
             )
 
     def client(self, index: int, url: str) -> EngineClient:
