@@ -4,23 +4,38 @@
   authority's key stays where it was made. A site takes `authority.pem` and its two files.
 - Both ends of a connection must hold a certificate of this authority. No name is compared, because
   sites move. TLS 1.3 only, without session tickets.
-- Validity times are ignored: clocks are never compared across hosts. Certificates end with the run.
+- Clocks are never compared across hosts: validity spans 2020 to 2100, and links ignore it.
 """
 
+import re
 import ssl
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 from orrery.elastic.types import ElasticError
-from orrery.runtime.network import LOOPBACK
 
 AUTHORITY = "authority"
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which the module ssl does not name
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-DAYS = "36500"
+VALID = ("-startdate", "20200101000000Z", "-enddate", "21000101000000Z")
+SIGNING = """
+[ca]
+default_ca = authority
+[authority]
+database = {folder}/index
+new_certs_dir = {folder}
+rand_serial = yes
+default_md = sha256
+policy = policy
+[policy]
+commonName = supplied
+[extensions]
+{extensions}
+"""
 OPENSSL_S = 60.0
 
 
@@ -72,51 +87,57 @@ class Certificates:
 
 def make_authority(folder: Path, run: str) -> None:
     """Write authority.pem and authority.key. Raise ElasticError if the folder holds them."""
-    key, certificate = folder / f"{AUTHORITY}.key", folder / f"{AUTHORITY}.pem"
-    _check_absent(key)
+    _check_absent(folder / f"{AUTHORITY}.key")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    uses = ("basicConstraints=critical,CA:TRUE,pathlen:0", "keyUsage=critical,keyCertSign")
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch)
-        _openssl(
-            *("req", "-x509", *NEW_KEY, "-days", DAYS, "-subj", f"/CN=orrery run {run}"),
-            *(word for use in uses for word in ("-addext", use)),
-            *("-keyout", made / "key", "-out", made / "certificate"),
-        )
-        (made / "key").replace(key)
-        (made / "certificate").replace(certificate)
+    uses = ("basicConstraints = critical,CA:TRUE,pathlen:0", "keyUsage = critical,keyCertSign")
+    _make(folder, AUTHORITY, f"orrery run {run}", uses)
 
 
 def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
     """Write `site`.pem and `site`.key, signed by the folder's authority.
 
-    A coordinator needs the `addresses` (IP) of its host, because etcd compares them.
+    `addresses`: the site's IP addresses or names beside loopback, for clients that compare them.
     """
-    if site == AUTHORITY or not site.replace("-", "").replace("_", "").isalnum():
+    if site == AUTHORITY or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", site):
         raise ElasticError(
-            f"site: {site!r} cannot name files; use letters, digits, - and _, and not {AUTHORITY}"
+            f"site: {site!r} cannot name files; use up to 64 letters, digits, - and _, and not "
+            f"{AUTHORITY}"
         )
     _check_absent(folder / f"{site}.key")
+    names = ",".join(map(_alternative, ("127.0.0.1", "localhost", *addresses)))
+    uses = ("basicConstraints = CA:FALSE", "extendedKeyUsage = serverAuth,clientAuth")
+    _make(folder, site, site, (*uses, f"subjectAltName = {names}"))
+    return Certificates.of(folder, site)
+
+
+def _alternative(name: str) -> str:
+    try:
+        return f"IP:{ip_address(name)}"
+    except ValueError:
+        if re.fullmatch(r"[A-Za-z0-9.-]+", name):
+            return f"DNS:{name}"
+        raise ElasticError(
+            f"address: {name!r} is neither an IP address nor a host name; use one of them"
+        ) from None
+
+
+def _make(folder: Path, name: str, common_name: str, extensions: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch)
-        uses = made / "uses"
-        names = ",".join(f"IP:{each}" for each in dict.fromkeys([*addresses, LOOPBACK]))
-        uses.write_text(
-            "basicConstraints=CA:FALSE\nextendedKeyUsage=serverAuth,clientAuth\n"
-            f"subjectAltName={names}\n"
-        )
-        _openssl(
-            *("req", *NEW_KEY, "-subj", f"/CN={site}"),
-            *("-keyout", made / "key", "-out", made / "request"),
-        )
-        _openssl(
-            *("x509", "-req", "-in", made / "request", "-days", DAYS, "-extfile", uses),
-            *("-CA", folder / f"{AUTHORITY}.pem", "-CAkey", folder / f"{AUTHORITY}.key"),
-            *("-CAserial", made / "serial", "-CAcreateserial", "-out", made / "certificate"),
-        )
-        (made / "certificate").replace(folder / f"{site}.pem")
-        (made / "key").replace(folder / f"{site}.key")
-    return Certificates.of(folder, site)
+        (made / "index").touch()
+        config = made / "config"
+        config.write_text(SIGNING.format(folder=made, extensions="\n".join(extensions)))
+        subject = f"/CN={common_name.replace('/', '_')[:64]}"
+        request = ("-subj", subject, "-keyout", made / "key", "-out", made / "request")
+        _openssl("req", "-config", config, *NEW_KEY, *request)
+        ours = folder / AUTHORITY
+        signer: tuple[str | Path, ...] = ("-selfsign", "-keyfile", made / "key")
+        if name != AUTHORITY:
+            signer = ("-cert", ours.with_suffix(".pem"), "-keyfile", ours.with_suffix(".key"))
+        output = ("-extensions", "extensions", "-in", made / "request", "-out", made / "signed")
+        _openssl("ca", "-batch", "-notext", "-config", config, *signer, *VALID, *output)
+        (made / "signed").replace(folder / f"{name}.pem")
+        (made / "key").replace(folder / f"{name}.key")
 
 
 def _check_absent(key: Path) -> None:

@@ -33,7 +33,8 @@ class Codec(ABC):
 
     def __init__(self, num_threads: int = 1, native: Library | bool | None = True) -> None:
         """Use native code if it can be built, unless `native` is False."""
-        self._native = library() if native is True else native or None
+        found = library() if native is True else native or None
+        self._native = (found.encoder(self.kind), found.decoder(self.kind)) if found else None
         self._num_threads = num_threads
 
     @abstractmethod
@@ -50,7 +51,7 @@ class Codec(ABC):
         x = _floats(x, "x")
         wire = np.empty(self.wire_bytes(x.size), np.uint8)
         if self._native:
-            encode = self._native.encoder(self.kind)
+            encode, _ = self._native
             bad = self._run(x.size, lambda a, b: encode(x, x.size, wire, a, b))
             refused = min((each for each in bad if each >= 0), default=-1)
         else:
@@ -75,7 +76,7 @@ class Codec(ABC):
 
     def _decode(self, wire: Bytes, out: Floats, scale: float, adds: bool) -> None:
         if self._native:
-            decode = self._native.decoder(self.kind)
+            _, decode = self._native
             self._run(out.size, lambda a, b: decode(wire, out.size, out, scale, adds, a, b))
         elif out.size:
             self._decode_plain(wire, out, scale, adds)

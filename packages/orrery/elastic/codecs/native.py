@@ -39,16 +39,16 @@ class Library:
 
     def encoder(self, kind: str) -> Callable[..., int]:
         """Return `encode(x, n, wire, first, last)`: the index of a refused value, or -1."""
-        call = getattr(self._library, f"{kind}_encode")
-        call.argtypes = [_READ, ctypes.c_int64, _WIRE, *[ctypes.c_int64] * 2]
+        call = self._library[f"{kind}_encode"]  # a new object, because types are set below
+        call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64
         return call  # type: ignore[no-any-return]
 
     def decoder(self, kind: str) -> Callable[..., None]:
         """Return `decode(wire, n, out, scale, adds, first, last)`."""
-        call = getattr(self._library, f"{kind}_decode")
-        floats = [_FLOATS, ctypes.c_float, ctypes.c_int32]
-        call.argtypes = [_WIRE, ctypes.c_int64, *floats, *[ctypes.c_int64] * 2]
+        call = self._library[f"{kind}_decode"]
+        out = (_FLOATS, ctypes.c_float, ctypes.c_int32)
+        call.argtypes = (_WIRE, ctypes.c_int64, *out, ctypes.c_int64, ctypes.c_int64)
         call.restype = None
         return call  # type: ignore[no-any-return]
 

@@ -1,0 +1,218 @@
+"""One connection to a peer: frames over TLS, read and sent by two threads.
+
+A frame is a header of fixed size, then `length` bytes. The threads share one TLS object without
+blocking in it: OpenSSL allows no two calls on it at once.
+"""
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+MAGIC = b"ORX1"
+LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
+MAX_BYTES = 1 << 28
+SLICE = 1 << 17  # bytes a call of OpenSSL, so that the other thread's turn comes soon
+FLUSH_S = 5.0  # longest time to send queued frames after `close`
+
+
+class BadFrame(Exception):
+    """Signal that a peer broke the protocol."""
+
+
+class Kind(IntEnum):
+    HELLO = 0  # the first frame of a connection, and its answer
+    DATA = 1
+    PING = 2
+    BROKEN = 3  # `piece` is the rank that failed, the payload the reason
+
+
+class Header(NamedTuple):
+    run: bytes
+    epoch: int
+    round: int
+    source: int
+    shard: int
+    kind: Kind
+    lane: int
+    hop: int
+    piece: int
+    length: int
+
+    def pack(self) -> bytes:
+        return LAYOUT.pack(MAGIC, *self)
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray) -> "Header":
+        magic, *fields = LAYOUT.unpack(data)
+        header = cls(*fields)
+        if magic != MAGIC or header.kind not in set(Kind) or header.length > MAX_BYTES:
+            raise BadFrame("bytes that are no frame")
+        return header
+
+    @classmethod
+    def read(cls, sock: ssl.SSLSocket) -> "Header | None":
+        """Return the header of a frame without payload, or None if the peer sent another."""
+        data = b""
+        while len(data) < LAYOUT.size:
+            if not (more := sock.recv(LAYOUT.size - len(data))):
+                return None
+            data += more
+        with contextlib.suppress(BadFrame):
+            header = cls.unpack(data)
+            return header if header.length == 0 else None
+        return None
+
+
+class Frame(NamedTuple):
+    source: int
+    hop: int
+    piece: int
+    payload: Bytes
+
+
+class FrameSink(Protocol):
+    def ping(self, lane: int) -> Header: ...
+    def admit(self, peer: "PeerConnection", header: Header) -> bool: ...
+    def arrived(self, header: Header, payload: Bytes) -> None: ...
+    def lost(self, peer: "PeerConnection", reason: str, is_bad: bool) -> None: ...
+
+
+class PeerConnection:
+    """`heard_s` is when bytes arrived last, by the monotonic clock."""
+
+    def __init__(
+        self, tls: ssl.SSLSocket, sink: FrameSink, rank: int, lane: int, ping_s: float
+    ) -> None:
+        tls.setblocking(False)
+        self.rank, self.lane, self.heard_s, self.is_closed = rank, lane, time.monotonic(), False
+        self._tls, self._sink, self._ping_s = tls, sink, ping_s
+        self._tls_lock = threading.Lock()
+        self._queue: deque[Sequence[bytes | memoryview]] = deque()
+        self._wake = threading.Condition()
+        self._closed_s = float("inf")
+        self._threads = [
+            threading.Thread(target=work, name=f"links-{rank}.{lane}{work.__name__}", daemon=True)
+            for work in (self._read, self._send)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, header: Header, payload: Bytes, urgent: bool = False) -> int:
+        """Queue a frame, in front of all others if urgent. Return its bytes."""
+        frame = (header._replace(length=len(payload)).pack(), payload.data)
+        with self._wake:
+            self._queue.appendleft(frame) if urgent else self._queue.append(frame)
+            self._wake.notify()
+        return LAYOUT.size + len(payload)
+
+    def drop_queued(self) -> None:
+        with self._wake:
+            self._queue.clear()
+
+    def close(self) -> None:
+        """End both threads, once the queued frames are sent or FLUSH_S is over."""
+        with self._wake:
+            self.is_closed, self._closed_s = True, time.monotonic()
+            self._wake.notify()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(FLUSH_S)
+
+    def _end(self, reason: str, is_bad: bool = False) -> None:
+        with self._wake:
+            was_closed, self.is_closed = self.is_closed, True
+            self._closed_s = min(self._closed_s, time.monotonic() - FLUSH_S)
+            self._wake.notify()
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._tls, socket.SHUT_RDWR)  # wakes both polls
+        if not was_closed:
+            self._sink.lost(self, reason, is_bad)
+
+    # The reader
+
+    def _read(self) -> None:
+        head = bytearray(LAYOUT.size)
+        try:
+            while self._fill(memoryview(head)):
+                header = Header.unpack(head)
+                is_wanted = self._sink.admit(self, header)
+                payload = np.empty(header.length, np.uint8)
+                if header.length and not self._fill(payload.data):
+                    break
+                if is_wanted:
+                    self._sink.arrived(header, payload)
+            self._end("closed its connection")
+        except ssl.SSLEOFError:
+            self._end("closed its connection")
+        except BadFrame as error:
+            self._end(f"sent {error}", is_bad=True)
+        except (OSError, ValueError) as error:  # ValueError: the socket was closed meanwhile
+            self._end(f"its connection broke ({error})")
+
+    def _fill(self, view: memoryview) -> bool:
+        """Fill `view`. Return False if the connection ends instead."""
+        done = 0
+        while done < len(view):
+            try:
+                with self._tls_lock:
+                    count = self._tls.recv_into(view[done:])
+            except ssl.SSLWantReadError:
+                self._poll(select.POLLIN)
+                continue
+            if count == 0:
+                return False
+            done += count
+            self.heard_s = time.monotonic()
+        return True
+
+    # The sender
+
+    def _send(self) -> None:
+        try:
+            while (frame := self._next()) is not None:
+                for buffer in frame:
+                    for start in range(0, len(buffer), SLICE):
+                        self._write(memoryview(buffer)[start : start + SLICE])
+            self._end("closed")
+        except (OSError, ValueError) as error:
+            self._end(f"its connection broke ({error})")
+        self._threads[0].join()  # the descriptor is in its poll
+        self._tls.close()
+
+    def _next(self) -> Sequence[bytes | memoryview] | None:
+        with self._wake:
+            if not self._queue and not self.is_closed:
+                self._wake.wait(self._ping_s)
+            if self._queue:
+                return self._queue.popleft()
+            return None if self.is_closed else (self._sink.ping(self.lane).pack(),)
+
+    def _write(self, view: memoryview) -> None:
+        while True:
+            try:
+                with self._tls_lock:
+                    self._tls.send(view)  # all of it: Python does not enable partial writes
+                return
+            except ssl.SSLWantWriteError:
+                self._poll(select.POLLOUT)
+                if time.monotonic() > self._closed_s + FLUSH_S:
+                    raise OSError("closed before the peer took all frames") from None
+
+    def _poll(self, event: int) -> None:
+        poll = select.poll()
+        poll.register(self._tls.fileno(), event)
+        poll.poll(1000 * self._ping_s)

@@ -1,0 +1,342 @@
+"""Replace each site's Δ by Σ wᵢΔᵢ / Σ wᵢ, with equal bits on all sites.
+
+- `ring`: W − 1 hops sum a chunk, each hop decodes, adds in float32 and encodes. The last rank's
+  bytes then travel W − 1 hops unchanged, and every site decodes the same bytes.
+- `all_to_all`: each rank takes one chunk from all, adds in the order of ranks, and sends its bytes
+  to all. A value is encoded twice, whatever the number of sites.
+- Work is driven by arrivals: a frame names its piece and hop, so all pieces travel at once.
+- A site with weight 0 forwards and receives. It changes no value.
+- Δ is replaced after all frames have arrived. If the exchange raises, Δ is as before.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from orrery.elastic.codecs import Codec
+from orrery.elastic.codecs.base import Bytes, Floats
+from orrery.elastic.connection import Frame
+from orrery.elastic.links import PeerLinks
+from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
+
+PIECE = 1 << 18  # values of a frame
+TIMEOUT_S = 600.0  # without an arrival
+
+
+@dataclass(frozen=True)
+class ExchangeStats:
+    bytes_sent: int
+    seconds: float
+    codec_s: float  # summed over lanes
+
+
+class ErrorFeedback:
+    """What encoding lost, f32[n], added before this rank encodes the same values again.
+
+    `decay` multiplies it each round. `commit` makes the last exchange's losses current: call it
+    once the round is committed. Memory: 8 bytes a parameter.
+    """
+
+    def __init__(self, n: int, decay: float = 1.0) -> None:
+        self.lost, self.pending = np.zeros(n, np.float32), np.zeros(n, np.float32)
+        self.decay = np.float32(decay)
+
+    def commit(self) -> None:
+        self.lost, self.pending = self.pending, self.lost
+
+
+def exchange(
+    delta: Floats,
+    outer_round: OuterRound,
+    rank: int,
+    links: PeerLinks,
+    codec: Codec,
+    topology: str = "ring",
+    *,
+    error_feedback: ErrorFeedback | None = None,
+    order: Sequence[int] | None = None,
+    buckets: Sequence[slice] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> ExchangeStats:
+    """Replace delta f32[n] by the weighted mean over sites, zeros if no site has weight.
+
+    `order`: the ranks around the ring, the same at all sites. `buckets` cover delta, also the same.
+    Raise LinkBroken if a peer fails, ElasticError if this site's values cannot be encoded.
+    """
+    if topology not in TOPOLOGIES:
+        raise ElasticError(
+            f"trainer.elastic.topology: {topology!r} is unknown; "
+            f"choose from {', '.join(TOPOLOGIES)}"
+        )
+    begin_s, num_sites = time.monotonic(), len(outer_round.weights)
+    total = sum(outer_round.weights)
+    if total == 0:
+        delta[:] = 0
+    if total == 0 or num_sites == 1:
+        return ExchangeStats(0, time.monotonic() - begin_s, 0.0)
+    links.begin(outer_round.epoch, rank, outer_round.number)
+    ring = list(order) if order is not None else list(range(num_sites))
+    if sorted(ring) != list(range(num_sites)):
+        raise ValueError(f"order {ring} does not contain each of {num_sites} ranks once")
+    pieces = _pieces(buckets or [slice(0, delta.size)], num_sites, links.num_lanes)
+    share = np.float32(outer_round.weights[rank] / total)
+    is_heavy = [weight > 0 for weight in outer_round.weights]
+    if error_feedback is not None and not is_heavy[rank]:
+        error_feedback.pending[:] = error_feedback.lost
+        error_feedback = None
+    site = _Site(delta, share, is_heavy, rank, ring, links, codec, error_feedback, timeout_s)
+    lanes = [
+        TOPOLOGIES[topology](site, lane, {n: p for n, p in enumerate(pieces) if p.lane == lane})
+        for lane in range(links.num_lanes)
+    ]
+    _in_threads([lane.run for lane in lanes])
+    _in_threads([lane.finish for lane in lanes])
+    bytes_sent = sum(lane.bytes_sent for lane in lanes)
+    codec_s = sum(lane.codec_s for lane in lanes)
+    return ExchangeStats(bytes_sent, time.monotonic() - begin_s, codec_s)
+
+
+def layer_buckets(sizes: Mapping[str, int]) -> list[slice]:
+    """Return one slice a layer: neighbours whose names contain the same first number."""
+    buckets: list[slice] = []
+    last: object = object()
+    end = 0
+    for name, size in sizes.items():
+        layer = next((part for part in name.split(".") if part.isdigit()), None)
+        start, end = end, end + size
+        if buckets and layer == last:
+            start = buckets.pop().start
+        buckets.append(slice(start, end))
+        last = layer
+    return buckets
+
+
+@dataclass(frozen=True)
+class _Piece:
+    lane: int
+    chunk: int
+    at: slice
+
+
+def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
+    """Cut every bucket into a chunk a site, and chunks into pieces. Chunks and lanes take turns."""
+    pieces: list[_Piece] = []
+    turn = -1
+    for bucket in buckets:
+        size = bucket.stop - bucket.start
+        ends = [bucket.start + size * chunk // num_sites for chunk in range(num_sites + 1)]
+        most = max((b - a for a, b in pairwise(ends)), default=0)
+        for offset in range(0, most, PIECE):
+            turn += 1
+            for chunk in range(num_sites):
+                start = ends[chunk] + offset
+                stop = min(start + PIECE, ends[chunk + 1])
+                if start < stop:
+                    pieces.append(_Piece(turn % num_lanes, chunk, slice(start, stop)))
+    return pieces
+
+
+@dataclass(frozen=True)
+class _Site:
+    delta: Floats
+    share: np.float32
+    is_heavy: list[bool]
+    rank: int
+    ring: list[int]
+    links: PeerLinks
+    codec: Codec
+    error_feedback: ErrorFeedback | None
+    timeout_s: float
+
+
+class _Lane(ABC):
+    """The pieces of one lane. `final` holds the bytes that every site decodes."""
+
+    def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
+        self.site, self.lane, self.pieces = site, lane, pieces
+        self.bytes_sent, self.codec_s = 0, 0.0
+        self.final: dict[int, Bytes] = {}
+        self.awaited: set[tuple[int, int, int]] = set()  # (source, hop, piece)
+        self._scratch = np.empty(max((_size(each) for each in pieces.values()), default=0), "f4")
+
+    @abstractmethod
+    def first(self) -> Iterator[None]:
+        """Send the frames that wait for no other, one a turn."""
+
+    @abstractmethod
+    def take(self, frame: Frame) -> None: ...
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except LinkBroken:
+            raise
+        except BaseException as error:
+            self.site.links.fail(self.site.rank, str(error) or type(error).__name__)
+            raise
+
+    def _run(self) -> None:
+        links, to_send = self.site.links, self.first()
+        is_sending = True
+        while is_sending or self.awaited:
+            frame = links.receive(self.lane, 0.0 if is_sending else self.site.timeout_s)
+            if frame is not None:
+                self._checked(frame)
+                self.take(frame)
+            elif is_sending:
+                is_sending = next(to_send, self) is not self
+            else:
+                source, _, _ = next(iter(self.awaited))
+                raise links.failed(source, f"sent no frame for {self.site.timeout_s:g} s")
+
+    def finish(self) -> None:
+        for number, wire in self.final.items():
+            self.site.codec.decode(wire, self.site.delta[self.pieces[number].at])
+
+    def _checked(self, frame: Frame) -> None:
+        key = (frame.source, frame.hop, frame.piece)
+        if key not in self.awaited:
+            raise self.site.links.failed(frame.source, f"sent an unexpected frame {key}")
+        self.awaited.remove(key)
+        size = _size(self.pieces[frame.piece])
+        if len(frame.payload) != self.site.codec.wire_bytes(size):
+            reason = f"sent {len(frame.payload)} bytes for {size} values of {self.site.codec.kind}"
+            raise self.site.links.failed(frame.source, reason)
+
+    def send(self, rank: int, hop: int, number: int, wire: Bytes) -> None:
+        self.bytes_sent += self.site.links.send(rank, self.lane, hop, number, wire)
+
+    def own(self, number: int) -> Floats:
+        """Return this site's share of a piece, in a buffer that the next call overwrites."""
+        piece = self.pieces[number]
+        out = self._scratch[: _size(piece)]
+        if self.site.share == 0:
+            out[:] = 0  # the product with NaN would be NaN
+            return out
+        return np.multiply(self.site.delta[piece.at], self.site.share, out=out)
+
+    def add(self, wire: Bytes, out: Floats) -> None:
+        begin_s = time.monotonic()
+        self.site.codec.decode_add(wire, out)
+        self.codec_s += time.monotonic() - begin_s
+
+    def encode(self, number: int, values: Floats) -> Bytes:
+        begin_s, feedback = time.monotonic(), self.site.error_feedback
+        at = self.pieces[number].at
+        if feedback is not None:
+            values += feedback.decay * feedback.lost[at]
+        wire = self.site.codec.encode(values)
+        if feedback is not None:
+            self.site.codec.decode(wire, feedback.pending[at])
+            np.subtract(values, feedback.pending[at], out=feedback.pending[at])
+        self.codec_s += time.monotonic() - begin_s
+        return wire
+
+
+class _RingLane(_Lane):
+    """Chunk c starts at the ring's place c, and is complete W − 1 hops later."""
+
+    def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
+        super().__init__(site, lane, pieces)
+        self.num_sites = len(site.ring)
+        self.place = site.ring.index(site.rank)
+        self.next = site.ring[(self.place + 1) % self.num_sites]
+        before = site.ring[(self.place - 1) % self.num_sites]
+        for number, piece in pieces.items():
+            gone = (self.place - piece.chunk) % self.num_sites  # hops since the chunk's start
+            if gone > 0:
+                self.awaited.add((before, gone - 1, number))
+            if gone < self.num_sites - 1:
+                self.awaited.add((before, self.num_sites - 1 + gone, number))
+
+    def first(self) -> Iterator[None]:
+        for number, piece in self.pieces.items():
+            if piece.chunk == self.place:
+                self.send(self.next, 0, number, self.encode(number, self.own(number)))
+                yield
+
+    def take(self, frame: Frame) -> None:
+        number, wire, hop = frame.piece, frame.payload, frame.hop
+        last_sum, last = self.num_sites - 2, 2 * self.num_sites - 3
+        if hop <= last_sum and self.site.is_heavy[self.site.rank]:
+            values = self.own(number)
+            self.add(wire, values)
+            wire = self.encode(number, values)
+        if hop >= last_sum:
+            self.final[number] = wire
+        if hop < last:
+            self.send(self.next, hop + 1, number, wire)
+
+
+class _AllToAllLane(_Lane):
+    """Hop 0 takes a piece to the rank of its chunk, hop 1 the sum to all others."""
+
+    def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
+        super().__init__(site, lane, pieces)
+        self.others = [rank for rank in range(len(site.is_heavy)) if rank != site.rank]
+        self._parts: dict[int, dict[int, Bytes]] = {}
+        for number, piece in pieces.items():
+            if piece.chunk != site.rank:
+                self.awaited.add((piece.chunk, 1, number))
+                continue
+            heavy = [rank for rank in self.others if site.is_heavy[rank]]
+            self._parts[number] = {}
+            self.awaited |= {(rank, 0, number) for rank in heavy}
+
+    def first(self) -> Iterator[None]:
+        for number, piece in self.pieces.items():
+            if piece.chunk == self.site.rank:
+                if not any(self.site.is_heavy[rank] for rank in self.others):
+                    self._sum(number)
+                    yield
+            elif self.site.is_heavy[self.site.rank]:
+                self.send(piece.chunk, 0, number, self.encode(number, self.own(number)))
+                yield
+
+    def take(self, frame: Frame) -> None:
+        if frame.hop == 1:
+            self.final[frame.piece] = frame.payload
+            return
+        self._parts[frame.piece][frame.source] = frame.payload
+        if len(self._parts[frame.piece]) == sum(self.site.is_heavy[rank] for rank in self.others):
+            self._sum(frame.piece)
+
+    def _sum(self, number: int) -> None:
+        values = self.own(number)
+        for _, wire in sorted(self._parts.pop(number).items()):
+            self.add(wire, values)
+        wire = self.final[number] = self.encode(number, values)
+        for rank in self.others:
+            self.send(rank, 1, number, wire)
+
+
+TOPOLOGIES: dict[str, type[_Lane]] = {"ring": _RingLane, "all_to_all": _AllToAllLane}
+
+
+def _size(piece: _Piece) -> int:
+    return piece.at.stop - piece.at.start
+
+
+def _in_threads(calls: Sequence[Callable[[], None]]) -> None:
+    """Run all calls, the first in this thread. Raise the first error after all have ended."""
+    errors: list[BaseException] = []
+
+    def guarded(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(call,), daemon=True) for call in calls[1:]]
+    for thread in threads:
+        thread.start()
+    guarded(calls[0])
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((each for each in errors if not isinstance(each, LinkBroken)), errors[0])

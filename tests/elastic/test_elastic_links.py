@@ -1,0 +1,148 @@
+"""Links: which frames are refused, and when connections are made again."""
+
+import socket
+import time
+
+import numpy as np
+import pytest
+from linked_sites import HOST, epoch, linked, together
+
+from orrery.elastic import links as module
+from orrery.elastic.certificates import make_authority, make_site
+from orrery.elastic.connection import Header, Kind
+from orrery.elastic.links import PeerLinks
+from orrery.elastic.types import ElasticError, LinkBroken
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certificates")
+    make_authority(folder, "run")
+    return make_site(folder, "site")
+
+
+def payload(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def begun(links, number=0, epoch_number=1):
+    members = epoch(links, epoch_number)
+    results = together(len(links), lambda rank: links[rank].begin(members, rank, number))
+    assert results == [None] * len(links)
+
+
+def test_frames_arrive_in_the_order_of_their_lane(certificates):
+    with linked(certificates, 2, num_lanes=2) as links:
+        begun(links)
+        for piece in range(50):
+            links[0].send(1, 1, 3, piece, payload("x" * piece))
+        frames = [links[1].receive(1, 10.0) for _ in range(50)]
+        assert [(each.source, each.hop, each.piece) for each in frames] == [
+            (0, 3, piece) for piece in range(50)
+        ]
+        assert [len(each.payload) for each in frames] == list(range(50))
+        assert links[1].receive(0, 0.0) is None
+
+
+def test_a_frame_of_a_later_round_waits_for_it(certificates):
+    with linked(certificates, 2) as links:
+        begun(links)
+        links[0].begin(epoch(links), 0, 1)
+        links[0].send(1, 0, 0, 7, payload("early"))
+        assert links[1].receive(0, 0.2) is None
+        links[1].begin(epoch(links), 1, 1)
+        assert links[1].receive(0, 10.0).payload.tobytes() == b"early"
+
+
+@pytest.mark.parametrize("change", [{"round": 2}, {"epoch": 0}, {"run": b"x" * 16}, {"source": 0}])
+def test_frames_of_an_older_round_or_epoch_and_foreign_frames_break_the_sender(
+    certificates, change
+):
+    with linked(certificates, 2) as links:
+        begun(links, number=3)
+        header = links[0]._header(Kind.DATA, 0)._replace(**change)
+        if change != {"source": 0}:
+            links[0]._peers[1, 0].send(header, payload("x" * 10))
+        else:
+            links[0]._peers[1, 0].send(header._replace(source=1), payload("x" * 10))
+        with pytest.raises(LinkBroken) as broken:
+            links[1].receive(0, 10.0)
+        assert broken.value.rank == 0 and "sent a frame of" in broken.value.reason
+
+
+def test_strangers_and_older_epochs_get_nothing_and_others_go_on(certificates, tmp_path):
+    make_authority(tmp_path, "run")
+    stranger = make_site(tmp_path, "site")
+    with linked(certificates, 2) as links:
+        begun(links, epoch_number=5)
+        port = links[1].port
+        hello = links[0]._header(Kind.HELLO, 0)
+        for context, first in (
+            (stranger.client(), hello),
+            (certificates.client(), hello._replace(epoch=4)),
+            (certificates.client(), hello._replace(run=b"y" * 16)),
+            (certificates.client(), hello._replace(kind=Kind.DATA)),
+            (certificates.client(), None),
+        ):
+            with (
+                pytest.raises(OSError),
+                socket.create_connection((HOST, port), 5) as sock,
+                context.wrap_socket(sock) as tls,
+            ):
+                tls.sendall(first.pack() if first else b"GET / HTTP/1.1\r\n" * 20)
+                if not tls.recv(1):
+                    raise ConnectionResetError
+        links[0].send(1, 0, 0, 0, payload("fine"))
+        assert links[1].receive(0, 10.0).payload.tobytes() == b"fine"
+
+
+def test_a_connection_lost_between_rounds_is_made_again(certificates):
+    with linked(certificates, 3) as links:
+        begun(links)
+        links[0]._peers[1, 0]._tls.shutdown(socket.SHUT_RDWR)
+        end_s = time.monotonic() + 10
+        while (1, 0) in links[0]._peers or (0, 0) in links[1]._peers:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        begun(links, number=1)
+        links[1].send(0, 0, 0, 0, payload("back"))
+        assert links[0].receive(0, 10.0).payload.tobytes() == b"back"
+
+
+def test_a_dead_site_is_named_at_the_start_of_a_round(certificates, monkeypatch):
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    with linked(certificates, 3) as links:
+        members = epoch(links)
+        links[2].close()
+        results = together(2, lambda rank: links[rank].begin(members, rank, 0))
+        assert [each.rank for each in results] == [2, 2]
+
+
+def test_a_failure_that_one_rank_reports_reaches_all(certificates):
+    with linked(certificates, 3) as links:
+        begun(links)
+        links[0].fail(2, "its lease ended")
+        for each in links[:2]:
+            with pytest.raises(LinkBroken, match="rank 2: its lease ended"):
+                each.receive(0, 10.0)
+
+
+def test_a_round_begins_once_an_epoch(certificates):
+    with linked(certificates, 2) as links:
+        begun(links, number=4)
+        with pytest.raises(ElasticError, match="round 4 of epoch 1 is over"):
+            links[0].begin(epoch(links), 0, 4)
+        begun(links, number=4, epoch_number=2)
+
+
+def test_a_taken_port_is_one_sentence(certificates):
+    with (
+        linked(certificates, 1) as (taken,),
+        pytest.raises(ElasticError, match="cannot listen on"),
+    ):
+        PeerLinks("run", certificates, HOST, taken.port)
+
+
+def test_a_header_is_fixed_in_size():
+    header = Header(b"r" * 16, 1, 2, 3, 0, Kind.DATA, 1, 2, 3, 4)
+    assert Header.unpack(header.pack()) == header
