@@ -11,7 +11,7 @@ from orrery.manifest.budget import engine, table
 from orrery.manifest.budget.options import memory_misfits
 from orrery.manifest.budget.parameters import count_parameters
 from orrery.manifest.budget.run import plan_run
-from orrery.manifest.budget.search import engine_layouts, trainer_layouts
+from orrery.manifest.budget.table import engine_layouts, trainer_layouts
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory, sparse_backward_bytes
 from orrery.manifest.budget.trainer_time import links
 from orrery.manifest.budget.trainer_traffic import step_bytes
