@@ -31,7 +31,6 @@ local run =
     },
     trainer+: {
       compile: false,  // compiling takes longer than these steps
-      indexer: 'train',
       indexer_choice: 'replay',
       fsdp+: { reduce_gradients: 'micro_batch' },
       optimizer+: { lr: 2e-4 },
@@ -46,7 +45,7 @@ local run =
     },
     stages+: {
       sft+: {
-        num_steps: 110,
+        num_steps: 60,
         examples_per_batch: 64,
         optimizer+: { lr: 5e-4 },
         schedule: { kind: 'constant', warmup_steps: 10 },
@@ -66,7 +65,7 @@ local short = run { orchestrator+: { evaluation+: { num_problems: 32 } }, stages
     // no context is longer than top_k, so attention is dense on both sides
     glm5_reverse_text_dense: short {
       model+: { mla+: { indexer+: { top_k: 256 } } },
-      trainer+: { indexer: 'frozen', indexer_choice: 'own' },
+      trainer+: { indexer_choice: 'own' },
     },
   }
 )
