@@ -68,7 +68,7 @@ class SiteGroup:
 
 class GroupSite:
     def __init__(self, group: SiteGroup, rank: int) -> None:
-        self._group, self.rank, self._attempt, self._number = group, rank, 0, 0
+        self._group, self.rank, self._attempt, self._number = group, rank, 0, -1
 
     @property
     def id(self) -> str:
@@ -103,7 +103,7 @@ class GroupSite:
 
 
 def run_rounds(loop: OuterLoop, num_rounds: int, inner: Callable[[int], int]) -> list[RoundRow]:
-    """Run round 1, then `inner(number)` (which returns tokens) before every further round."""
+    """Run round 0, then `inner(number)` (which returns tokens) before every further round."""
     rows = [loop.exchange()]
     for number in range(1, num_rounds + 1):
         loop.tokens += inner(number)

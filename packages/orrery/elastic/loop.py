@@ -5,7 +5,7 @@
 - After a broken link the round goes on without the lost sites. Δ is computed again, because the
   exchange may have overwritten half of it.
 - No site steps alone with its Δ. After MAX_ATTEMPTS the site ends, with θ_start and m as before.
-- Round 1 exchanges nothing. It shows that all sites start from equal weights.
+- Round 0 exchanges nothing. It shows that all sites start from equal weights.
 - All ranks of a site call `exchange` in lock-step. The first talks to the membership.
 """
 
@@ -105,7 +105,7 @@ class OuterLoop:
         ranks: Ranks | None = None,
     ) -> None:
         self.state = OuterState(weights.num_parameters)
-        self.round, self.tokens = 1, 0
+        self.round, self.tokens = 0, 0
         self._optimizer, self._weights, self._rounds = optimizer, weights, rounds
         self._exchange, self._site_id, self._deadline_s = exchange, site_id, deadline_s
         self._ranks = ranks or OneRank()
