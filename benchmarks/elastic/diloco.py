@@ -31,7 +31,7 @@ from orrery.trainer.parallel.world import World
 from orrery.wire.columns import Columns
 from record import ROOT, record
 
-NUM_SITES, INNER_STEPS, NUM_ROUNDS, WARM_STEPS = 4, 50, 12, 300
+NUM_SITES, INNER_STEPS, NUM_ROUNDS, WARM_STEPS = 4, 50, 20, 600
 STORIES, NUM_VALIDATED, SEEDS = 3, 256, (1, 2, 3)
 OUTER = OuterOptimizer(0.7, 0.9, True)
 CPU = torch.device("cpu")
@@ -182,7 +182,7 @@ def row(variant: str, values: list[float], goal: float) -> dict[str, object]:
 
 
 def main() -> None:
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
+    with ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as processes:
         found = dict(zip(SEEDS, processes.map(measure, SEEDS), strict=True))
 
     def percent(one: str, other: str) -> list[float]:
