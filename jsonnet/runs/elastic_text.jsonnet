@@ -11,7 +11,7 @@
       seed: 1,
       trainer+: {
         elastic+: { min_sites: 3, max_sites: 6, inner_steps: 10, quorum: 2, grace_s: 20 },
-        checkpoint+: { interval_steps: 50 },
+        checkpoint+: { interval_steps: 30 },
       },
       orchestrator+: {
         rollouts_per_batch: 64,
@@ -19,8 +19,8 @@
       },
       stages+: {
         sft+: {
-          num_steps: 120,
-          examples_per_batch: 8,
+          num_steps: 60,
+          examples_per_batch: 4,
           optimizer+: { lr: 1e-3 },
           schedule: { kind: 'linear', warmup_steps: 10, final_fraction: 0.1 },
           data: {
@@ -29,7 +29,6 @@
             split: null,
             column: 'text',
             sha256: 'dfb61851c9c29c185b7453e905ebd860a0d9935c80985055527ca5d5ac59eea7',
-            shard_by: 'documents',
             num_shards: 8,
           },
         },

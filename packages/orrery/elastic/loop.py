@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from orrery.elastic.outer import Floats, OuterOptimizer, OuterState, Step, dot, no_step, take_step
-from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
+from orrery.elastic.types import ElasticError, LinkBroken, OuterRound, SiteMember
 
 MAX_ATTEMPTS = 16
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class RoundRow(msgspec.Struct, frozen=True):
 
     round: int
     epoch: int
-    members: tuple[str, ...]
+    members: tuple[SiteMember, ...]
     weights: tuple[int, ...]
     num_attempts: int
     delta_norm: float
@@ -106,11 +106,19 @@ class OuterLoop:
     ) -> None:
         self.state = OuterState(weights.num_parameters)
         self.round, self.tokens = 0, 0
-        self._optimizer, self._weights, self._rounds = optimizer, weights, rounds
-        self._exchange, self._site_id, self._deadline_s = exchange, site_id, deadline_s
+        self._optimizer, self._weights, self.rounds = optimizer, weights, rounds
+        self._exchange, self.site_id, self._deadline_s = exchange, site_id, deadline_s
         self._ranks = ranks or OneRank()
-        for part, values in weights.parts():
+        self.read_weights()
+
+    def read_weights(self) -> None:
+        """Take the weights as they are now as θ_start."""
+        for part, values in self._weights.parts():
             self.state.start[part] = values
+
+    def digest(self) -> str:
+        """Return the digest of θ_start and m. All ranks call it."""
+        return self._digest(no_step)
 
     def exchange(self) -> RoundRow:
         """Run a round at a step boundary.
@@ -128,7 +136,7 @@ class OuterLoop:
                     f"round {number}: broke {MAX_ATTEMPTS} times, so this site ends; read the "
                     f"logs, and start it again with `orrery join`"
                 )
-            rank = outer_round.epoch.rank(self._site_id)
+            rank = outer_round.epoch.rank(self.site_id)
             squared_norm = self._read_delta()
             lost, sent = self._try_exchange(outer_round, rank)
             num_bytes += sent
@@ -148,7 +156,7 @@ class OuterLoop:
         return RoundRow(
             round=number,
             epoch=outer_round.epoch.number,
-            members=tuple(member.id for member in outer_round.epoch.members),
+            members=outer_round.epoch.members,
             weights=outer_round.weights,
             num_attempts=num_attempts,
             delta_norm=math.sqrt(squared_norm),
@@ -158,25 +166,20 @@ class OuterLoop:
             digest=digest,
         )
 
-    def restore(self, number: int) -> None:
-        """Go on before round `number`. The caller has filled `state.start` and `.momentum`."""
-        self.round, self.tokens = number, 0
-        self._weights.write(self.state.start)
-
     def _begin(self) -> OuterRound:
         return self._agreed(lambda it: it.begin_round(self.round, self.tokens, self._deadline_s))
 
     def _agreed(self, call: Callable[[Rounds], OuterRound]) -> OuterRound:
         def make() -> OuterRound:
-            assert self._rounds is not None, "the first rank has the membership"
-            return call(self._rounds)
+            assert self.rounds is not None, "the first rank has the membership"
+            return call(self.rounds)
 
         return self._ranks.from_first(make, OuterRound)
 
     def _commit(self, outer_round: OuterRound, digest: str) -> Callable[[], bool]:
         def commit() -> bool:
-            assert self._rounds is not None, "the first rank has the membership"
-            return self._rounds.commit(outer_round, digest)
+            assert self.rounds is not None, "the first rank has the membership"
+            return self.rounds.commit(outer_round, digest)
 
         return commit
 

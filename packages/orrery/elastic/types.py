@@ -33,6 +33,7 @@ class SiteMember(msgspec.Struct, frozen=True, order=True):
     id: str  # 32 hexadecimal digits, drawn when the site starts
     address: str
     port: int
+    shard: int | None = None  # of the data, if the operator asked for one
 
 
 class Epoch(msgspec.Struct, frozen=True):

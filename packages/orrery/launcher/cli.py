@@ -72,6 +72,34 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
+JOIN_HELP = "The site to join. The first site names its own address."
+LISTEN_HELP = "Where this site listens: the first of a few ports. Default: 127.0.0.1:29400."
+CERTIFICATES_HELP = "The folder of the run's authority and of this site's certificate."
+
+
+@app.command()
+def join(
+    word: RunWord,
+    address: Annotated[str, typer.Argument(metavar="ADDRESS:PORT", help=JOIN_HELP)],
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="ADDRESS:PORT", help=LISTEN_HELP)
+    ] = "127.0.0.1:29400",
+    name: Annotated[str, typer.Option("--name", help="The certificate's name.")] = "site",
+    certificates: Annotated[Path, typer.Option("--certificates", help=CERTIFICATES_HELP)] = Path(
+        "certificates"
+    ),
+    shard: Annotated[
+        int | None, typer.Option("--shard", min=0, help="The shard of the data to train.")
+    ] = None,
+    stage: Annotated[str, typer.Option("--stage", help="sft or rl.")] = "sft",
+) -> None:
+    """Train one site of a run with `trainer.elastic`, until the run ends."""
+    from orrery.launcher.runs import place_site
+
+    place_site(word, address, listen, name, certificates, shard)
+    run(word, stage)
+
+
 @app.command()
 def adopt(
     word: RunWord,

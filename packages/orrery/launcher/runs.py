@@ -31,6 +31,7 @@ from orrery.runtime.run_directory import (
     COMPLETE,
     LOCK,
     MANIFEST,
+    SITE_FILE,
     STAGES,
     STATUS,
     WEIGHTS,
@@ -126,6 +127,27 @@ def _held(path: Path) -> Manifest | None:
             f"run began. Restore the file, or remove {path.name} and start the run again"
         )
     return manifest
+
+
+def place_site(
+    word: str, address: str, listen: str, name: str, certificates: Path, shard: int | None
+) -> None:
+    """Write the placement of this site, which is no part of the manifest, into the run's folder."""
+    run = find(word)
+    if run.manifest.trainer.elastic is None:
+        raise OrreryError(
+            f"trainer.elastic: null in {run.manifest.name}, so it has one site. Type "
+            f"`orrery run {word} STAGE`, or choose a run with an axis of jsonnet/elastic"
+        )
+    for field, value in (("ADDRESS:PORT", address), ("--listen", listen)):
+        if not re.fullmatch(r"\S+:[0-9]{1,5}", value):
+            raise OrreryError(
+                f"{field} {value!r}: is no address and port. Type for example 10.0.0.1:29400"
+            )
+    place = {"listen": listen, "join": address, "name": name, "shard": shard}
+    begin(run.path)
+    file = run.path / SITE_FILE
+    write_atomic(file, json.dumps(place | {"certificates": str(certificates.resolve())}).encode())
 
 
 def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:

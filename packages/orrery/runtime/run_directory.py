@@ -27,6 +27,7 @@ ATTEMPTS = "attempts"
 COMPLETE = "COMPLETE"  # marker of a complete checkpoint
 MANIFEST = "manifest.json"
 STATUS = "status.json"
+SITE_FILE = "site.json"  # where one site of several listens
 LOCK = ".lock"
 ADOPTED = "adopted.json"  # the state copied by `orrery adopt`
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"

@@ -53,7 +53,7 @@ def initialize(ctx: RoleContext) -> None:
 
 
 def run_sft(ctx: RoleContext) -> None:
-    from orrery.trainer.assemble import assemble_learner, assemble_world
+    from orrery.trainer.assemble import assemble_learner, assemble_site, assemble_world
     from orrery.trainer.checkpoint_writer import resume
     from orrery.trainer.export import export_policy
     from orrery.trainer.heartbeat import io_stall_s
@@ -69,9 +69,11 @@ def run_sft(ctx: RoleContext) -> None:
         learner = assemble_learner(ctx, world, start, spec.optimizer, spec.max_grad_norm)
         progress.learner = learner
         resume(ctx, learner, "sft")
-        ctx.health.doing("reading chats")
+        ctx.health.doing("reading data")
         examples = load_examples(manifest, start, share=(world.rank, world.size))
-        sft(learner, examples, load_validation(manifest, start, examples.chats, world), ctx)
+        validation = load_validation(manifest, start, examples.chats, world)
+        with assemble_site(ctx, learner) as site:
+            sft(learner, examples, validation, ctx, site)
         ctx.health.doing("exporting weights", still_s=io_stall_s(world.size))
         learner.check_weights()
         export_policy(learner.policy, world, manifest.model, start, made)

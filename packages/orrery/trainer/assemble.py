@@ -16,6 +16,7 @@ from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import scaled
 from orrery.trainer.checkpoint import base_sha256
 from orrery.trainer.checkpoint_writer import StageCheckpoints, resume
+from orrery.trainer.elastic import SiteTraining
 from orrery.trainer.heartbeat import heartbeat, io_stall_s, mark_part, step_stall_s
 from orrery.trainer.learner import Learner, MismatchGuard
 from orrery.trainer.loop import RlLoop, start_weights
@@ -79,6 +80,16 @@ def assemble_learner(
     return learner
 
 
+@contextmanager
+def assemble_site(ctx: RoleContext, learner: Learner) -> Iterator[SiteTraining | None]:
+    """Join the other sites of `trainer.elastic`. Without it yield None."""
+    if (spec := ctx.manifest.trainer.elastic) is None:
+        yield None
+        return
+    with SiteTraining(ctx, learner, spec) as site:
+        yield site
+
+
 def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Policy:
     policy = build_policy(model, trainer, world)
     weights.load(policy.network, start, on_tensor=mark_part)
@@ -105,18 +116,21 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
     if isinstance(publisher, DirectPublisher):
         publisher.listen(orchestrator.url)
     receiver = RolloutReceiver(orchestrator.url, ctx.index)
+    deadline_s = scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s
     try:
-        yield RlLoop(
-            ctx=ctx,
-            world=world,
-            learner=learner,
-            publisher=publisher,
-            receiver=receiver,
-            checkpoints=StageCheckpoints(ctx, learner, "rl", beside="orchestrator"),
-            batch_deadline_s=scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s,
-            batch_behind_s=_batch_behind_s(manifest, world),
-            publish_still_s=_publish_still_s(manifest, world, num_nodes),
-        )
+        with assemble_site(ctx, learner) as site:
+            yield RlLoop(
+                ctx=ctx,
+                world=world,
+                learner=learner,
+                publisher=publisher,
+                receiver=receiver,
+                checkpoints=StageCheckpoints(ctx, learner, "rl", beside="orchestrator"),
+                site=site,
+                batch_deadline_s=deadline_s,
+                batch_behind_s=_batch_behind_s(manifest, world),
+                publish_still_s=_publish_still_s(manifest, world, num_nodes),
+            )
     finally:
         receiver.close()
         publisher.close()

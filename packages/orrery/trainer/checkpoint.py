@@ -13,7 +13,7 @@ Names are `weight/<parameter>`, or `<key>/<parameter>` for optimizer state.
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,9 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
         trained = state[f"weight/{name}"]
         shape, writes = (trained.shape, trained.writes) if box else ((), learner.world.is_first)
         state[f"{key}/{name}"] = StateTensor(shape, box, local, writes)
+    for name, momentum in learner.outer_momentum.items():
+        trained = state[f"weight/{name}"]
+        state[f"outer_momentum/{name}"] = replace(trained, local=momentum)
     return state
 
 

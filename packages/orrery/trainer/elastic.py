@@ -1,12 +1,64 @@
-"""Connect a learner to the outer loop of several sites (`orrery.elastic`)."""
+"""Train this site's share of a run of several sites (`orrery.elastic`).
 
-from collections.abc import Iterator
+- `site.json` in the run's folder holds the site's placement. `orrery join` writes it.
+- From the port P of `listen`: P and P + 1 belong to the log, P + 2 to the snapshots of rank 0, and
+  so on for every rank, then as many ports to the exchange.
+- After every round each rank copies θ, the outer momentum and its inner state into shared memory.
+  A site that joins, or was left behind, takes them from its peers.
+"""
 
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgspec
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from orrery.elastic.outer import Floats
+from orrery.elastic.certificates import Certificates
+from orrery.elastic.codecs import CODECS, codec
+from orrery.elastic.door import NO_ROUND, Terms
+from orrery.elastic.etcd_site import EtcdSite
+from orrery.elastic.exchange import ErrorFeedback, exchange, layer_buckets
+from orrery.elastic.keeper import KeeperOptions, SnapshotKeeper
+from orrery.elastic.ledger import Behind
+from orrery.elastic.links import PeerLinks
+from orrery.elastic.loop import OuterLoop, RoundRow
+from orrery.elastic.membership import RoundPace
+from orrery.elastic.outer import Floats, OuterOptimizer
+from orrery.elastic.recovery import fetch_state
+from orrery.elastic.shards import ShardMap
+from orrery.elastic.snapshots import copy_state, read_header
+from orrery.elastic.types import ElasticError, LeaseLost, OuterRound, SiteMember
+from orrery.manifest.identity import commit, run_id
+from orrery.manifest.schema import Elastic
+from orrery.manifest.schema.elastic import HOST_BYTES
 from orrery.models.placement import local_tensor
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.run_directory import SHARED_MEMORY, SITE_FILE, memory_prefix
+from orrery.runtime.timing import scaled
+from orrery.trainer.heartbeat import io_stall_s
+from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
+from orrery.trainer.optim import named_state
+from orrery.trainer.parallel.world import World
+
+FETCH_S = 60.0  # scaled. Of one try; then the newest round is asked again
+T = TypeVar("T")
+
+
+class SitePlace(msgspec.Struct, frozen=True):
+    """Where this site listens, the ADDRESS:PORT that it joins, and its certificates."""
+
+    listen: str
+    join: str
+    certificates: str
+    name: str
+    shard: int | None = None
 
 
 class LearnerWeights:
@@ -19,10 +71,8 @@ class LearnerWeights:
         self.num_parameters = sum(self.sizes.values())
 
     def parts(self) -> Iterator[tuple[slice, Floats]]:
-        begin = 0
-        for _, weight in self._weights:
-            values = weight.float().cpu().reshape(-1).numpy()
-            yield slice(begin, begin := begin + values.size), values
+        for part, weight in self._placed():
+            yield part, weight.float().cpu().reshape(-1).numpy()
 
     def read(self, out: Floats) -> None:
         for part, values in self.parts():
@@ -30,7 +80,362 @@ class LearnerWeights:
 
     @torch.no_grad()
     def write(self, values: Floats) -> None:
+        for part, weight in self._placed():
+            weight.copy_(torch.from_numpy(values[part]).view(weight.shape))
+
+    def views(self, values: Floats) -> dict[str, torch.Tensor]:
+        """Return views of f32[n] with the names and shapes of the weights."""
+        names = zip(self.sizes, self._placed(), strict=True)
+        return {
+            name: torch.from_numpy(values[part]).view(weight.shape)
+            for name, (part, weight) in names
+        }
+
+    def _placed(self) -> Iterator[tuple[slice, torch.Tensor]]:
         begin = 0
         for _, weight in self._weights:
-            part = values[begin : (begin := begin + weight.numel())]
-            weight.copy_(torch.from_numpy(part).view(weight.shape))
+            yield slice(begin, begin := begin + weight.numel()), weight
+
+
+class WorldRanks:
+    """The ranks of this site, over the trainer's process group. Messages are msgpack."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self.is_first = world, world.is_first
+
+    def from_first(self, make: Callable[[], T], kind: type[T]) -> T:
+        if self._world.size == 1:
+            return make()
+        answer: tuple[str, Any] = ("", None)
+        if self.is_first:
+            try:
+                answer = ("", make())
+            except Behind as error:
+                answer = ("behind", error.committed)
+            except (LeaseLost, ElasticError) as error:
+                answer = (type(error).__name__, str(error))
+        failure, value = self._decode(self._all(answer)[0], tuple[str, Any])
+        if failure == "behind":
+            raise Behind("", value)
+        if failure:
+            raise (LeaseLost if failure == "LeaseLost" else ElasticError)(value)
+        return msgspec.convert(value, kind)
+
+    def gather(self, value: T, kind: type[T]) -> list[T]:
+        if self._world.size == 1:
+            return [value]
+        return [self._decode(each, kind) for each in self._all(value)]
+
+    def _decode(self, data: bytes, kind: type[T]) -> T:
+        return msgspec.msgpack.decode(data, type=kind)
+
+    def _all(self, value: Any) -> list[bytes]:
+        data, world = msgspec.msgpack.encode(value), self._world
+        sizes = world.all_gather(len(data))
+        own = torch.zeros(max(sizes), dtype=torch.uint8, device=world.device)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(world.device)
+        every = [torch.empty_like(own) for _ in sizes]
+        dist.all_gather(every, own)
+        pairs = zip(every, sizes, strict=True)
+        return [bytes(each[:size].cpu().numpy()) for each, size in pairs]
+
+
+class SiteTraining:
+    """Take part in the run's rounds. `shard` and `start` place the next inner steps in the data."""
+
+    def __init__(self, ctx: RoleContext, learner: Learner, spec: Elastic) -> None:
+        self._ctx, self._learner, self._spec = ctx, learner, spec
+        self._ranks, self._weights = WorldRanks(learner.world), LearnerWeights(learner)
+        self._place = read_place(ctx.run_dir)
+        self._run = run_id(ctx.manifest)
+        self._files = Certificates.of(Path(self._place.certificates), self._place.name)
+        self._member = SiteMember("", "", 0)
+        self._stack = ExitStack()
+        self._site: EtcdSite | None = None  # of the first rank
+        self._codec = codec(spec.codec)
+        self._feedback: ErrorFeedback | None = None
+        if spec.error_feedback:
+            self._feedback = ErrorFeedback(self._weights.num_parameters)
+        optimizer = OuterOptimizer(spec.outer.lr, spec.outer.momentum, spec.outer.nesterov)
+        self._loop = OuterLoop(
+            optimizer, self._weights, None, self._exchange, "", spec.store_timeout_s, self._ranks
+        )
+        learner.outer_momentum = self._weights.views(self._loop.state.momentum)
+        sft = ctx.manifest.stages.sft if ctx.stage == "sft" else None
+        data = getattr(sft, "data", None)
+        self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
+        self._round_documents = spec.inner_steps * (sft.examples_per_batch if sft else 0)
+        self._inner_begin_s = time.monotonic()
+
+    @property
+    def shard(self) -> int:
+        return self._shards.holders[self._member.id]
+
+    @property
+    def start(self) -> int:
+        return self._shards.trained[self.shard]
+
+    def __enter__(self) -> Self:
+        """Join the run and finish this site's first round, in which it has no weight."""
+        with self._ctx.health.waiting("the other sites", deadline_s=self._limit_s()):
+            self._open()
+            self._loop.read_weights()
+            self._loop.round = self._held_round() + 1
+            self._join()
+            self._finish_round()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def after_step(self, num_tokens: int) -> None:
+        """Count the tokens of a step, and exchange after every `inner_steps`."""
+        self._loop.tokens += num_tokens if self._spec.weights == "tokens" else 1
+        if self._learner.step % self._spec.inner_steps == 0:
+            with self._ctx.health.waiting("a round with other sites", deadline_s=self._limit_s()):
+                self._finish_round()
+
+    # Rounds
+
+    def _finish_round(self) -> None:
+        inner_s, row = time.monotonic() - self._inner_begin_s, self._round()
+        if self._feedback is not None:
+            self._feedback.commit()
+        self._shards.finish_round(row.members, self._round_documents * (row.round > 0))
+        if self._ctx.stage == "sft":  # in RL the step is that of this site's rollouts
+            self._learner.step = row.round * self._spec.inner_steps
+        self._copy(row)
+        if self._ranks.is_first:
+            self._record(row, inner_s)
+        self._inner_begin_s = time.monotonic()
+
+    def _round(self) -> RoundRow:
+        while True:
+            try:
+                return self._loop.exchange()
+            except Behind as behind:
+                # A straggler's Δ counts in the next round, if it missed this round alone.
+                self._take_state(keeps_delta=behind.committed == self._loop.round)
+            except LeaseLost as error:
+                self._ctx.log.warning("left behind: %s; joining again", error)
+                self._join()
+
+    def _exchange(self, delta: Floats, outer_round: OuterRound, rank: int) -> int:
+        stats = exchange(
+            delta,
+            outer_round,
+            rank,
+            self._links,
+            self._codec,
+            self._spec.topology,
+            error_feedback=self._feedback,
+            buckets=layer_buckets(self._weights.sizes),
+            timeout_s=self._spec.exchange_timeout_s,
+        )
+        return stats.bytes_sent
+
+    def _record(self, row: RoundRow, inner_s: float) -> None:
+        values = msgspec.to_builtins(row) | {"members": [each.id[:8] for each in row.members]}
+        values |= {"inner_s": inner_s, "own": self._member.id[:8], "shard": self.shard}
+        self._ctx.metrics.write(self._learner.step, event="round", **values)
+        self._ctx.log.info(
+            "round %d: %d sites, %d bytes sent, %.2f s, weights %s",
+            *(row.round, len(row.members), row.num_bytes, row.sync_s, row.digest[:16]),
+        )
+
+    # Joining
+
+    def _open(self) -> None:
+        spec, place, rank = self._spec, self._place, self._learner.world.rank
+        size = self._learner.world.size
+        host, _, text = place.listen.rpartition(":")
+        port, is_founder = int(text), place.join == place.listen
+        self._folder = SHARED_MEMORY / f"{memory_prefix(self._ctx.run_dir)}site-{rank}"
+        self._links = PeerLinks(self._run, self._files, host, port + 2 + size, shard=rank)
+        self._stack.callback(self._links.close)
+        keeping = KeeperOptions(
+            str(self._folder),
+            keep=spec.snapshots.keep,
+            host=host,
+            port=port + 2 + rank,
+            certificates=(
+                *(str(self._files.authority), str(self._files.certificate), str(self._files.key)),
+            ),
+            linger_s=spec.dead_after_s,
+        )
+        self._keeper = self._stack.enter_context(SnapshotKeeper(keeping))
+        self._member = SiteMember("", host, self._links.port, place.shard)
+        if self._ranks.is_first:
+            self._site = self._stack.enter_context(
+                EtcdSite(
+                    self._run,
+                    self._ctx.run_dir / "site",
+                    place.listen,
+                    self._files,
+                    "" if is_founder else place.join,
+                    pace=RoundPace(
+                        founders=spec.min_sites,
+                        quorum=spec.quorum,
+                        grace_s=spec.grace_s,
+                        exchange_s=spec.exchange_timeout_s,
+                    ),
+                    snapshots=f"{host}:{port + 2}",
+                    heartbeat_s=spec.heartbeat_s,
+                    dead_s=spec.dead_after_s,
+                    store_s=spec.store_timeout_s,
+                    coordinators=spec.voters,
+                )
+            )
+            self._loop.rounds = self._site.membership
+
+    def _join(self) -> None:
+        """Join with a new id. Take the newest state from peers if this site does not hold it."""
+        held = self._loop.round - 1
+        digest = self._loop.digest() if held > NO_ROUND else ""
+        site_id = self._ranks.from_first(lambda: uuid.uuid4().hex, str)
+        self._member = msgspec.structs.replace(self._member, id=site_id)
+
+        def join() -> int:
+            assert self._site is not None
+            self._check_open()
+            terms = self._terms(held, digest)
+            self._site.membership.join(self._member, terms)
+            return self._site.log.read().ledger.last
+
+        last = self._ranks.from_first(join, int)
+        self._loop.site_id = site_id
+        if last > held:
+            self._take_state(keeps_delta=False)
+
+    def _check_open(self) -> None:
+        """Raise ElasticError if the run admits no site now."""
+        assert self._site is not None
+        ledger, spec = self._site.log.read().ledger, self._spec
+        if spec.admission == "closed" and ledger.last > NO_ROUND:
+            raise ElasticError(
+                "trainer.elastic.admission 'closed': the run has begun, and admits no site; set it "
+                "to 'open' in a new run"
+            )
+        if len(ledger.members) + len(ledger.joining) >= spec.max_sites:
+            raise ElasticError(
+                f"trainer.elastic.max_sites {spec.max_sites}: as many sites take part; join when "
+                f"one has left"
+            )
+
+    def _terms(self, held: int, digest: str) -> Terms:
+        assert self._site is not None
+        needed = HOST_BYTES * self._weights.num_parameters
+        is_first = self._site.log.read().ledger.terms is None
+        return Terms(
+            manifest=self._run,
+            code=commit(Path(__file__).parents[3]),
+            codec=self._spec.codec,
+            memory_bytes=needed if is_first else available_bytes() + needed,
+            codecs=tuple(CODECS),
+            round=held,
+            digest=digest,
+        )
+
+    # State
+
+    def _held_round(self) -> int:
+        """Return the last round of a checkpoint that was resumed, or NO_ROUND."""
+        step = self._learner.step
+        if not step or self._ctx.stage != "sft":
+            return NO_ROUND
+        number = step // self._spec.inner_steps
+        self._shards.trained = [number * self._round_documents for _ in self._shards.trained]
+        return number
+
+    def _inner(self) -> list[torch.Tensor]:
+        found = named_state(self._learner.optimizer, self._learner.weights)
+        return [tensor for _, _, tensor, _ in found]
+
+    def _copy(self, row: RoundRow) -> None:
+        state, learner = self._loop.state, self._learner
+        parts = {"theta": state.start.data, "momentum": state.momentum.data}
+        for number, tensor in enumerate(self._inner()):
+            parts[f"inner.{number}"] = tensor.detach().cpu().reshape(-1).numpy().data
+        facts = {"step": learner.step, "shards": msgspec.to_builtins(self._shards)}
+        block_bytes = self._spec.snapshots.block_bytes
+        copy_state(self._folder, row.round, row.digest, parts, facts, block_bytes)
+        self._keeper.copied()
+
+    def _take_state(self, keeps_delta: bool) -> None:
+        """Take θ, m and inner state from peers. With `keeps_delta` keep Δ, tokens and inner state.
+
+        All ranks take the same round.
+        """
+        rank, snapshot = self._learner.world.rank, None
+        end_s = time.monotonic() + scaled(self._spec.store_timeout_s)
+        while snapshot is None:
+            number, digest, donors = self._ranks.from_first(
+                self._newest, tuple[int, str, list[str]]
+            )
+            peers = [_shifted(donor, rank) for donor in donors]
+            found, failure = None, ""
+            try:
+                found = self._fetched(number, digest, peers)
+            except ElasticError as error:
+                failure = str(error)
+            failures = [each for each in self._ranks.gather(failure, str) if each]
+            if not failures:
+                snapshot = found
+            elif time.monotonic() > end_s:
+                raise ElasticError(failures[0])
+        self._load(snapshot, keeps_delta)
+        self._loop.round = number + 1
+
+    def _fetched(self, number: int, digest: str, peers: list[str]) -> Path:
+        folder = self._folder.with_name(f"{self._folder.name}-taken")
+        return fetch_state(
+            lambda: peers, lambda: (number, digest), folder, self._files, scaled(FETCH_S)
+        )
+
+    def _newest(self) -> tuple[int, str, list[str]]:
+        assert self._site is not None
+        ledger = self._site.log.read().ledger
+        return ledger.last, ledger.committed.digest if ledger.committed else "", self._site.donors()
+
+    def _load(self, snapshot: Path, keeps_delta: bool) -> None:
+        loop, state, facts = self._loop, self._loop.state, read_header(snapshot).facts
+        if keeps_delta:
+            for part, values in self._weights.parts():
+                np.subtract(state.start[part], values, out=state.delta[part])
+        for name, values in (("theta", state.start), ("momentum", state.momentum)):
+            values[:] = np.fromfile(snapshot / name, dtype=np.float32)
+        if keeps_delta:
+            np.subtract(state.start, state.delta, out=state.delta)
+            self._weights.write(state.delta)
+        else:
+            self._weights.write(state.start)
+            loop.tokens = 0
+            with torch.no_grad():
+                for number, tensor in enumerate(self._inner()):
+                    data = np.fromfile(snapshot / f"inner.{number}", dtype=np.uint8)
+                    flat = torch.from_numpy(data).view(tensor.dtype)
+                    tensor.copy_(flat.view(tensor.shape))
+        if self._ctx.stage == "sft":
+            self._learner.step = facts["step"]
+        self._shards = msgspec.convert(facts["shards"], ShardMap)
+
+    def _limit_s(self) -> float:
+        spec = self._spec
+        limit_s = spec.store_timeout_s + spec.exchange_timeout_s + spec.grace_s
+        return scaled(limit_s) + io_stall_s(self._learner.world.size)
+
+
+def _shifted(donor: str, rank: int) -> str:
+    host, _, port = donor.rpartition(":")
+    return f"{host}:{int(port) + rank}"
+
+
+def read_place(run_dir: Path) -> SitePlace:
+    path = run_dir / SITE_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SitePlace)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ElasticError(
+            f"{path}: cannot be read ({error}), and trainer.elastic needs it; start the stage with "
+            f"`orrery join RUN ADDRESS:PORT`"
+        ) from error

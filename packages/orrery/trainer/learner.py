@@ -147,6 +147,7 @@ class Learner:
         parameters = policy.named_parameters()
         self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
         self.step = 0
+        self.outer_momentum: dict[str, torch.Tensor] = {}  # of the outer loop, on the host
         self.base_sha256: str | None = None  # sha256 of the frozen weights under adapters
         self.guard: MismatchGuard | None = (
             None  # compares log-probs with the engines', so None in SFT

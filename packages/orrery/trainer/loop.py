@@ -18,6 +18,7 @@ from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import weights_path
 from orrery.trainer.checkpoint_writer import StageCheckpoints
+from orrery.trainer.elastic import SiteTraining
 from orrery.trainer.export import export_policy
 from orrery.trainer.heartbeat import io_stall_s, step_stall_s
 from orrery.trainer.learner import Learner, StepResult, learning_rate_factor
@@ -41,6 +42,7 @@ class RlLoop:
     batch_deadline_s: float
     batch_behind_s: float  # longest wait for a batch that another rank has received
     publish_still_s: float  # longest publication without progress
+    site: SiteTraining | None = None  # with trainer.elastic
     start_step: int = field(init=False)  # the resumed step, or 0
 
     def __post_init__(self) -> None:
@@ -105,6 +107,8 @@ class RlLoop:
         result = self.learner.learn(batch, batch.num_micro_batches, totals, lr_factor)
         difference = result.metrics["logprob_max_abs_diff_same_weights"]
         self._check_same_weights(f"step {step}", difference)
+        if self.site is not None:
+            self.site.after_step(result.num_tokens)
         return result
 
     def publish(self, is_first: bool = False) -> float:

@@ -7,6 +7,7 @@ Validation (the mean cross-entropy of trained tokens) runs before the first step
 import hashlib
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,12 +18,14 @@ from orrery.manifest.schema import Manifest
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import scaled
 from orrery.trainer.checkpoint_writer import StageCheckpoints
+from orrery.trainer.elastic import SiteTraining
 from orrery.trainer.heartbeat import mark_micro_batch, step_stall_s
 from orrery.trainer.learner import Learner, StepResult, count_totals, learning_rate_factor
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.fsdp import reshard_all
 from orrery.trainer.parallel.world import World
 from orrery.trainer.sft_data import Chat, Chats, Examples, batches, open_examples, prefetch
+from orrery.trainer.text_data import Texts, text_batches
 from orrery.wire.columns import Columns
 from orrery.wire.packing import pack_for
 
@@ -31,36 +34,65 @@ VALIDATION = "stages.sft.validation"
 
 
 def sft(
-    learner: Learner, examples: Examples, validation: "ValidationSet | None", ctx: RoleContext
+    learner: Learner,
+    examples: Examples | Texts,
+    validation: "ValidationSet | None",
+    ctx: RoleContext,
+    site: SiteTraining | None = None,
 ) -> None:
-    manifest, spec, world = ctx.manifest, ctx.manifest.sft, learner.world
-    first_step = learner.step + 1
-    with (
-        StageCheckpoints(ctx, learner, "sft") as checkpoints,
-        prefetch(batches(examples, manifest, learner.step)) as next_batch,
-    ):
-        for step in range(first_step, spec.num_steps + 1):
-            checkpoints.check()
-            if validation is not None and learner.step % validation.interval_steps == 0:
-                _validate(validation, learner, ctx, is_first=step == first_step)
-            begin_s = time.monotonic()
-            what, deadline_s = f"batch {step} to be tokenised", scaled(TOKENISE_DEADLINE_S)
-            with ctx.health.waiting(what, deadline_s=deadline_s):
-                batch = next_batch()
-            wait_s = time.monotonic() - begin_s
-            limit_s = step_stall_s(world, manifest.trainer, is_first=step == first_step)
-            ctx.health.doing("sft", step=step, still_s=limit_s)
-            mine = _share(batch, manifest, world)
-            lr_factor = learning_rate_factor(spec.schedule, step, spec.num_steps)
-            result = learner.learn(mine, len(mine), count_totals(mine, world), lr_factor)
-            is_due = checkpoints.is_due(step)
-            blocked_s = checkpoints.copy() if is_due else 0.0
-            if world.is_first:
-                _record(ctx, step, result, time.monotonic() - begin_s, blocked_s, wait_s)
-            if is_due:
-                checkpoints.write()
+    spec, first_step = ctx.manifest.sft, learner.step + 1
+    with StageCheckpoints(ctx, learner, "sft") as checkpoints:
+        stage = _SftLoop(ctx, learner, examples, validation, checkpoints, site, first_step)
+        while learner.step < spec.num_steps:
+            stage.run()
         if validation is not None:
             _validate(validation, learner, ctx, is_first=False)
+
+
+@dataclass(frozen=True)
+class _SftLoop:
+    ctx: RoleContext
+    learner: Learner
+    examples: Examples | Texts
+    validation: "ValidationSet | None"
+    checkpoints: StageCheckpoints
+    site: SiteTraining | None
+    first_step: int
+
+    def run(self) -> None:
+        """Train to the end, or with other sites to the next round."""
+        ctx, learner, checkpoints = self.ctx, self.learner, self.checkpoints
+        manifest, spec, world = ctx.manifest, ctx.manifest.sft, learner.world
+        last_step = spec.num_steps
+        if manifest.trainer.elastic is not None:
+            last_step = learner.step + manifest.trainer.elastic.inner_steps
+        items = batches(self.examples, manifest, learner.step)
+        if isinstance(self.examples, Texts):
+            items = text_batches(self.examples, manifest, learner.step, self.site)
+        with prefetch(items) as next_batch:
+            for step in range(learner.step + 1, last_step + 1):
+                checkpoints.check()
+                is_first = step == self.first_step
+                if self.validation and learner.step % self.validation.interval_steps == 0:
+                    _validate(self.validation, learner, ctx, is_first)
+                begin_s = time.monotonic()
+                what, deadline_s = f"batch {step} to be tokenised", scaled(TOKENISE_DEADLINE_S)
+                with ctx.health.waiting(what, deadline_s=deadline_s):
+                    batch = next_batch()
+                wait_s = time.monotonic() - begin_s
+                limit_s = step_stall_s(world, manifest.trainer, is_first)
+                ctx.health.doing("sft", step=step, still_s=limit_s)
+                mine = _share(batch, manifest, world)
+                lr_factor = learning_rate_factor(spec.schedule, step, spec.num_steps)
+                result = learner.learn(mine, len(mine), count_totals(mine, world), lr_factor)
+                if self.site is not None:
+                    self.site.after_step(result.num_tokens)
+                is_due = checkpoints.is_due(step)
+                blocked_s = checkpoints.copy() if is_due else 0.0
+                if world.is_first:
+                    _record(ctx, step, result, time.monotonic() - begin_s, blocked_s, wait_s)
+                if is_due:
+                    checkpoints.write()
 
 
 def _share(batch: Columns, manifest: Manifest, world: World) -> list[Columns]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import msgspec
 import numpy as np
@@ -28,6 +28,9 @@ from orrery.tasks.chat import Example, Renderer
 from orrery.tasks.rows import DataRows, JsonLines, Tables, saved_files, saved_split, saved_state
 from orrery.tasks.task import Role
 from orrery.wire.columns import Columns
+
+if TYPE_CHECKING:
+    from orrery.trainer.text_data import Texts
 
 CHECKED_TOKENS = 2_000_000
 CHECKED_AT_ONCE = 64
@@ -293,20 +296,28 @@ class Examples:
         return dict(zip(indices, made, strict=True))
 
 
-def load_examples(manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)) -> Examples:
+def load_examples(
+    manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)
+) -> "Examples | Texts":
     """Open `stages.sft.data`, and check the part `share` = (rank, ranks)."""
     examples = open_examples(manifest, manifest.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples
 
 
-def open_examples(manifest: Manifest, data: SftData, field: str, tokenizer: Path) -> Examples:
+def open_examples(
+    manifest: Manifest, data: SftData, field: str, tokenizer: Path
+) -> "Examples | Texts":
+    if data.kind == "text":
+        from orrery.trainer.text_data import open_texts  # late: it imports this module
+
+        return open_texts(manifest, field, data, tokenizer)
     renderer = Renderer(tokenizer, manifest.model.vocab_size)
     limits = manifest.trainer.memory.max_tokens_per_micro_batch, manifest.model.max_positions
     return Examples(open_chats(data, field), renderer, manifest.sft.trained_roles, *limits)
 
 
-def batches(examples: Examples, manifest: Manifest, num_done: int) -> Iterator[Columns]:
+def batches(examples: "Examples | Texts", manifest: Manifest, num_done: int) -> Iterator[Columns]:
     spec = manifest.sft
     order = endless_order(len(examples), manifest.seed, num_done * spec.examples_per_batch)
     for _ in range(num_done, spec.num_steps):

@@ -160,10 +160,8 @@ class TextData(Record):
     """SFT data of plain text: the `column` of JSONL or Parquet rows, every token trained.
 
     - `path` is a file, or a folder whose files begin with `split` (`orrery fetch dataset`).
-    - `shard_by` "documents": document i is in shard i mod num_shards. "files": so is file i, in
-      the order of names, and a site needs only the files of its shard.
-    - A site trains one shard at a time, and its data ranks the documents of a batch in turn.
-      Without `trainer.elastic` all shards are trained.
+    - Document i is in shard i mod num_shards. A site trains one shard, and its data ranks share the
+      documents of each batch. Without `trainer.elastic` all shards are trained.
     - `sha256`: of the file, or of the folder as `orrery fetch dataset` prints it.
     """
 
@@ -172,7 +170,6 @@ class TextData(Record):
     split: str | None
     column: str
     sha256: Sha256
-    shard_by: Literal["documents", "files"]
     num_shards: Count
 
 

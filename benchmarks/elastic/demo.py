@@ -1,0 +1,131 @@
+"""Train the run elastic_text at four sites on this machine: one joins late, one is killed.
+
+    python benchmarks/elastic/demo.py
+
+Every site is a checkout in build/elastic/<name> with links to this one. The script writes
+build/elastic/index.html with members, bytes and loss of every round.
+"""
+
+import html
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from elastic.text import write
+from orrery.elastic.certificates import make_authority, make_site
+from orrery.manifest.identity import load, run_dir, run_id
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN, NAMES, LATE, KILLED = "elastic_text", ("oslo", "lima", "kyoto", "accra"), "accra", "kyoto"
+FOLDER = ROOT / "build/elastic"
+FIRST_PORT, PORTS = 29400, 10
+LIMIT_S = 300.0
+
+
+def checkout(name: str) -> Path:
+    """Make a site's workspace. Its runs are its own."""
+    folder = FOLDER / name
+    folder.mkdir(parents=True)
+    for linked in ("jsonnet", "locks", "manifests", "packages", "pyproject.toml"):
+        (folder / linked).symlink_to(ROOT / linked)
+    (folder / "datasets").symlink_to(FOLDER / "datasets")
+    return folder
+
+
+def address(name: str) -> str:
+    return f"127.0.0.1:{FIRST_PORT + PORTS * NAMES.index(name)}"
+
+
+def start(name: str) -> "subprocess.Popen[bytes]":
+    orrery = [sys.executable, "-m", "orrery.launcher.cli"]
+    command = [*orrery, "join", RUN, address(NAMES[0]), "--listen", address(name), "--name", name]
+    with (FOLDER / f"{name}.log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, "--certificates", str(FOLDER / "certificates")],
+            cwd=FOLDER / name,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def rows(name: str) -> list[dict]:
+    """Return the metrics of a site's trainer."""
+    manifest = load(ROOT / f"manifests/{RUN}.json")
+    path = run_dir(FOLDER / name / "runs", manifest) / "metrics/trainer.0.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def rounds(name: str) -> list[dict]:
+    return [row for row in rows(name) if row.get("event") == "round"]
+
+
+def await_round(number: int, name: str = NAMES[0]) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not any(row["round"] >= number for row in rounds(name)):
+        if time.monotonic() > end_s:
+            raise SystemExit(f"error: {name} finished no round {number}; read {FOLDER}/{name}.log")
+        time.sleep(0.2)
+
+
+def page() -> str:
+    """Return a page with a line for every round, from the first site's rows."""
+    every = {name: {row["round"]: row for row in rounds(name)} for name in NAMES}
+    ids = {row["own"]: name for name, found in every.items() for row in found.values()}
+    losses = {row["step"]: row["loss"] for row in rows(NAMES[0]) if row.get("loss") is not None}
+    head = "<tr><th>round<th>epoch<th>members<th>weights<th>bytes sent<th>loss<th>equal weights"
+    lines = []
+    for number, row in sorted(every[NAMES[0]].items()):
+        members = " ".join(ids.get(each, each) for each in row["members"])
+        digests = {found[number]["digest"] for found in every.values() if number in found}
+        loss = losses.get(row["step"])
+        sent, shown = f"{row['num_bytes']:,}", "" if loss is None else f"{loss:.3f}"
+        is_equal = "yes" if len(digests) == 1 else "NO"
+        cells = (number, row["epoch"], members, row["weights"], sent, shown, is_equal)
+        lines.append("<tr>" + "".join(f"<td>{html.escape(str(each))}" for each in cells))
+    style = "<style>body{font:16px sans-serif}td,th{padding:2px 12px;text-align:left}</style>"
+    return f"<title>{RUN}</title>{style}<h1>{RUN}</h1><table>{head}{''.join(lines)}</table>\n"
+
+
+def main() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    write(FOLDER / "datasets/elastic_text.jsonl")
+    certificates = FOLDER / "certificates"
+    certificates.mkdir()
+    make_authority(certificates, run_id(load(ROOT / f"manifests/{RUN}.json"))[:12])
+    for name in NAMES:
+        make_site(certificates, name, ["127.0.0.1"])
+        checkout(name)
+    init = [sys.executable, "-m", "orrery.launcher.cli", "run", RUN, "init"]
+    for name in NAMES:
+        subprocess.run(init, cwd=FOLDER / name, check=True, env=os.environ)
+    begin_s = time.monotonic()
+    sites = {name: start(name) for name in NAMES if name != LATE}
+    try:
+        await_round(3)
+        print(f"{LATE} joins", flush=True)
+        sites[LATE] = start(LATE)
+        await_round(1, LATE)
+        print(f"{KILLED} is killed", flush=True)
+        os.killpg(sites[KILLED].pid, signal.SIGKILL)
+        for name, site in sites.items():
+            code = site.wait(LIMIT_S)
+            if code and name != KILLED:
+                raise SystemExit(f"error: {name} ended with {code}; read {FOLDER}/{name}.log")
+    finally:
+        for site in sites.values():
+            if site.poll() is None:
+                site.terminate()
+        (FOLDER / "index.html").write_text(page())
+    print(f"{time.monotonic() - begin_s:.0f} s; open {FOLDER.relative_to(ROOT)}/index.html")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Read plain text for SFT: every token is trained once an epoch.
+
+- A document is tokenised between two end tokens. The first is context, the last is trained.
+- A document longer than a micro-batch is cut. Each part starts with the token before it, untrained.
+- A stream is one shard, in the order of a permutation drawn from (manifest.seed, shard, epoch).
+- Documents are read and tokenised shortly before a step trains them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import sha256_of_data
+from orrery.manifest.schema import Manifest, TextData
+from orrery.tasks import Message
+from orrery.tasks.chat import Renderer
+from orrery.tasks.rows import DataRows, open_rows
+from orrery.trainer.sft_data import Chat
+from orrery.wire.columns import Columns
+
+if TYPE_CHECKING:
+    from orrery.trainer.elastic import SiteTraining
+
+CHECKED_CHARACTERS = 1_000_000
+
+
+class Documents:
+    """The documents as chats of one message, to compare training and validation data."""
+
+    def __init__(self, texts: "Texts") -> None:
+        self._texts = texts
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> Chat:
+        return Chat(self._texts.rows.place(index), [Message("user", self._texts.text(index))])
+
+
+class Texts:
+    """The documents of `data`, with the methods of `Examples`."""
+
+    def __init__(self, data: TextData, field: str, renderer: Renderer, max_tokens: int) -> None:
+        self._data, self._field = data, field
+        self._renderer, self._max_tokens = renderer, max_tokens
+        self.chats = Documents(self)
+        path = Path(data.path)
+        try:
+            found = sha256_of_data(path)
+        except OSError as error:
+            raise OrreryError(
+                f"{field}.path: {data.path}: {error.strerror}; name a file or a folder of text"
+            ) from error
+        if found != data.sha256:
+            raise OrreryError(
+                f"{field}.sha256: {data.path} has {found}, the manifest says {data.sha256}; "
+                f"restore the file, or write the new one into the spec"
+            )
+
+    @cached_property
+    def rows(self) -> DataRows:
+        try:
+            rows = open_rows(Path(self._data.path), self._data.split)
+        except OrreryError as error:
+            raise OrreryError(f"{self._field}.{error}") from error
+        if not len(rows):
+            raise OrreryError(f"{self._field}.path: {self._data.path} has no rows; add documents")
+        return rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def check(self, indices: Sequence[int]) -> None:
+        """Tokenise documents up to CHECKED_CHARACTERS, which raises for a malformed one."""
+        num_characters = 0
+        for index in indices:
+            num_characters += len(self.text(index))
+            self.columns([index])
+            if num_characters >= CHECKED_CHARACTERS:
+                return
+
+    def documents(self, shard: int | None) -> range:
+        """Return the indices of the documents in `shard`, or of all documents if it is None."""
+        if shard is None:
+            return range(len(self.rows))
+        found = range(shard, len(self.rows), self._data.num_shards)
+        if not found:
+            raise OrreryError(
+                f"{self._field}.num_shards {self._data.num_shards}: shard {shard} has no "
+                f"document; set it to at most {len(self.rows)}"
+            )
+        return found
+
+    def columns(self, documents: Iterable[int]) -> Columns:
+        """Tokenise documents. Raise OrreryError if a row has no text."""
+        parts = [part for index in documents for part in self._parts(index)]
+        offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        trained = np.ones(offsets[-1], dtype=bool)
+        trained[offsets[:-1]] = False
+        token = {
+            "token_id": np.concatenate(parts),
+            "trained": trained,
+            "rl_weight": np.zeros(offsets[-1], dtype=np.float32),
+            "cross_entropy_weight": np.ones(offsets[-1], dtype=np.float32),
+        }
+        return Columns(offsets, token)
+
+    def text(self, index: int) -> str:
+        row = self.rows[index]
+        found = row.get(self._data.column)
+        if not isinstance(found, str):
+            raise OrreryError(
+                f"{self._field}.column: {self.rows.place(index)} has no text in "
+                f"{self._data.column!r}; choose from {', '.join(row)}"
+            )
+        return found
+
+    def _parts(self, index: int) -> Iterator[np.ndarray]:
+        end = self._renderer.stop_token_ids[0]
+        ids = np.array([end, *self._encoded(index), end], dtype=np.int32)
+        for begin in range(0, len(ids) - 1, self._max_tokens - 1):
+            yield ids[begin : begin + self._max_tokens]
+
+    def _encoded(self, index: int) -> list[int]:
+        try:
+            return self._renderer.encode(self.text(index))
+        except OrreryError as error:
+            raise OrreryError(f"{self.rows.place(index)}: {error}") from error
+
+
+def open_texts(manifest: Manifest, field: str, data: TextData, tokenizer: Path) -> Texts:
+    limit = min(manifest.trainer.memory.max_tokens_per_micro_batch, manifest.model.max_positions)
+    return Texts(data, field, Renderer(tokenizer, manifest.model.vocab_size), limit)
+
+
+def text_order(documents: Sequence[int], seed: int, shard: int | None, start: int) -> Iterator[int]:
+    """Yield documents without end, from position `start` of the stream."""
+    epoch, begin = divmod(start, len(documents))
+    while True:
+        draw = np.random.default_rng([seed, epoch, 0 if shard is None else 1 + shard])
+        yield from (documents[i] for i in draw.permutation(len(documents))[begin:])
+        epoch, begin = epoch + 1, 0
+
+
+def text_batches(
+    texts: Texts, manifest: Manifest, num_done: int, site: "SiteTraining | None"
+) -> Iterator[Columns]:
+    """Yield batches after `num_done` steps, or from the site's place in its shard."""
+    spec = manifest.sft
+    shard, start = None, num_done * spec.examples_per_batch
+    if site is not None:
+        shard, start = site.shard, site.start
+    order = text_order(texts.documents(shard), manifest.seed, shard, start)
+    for _ in range(num_done, spec.num_steps):
+        yield texts.columns(islice(order, spec.examples_per_batch))

@@ -1,0 +1,86 @@
+"""Plain text as SFT data: every token once, by shard."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load
+from orrery.manifest.publish import sha256_of_data
+from orrery.manifest.schema import TextData
+from orrery.tasks.chat import Renderer
+from orrery.tasks.tokenizer import write_tokenizer
+from orrery.trainer.sft_data import open_examples
+from orrery.trainer.text_data import Texts, text_order
+
+MANIFEST = load(Path(__file__).parents[2] / "manifests/elastic_text.json")
+TEXTS = ["one", "a longer text", "", "the fourth", "x" * 40]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    write_tokenizer(MANIFEST.model, folder := tmp_path_factory.mktemp("tokenizer"))
+    return folder
+
+
+def data(folder: Path, rows: list[dict], **changes) -> TextData:
+    path = folder / "text.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {"path": str(path), "sha256": sha256_of_data(path), "num_shards": 2}
+    return MANIFEST.sft.data.model_copy(update=found | changes)
+
+
+def opened(folder: Path, tokenizer: Path, max_tokens: int = 16) -> Texts:
+    rows = [{"text": text} for text in TEXTS]
+    return Texts(data(folder, rows), "stages.sft.data", Renderer(tokenizer), max_tokens)
+
+
+def test_every_token_and_the_end_of_every_document_is_trained_once(tmp_path, tokenizer):
+    renderer = Renderer(tokenizer)
+    end = renderer.stop_token_ids[0]
+    for text, index in zip(TEXTS, range(5), strict=True):
+        columns = opened(tmp_path, tokenizer).columns([index])
+        trained = columns.token["token_id"][columns.token["trained"]]
+        assert trained.tolist() == [*renderer.encode(text), end]
+        assert columns.lengths.max() <= 16
+        assert not columns.token["trained"][columns.offsets[:-1]].any()
+
+
+def test_parts_of_a_long_document_overlap_by_one_token_of_context(tmp_path, tokenizer):
+    columns = opened(tmp_path, tokenizer).columns([1, 4])
+    assert columns.lengths.tolist() == [15, 16, 16, 12]
+    ids, offsets = columns.token["token_id"], columns.offsets
+    assert ids[offsets[2] - 1] == ids[offsets[2]]
+
+
+def test_shards_hold_every_document_once_in_another_order_each_epoch(tmp_path, tokenizer):
+    texts = opened(tmp_path, tokenizer)
+    assert sorted([*texts.documents(0), *texts.documents(1)]) == list(range(5))
+    order = list(islice(text_order(range(100), 1, 0, 0), 200))
+    assert sorted(order[:100]) == sorted(order[100:]) == list(range(100))
+    assert order[:100] != order[100:] and order[:100] != list(range(100))
+    assert list(islice(text_order(range(100), 1, 0, 130), 20)) == order[130:150]
+    assert list(islice(text_order(range(100), 1, 1, 0), 100)) != order[:100]
+
+
+def test_a_malformed_row_or_changed_file_gives_one_sentence(tmp_path, tokenizer):
+    field = "stages.sft.data"
+    odd = data(tmp_path, [{"text": "fine"}, {"words": "no"}])
+    with pytest.raises(OrreryError, match=r"column: .*text.jsonl:2 has no text in 'text'; choose"):
+        open_examples(MANIFEST, odd, field, tokenizer).check(range(2))
+    strange = data(tmp_path, [{"text": "naïve"}])
+    with pytest.raises(OrreryError, match=r"text.jsonl:1: model.tokenizer.alphabet has no 'ï'"):
+        open_examples(MANIFEST, strange, field, tokenizer).check(range(1))
+    with pytest.raises(OrreryError, match=r"sft.data.sha256: .*text.jsonl has"):
+        open_examples(MANIFEST, odd.model_copy(update={"sha256": "0" * 64}), field, tokenizer)
+    few = data(tmp_path, [{"text": "one"}], num_shards=2)
+    with pytest.raises(OrreryError, match=r"num_shards 2: shard 1 has no document; set it to at"):
+        open_examples(MANIFEST, few, field, tokenizer).documents(1)
+
+
+def test_documents_can_be_compared_with_validation_data(tmp_path, tokenizer):
+    chats = opened(tmp_path, tokenizer).chats
+    assert len(chats) == 5 and chats[3].messages[0].content == "the fourth"
+    assert chats[3].where.endswith("text.jsonl:4")
