@@ -3,7 +3,7 @@
 - A document is tokenised between two end tokens. The first is context, the last is trained.
 - A document longer than a micro-batch is cut. Each part starts with the token before it, untrained.
 - A stream is one shard, in the order of a permutation drawn from (manifest.seed, shard, epoch).
-- Documents are read and tokenised shortly before a step trains them.
+- TextDocuments are read and tokenised shortly before a step trains them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CHECKED_CHARACTERS = 1_000_000
 
 
-class Documents:
+class TextDocuments:
     """The documents as chats of one message, to compare training and validation data."""
 
     def __init__(self, texts: "Texts") -> None:
@@ -48,7 +48,7 @@ class Texts:
     def __init__(self, data: TextData, field: str, renderer: Renderer, max_tokens: int) -> None:
         self._data, self._field = data, field
         self._renderer, self._max_tokens = renderer, max_tokens
-        self.chats = Documents(self)
+        self.chats = TextDocuments(self)
         path = Path(data.path)
         try:
             found = sha256_of_data(path)
