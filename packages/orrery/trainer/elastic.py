@@ -47,7 +47,7 @@ from orrery.trainer.learner import Learner
 from orrery.trainer.optim import named_state
 from orrery.trainer.parallel.world import World
 
-FETCH_S = 60.0  # scaled. Of one try; then the newest round is asked again
+FETCH_S = 60.0  # scaled, for each try
 T = TypeVar("T")
 
 
