@@ -116,7 +116,7 @@ def main() -> None:
         print(f"{KILLED} is killed", flush=True)
         os.killpg(sites[KILLED].pid, signal.SIGKILL)
         for name, site in sites.items():
-            code = site.wait(LIMIT_S)
+            code = site.wait(2 * LIMIT_S)
             if code and name != KILLED:
                 raise SystemExit(f"error: {name} ended with {code}; read {FOLDER}/{name}.log")
     finally:
