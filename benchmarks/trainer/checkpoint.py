@@ -90,7 +90,16 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-    mesh = Mesh(dp_replicate=1, dp_shard=size, cp=1, ep=1, cp_style="ulysses", ep_backend="torch")
+    mesh = Mesh(
+        dp_replicate=1,
+        dp_shard=size,
+        cp=1,
+        ep=1,
+        cp_style="ulysses",
+        ep_backend="torch",
+        deepep_num_sms=None,
+        deepep_token_chunk_size=None,
+    )
     store = None
     if size > 1:
         store = dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False)

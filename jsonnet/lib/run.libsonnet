@@ -45,6 +45,8 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
       ep: 1,
       cp_style: if run.model.mla == null then 'ulysses' else 'dsa',
       ep_backend: 'torch',
+      deepep_num_sms: null,
+      deepep_token_chunk_size: null,
     },
     fsdp: { reshard_after_forward: true, reduce_gradients: 'step', cpu_offload: false },
     attention: 'auto',
@@ -68,7 +70,9 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
     optimizer: { kind: error 'trainer.optimizer: no algorithm axis; add (import "algorithms/grpo.libsonnet")' },
     memory: {
       activation_checkpointing: error 'trainer.memory: no memory axis; add (import "memory/plain.libsonnet")',
+      activation_checkpointing_every: 1,
       activation_offload: false,
+      activation_offload_max_in_flight: 1,
       lm_head_keeps_logits: false,
       optimizer_offload: false,
     },

@@ -79,7 +79,7 @@ def manifest(**orchestrator: Any) -> Manifest:
         },
         "trainer": {
             "mesh": {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1, "cp_style": "ulysses",
-            "ep_backend": "torch"},
+            "ep_backend": "torch", "deepep_num_sms": None, "deepep_token_chunk_size": None},
             "fsdp": {"reshard_after_forward": True, "reduce_gradients": "step",
             "cpu_offload": False}, "attention": "auto", "lora": None, "indexer": "frozen",
             "indexer_choice": "own", "elastic": None,
@@ -87,6 +87,7 @@ def manifest(**orchestrator: Any) -> Manifest:
             "reduce_dtype": "float32", "compile": False,
             "memory": {
                 "activation_checkpointing": {"kind": "none"}, "activation_offload": False,
+                "activation_checkpointing_every": 1, "activation_offload_max_in_flight": 1,
                 "optimizer_offload": False,
                 "lm_head_chunk_tokens": 64, "lm_head_keeps_logits": False,
                 "max_tokens_per_micro_batch": 256,

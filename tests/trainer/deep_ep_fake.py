@@ -21,6 +21,13 @@ class Config:
 
 
 class Buffer:
+    num_sms = 20
+
+    @classmethod
+    def set_num_sms(cls, number):
+        assert number % 2 == 0
+        cls.num_sms = number
+
     def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0):
         self.group, self.rank, self.size = group, group.rank(), group.size()
 

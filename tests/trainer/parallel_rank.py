@@ -101,10 +101,13 @@ def exchanges(world: World, width: int = 6, is_fp8: bool = False) -> dict[str, l
         return experts
 
     x, scores, choice = tokens[world.rank]
-    for kind in KINDS:
+    # Products in FP8 round blocks of rows together, so chunks change their rounding.
+    for kind in (*KINDS, *([] if is_fp8 else ["deepep in chunks"])):
         experts = experts_of([world.rank])
         inputs = [x.clone().requires_grad_(), scores.clone().requires_grad_()]
-        out = make_exchange(kind, group, num_experts)(*inputs, choice, experts)
+        backend, *chunks = kind.split(" in ")
+        options = (24, 4) if chunks else (None, None)
+        out = make_exchange(backend, group, num_experts, *options)(*inputs, choice, experts)
         (out * torch.arange(1.0, width + 1)).sum().backward()
         seen[kind] = [out, *(leaf.grad for leaf in (*inputs, *experts.parameters()))]
     x, scores, choice = (torch.cat(parts) for parts in zip(*tokens, strict=True))

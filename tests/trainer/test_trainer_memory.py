@@ -121,6 +121,8 @@ def test_what_is_made_again_is_the_same_bits(tmp_path, model):
     assert_same(
         steps_with(tmp_path, MODELS[model], activation_checkpointing={"kind": "full"}), plain
     )
+    every = {"activation_checkpointing": {"kind": "full"}, "activation_checkpointing_every": 2}
+    assert_same(steps_with(tmp_path, MODELS[model], **every), plain)
     for keep in KEPT:
         assert_same(
             steps_with(
@@ -251,8 +253,8 @@ def pools(monkeypatch):
     made = []
 
     class Watched(ActivationOffload):
-        def __init__(self, device, min_bytes):
-            super().__init__(device, min_bytes=64)
+        def __init__(self, device, min_bytes, max_in_flight):
+            super().__init__(device, 64, max_in_flight)
             made.append(self.pool)
 
     monkeypatch.setattr(activation_offload, "ActivationOffload", Watched)
@@ -430,6 +432,40 @@ def test_host_buffers_are_used_again():
         sizes.append(offload.pool.num_bytes)
     assert sizes[0] > 0
     assert sizes == sizes[:1] * 4
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_copies_of_so_many_blocks_are_in_flight(in_flight, monkeypatch):
+    offload, sent, on_device = ActivationOffload(torch.device("cpu"), 64, in_flight), [], []
+    send, fetch = offload._send, offload._fetch
+
+    def count():
+        alive = [any(one.device_tensor is not None for one in tensors) for tensors in sent]
+        on_device.append(sum(alive))
+
+    def watched(activations):
+        sent.append(list(activations.saved.values()))
+        send(activations)
+
+    def fetched(activations):
+        fetch(activations)
+        count()
+
+    monkeypatch.setattr(offload, "_send", watched)
+    monkeypatch.setattr(offload, "_fetch", fetched)
+    layers = [torch.nn.Linear(32, 32) for _ in range(6)]
+    x = start = torch.randn(16, 32, requires_grad=True)
+    y = other = start.detach().requires_grad_()
+    for number, layer in enumerate(layers):
+        x = offload.run(layer, lambda x, layer=layer: torch.tanh(layer(x)), x)
+        y = torch.tanh(layer(y))
+        count()
+        assert on_device[-1] == min(number + 1, in_flight)
+    on_device.clear()
+    x.sum().backward()
+    y.sum().backward()
+    assert torch.equal(start.grad, other.grad)
+    assert on_device[0] == in_flight  # none of those that had not left travels
 
 
 def test_micro_batches_of_many_lengths_share_host_buffers():

@@ -130,6 +130,23 @@ def test_streamed_state_has_room_below_the_planned_peak_alone(fsdp, micro_batche
     assert rooms.forward[0] > rooms.forward[-1]
 
 
+def test_every_second_block_and_more_copies_in_flight_are_planned():
+    def peak(**memory):
+        fields = {"activation_checkpointing": {"kind": "full"}, **memory}
+        model, trainer, load = case("qwen3_8b_8k", devices=4, memory=json.dumps(fields))
+        return plan_memory(model, trainer, load, H200_BYTES).moments["LM head"]["activations"]
+
+    def kept(kind, layer):
+        fields = {"activation_checkpointing": {"kind": kind}}
+        model, trainer, load = case("qwen3_8b_8k", devices=4, memory=json.dumps(fields))
+        return load.tokens * activation_bytes(model, trainer, layer).kept
+
+    whole, full = kept("none", 1), kept("full", 1)
+    assert peak(activation_checkpointing_every=2) == peak() + 18 * (whole - full)
+    away = {"activation_offload": True, "activation_offload_max_in_flight": 3}
+    assert peak(**away) == 4 * full
+
+
 def resting_bytes(found):
     """Between steps, of weights and states that are on the device then."""
     return found.moments["optimizer"]["weights"] + found.moments["optimizer"]["optimizer state"]

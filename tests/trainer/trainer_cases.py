@@ -37,7 +37,9 @@ PRELOADED = (
 ALPHABET = "abcdefgh"
 MEMORY = {
     "activation_checkpointing": {"kind": "none"},
+    "activation_checkpointing_every": 1,
     "activation_offload": False,
+    "activation_offload_max_in_flight": 1,
     "optimizer_offload": False,
     "lm_head_chunk_tokens": 16,
     "lm_head_keeps_logits": False,
@@ -182,6 +184,8 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                     "ep": 1,
                     "cp_style": "ulysses",
                     "ep_backend": "torch",
+                    "deepep_num_sms": None,
+                    "deepep_token_chunk_size": None,
                     **(mesh or {}),
                 },
                 "fsdp": {

@@ -79,6 +79,9 @@ def memory_options(
     """
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)
+    if trainer.memory.activation_checkpointing_every > 1:
+        cost = "more blocks run again"
+        yield _change(trainer, load, "memory", "activation_checkpointing_every", 1, cost)
     for kind, cost in _checkpointing(model, trainer):
         yield _change(trainer, load, "memory", "activation_checkpointing", kind, cost)
     yield from _offload_options(model, trainer, load, before)

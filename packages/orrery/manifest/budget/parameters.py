@@ -274,15 +274,16 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
     recomputed: set[str] = set()
     if trainer.memory.activation_checkpointing.kind != "none":
         recomputed = {"projections", "experts", "attention"} - set(trainer.kept)
+    share = -(-model.num_layers // trainer.memory.activation_checkpointing_every) / model.num_layers
     each = (4 if trainer.lora is not None else 6) * sum(lengths)
     repeated = _repeated_parameters(model, trainer.mesh.cp)
-    again = ("projections" in recomputed) * (active.projections + repeated) * forward
+    again = share * ("projections" in recomputed) * (active.projections + repeated) * forward
     core = _attention_forward(model, lengths, trainer.mesh.cp)
     return Flops(
         base.projections + repeated * each + again,
-        base.experts + ("experts" in recomputed) * active.experts * forward,
+        base.experts + share * ("experts" in recomputed) * active.experts * forward,
         # `core` is 2 products forward. With 5 products backward that is 3.5 times `core`.
-        3.5 * core + ("attention" in recomputed) * core + _indexers(model, lengths),
+        3.5 * core + share * ("attention" in recomputed) * core + _indexers(model, lengths),
         base.lm_head + (not trainer.memory.lm_head_keeps_logits) * active.lm_head * forward,
     )
 

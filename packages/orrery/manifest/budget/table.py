@@ -33,6 +33,7 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # each adds its fields to those above, 
     {"memory.activation_offload": True},
 )
 SIZES = (0.5, 1, 2)  # micro-batches to try / the run's `max_tokens_per_micro_batch`
+EVERY = (1, 2)  # of how many blocks one runs again, with checkpointing "full"
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 Changes = dict[str, Any]  # new values by field
@@ -104,12 +105,13 @@ def _trainer_changes(run: Manifest) -> Iterator[Changes]:
     longest, now = run.inference.max_model_len_tokens, run.trainer.memory
     sizes = [int(size * now.max_tokens_per_micro_batch) for size in SIZES]
     experts = 0 if run.model.moe is None else run.model.moe.num_experts
-    kinds: list[Changes] = [{"kind": "none"}, {"kind": "full"}]
-    kinds += [{"kind": "selective", "keep": list(keep)} for keep in KEPT]
+    kinds: list[tuple[Changes, int]] = [({"kind": "none"}, 1)]
+    kinds += [({"kind": "full"}, every) for every in EVERY]
+    kinds += [({"kind": "selective", "keep": list(keep)}, 1) for keep in KEPT]
     savings: list[Changes] = []
     for more in SAVINGS:
         savings.append({**(savings[-1] if savings else {}), **more})
-    for mesh, size, kind, saving in product(
+    for mesh, size, (kind, every), saving in product(
         _meshes(run.trainer.mesh.world_size, experts), sizes, kinds, savings
     ):
         if size < longest:
@@ -120,6 +122,7 @@ def _trainer_changes(run: Manifest) -> Iterator[Changes]:
             **{f"trainer.mesh.{name}": value for name, value in mesh.items()},
             "trainer.memory.max_tokens_per_micro_batch": size,
             "trainer.memory.activation_checkpointing": kind,
+            "trainer.memory.activation_checkpointing_every": every,
             "trainer.memory.optimizer_offload": False,
             "trainer.memory.activation_offload": False,
             **{f"trainer.{name}": value for name, value in saving.items()},

@@ -37,7 +37,6 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-BLOCKS_ON_DEVICE = 2  # blocks with activations on the device under activation offload
 # Bytes of a rank's states in one optimizer bucket, or of its weights if an optimizer has no state.
 OFFLOADED_BYTES = 128 << 20  # enough for the full rate of PCIe
 WHOLE_BYTES = 256 << 20  # Muon's buckets, with and without offload, so that both give equal bits
@@ -81,14 +80,15 @@ class _Results:
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes under the trainer's checkpointing.
 
-    `none` keeps all results, `full` the input (c·D), `selective` the input and the results that
-    `keep` names. Unless it is compiled as one graph, the block also keeps their `unread` results.
+    `none`, or a block that is not checkpointed, keeps all results, `full` the input (c·D),
+    `selective` the input and the results that `keep` names. Unless it is compiled as one graph, the
+    block also keeps their `unread` results.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
     every = entry + sum(results.named.values()) + results.rest
     attention, feed_forward = _temporaries(model, trainer, layer)
-    if trainer.memory.activation_checkpointing.kind == "none":
+    if not trainer.memory.checkpoints(layer):
         return ActivationBytes(every, max(attention, feed_forward))
     is_graph = trainer.is_one_graph(model)
     kept = entry + sum(results.named[name] for name in trainer.kept)
@@ -222,7 +222,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     moe, lora_spec = model.mixture, trainer.lora
     rows = 1 if trainer.mesh.ep == 1 else 3  # ep's exchange holds two more copies
     has_adapters = lora_spec is not None and "experts" in lora_spec.targets
-    is_checkpointed = trainer.memory.activation_checkpointing.kind != "none"
+    is_checkpointed = trainer.memory.checkpoints(layer)
     if has_adapters and is_checkpointed and "experts" not in trainer.kept:
         rows += 1
     between = 1 if trainer.is_one_graph(model) else 3
@@ -524,7 +524,8 @@ class _StepPlan:
     def activations(self, last: int) -> int:
         each = [one.kept for one in self.blocks[: last + 1]]
         if self.trainer.memory.activation_offload:
-            each = each[-BLOCKS_ON_DEVICE:]
+            # The block that computes, and those that copies have not left yet.
+            each = each[-1 - self.trainer.memory.activation_offload_max_in_flight :]
         return self.tokens * sum(each)
 
     def logits(self) -> int:

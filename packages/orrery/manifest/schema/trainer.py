@@ -26,6 +26,9 @@ class Mesh(Record):
       values around a ring, with tokens in zig-zag order. "dsa" gathers the keys of latent attention
       (`model.mla`), also with tokens in zig-zag order.
     - `ep_backend`: "torch" is an all-to-all of torch.distributed, "deepep" the library DeepEP.
+    - `deepep_num_sms`: streaming multiprocessors that DeepEP occupies. Null: its own default.
+    - `deepep_token_chunk_size`: tokens of a rank that DeepEP moves at a time, which bounds memory.
+      Null: all.
     """
 
     dp_replicate: Count
@@ -34,6 +37,8 @@ class Mesh(Record):
     ep: Count
     cp_style: Literal["ulysses", "ring", "dsa"]
     ep_backend: Literal["torch", "deepep"]
+    deepep_num_sms: PositiveInt | None
+    deepep_token_chunk_size: PositiveInt | None
 
     @property
     def world_size(self) -> int:
@@ -201,7 +206,10 @@ class SelectiveCheckpointing(Record):
 class Memory(Record):
     """Options that save device memory in the trainer, at a cost of compute or host memory.
 
+    - `activation_checkpointing_every`: checkpoint blocks 0, n, 2·n, …; the others keep all
+      activations.
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
+    - `activation_offload_max_in_flight`: blocks whose copies may be under way at a time.
     - `optimizer_offload`: keep optimizer state in pinned host memory. It is copied beside
       computation, in memory that activations leave.
     - `lm_head_chunk_tokens`: tokens whose logits are in memory at a time. "auto" depends on
@@ -212,11 +220,18 @@ class Memory(Record):
     activation_checkpointing: Annotated[
         NoCheckpointing | FullCheckpointing | SelectiveCheckpointing, Field(discriminator="kind")
     ]
+    activation_checkpointing_every: PositiveInt
     activation_offload: bool
+    activation_offload_max_in_flight: PositiveInt
     optimizer_offload: bool
     lm_head_chunk_tokens: PositiveInt | Literal["auto"]
     lm_head_keeps_logits: bool
     max_tokens_per_micro_batch: PositiveInt
+
+    def checkpoints(self, block: int) -> bool:
+        """Return whether the block of this index is checkpointed."""
+        is_on = self.activation_checkpointing.kind != "none"
+        return is_on and block % self.activation_checkpointing_every == 0
 
 
 class Lora(Record):

@@ -27,6 +27,18 @@ def trainer_field_misfits(trainer: Trainer) -> Iterator[str]:
             "at a learning rate of 1e-6 no weight moves; set trainer.param_dtype to 'float32' "
             "(frozen weights beside trainer.lora are held in trainer.compute_dtype)"
         )
+    mesh = trainer.mesh
+    for name in ("deepep_num_sms", "deepep_token_chunk_size"):
+        if (value := getattr(mesh, name)) is not None and mesh.ep_backend != "deepep":
+            yield (
+                f"trainer.mesh.{name} {value} with ep_backend {mesh.ep_backend!r}: is an option of "
+                f"DeepEP; set trainer.mesh.{name} to null, or ep_backend to 'deepep'"
+            )
+    if mesh.deepep_num_sms is not None and mesh.deepep_num_sms % 2:
+        yield (
+            f"trainer.mesh.deepep_num_sms {mesh.deepep_num_sms}: DeepEP takes an even number; "
+            f"set it to {mesh.deepep_num_sms + 1}"
+        )
     if trainer.memory.optimizer_offload and trainer.fsdp.cpu_offload:
         yield (
             "trainer.memory.optimizer_offload with fsdp.cpu_offload: the state lives in host "

@@ -1,11 +1,11 @@
 """Keep tensors saved for the backward pass in pinned host memory.
 
-While block i computes, block i − 1 is copied out (forward) or in (backward). Each direction has its
-own stream, so at most two blocks' tensors are on the device. These tensors stay on the device:
-weights, small, gapped or shared tensors, and the last block's.
+While block i computes, the `max_in_flight` blocks before it are copied out (forward) or in
+(backward), each direction on its own stream. Other blocks' tensors are not on the device. These
+tensors stay there: weights, small, gapped or shared tensors, and the last block's.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ MIN_BYTES = 1 << 20
 def apply(policy: Policy, world: World, trainer: Trainer, min_bytes: int = MIN_BYTES) -> None:
     if not trainer.memory.activation_offload:
         return
-    offload = ActivationOffload(world.device, min_bytes)
+    in_flight = trainer.memory.activation_offload_max_in_flight
+    offload = ActivationOffload(world.device, min_bytes, in_flight)
     for block in list(policy.network.layers)[:-1]:
         block.forward = partial(offload.run, block, block.forward)
 
@@ -79,13 +80,14 @@ class BlockActivations:
 
 
 class ActivationOffload:
-    def __init__(self, device: torch.device, min_bytes: int):
-        self.device, self.min_bytes = device, min_bytes
+    def __init__(self, device: torch.device, min_bytes: int, max_in_flight: int = 1):
+        self.device, self.min_bytes, self.max_in_flight = device, min_bytes, max_in_flight
         on_gpu = device.type == "cuda"
         self.pool = HostBufferPool(pinned=on_gpu)
         self._out = torch.cuda.Stream(device) if on_gpu else None
         self._in = torch.cuda.Stream(device) if on_gpu else None
         self._last: BlockActivations | None = None
+        self._leaving: deque[BlockActivations] = deque()
 
     def run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -104,7 +106,9 @@ class ActivationOffload:
             result = forward(*args, **kwargs)
         if activations.saved:
             self._send(activations)
-            self._free(self._last)
+            self._leaving.append(activations)
+            if len(self._leaving) > self.max_in_flight:
+                self._free(self._leaving.popleft())
             self._last = activations
         return result
 
@@ -138,8 +142,8 @@ class ActivationOffload:
         if self._out is not None:
             activations.copied_out = self._out.record_event()
 
-    def _free(self, activations: BlockActivations | None) -> None:
-        if activations is None or activations.is_fetched:
+    def _free(self, activations: BlockActivations) -> None:
+        if activations.is_fetched:
             return
         if activations.copied_out is not None:
             torch.cuda.current_stream(self.device).wait_event(activations.copied_out)
@@ -151,10 +155,14 @@ class ActivationOffload:
             return saved
         owner = saved.owner
         self._last = None
+        self._leaving.clear()
         self._fetch(owner)
-        if owner.previous is not None:
-            self._fetch(owner.previous)
-            owner.previous = None
+        before = owner.previous
+        for _ in range(self.max_in_flight):
+            if before is not None:
+                self._fetch(before)
+                before = before.previous
+        owner.previous = None
         if owner.copied_in is not None:
             torch.cuda.current_stream(self.device).wait_event(owner.copied_in)
         assert saved.device_tensor is not None

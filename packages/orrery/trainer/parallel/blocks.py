@@ -1,7 +1,7 @@
 """Run blocks under activation checkpointing and torch.compile.
 
-- Checkpointing `full` keeps each block's input, `selective` also the results of named operations,
-  `none` all that autograd saves.
+- In checkpointed blocks `full` keeps the block's input, `selective` also the results of named
+  operations. All other blocks keep what autograd saves.
 - Equal blocks share one compilation. The checkpoint wraps one graph (`fullgraph`). If ranks
   exchange tokens or keys inside a block, the graphs lie inside the checkpoint instead.
 - The first micro-batch length is compiled as a constant, the second as a symbol.
@@ -97,9 +97,12 @@ def explain_compile_error(model: Model) -> Iterator[None]:
 def _checkpoint(policy: Policy, trainer: Trainer) -> None:
     if trainer.memory.activation_checkpointing.kind == "none":
         return
+    checkpoints = trainer.memory.checkpoints
     options = checkpoint_options(trainer, policy.network.config)
     has_graphs_inside = trainer.compile and trainer.mesh.has_exchange
-    for block in policy.network.layers:
+    for index, block in enumerate(policy.network.layers):
+        if not checkpoints(index):
+            continue
         run = block.forward
         if has_graphs_inside:
             run = partial(_call_without_views, run)

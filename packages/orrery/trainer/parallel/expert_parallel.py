@@ -37,8 +37,16 @@ from orrery.trainer.parallel.world import World, all_to_all, exchange
 from orrery.trainer.policy import Policy
 
 
-def make_exchange(backend: str, group: dist.ProcessGroup, num_experts: int) -> nn.Module:
+def make_exchange(
+    backend: str,
+    group: dist.ProcessGroup,
+    num_experts: int,
+    num_sms: int | None = None,
+    chunk_tokens: int | None = None,
+) -> nn.Module:
     """Return the exchange over `group`. Rank i holds the i-th share of `num_experts`.
+
+    `num_sms` and `chunk_tokens`: `mesh.deepep_num_sms` and `mesh.deepep_token_chunk_size`.
 
     Raise OrreryError if `backend` is unknown or not installed.
     """
@@ -47,6 +55,8 @@ def make_exchange(backend: str, group: dist.ProcessGroup, num_experts: int) -> n
         raise OrreryError(
             f"trainer.mesh.ep_backend: {backend!r} is no exchange; choose from {choices}"
         )
+    if backend == "deepep":
+        return DeepEpExchange(group, num_experts, num_sms, chunk_tokens)
     return KINDS[backend](group, num_experts)
 
 
@@ -64,8 +74,9 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
         _shard(experts, mesh["ep"])
     for module in policy.network.modules():
         if isinstance(module, MixtureOfExperts):
-            backend, group = trainer.mesh.ep_backend, mesh.get_group("ep")
-            module.exchange = make_exchange(backend, group, moe.num_experts)
+            spec, group = trainer.mesh, mesh.get_group("ep")
+            options = spec.deepep_num_sms, spec.deepep_token_chunk_size
+            module.exchange = make_exchange(spec.ep_backend, group, moe.num_experts, *options)
 
 
 def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -182,7 +193,13 @@ class DeepEpExchange(nn.Module):
 
     eager = ("forward",)  # blocks.py does not compile these methods
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        num_sms: int | None = None,
+        chunk_tokens: int | None = None,
+    ) -> None:
         super().__init__()
         if find_spec("deep_ep") is None:
             raise OrreryError(
@@ -190,11 +207,26 @@ class DeepEpExchange(nn.Module):
                 "install it or set trainer.mesh.ep_backend to 'torch'"
             )
         self.group, self.num_experts = group, num_experts
+        self.num_sms, self.chunk_tokens = num_sms, chunk_tokens
 
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:
-        buffer = _buffer(self.group, x_TD.shape[1] * x_TD.element_size())
+        if (size := self.chunk_tokens) is None:
+            return self._exchange(x_TD, score_TK, expert_TK, experts)
+        # Ranks with fewer tokens take part with empty chunks.
+        if (count := blocks.recall()) is None:
+            most = torch.tensor(len(x_TD), device=x_TD.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+            count = blocks.keep(-(-int(most) // size))
+        chunks = (slice(start, start + size) for start in range(0, count * size, size))
+        each = [self._exchange(x_TD[at], score_TK[at], expert_TK[at], experts) for at in chunks]
+        return torch.cat(each)
+
+    def _exchange(
+        self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
+    ) -> Tensor:
+        buffer = _buffer(self.group, x_TD.shape[1] * x_TD.element_size(), self.num_sms)
         x_ND, score_NK, expert_NK, rows_of_expert, handle = _DeepEpDispatch.apply(
             x_TD, score_TK.float(), expert_TK, buffer, self.num_experts
         )
@@ -217,10 +249,12 @@ def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: i
 
 
 @cache
-def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
+def _buffer(group: dist.ProcessGroup, row_bytes: int, num_sms: int | None) -> Any:
     """Return the group's buffer, shared by all layers. A collective."""
     from deep_ep import Buffer
 
+    if num_sms is not None:
+        Buffer.set_num_sms(num_sms)
     size = group.size()
     configs = Buffer.get_dispatch_config(size), Buffer.get_combine_config(size)
     nvlink_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
