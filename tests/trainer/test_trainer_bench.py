@@ -19,8 +19,10 @@ from trainer_cases import PRELOADED, manifest, rank_environment
 
 from orrery.manifest.budget.parameters import model_flops
 from orrery.manifest.budget.trainer_time import IDLE_SHARE
+from orrery.manifest.devices import Rates
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import pretty_json
+from orrery.manifest.json_file import read_as
 from orrery.trainer import host_memory
 from orrery.trainer.bench import (
     ROWS,
@@ -29,6 +31,7 @@ from orrery.trainer.bench import (
     given_options,
     make_request,
     micro_batches,
+    rates,
     report,
 )
 from orrery.trainer.bench import __main__ as bench_main
@@ -622,6 +625,28 @@ def expected_with(optimizer, devices=2, **options):
 
 def expected_s(optimizer, **options):
     return expected_with(optimizer, **options)["optimizer"]
+
+
+def test_measured_rates_are_a_file_that_plans_read(tmp_path, monkeypatch):
+    sizes = rates.Sizes(64, ((64, 64), (128, 64)), (2, 32, 32), (32, 128), 2, 1 << 16)
+    monkeypatch.setattr(rates, "SMALL", sizes)
+    monkeypatch.setattr(rates, "REPEATS", 1)
+    monkeypatch.setattr(rates, "link_rates", lambda kind, num_bytes: (2e9, 1e9))
+    name, found = rates.measure(torch.device("cpu"))
+    rates.write(tmp_path / f"{name}.json", found)
+    read = read_as(tmp_path / "cpu.json", Rates, "")
+    assert read == found and read.source.startswith("measured on ") and read.link_bytes == 2e9
+    numbers = {field: value for field, value in vars(read).items() if isinstance(value, float)}
+    assert len(numbers) == 9 and numbers.pop("fp8_flops") == 0
+    assert numbers.pop("attention_half_tokens") >= 0 and min(numbers.values()) > 0
+
+
+def test_attentions_rates_at_two_lengths_give_the_limit_and_half_of_it(monkeypatch):
+    sizes = rates.Sizes(0, (), (0, 0, 0), (256, 1024), 1, 0)
+    found = iter(3.5 * 2 * 1024 * 64 * (n + 300.0) / 1e9 for n in sizes.lengths)
+    monkeypatch.setattr(rates, "seconds", lambda run, device: next(found))
+    limit, half = rates.attention(sizes, torch.float32, torch.device("cpu"))
+    assert limit == pytest.approx(1e9) and half == pytest.approx(300.0)
 
 
 def test_the_optimizers_expected_time_follows_its_kind():

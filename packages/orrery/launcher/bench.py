@@ -15,6 +15,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.runtime.run_directory import MANIFEST
 
 TRAINER = "orrery.trainer.bench"
+RATES = "orrery.trainer.bench.rates"
 
 
 @dataclass(frozen=True)
@@ -132,3 +133,7 @@ def trainer(words: list[str]) -> int:
             path = workspace.manifest_path(run.manifest.name)
         words = [str(path), *words[1:]]
     return subprocess.run([sys.executable, "-m", TRAINER, *words]).returncode
+
+
+def rates(words: list[str]) -> int:
+    return subprocess.run([sys.executable, "-m", RATES, *words]).returncode

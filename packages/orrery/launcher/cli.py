@@ -361,8 +361,8 @@ ANY_OPTIONS = {
     "ignore_unknown_options": True,
     "help_option_names": [],
 }
-FIGURE_METAVAR = "[AREA/FIGURE | trainer RUN …]"
-FIGURE_HELP = "The figure to measure, or the run whose trainer to measure."
+FIGURE_METAVAR = "[AREA/FIGURE | trainer RUN … | rates …]"
+FIGURE_HELP = "The figure to measure, the run whose trainer to measure, or this machine's rates."
 TABLE_HELP = "Print every recorded figure and its goal."
 
 
@@ -378,6 +378,8 @@ def bench(
 
     if figure == "trainer":
         raise typer.Exit(benchmarks.trainer(context.args))
+    if figure == "rates":
+        raise typer.Exit(benchmarks.rates(context.args))
     if "--help" in (figure, *context.args):
         print(context.get_help())
         return

@@ -524,7 +524,7 @@ class _StepPlan:
     def activations(self, last: int) -> int:
         each = [one.kept for one in self.blocks[: last + 1]]
         if self.trainer.memory.activation_offload:
-            # The block that computes, and those that copies have not left yet.
+            # The block that computes, and blocks whose copies are under way.
             each = each[-1 - self.trainer.memory.activation_offload_max_in_flight :]
         return self.tokens * sum(each)
 

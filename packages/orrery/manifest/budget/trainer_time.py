@@ -259,7 +259,7 @@ def _state_copies_s(
 ) -> float:
     """Return the seconds of copies of offloaded states that computation does not hide.
 
-    `room`: bytes of states on the device after the last backward pass. Those come beside this pass.
+    `room`: bytes of states on the device after the last backward pass. They come beside this pass.
     All others come after it, while as many go back. The rest goes beside the first micro-batch, of
     which the backward pass counts if it is not the last (`has_more`).
     """

@@ -64,7 +64,7 @@ def step_bytes(
 ) -> dict[str, dict[str, float]]:
     """Return the bytes of a step over all ranks, by collective and by link.
 
-    "links" are those inside a node. `tokens`: of a rank. Rings leave a node once. In an exchange
+    "links" connect devices of a node. `tokens`: of a rank. Rings leave a node once. In an exchange
     every rank sends equally much to each other one. Ranks of a group that are `stride` apart share
     a node with `devices_per_node` / `stride` of them.
     """
