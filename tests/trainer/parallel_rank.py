@@ -9,6 +9,7 @@ results of this rank's cases.
 
 import json
 import sys
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -107,7 +108,9 @@ def exchanges(world: World, width: int = 6, is_fp8: bool = False) -> dict[str, l
         inputs = [x.clone().requires_grad_(), scores.clone().requires_grad_()]
         backend, *chunks = kind.split(" in ")
         options = (24, 4) if chunks else (None, None)
-        out = make_exchange(backend, group, num_experts, *options)(*inputs, choice, experts)
+        sent = sent_rows(x, choice // num_local, world.size) if kind == "torch" else nullcontext()
+        with sent:
+            out = make_exchange(backend, group, num_experts, *options)(*inputs, choice, experts)
         (out * torch.arange(1.0, width + 1)).sum().backward()
         seen[kind] = [out, *(leaf.grad for leaf in (*inputs, *experts.parameters()))]
     x, scores, choice = (torch.cat(parts) for parts in zip(*tokens, strict=True))
@@ -119,6 +122,23 @@ def exchanges(world: World, width: int = 6, is_fp8: bool = False) -> dict[str, l
     of_experts = [weight.grad.chunk(world.size)[world.rank] for weight in experts.parameters()]
     seen["alone"] = of_tokens + of_experts
     return {kind: [tensor.tolist() for tensor in tensors] for kind, tensors in seen.items()}
+
+
+@contextmanager
+def sent_rows(x, rank_TK, size):
+    """Fail unless each token travels once to each rank that it needs, and results come back."""
+    rows, send = [], dist.all_to_all_single
+
+    def watched(into, out, *args, **kwargs):
+        if out.shape[1:] == x.shape[1:]:
+            rows.append(len(out))
+        return send(into, out, *args, **kwargs)
+
+    dist.all_to_all_single = watched
+    yield
+    dist.all_to_all_single = send
+    assert rows[0] == sum(len(set(ranks.tolist())) for ranks in rank_TK)
+    assert len(x) < 4 or rows[0] < rank_TK.numel()
 
 
 def routed_tokens(rank: int, num_tokens: int, width: int, num_experts: int) -> list[torch.Tensor]:

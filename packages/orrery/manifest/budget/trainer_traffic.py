@@ -37,7 +37,9 @@ def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: fl
     in_ep = in_cp = 0.0
     if mesh.ep > 1 and model.moe is not None:
         layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
-        rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
+        # A token travels once to each rank with experts for it, here evenly chosen.
+        reached = mesh.ep * (1 - (1 - 1 / mesh.ep) ** model.moe.num_experts_per_token)
+        rows = tokens * reached * (mesh.ep - 1) / mesh.ep
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
         in_ep = (6 if recomputes else 4) * rows * model.hidden_size * c * layers
     if mesh.cp > 1:

@@ -5,7 +5,7 @@ the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gr
 ranks' tokens.
 
 T tokens here · K experts a token · M = T·K rows here · R ranks · E experts · D hidden
-N rows of this rank's experts, from all ranks (DeepEP: tokens with an expert here)
+N tokens with an expert of this rank, from all ranks
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,6 @@ from orrery.kernels.expert_rows import (
     RowOrder,
     combine_rows,
     gather_rows,
-    order_slots,
     sort_by_expert,
 )
 from orrery.manifest.errors import OrreryError
@@ -89,9 +88,9 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
             )
     forward = experts.forward
 
-    def on_local_shares(*args: Any) -> Tensor:
+    def on_local_shares(*args: Any, **options: Any) -> Tensor:
         with _local_shares(experts):
-            return forward(*args)
+            return forward(*args, **options)
 
     # Replace `forward`, which runs inside FSDP's hooks: these read the parameters.
     experts.forward = on_local_shares
@@ -119,7 +118,7 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
 
 
 class TorchExchange(nn.Module):
-    """Send rows to their experts' ranks in expert order, and back.
+    """Send each token once to each rank with experts for it, and sum what comes back.
 
     Counts travel first, because torch's all-to-all needs lengths on the host. The backward pass and
     recomputation reuse them. Stable sorts make results deterministic.
@@ -134,34 +133,51 @@ class TorchExchange(nn.Module):
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:
-        rows = sort_by_expert(expert_TK, self.num_experts)
-        known = blocks.recall()
-        requested = self._request_lengths(rows.ends_E) if known is None else None
-        x_MD, score_M = gather_rows(x_TD, rows), order_slots(score_TK, rows)
-        if requested is not None:
-            known = blocks.keep((requested[0], requested[1].wait()))
-        arriving_RE, (sent, arriving) = known
+        num_ranks = self.group.size()
+        num_local = self.num_experts // num_ranks
+        rank_TK = expert_TK // num_local
+        # A slot travels with the token's first slot of the same rank.
+        is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
+        is_first_TK = ~is_same_TKK.tril(-1).any(2)
+        rows = sort_by_expert(torch.where(is_first_TK, rank_TK, num_ranks), num_ranks)
+        if (known := blocks.recall()) is None:
+            known = blocks.keep(self._lengths(rows.counts_E, expert_TK))
+        sent, arriving, slots_of_expert = known
+        num_sent = sum(sent)
+        rows = rows._replace(
+            row_M=rows.row_M[: num_sent + 1], place_TK=rows.place_TK.clamp(max=num_sent)
+        )
+        token_M = rows.row_M[:num_sent] // expert_TK.shape[1]
+        to_M = rank_TK.flatten()[rows.row_M[:num_sent]]
+        is_there_MK = rank_TK[token_M] == to_M[:, None]
+        expert_MK = torch.where(is_there_MK, expert_TK[token_M] - num_local * to_M[:, None], -1)
+        score_MK = torch.where(is_there_MK, gather_rows(score_TK, rows)[:num_sent], 0)
+
         to_experts = partial(all_to_all, group=self.group, sent=sent, arriving=arriving)
         to_tokens = partial(all_to_all, group=self.group, sent=arriving, arriving=sent)
-        x_ND, score_N = exchange(to_experts, to_tokens, x_MD, score_M)
-
-        local_E = torch.arange(arriving_RE.shape[1], device=x_TD.device).expand_as(arriving_RE)
-        expert_N = local_E.flatten().repeat_interleave(
-            arriving_RE.flatten(), output_size=sum(arriving)
+        (expert_NK,) = to_experts([expert_MK])
+        x_ND, score_NK = exchange(
+            to_experts, to_tokens, gather_rows(x_TD, rows)[:num_sent], score_MK
         )
-        here = sort_by_expert(expert_N[:, None], arriving_RE.shape[1], experts.row_block)
-        y_ND = experts(x_ND, score_N[:, None], here)
+        here = _rows(expert_NK, num_local, slots_of_expert, experts.row_block)
+        y_ND = experts(x_ND, score_NK, here, has_spare=True)
         (y_MD,) = exchange(to_tokens, to_experts, y_ND)
+        if len(rows.row_M) > num_sent:  # the row of slots that did not travel
+            y_MD = torch.cat((y_MD, y_MD.new_zeros(1, y_MD.shape[1])))
         return combine_rows(y_MD, rows)
 
-    def _request_lengths(self, ends_E: Tensor) -> tuple[Tensor, "HostLengths"]:
-        """Return the arriving rows by (source rank, local expert), and lengths for the host."""
-        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
-        arriving_E = torch.empty_like(counts_E)
-        dist.all_to_all_single(arriving_E, counts_E, group=self.group)
-        counts_RE = counts_E.view(self.group.size(), -1)
-        arriving_RE = arriving_E.view(self.group.size(), -1)
-        return arriving_RE, HostLengths(torch.stack((counts_RE.sum(1), arriving_RE.sum(1))))
+    def _lengths(self, sent_R: Tensor, expert_TK: Tensor) -> list[list[int]]:
+        """Return tokens sent to each rank, arriving from each, and arriving slots by expert."""
+        slots_RE = torch.zeros(self.num_experts, dtype=torch.long, device=expert_TK.device)
+        slots = expert_TK.flatten()
+        slots_RE = slots_RE.scatter_add_(0, slots, torch.ones_like(slots))
+        counts = torch.cat((sent_R.long()[:, None], slots_RE.view(len(sent_R), -1)), 1)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        numbers = torch.cat((sent_R.long(), arriving[:, 0], arriving[:, 1:].sum(0)))
+        all_ = HostLengths(numbers).wait()
+        size = len(sent_R)
+        return [all_[:size], all_[size : 2 * size], all_[2 * size :]]
 
 
 class HostLengths:
@@ -175,7 +191,7 @@ class HostLengths:
         else:
             self._numbers = numbers
 
-    def wait(self) -> list[list[int]]:
+    def wait(self) -> list[int]:
         if self._event is not None:
             self._event.synchronize()
         return self._numbers.tolist()
