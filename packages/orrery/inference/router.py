@@ -1,7 +1,7 @@
 """Run vllm-router for a stage's replicas, behind a front that checks callers.
 
 - Only the front listens on `ctx.host`. The router and its Prometheus page listen on loopback.
-- The router neither retries nor breaks circuits, because the caller handles failed requests.
+- The router does not retry or break circuits, because the caller handles failed requests.
 - The router and this process end together.
 """
 

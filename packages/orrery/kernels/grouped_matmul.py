@@ -28,8 +28,8 @@ HAS_TRITON = find_spec("triton") is not None
 def reserve_multiprocessors(count: int) -> None:
     """Leave `count` multiprocessors free for collectives in all later grouped products.
 
-    torch's grouped GEMM has one long-lived block a multiprocessor. Blocks of occupied ones run
-    last.
+    torch's grouped GEMM has one long-lived block a multiprocessor. Blocks of occupied
+    multiprocessors run last.
     """
     global _num_reserved
     _num_reserved = count

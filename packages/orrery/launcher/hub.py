@@ -102,7 +102,7 @@ def _cached(folder: Path) -> dict[str, HubFile]:
 
 
 def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Download files into `folder`, or link large ones into the cache on the same disk.
+    """Download files into `folder`, or link large files into the cache on the same disk.
 
     Raise OrreryError if the hub refuses, the disk is too small, or a digest differs.
     """

@@ -5,7 +5,7 @@
 - Other devices get a name from their driver's data: `l40g_sm89_44gb` is an L40G of compute
   capability 8.9 with 44 GiB. Each rate is the lowest of all rows with this or the next lower
   capability.
-- Another device than those in `rates/` is assumed to reach the share of its data sheet's rates that
+- A device without a file in `rates/` is assumed to reach the share of its data sheet's rates that
   an H200 reaches.
 """
 

@@ -40,7 +40,7 @@ def publish_folder(temporary: Path, folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync a folder's files, then its folders, inner ones first."""
+    """Sync a folder's files, then its folders, inner folders first."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             if not os.path.islink(path := os.path.join(parent, name)):

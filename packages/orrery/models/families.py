@@ -215,7 +215,7 @@ def _decoder_config(config: Model) -> dict[str, Any]:
 class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
-    - `ignored`: regular expressions of HF names that are neither loaded nor saved.
+    - `ignored`: regular expressions of HF names that are not loaded or saved.
     - `fsdp_units`: groups of modules, one `fully_shard` call each, in this order, before the
       root's. `layers.*` means one group per layer. `trainer/parallel` disables
       `cast_forward_inputs`, because temperatures must stay float32.

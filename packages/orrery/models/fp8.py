@@ -114,7 +114,7 @@ class SentWeights:
             yield (of, box, local) if hf.expert is None else (of, box[1:], local[0])
 
     def encoded(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole named tensors, those in FP8 as scales and values."""
+        """Yield whole named tensors, FP8 tensors as scales and values."""
         sent = {hf.name for hf in hf_tensors(self._network) if self.is_sent(hf)}
         for name, tensor in tensors:
             if name not in sent:

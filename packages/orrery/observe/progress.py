@@ -4,7 +4,7 @@
 - Names: `<event>/<value>`, of nested dicts `dropped/stale`. Rows without an event are named by
   role. A row's subjects follow the event: `evaluation/<task>/reward_mean` (with two policies
   `evaluation/<task>/<policy>/…`), `engine/<index>/kv_usage`.
-- TensorBoard's step is the row's `step`, else its `version`, else seconds since the first row.
+- TensorBoard's step is the row's `step`, its `version`, or seconds since the first row.
 """
 
 import os

@@ -31,7 +31,7 @@ from orrery.tasks.tokenizer import write_tokenizer
 NUM_PROBLEMS = 16
 MAX_CPU_S = 3.0
 BYTES_PER_S = 1_000_000  # a tenth of the speed of the slowest file format
-NUM_MEASURED = 256  # at most this many answers of a task are tokenized to find long ones
+NUM_MEASURED = 256  # at most this many answers of a task are tokenized to find long answers
 NOTE = "  note: "
 
 

@@ -1,7 +1,7 @@
 """Report this rank's progress to the launcher's hang detector.
 
 - Every PERIOD_S the health file gets the counts of started collectives, completed collectives
-  (from torch's private flight recorder, else 0) and marks.
+  (from torch's private flight recorder, or 0) and marks.
 - A mark is a micro-batch begun on the device, or a tensor or file finished on the host.
 - SIGUSR1 and nccl's watchdog write `logs/flight_recorder/rank_<i>` for `torchfrtrace`.
 """
@@ -45,7 +45,7 @@ def warms_up(trainer: Trainer, device: torch.device) -> bool:
 
 
 class _Progress:
-    """Count marks. A thread of its own waits for their CUDA events.
+    """Count marks. A separate thread waits for their CUDA events.
 
     `Event.query` would hold the GIL while another CUDA call blocks.
     """

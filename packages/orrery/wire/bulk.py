@@ -4,7 +4,7 @@
 - The receiver connects and sends the first secret and an offset. The sender answers with the second
   secret and the bytes from the offset on. Each end refuses a peer without the secret.
 - A peer without a ticket occupies one of MAX_UNKNOWN connections for at most KNOCK_S.
-- The bytes are neither encrypted nor signed, so they need a private network.
+- The bytes are not encrypted or signed, so they need a private network.
 """
 
 import asyncio

@@ -231,7 +231,7 @@ def _grouped(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y [M, N], then values and scales of x's columns, which are empty unless `keeps`.
 
-    `token_M` and `score_M` are those of `quantize`. With them this operator has no autograd.
+    `token_M` and `score_M`: see `quantize`. With them this operator has no autograd.
     """
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),

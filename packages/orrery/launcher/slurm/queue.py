@@ -71,7 +71,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without Slurm's options. `inside`: keep those that identify the job."""
+    """Return `env` without Slurm's options. `inside`: keep variables that identify the job."""
 
     def is_kept(name: str) -> bool:
         if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):

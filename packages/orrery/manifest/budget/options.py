@@ -352,7 +352,7 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
-    """Return new values, by field, that make the engines fit, or else the trainer."""
+    """Return new values, by field, that make the engines fit, or the trainer."""
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return {}

@@ -25,7 +25,7 @@ from orrery.manifest.schema import Manifest
 
 NUM_LAYOUTS = 3
 ROOM = 0.97  # share of usable device memory that a layout may fill
-SAVINGS: tuple[dict[str, Any], ...] = (  # each adds its fields to those above, to save memory
+SAVINGS: tuple[dict[str, Any], ...] = (  # each adds its fields to the fields above, to save memory
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
     {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},

@@ -74,7 +74,7 @@ class Generation:
     routes: tuple[Routes, ...] = ()  # routes of all tokens except the last, if requested
     kv_transfer: dict[str, Any] | None = None  # after a prefill request: the place of its KV blocks
     engine: int = UNKNOWN_ENGINE  # index of the engine that sampled it
-    sample: int = 0  # index of this sample among those of its request
+    sample: int = 0  # index of this sample in its request
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class HttpServer:
             await self._sessions.popitem()[1].close()
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return the session for generation (`keep_connection`), or the one for control calls.
+        """Return the session for generation (`keep_connection`), or the session for control calls.
 
         Each control call opens a connection, because the server might be closing a kept one.
         """

@@ -129,7 +129,7 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Run the clocks of lost engines, except those that only wait for the next version."""
+        """Run the clocks of lost engines, except engines that only wait for the next version."""
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].is_stale

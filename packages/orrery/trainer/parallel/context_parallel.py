@@ -8,7 +8,7 @@
     dsa       pieces as in ring. Each rank gathers all ranks' latent keys (latent attention only)
 
 The rank that predicts a scored token has its loss. Ranks get equal numbers of tokens. Padding
-repeats a real token and is never scored, nor attended to by a real token.
+repeats a real token and is never scored or attended to by a real token.
 """
 
 from collections.abc import Callable, Sequence
