@@ -8,8 +8,8 @@
 - A row per way to choose keys: the mismatch KL over that of dense attention on both sides. Each is
   a mean over `STEPS` steps from equal seeds, and over tokens that the trained weights sampled.
 - `choices_differ`: share of vLLM's keys that the trainer's indexers did not choose.
-- Without `--runs`, run seed `--seed` and, beside it, the two short runs. No stage starts, and each
-  ends, after `--within` seconds. `--out` gets logs and metrics, also of failures.
+- Without `--runs`, run seed `--seed` and, beside it unless `--alone`, the two short runs. No stage
+  starts, and each ends, after `--within` seconds. `--out` gets logs and metrics, also of failures.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def run_stages(folder: Path, until_s: float, names: Sequence[str]) -> None:
                 break
 
 
-def make_runs(seed: int, within_s: float, out: Path) -> Path:
+def make_runs(seed: int, is_alone: bool, within_s: float, out: Path) -> Path:
     """Return the folder of the runs. Logs and metrics go to `out`."""
     until_s = time.monotonic() + within_s
     names = [f"{RUN}_seed_{seed}", KINDS["own choice"], KINDS["dense"]]
@@ -73,8 +73,8 @@ def make_runs(seed: int, within_s: float, out: Path) -> Path:
     folder = workspace([for_this_machine(each) for each in found], Path(tempfile.mkdtemp()))
     try:
         with ThreadPoolExecutor(2) as pool:
-            both = [names[:1], names[1:]]
-            list(pool.map(lambda some: run_stages(folder, until_s, some), both))
+            parts = [names[:1]] if is_alone else [names[:1], names[1:]]
+            list(pool.map(lambda some: run_stages(folder, until_s, some), parts))
     finally:
         with tarfile.open(out / "glm5_runs.tar.gz", "w:gz") as tar:
             for path in [*folder.glob("*.log"), *folder.glob("runs/*")]:
@@ -154,10 +154,11 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=Path, metavar="DIR")
     parser.add_argument("--seed", type=int, choices=SEEDS, default=1)
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--within", type=float, default=330.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
     options = parser.parse_args()
-    runs = options.runs or make_runs(options.seed, options.within, options.out)
+    runs = options.runs or make_runs(options.seed, options.alone, options.within, options.out)
     all_seeds = {seed: found_run(f"{RUN}_seed_{seed}", runs) for seed in SEEDS}
     seeds = {seed: run for seed, run in all_seeds.items() if run is not None}
     if not seeds:
