@@ -145,6 +145,10 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
                 "inference/engine_loss_reverse_text_prefill_decode",
                 "A killed prefill engine: seconds until it serves again",
             ),
+            Line(
+                "inference/choice",
+                "Prompt tokens that prefill ranks have cached, chosen by cost, CPU",
+            ),
         ],
     ),
     "Weights and the wires": (
