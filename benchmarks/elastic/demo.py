@@ -109,7 +109,7 @@ def main() -> None:
     begin_s = time.monotonic()
     sites = {name: start(name) for name in NAMES if name != LATE}
     try:
-        await_round(3)
+        await_round(1)
         print(f"{LATE} joins", flush=True)
         sites[LATE] = start(LATE)
         await_round(1, LATE)
