@@ -126,24 +126,7 @@ def measure_bytes() -> list[dict[str, Any]]:
         found, wanted = quantize(x, has_rows=False)[1], reference_quantize_columns(x)
         counts = differing(found.value, wanted.value), differing(found.scale, wanted.scale)
         rows.append(plain_row(f"bytes of columns and the plain form's, {name}", counts))
-        rows.append(plain_row(f"bytes of one pass and of two, {name}", fused_bytes(x)))
     return rows
-
-
-def fused_bytes(x: Tensor) -> tuple[int, int]:
-    """Return how many bytes of values and of scales differ between two ways to quantize x.
-
-    One kernel quantizes rows and columns in one pass, or one kernel each in two passes.
-    """
-    from orrery.kernels.fp8 import quantize_triton
-
-    quantize_triton.IS_FUSED, before = True, quantize_triton.IS_FUSED
-    fused = quantize(x)
-    quantize_triton.IS_FUSED = False
-    pairs = list(zip(fused, quantize(x), strict=True))
-    quantize_triton.IS_FUSED = before
-    values = sum(differing(one.value, two.value) for one, two in pairs)
-    return values, sum(differing(one.scale, two.scale) for one, two in pairs)
 
 
 def plain_row(name: str, counts: tuple[int, int]) -> dict[str, Any]:
@@ -345,12 +328,11 @@ def quantization_variants() -> Iterator[str]:
     """Set each variant of the quantization kernel and yield its name. At the end, reset it."""
     from orrery.kernels.fp8 import quantize_triton as kernels
 
-    before = kernels.IS_FUSED, kernels.NUM_WARPS, kernels.SIDE
-    for variant in product((True, False), (4, 8), (32, 64, 128)):
-        kernels.IS_FUSED, kernels.NUM_WARPS, kernels.SIDE = variant
-        passes = "one pass" if kernels.IS_FUSED else "two passes"
-        yield f"{passes}, {kernels.NUM_WARPS} warps, {kernels.SIDE} in registers"
-    kernels.IS_FUSED, kernels.NUM_WARPS, kernels.SIDE = before
+    before = kernels.NUM_WARPS, kernels.SIDE
+    for variant in product((4, 8), (32, 64, 128)):
+        kernels.NUM_WARPS, kernels.SIDE = variant
+        yield f"{kernels.NUM_WARPS} warps, {kernels.SIDE} in registers"
+    kernels.NUM_WARPS, kernels.SIDE = before
 
 
 def quantization_speed(name: str, x: Tensor) -> dict[str, Any]:

@@ -312,13 +312,12 @@ def exact(*shape: int) -> Tensor:
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs Triton and a GPU, or its interpreter")
-@pytest.mark.parametrize(("is_fused", "side"), [(False, 128), (True, 128), (True, 32)])
+@pytest.mark.parametrize("side", [32, 128])
 @pytest.mark.parametrize("groups", [None, GROUPS])
-def test_triton_places_values_and_scales_as_the_reference(groups, is_fused, side, monkeypatch):
+def test_triton_places_values_and_scales_as_the_reference(groups, side, monkeypatch):
     """With exact numbers, because Triton's interpreter does not round to e4m3 correctly."""
     from orrery.kernels.fp8 import quantize_triton
 
-    monkeypatch.setattr(quantize_triton, "IS_FUSED", is_fused)
     monkeypatch.setattr(quantize_triton, "SIDE", side)
     x, weight = exact(512, 256), exact(2, 256, 384)
     on_device = None if groups is None else RowGroups(*(each.to(DEVICE) for each in groups))
@@ -346,12 +345,11 @@ def test_triton_places_values_and_scales_as_the_reference(groups, is_fused, side
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs Triton and a GPU, or its interpreter")
-@pytest.mark.parametrize(("is_fused", "side"), [(False, 128), (True, 128), (True, 32)])
+@pytest.mark.parametrize("side", [32, 128])
 @pytest.mark.parametrize("source", ["tokens", "activation"])
-def test_triton_permutes_and_activates_rows_as_the_reference(source, is_fused, side, monkeypatch):
+def test_triton_permutes_and_activates_rows_as_the_reference(source, side, monkeypatch):
     from orrery.kernels.fp8 import quantize_triton
 
-    monkeypatch.setattr(quantize_triton, "IS_FUSED", is_fused)
     monkeypatch.setattr(quantize_triton, "SIDE", side)
     groups = RowGroups(*(each.to(DEVICE) for each in GROUPS))
     x, sources = exact(512, 256), {}

@@ -95,12 +95,12 @@ def test_servers_come_first_and_the_first_component_has_the_orchestrator():
     each = stage(one, "rl")
     steps = step_plans(each, components(one.hardware, each, SLURM), SLURM)
     assert [(step.role, step.component, step.num_nodes, step.tasks_per_node) for step in steps] == [
-        *[("inference", 0, 1, 1)] * 16, ("router", 0, 1, 1), ("orchestrator", 0, 1, 1),
-        ("trainer", 1, 12, 8),
+        *[("inference", 0, 1, 1)] * 4, ("inference", 1, 1, 1),
+        *[("headless", 0, 1, 1)] * 4, ("headless", 1, 7, 1),
+        ("orchestrator", 0, 1, 1), ("trainer", 2, 12, 8),
     ]  # fmt: skip
-    assert [step.first_node for step in steps] == [*range(16), 0, 0, 0], (
-        "an engine is a step of its own"
-    )
+    first_nodes = [step.first_node for step in steps]
+    assert first_nodes == [0, 2, 4, 6, 0, 1, 3, 5, 7, 1, 0, 0], "an engine has its own nodes"
 
 
 @pytest.mark.parametrize("name", ["glm5_run", "glm5_run_32", "glm5_shape_smoke", "reverse_text"])
@@ -177,9 +177,9 @@ def test_a_template_makes_the_job_script_with_every_component(tmp_path):
     command, script = job_of(tmp_path, template="site.j2", pre_run=("true",))
     assert not [word for word in command if word.startswith(("--wrap", "--nodes"))]
     lines = script.splitlines()
-    assert lines[0] == "#!/bin/bash" and lines.count("#SBATCH hetjob") == 1
+    assert lines[0] == "#!/bin/bash" and lines.count("#SBATCH hetjob") == 2
     nodes = [line for line in lines if "--nodes=" in line]
-    assert nodes == ["#SBATCH --nodes=16", "#SBATCH --nodes=12"]
+    assert nodes == ["#SBATCH --nodes=8", "#SBATCH --nodes=8", "#SBATCH --nodes=12"]
     assert "#SBATCH --comment=glm5_run-0123456789ab" in lines
     assert started(script, tmp_path) == 0 and (tmp_path / "started").exists()
     facts = script_facts(SLURM.model_copy(update={"template": "site.j2"}), tmp_path)

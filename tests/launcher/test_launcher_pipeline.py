@@ -88,7 +88,8 @@ def test_a_dry_run_for_slurm_without_a_site_file_shows_nodes_and_processes_and_t
     result = snakemake(checkout, "--profile", "slurm", "-n", "glm5_run")
     assert result.returncode == 0, result.stderr
     said = result.stdout + result.stderr
-    assert "  inference: 16 nodes × 8 H200: inference.0-15, router.0, orchestrator.0" in said
+    assert "  prefill: 8 nodes × 8 H200: inference.0-3, orchestrator.0, headless.0-3" in said
+    assert "  decode: 8 nodes × 8 H200: inference.4, headless.4-10" in said
     assert "  trainer: 12 nodes × 8 H200: trainer.0-95" in said
     assert "needs a cluster, described in site.toml as in docs/site.example.toml" in said
     assert "note: no submission is shown: site.toml: does not exist" in said
