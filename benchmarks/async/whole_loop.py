@@ -50,13 +50,22 @@ COSTS_NO_TIME = (
     "trainer.mismatch.canary_logprob_difference",
 )
 LATER_FIELDS = {
+    "inference.all2all_backend": "allgather_reducescatter",
+    "inference.dual_batch_overlap": False,
+    "inference.environment": {},
+    "inference.expert_balancing": None,
     "inference.nodes_per_replica": 1,
+    "inference.prefill": None,
     "model.fp8": None,
     "model.num_mtp_layers": 0,
     "trainer.attention": "auto",
     "trainer.elastic": None,
     "trainer.indexer": "frozen",
     "trainer.indexer_choice": "own",
+    "trainer.memory.activation_checkpointing_every": 1,
+    "trainer.memory.activation_offload_max_in_flight": 1,
+    "trainer.mesh.deepep_num_sms": None,
+    "trainer.mesh.deepep_token_chunk_size": None,
 }
 
 

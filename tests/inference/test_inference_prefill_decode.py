@@ -31,6 +31,7 @@ from network_alone import alone_in_a_network
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
+from orrery.orchestrator.engines.choice import Address
 from orrery.orchestrator.engines.messages import START_VERSION, EngineGone, GenerationFailed
 from orrery.orchestrator.engines.pool import Phase
 from orrery.runtime.role_context import RoleContext
@@ -191,7 +192,7 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(
         # A cache that nobody has read yet: the prefill engine holds its blocks for as long as the
         # lease says.
         _, where = await fleet.disaggregated._prefill(
-            fleet.disaggregated.peer(0), PROMPT, "unread", 60.0, "u"
+            fleet.disaggregated.peer(Address(0, 0)), PROMPT, "unread", 60.0, "u"
         )
         updated = asyncio.Event()
         answers = [[] for _ in range(12)]
@@ -320,7 +321,7 @@ def test_a_cache_that_cannot_be_read_fails_the_request(engines):
 
     async def scenario(fleet):
         _, where = await fleet.disaggregated._prefill(
-            fleet.disaggregated.peer(0), PROMPT, "lost", 60.0, "lost"
+            fleet.disaggregated.peer(Address(0, 0)), PROMPT, "lost", 60.0, "lost"
         )
         gone = where | {name: nowhere[name] for name in where.keys() & nowhere}
         with pytest.raises(GenerationFailed):
@@ -439,7 +440,7 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
         # The prefill engine: it stands still while some of its caches are asked for and others are
         # made, and then it is killed. Whether a
         # read needs it is a matter of UCX's; of the dead one nothing can be read.
-        producer, consumer = map(fleet.disaggregated.peer, (0, 1))
+        producer, consumer = map(fleet.disaggregated.peer, (Address(0, 0), Address(1, 0)))
         caches = [
             (await fleet.disaggregated._prefill(producer, PROMPT, f"read-{i}", 60.0, f"read-{i}"))[
                 1
