@@ -104,7 +104,3 @@ def _key() -> str:
     processor = found[0] if found else platform.processor()
     parts = (SOURCE.read_text(), *FLAGS, platform.machine(), processor)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-if __name__ == "__main__":
-    print("codecs: native" if library() else "codecs: numpy")
