@@ -172,6 +172,13 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("transport/pack_and_wire", "Pack, send and receive rollouts on one core"),
             Line("transport/fingerprint_cpu", "Weight fingerprints, one CPU thread"),
             Line("transport/fingerprint_gpu", "Weight fingerprints, share of the memory bound"),
+            Line(
+                "elastic/codecs", "Quantize Δ to int8, blocks of 256, native", "int8_block native"
+            ),
+            Line("elastic/codecs", "… in torch operators, ±3σ", "torch operators, ±3σ"),
+            Line("elastic/codec_error", "Error of a sum over 14 sites in int8, Gaussian"),
+            Line("elastic/exchange", "Ring of 2 sites at 1 Gb/s, share of the link"),
+            Line("elastic/exchange", "… 4 sites, 1 GB each, at 1 Gb/s", "4 sites, 1 GB, 1 Gb/s"),
             Line("replay/mismatch", "Mismatch KL without router replay over with, float32 trainer"),
             Line("replay/receipt", "Decoding an answer's routes, processor time"),
             Line("replay/step_cost", "Share of a training step that router replay costs"),
