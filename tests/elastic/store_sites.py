@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ DEADLINE_S = 60.0
 class StoreSites:
     """Use it as a context manager. `events` holds every site's events so far."""
 
-    def __init__(self, folder: Path, count: int, **options: float) -> None:
+    def __init__(
+        self, folder: Path, count: int, hosts: Sequence[str] = (), **options: float
+    ) -> None:
+        """Put site i into the network namespace site`i` with address hosts[i], if there are any."""
         subprocess.run(["bash", "locks/system.sh", "elastic"], cwd=ROOT, check=True)
         self.folder, self.options = folder, options
         make_authority(folder, "run")
@@ -30,7 +33,8 @@ class StoreSites:
             port = next(found)
             if port + 1 not in ports and port - 1 not in ports:
                 ports.append(port)
-        self.names = [f"{LOOPBACK}:{port}" for port in ports]
+        self.hosts = hosts
+        self.names = [f"{hosts[i] if hosts else LOOPBACK}:{p}" for i, p in enumerate(ports)]
         self.events: list[list[dict[str, Any]]] = [[] for _ in range(count)]
         self.changed = threading.Condition()
         self.processes: list[subprocess.Popen[str]] = []
@@ -47,12 +51,13 @@ class StoreSites:
             process.wait()
 
     def start(self, index: int, **options: float) -> None:
-        make_site(self.folder, f"site{index}")
+        make_site(self.folder, f"site{index}", self.hosts[index : index + 1])
         join = self.names[0] if index else ""
         script = Path(__file__).with_name("store_site.py")
         told = json.dumps(self.options | options)
         command = [sys.executable, script, self.folder, f"site{index}", self.names[index], join]
-        process = subprocess.Popen([*command, told], stdout=subprocess.PIPE, text=True)
+        inside = ["ip", "netns", "exec", f"site{index}"] if self.hosts else []
+        process = subprocess.Popen([*inside, *command, told], stdout=subprocess.PIPE, text=True)
         self.processes.append(process)
         threading.Thread(target=self._read, args=(index, process), daemon=True).start()
 

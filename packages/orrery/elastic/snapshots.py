@@ -128,8 +128,8 @@ def copy_state(
     make_folder(folder)
     if num_bytes > (free := shutil.disk_usage(folder).free):
         raise ElasticError(
-            f"trainer.elastic.snapshot: a snapshot has {num_bytes / 1e9:.1f} GB, and {folder} has "
-            f"{free / 1e9:.1f} GB free; free some, or lower trainer.elastic.snapshot.keep"
+            f"trainer.elastic.snapshots: a snapshot has {num_bytes / 1e9:.1f} GB, and {folder} has "
+            f"{free / 1e9:.1f} GB free; free some, or lower trainer.elastic.snapshots.keep"
         )
     place = snapshot_dir(folder, number)
     partial = place.with_name(f".{place.name}.partial")
