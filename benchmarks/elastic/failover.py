@@ -17,8 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests/elastic")]
-from record import record  # noqa: E402
 from store_sites import StoreSites  # noqa: E402
+
+from record import record  # noqa: E402
 
 COUNT, VOTERS = 8, 5
 HOSTS = [f"10.78.0.{i + 1}" for i in range(COUNT)]
@@ -91,38 +92,41 @@ def lost_sites(sites: StoreSites, first: int, count: int) -> list[int]:
 
 def main() -> None:
     rows = []
-    with network(), tempfile.TemporaryDirectory() as folder:
-        with StoreSites(Path(folder), COUNT, HOSTS, founders=COUNT, pause_s=0.5) as sites:
-            for index in range(COUNT):
-                sites.start(index)
-            sites.until_voters(VOTERS)
-            every = list(range(COUNT))
-            for size in (0, 4, 3):
-                first = leader(sites)
-                lost = lost_sites(sites, first, size)
-                kept = [i for i in every if i not in lost]
-                begin_s = time.monotonic()
-                if size == 0:
-                    os.kill(coordinator_of(sites, first), signal.SIGKILL)
-                for i in lost:
-                    ip("link", "set", f"side{i}", "master", BRIDGES[1])
-                stop_s = until_round(sites, begin_s + 0.7, kept, len(kept)) - begin_s
-                heal_s = time.monotonic()
-                for i in lost:
-                    ip("link", "set", f"side{i}", "master", BRIDGES[0])
-                back_s = until_round(sites, heal_s, every, COUNT) - heal_s if lost else 0.0
-                name = f"partition {COUNT - size}:{size}" if size else "coordinator killed"
-                rows.append({"variant": name, "value": stop_s, "unit": "s", "rejoined_s": back_s})
-                print(rows[-1], flush=True)
+    with (
+        network(),
+        tempfile.TemporaryDirectory() as folder,
+        StoreSites(Path(folder), COUNT, HOSTS, founders=COUNT, pause_s=0.5) as sites,
+    ):
+        for index in range(COUNT):
+            sites.start(index)
+        sites.until_voters(VOTERS)
+        every = list(range(COUNT))
+        for size in (0, 4, 3):
             first = leader(sites)
+            lost = lost_sites(sites, first, size)
+            kept = [i for i in every if i not in lost]
             begin_s = time.monotonic()
-            os.kill(coordinator_of(sites, first), signal.SIGKILL)
-            sites.processes[first].kill()
-            kept = [i for i in every if i != first]
-            stop_s = until_round(sites, begin_s, kept, COUNT - 1) - begin_s
-            rows.append({"variant": "site of the leader killed", "value": stop_s, "unit": "s"})
+            if size == 0:
+                os.kill(coordinator_of(sites, first), signal.SIGKILL)
+            for i in lost:
+                ip("link", "set", f"side{i}", "master", BRIDGES[1])
+            stop_s = until_round(sites, begin_s + 0.7, kept, len(kept)) - begin_s
+            heal_s = time.monotonic()
+            for i in lost:
+                ip("link", "set", f"side{i}", "master", BRIDGES[0])
+            back_s = until_round(sites, heal_s, every, COUNT) - heal_s if lost else 0.0
+            name = f"partition {COUNT - size}:{size}" if size else "coordinator killed"
+            rows.append({"variant": name, "value": stop_s, "unit": "s", "rejoined_s": back_s})
             print(rows[-1], flush=True)
-            forks = sites.forks()
+        first = leader(sites)
+        begin_s = time.monotonic()
+        os.kill(coordinator_of(sites, first), signal.SIGKILL)
+        sites.processes[first].kill()
+        kept = [i for i in every if i != first]
+        stop_s = until_round(sites, begin_s, kept, COUNT - 1) - begin_s
+        rows.append({"variant": "site of the leader killed", "value": stop_s, "unit": "s"})
+        print(rows[-1], flush=True)
+        forks = sites.forks()
     assert forks == [], forks
     record(
         Path(__file__).with_suffix(".json"),

@@ -75,7 +75,8 @@ class EtcdClient:
                 break
             self.closed.wait(RETRY_S)
         raise ElasticError(
-            f"trainer.elastic.store_timeout_s: no coordinator answered within {within_s:g} s ({reason}); "
+            f"trainer.elastic.store_timeout_s: no coordinator answered within {within_s:g} s "
+            f"({reason}); "
             "the rest of the run goes on if it has a majority of them; check the network, then "
             "type `orrery join` again"
         )

@@ -23,6 +23,7 @@ from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
 ELECTION_S = 3.0  # longest election of a new leader
+EXPIRY_S = 1.0  # from a lease's end until etcd has removed its key
 RETRY_WATCH_S = 0.5
 
 
@@ -55,7 +56,9 @@ class EtcdLog:
     def acquire(self, site_id: str) -> None:
         self.release()
         # A new leader renews all leases, so a site may be lost together with the old leader.
-        ttl_s = max(math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S))
+        ttl_s = max(
+            math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
+        )
         granted = self._client.call("/v3/lease/grant", {"TTL": ttl_s})
         self._site_id, self._lease = site_id, granted["ID"]
         key = {"key": encode(f"{self._prefix}live/{site_id}")}
