@@ -101,5 +101,4 @@ ln -sf "$uv" .venv/bin/uv # docs/quickstart.md types it once .venv is active
 
 .venv/bin/python -c "import $modules" ||
     fail "the packages do not import; remove .venv and type again: $again"
-[ "$lock" = login ] || .venv/bin/python -c 'from orrery.elastic.codecs.native import library; library()'
 say "done; the command is .venv/bin/orrery"
