@@ -179,6 +179,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("elastic/codec_error", "Error of a sum over 14 sites in int8, Gaussian"),
             Line("elastic/exchange", "Ring of 2 sites at 1 Gb/s, share of the link"),
             Line("elastic/exchange", "… 4 sites, 1 GB each, at 1 Gb/s", "4 sites, 1 GB, 1 Gb/s"),
+            Line("elastic/failover", "Eight sites until rounds go on, slowest of four losses"),
             Line("replay/mismatch", "Mismatch KL without router replay over with, float32 trainer"),
             Line("replay/receipt", "Decoding an answer's routes, processor time"),
             Line("replay/step_cost", "Share of a training step that router replay costs"),

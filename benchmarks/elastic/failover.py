@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests/elastic")]
@@ -91,7 +92,7 @@ def lost_sites(sites: StoreSites, first: int, count: int) -> list[int]:
 
 
 def main() -> None:
-    rows = []
+    rows: list[dict[str, Any]] = []
     with (
         network(),
         tempfile.TemporaryDirectory() as folder,

@@ -32,7 +32,7 @@ def donor(index: int, folder: Path) -> None:
     """Keep a snapshot, and train until the end of input if this is the first site."""
     own = Path(tempfile.mkdtemp(prefix="donor", dir="/dev/shm"))
     files = Certificates.of(folder, f"site{index}")
-    paths = tuple(str(each) for each in (files.authority, files.certificate, files.key))
+    paths = (str(files.authority), str(files.certificate), str(files.key))
     options = KeeperOptions(
         str(own), host=HOSTS[index], port=PORT, certificates=paths, linger_s=0.0
     )
@@ -87,7 +87,7 @@ def main() -> None:
         shape = "qdisc add dev side2 root tbf rate 1gbit burst 512kb latency 50ms"
         subprocess.run(["tc", *shape.split()], check=True)
         donors = [start(i, i, "donor", i, folder) for i in (0, 1)]
-        ready = [json.loads(each.stdout.readline()) for each in donors]
+        ready = [json.loads(each.stdout.readline()) for each in donors if each.stdout]
         time.sleep(CALM_S)
         taken = start(2, 1, "joiner", folder)
         begin_s, end_s, size = json.loads(taken.communicate()[0])

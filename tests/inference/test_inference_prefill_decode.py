@@ -428,7 +428,7 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
 
         async def prefilled():
             return (
-                fleet.disaggregated._decode_of.in_flight[1] == 3
+                fleet.disaggregated._decode_of.owed_tokens[1] == 3 * len(PROMPT)
                 and not fleet.disaggregated._prefilling
             )
 
