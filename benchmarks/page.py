@@ -146,6 +146,10 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
                 "A killed prefill engine: seconds until it serves again",
             ),
             Line(
+                "inference/engine_loss_wide",
+                "One of two nodes of an engine killed: seconds until it serves again, CPU",
+            ),
+            Line(
                 "inference/choice",
                 "Prompt tokens that prefill ranks have cached, chosen by cost, CPU",
             ),
