@@ -40,7 +40,7 @@ case ${1:-cpu} in
             fail "this system has no etcd and no apt-get; put etcd 3.4 or newer on the PATH, then type the same command again"
         [ "$(apt-cache policy etcd-server 2>/dev/null | grep -c Candidate)" = 1 ] || [ "$(id -u)" -ne 0 ] || apt-get update -qq
         new=.tools/etcd.new && rm -rf $new && mkdir -p $new
-        (cd $new && apt-get download -qq etcd-server) ||
+        (cd $new && apt-get download -qq -o APT::Sandbox::User=root etcd-server) ||
             fail "apt-get could not download etcd-server; type: apt-get update, then the same command again"
         dpkg-deb -x $new/etcd-server_*.deb $new/etcd
         rm -rf .tools/etcd && mv $new/etcd .tools/etcd && rm -rf $new

@@ -80,7 +80,7 @@ def page() -> str:
     every = {name: {row["round"]: row for row in rounds(name)} for name in NAMES}
     ids = {row["own"]: name for name, found in every.items() for row in found.values()}
     losses = {row["step"]: row["loss"] for row in rows(NAMES[0]) if row.get("loss") is not None}
-    head = "<tr><th>round<th>epoch<th>members<th>weights<th>bytes sent<th>loss<th>equal weights"
+    head = "<tr><th>round<th>epoch<th>members<th>tokens<th>bytes sent<th>loss<th>equal bits"
     lines = []
     for number, row in sorted(every[NAMES[0]].items()):
         members = " ".join(ids.get(each, each) for each in row["members"])
@@ -88,7 +88,15 @@ def page() -> str:
         loss = losses.get(row["step"])
         sent, shown = f"{row['num_bytes']:,}", "" if loss is None else f"{loss:.3f}"
         is_equal = "yes" if len(digests) == 1 else "NO"
-        cells = (number, row["epoch"], members, row["weights"], sent, shown, is_equal)
+        cells = (
+            number,
+            row["epoch"],
+            members,
+            " · ".join(f"{tokens:,}" for tokens in row["weights"]),
+            sent,
+            shown,
+            is_equal,
+        )
         lines.append("<tr>" + "".join(f"<td>{html.escape(str(each))}" for each in cells))
     style = "<style>body{font:16px sans-serif}td,th{padding:2px 12px;text-align:left}</style>"
     return f"<title>{RUN}</title>{style}<h1>{RUN}</h1><table>{head}{''.join(lines)}</table>\n"

@@ -19,7 +19,7 @@
       },
       stages+: {
         sft+: {
-          num_steps: 210,
+          num_steps: 110,
           examples_per_batch: 4,
           optimizer+: { lr: 1e-3 },
           schedule: { kind: 'linear', warmup_steps: 10, final_fraction: 0.1 },
