@@ -38,18 +38,13 @@ def test_no_record_is_of_a_dirty_tree():
     git("rev-parse", "--is-shallow-repository").stdout.strip() != "false",
     reason="no git checkout with its whole history",
 )
-def test_every_commit_that_a_record_names_is_in_the_repository():
-    named = {path: commit_of(path).removesuffix("-dirty") for path in RECORDS}
-    known = subprocess.run(
-        ["git", "cat-file", "--batch-check"],
-        cwd=ROOT,
-        input="\n".join(named.values()),
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
+def test_every_commit_that_a_record_names_is_in_the_history():
+    history = set(git("rev-list", "HEAD").stdout.split())
+    assert len(history) > 100
     assert [
-        path.stem for path, line in zip(named, known, strict=True) if " commit " not in line
+        f"{path.parent.name}/{path.stem}"
+        for path in RECORDS
+        if commit_of(path).removesuffix("-dirty") not in history
     ] == []
 
 
