@@ -1,15 +1,19 @@
-"""Measure DiLoCo's loss against synchronous data parallelism at equal tokens, on one process.
+"""Measure DiLoCo's loss against synchronous data parallelism at equal tokens.
 
-    python benchmarks/elastic/diloco.py
+    python benchmarks/elastic/diloco.py            seeds 1 to 3, and the record
+    python benchmarks/elastic/diloco.py pilot      the choice of the rates, on seeds 11 and 12
 
-Four sites train a tiny Qwen3 on stories of `text.py`. Every arm of a seed starts from the same
-weights after WARM_STEPS steps of data parallelism. The exchange is simulated: each Δ passes the
-codec once on its way to the mean, and the mean once on its way back, as in an all-to-all.
+Four sites train a tiny Qwen3 on stories of `text.py`. All arms of a seed start from the same
+weights and optimizer state, after WARM_STEPS steps of data parallelism, and their rate falls to 0.
+LR is the best of RATES for data parallelism, OUTER the best of OUTERS for DiLoCo with that LR.
+The exchange is simulated: each Δ passes the codec once on its way to the mean, and the mean once
+on its way back, as in an all-to-all.
 """
 
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
@@ -31,18 +35,29 @@ from orrery.trainer.parallel.world import World
 from orrery.wire.columns import Columns
 from record import ROOT, record
 
-NUM_SITES, INNER_STEPS, NUM_ROUNDS, WARM_STEPS = 4, 50, 20, 600
-STORIES, NUM_VALIDATED, SEEDS = 3, 256, (1, 2, 3)
-OUTER = OuterOptimizer(0.7, 0.9, True)
+NUM_SITES, INNER_STEPS, NUM_ROUNDS, WARM_STEPS = 4, 50, 30, 800
+STORIES, NUM_VALIDATED, SEEDS, PILOTS = 2, 256, (1, 2, 3), (11, 12)
+RATES, LR = (1e-3, 2e-3, 4e-3), 2e-3
+OUTERS = [OuterOptimizer(lr, mu, mu > 0) for lr, mu in ((0.7, 0.9), (0.7, 0.6), (1.0, 0.0))]
+OUTER = OUTERS[1]
+CURVE = 10  # rounds between validations
 CPU = torch.device("cpu")
+Warm = tuple[dict, dict, int]  # weights, optimizer state, stories used
+Choice = tuple[str, str, float, OuterOptimizer]  # name, kind, inner rate, outer optimizer
 
 
-def manifest() -> Manifest:
-    """Return the run elastic_text with a smaller network."""
+def manifest(lr: float = LR) -> Manifest:
+    """Return the run elastic_text with a smaller network and a rate that falls to 0."""
     run = load(ROOT / "manifests/elastic_text.json")
-    sizes = {"hidden_size": 96, "intermediate_size": 192, "num_heads": 4, "num_kv_heads": 2}
-    model = run.model.model_copy(update={**sizes, "head_dim": 24})
-    return run.model_copy(update={"model": model})
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2}
+    model = run.model.model_copy(update={**sizes, "head_dim": 16})
+    rate = {
+        "optimizer": run.sft.optimizer.model_copy(update={"lr": lr}),
+        "schedule": run.sft.schedule.model_copy(update={"warmup_steps": 0, "final_fraction": 0.0}),
+    }
+    sft = run.sft.model_copy(update=rate)
+    stages = run.stages.model_copy(update={"sft": sft})
+    return run.model_copy(update={"model": model, "stages": stages})
 
 
 def make_learner(run: Manifest, seed: int) -> Learner:
@@ -100,7 +115,7 @@ class Arm:
         return total / count
 
 
-def warm_start(run: Manifest, seed: int) -> tuple[dict, dict, int]:
+def warm_start(run: Manifest, seed: int) -> Warm:
     arm = Arm(run, seed, 1)
     for step in range(1, WARM_STEPS + 1):
         arm.step(arm.learners[0], STORIES * NUM_SITES, min(1.0, step / 20))
@@ -113,7 +128,7 @@ def warm_start(run: Manifest, seed: int) -> tuple[dict, dict, int]:
     return state, inner, arm.next_story
 
 
-def begin(arm: Arm, warm: tuple[dict, dict, int]) -> None:
+def begin(arm: Arm, warm: Warm) -> None:
     state, inner, arm.next_story = warm
     for learner in arm.learners:
         with torch.no_grad():
@@ -125,21 +140,23 @@ def begin(arm: Arm, warm: tuple[dict, dict, int]) -> None:
 
 
 def factor(run: Manifest, step: int) -> float:
-    """Return the rate: it falls linearly to a tenth over the measured steps."""
-    schedule = run.sft.schedule.model_copy(update={"warmup_steps": 0})
-    return learning_rate_factor(schedule, step, INNER_STEPS * NUM_ROUNDS)
+    return learning_rate_factor(run.sft.schedule, step, INNER_STEPS * NUM_ROUNDS)
 
 
-def data_parallel(run: Manifest, seed: int, warm: tuple[dict, dict, int]) -> float:
-    arm = Arm(run, seed, 1)
+def data_parallel(run: Manifest, seed: int, warm: Warm) -> list[float]:
+    """Return the loss after every CURVE rounds."""
+    arm, losses = Arm(run, seed, 1), []
     begin(arm, warm)
     for step in range(1, INNER_STEPS * NUM_ROUNDS + 1):
         arm.step(arm.learners[0], STORIES * NUM_SITES, factor(run, step))
-    return arm.loss()
+        if step % (CURVE * INNER_STEPS) == 0:
+            losses.append(arm.loss())
+    return losses
 
 
-def diloco(run: Manifest, seed: int, warm: tuple[dict, dict, int], kind: str) -> float:
-    arm, wire = Arm(run, seed, NUM_SITES), codec(kind)
+def diloco(run: Manifest, seed: int, warm: Warm, kind: str, outer: OuterOptimizer) -> list[float]:
+    """Return the loss after every CURVE rounds."""
+    arm, wire, losses = Arm(run, seed, NUM_SITES), codec(kind), []
     begin(arm, warm)
     held = [LearnerWeights(learner) for learner in arm.learners]
     state = OuterState(held[0].num_parameters)
@@ -159,21 +176,39 @@ def diloco(run: Manifest, seed: int, warm: tuple[dict, dict, int], kind: str) ->
             own.read(now)
             deltas.append(passed(state.start - now))
         state.delta[:] = passed(weighted_mean(deltas, [1] * NUM_SITES))
-        state.step(OUTER.step)
+        state.step(outer.step)
         for own in held:
             own.write(state.start)
-    return arm.loss()
+        if (number + 1) % CURVE == 0:
+            losses.append(arm.loss())
+    return losses
 
 
-def measure(seed: int) -> dict[str, float]:
+def measure(seed: int, arms: tuple[Choice, ...]) -> dict[str, list[float]]:
+    """Train every arm, one after the other. Data parallelism has the kind "synchronous"."""
     torch.set_num_threads(1)
-    run = manifest()
-    warm = warm_start(run, seed)
-    found = {"synchronous": data_parallel(run, seed, warm)}
-    for kind in ("float32", "int8_block"):
-        found[kind] = diloco(run, seed, warm, kind)
-    print(seed, found, flush=True)
+    warm, found = warm_start(manifest(), seed), {}
+    for name, kind, lr, outer in arms:
+        run = manifest(lr)
+        if kind == "synchronous":
+            found[name] = data_parallel(run, seed, warm)
+        else:
+            found[name] = diloco(run, seed, warm, kind, outer)
+        print(seed, name, found[name], flush=True)
     return found
+
+
+def every(seeds: tuple[int, ...], arms: tuple[Choice, ...]) -> dict[int, dict[str, list[float]]]:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
+        return dict(zip(seeds, processes.map(measure, seeds, [arms] * len(seeds)), strict=True))
+
+
+def pilot() -> None:
+    arms = [(f"synchronous {lr:g}", "synchronous", lr, OUTER) for lr in RATES]
+    arms += [(f"float32 {each.lr:g} {each.momentum:g}", "float32", LR, each) for each in OUTERS]
+    found = every(PILOTS, tuple(arms))
+    for name, *_ in arms:
+        print(f"{name}: {mean(each[name][-1] for each in found.values()):.5f}")
 
 
 def row(variant: str, values: list[float], goal: float) -> dict[str, object]:
@@ -182,12 +217,16 @@ def row(variant: str, values: list[float], goal: float) -> dict[str, object]:
 
 
 def main() -> None:
-    with ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as processes:
-        found = dict(zip(SEEDS, processes.map(measure, SEEDS), strict=True))
+    kinds = ("synchronous", "float32", "int8_block")
+    found = every(SEEDS, tuple((kind, kind, LR, OUTER) for kind in kinds))
 
-    def percent(one: str, other: str) -> list[float]:
-        return [100 * (each[one] / each[other] - 1) for each in found.values()]
+    def percent(one: str, other: str, at: int = -1) -> list[float]:
+        return [100 * (each[one][at] / each[other][at] - 1) for each in found.values()]
 
+    by_round = {
+        str((at + 1) * CURVE): mean(percent("float32", "synchronous", at))
+        for at in range(NUM_ROUNDS // CURVE)
+    }
     record(
         Path(__file__).with_suffix(".json"),
         figure="loss of DiLoCo with int8 above synchronous training at equal tokens, mean of seeds",
@@ -204,12 +243,16 @@ def main() -> None:
             "inner_steps": INNER_STEPS,
             "rounds": NUM_ROUNDS,
             "warm_steps": WARM_STEPS,
+            "lr": LR,
+            "outer": asdict(OUTER),
+            "chosen": "LR and OUTER on seeds 11 and 12, by `diloco.py pilot`",
             "validation_loss": {str(seed): each for seed, each in found.items()},
             "int8_over_synchronous": percent("int8_block", "synchronous"),
             "int8_over_float32": percent("int8_block", "float32"),
+            "float32_over_synchronous_by_round": by_round,
         },
     )
 
 
 if __name__ == "__main__":
-    main()
+    pilot() if sys.argv[1:] == ["pilot"] else main()

@@ -6,6 +6,7 @@ end of the next round of the sites that go on.
 """
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -33,7 +34,18 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def network() -> Iterator[None]:
-    """Connect the namespaces site0 … site7 by a bridge. A second bridge is the other side."""
+    """Connect the namespaces site0 … site7 by a bridge. A second bridge is the other side.
+
+    One benchmark at a time has them. Others wait.
+    """
+    with Path("/tmp/orrery-network.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with _namespaces():
+            yield
+
+
+@contextlib.contextmanager
+def _namespaces() -> Iterator[None]:
     try:
         for bridge in BRIDGES:
             ip("link", "add", bridge, "type", "bridge")
