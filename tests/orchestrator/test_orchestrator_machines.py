@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from fractions import Fraction
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import orchestrator_fakes as fakes
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.identity import load
 from orrery.manifest.schema import Grpo, MaxRl
-from orrery.orchestrator import batching, snapshot
+from orrery.orchestrator import assemble, batching, snapshot
 from orrery.orchestrator.admission import PIECE_S, EngineActivity
 from orrery.orchestrator.advantages import ALGORITHMS, Group, advantages
 from orrery.orchestrator.buffer import BARREN_BATCHES, RolloutBuffer
@@ -102,6 +104,19 @@ def test_groups_to_redo_come_first_under_their_old_numbers():
         unfinished=[GroupRequest("train", 5, 0, 5, 4), GroupRequest("train", 2, 0, 2, 4)],
     )
     assert [source.next().group_id for _ in range(4)] == [2, 5, 7, 8]
+
+
+def test_sites_draw_other_problems_and_draw_them_again_when_they_return(tmp_path):
+    run = fakes.manifest()
+    elastic = load(Path(__file__).parents[2] / "manifests/elastic_text.json").trainer.elastic
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"elastic": elastic})})
+
+    def drawn(name: str) -> set[int]:
+        (tmp_path / "site.json").write_text(json.dumps({"name": name}))
+        source = assemble.scheduler(fakes.FakeContext(tmp_path, run)).source
+        return {source.next().problem_index for _ in range(100)}
+
+    assert not drawn("oslo") & drawn("lima") and drawn("oslo") == drawn("oslo")
 
 
 # Sink

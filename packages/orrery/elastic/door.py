@@ -26,6 +26,7 @@ class Terms(msgspec.Struct, frozen=True):
     codecs: tuple[str, ...] = ()  # the codecs that this site knows
     round: int = NO_ROUND  # the last round whose state this site holds
     digest: str = ""  # of that state
+    rewinds: bool = False  # take that state as the run's if no site is live
 
 
 def check_terms(run: Terms, site: Terms) -> None:

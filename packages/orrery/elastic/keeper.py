@@ -69,6 +69,7 @@ class SnapshotKeeper:
     def copied(self) -> None:
         """Say that `copy_state` has made a copy. Start the processes again if they have ended."""
         if self.process.poll() is not None:
+            self.__exit__()
             self.process = _start("keep", self._options)
         _tell(self.process)
 
@@ -162,6 +163,7 @@ def keep(options: KeeperOptions) -> None:
     make_folder(folder)
     lock = _take_over(folder)
     uploader = _start("upload", options) if options.target else None
+    server = None
     if options.host:
         files = Certificates(*(Path(each) for each in options.certificates))
         server = SnapshotServer(folder, options.host, options.port, files)
@@ -180,6 +182,8 @@ def keep(options: KeeperOptions) -> None:
     end_s = time.monotonic() + options.linger_s
     while time.monotonic() < end_s and not _has_successor(folder):
         time.sleep(POLL_S)
+    if server is not None:
+        server.server_close()  # the next keeper listens on the same port
     lock.close()
 
 

@@ -97,12 +97,18 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
     if site.id in ledger.ids or any(each.member.id == site.id for each in ledger.joining):
         return ledger
     digest = ledger.committed.digest if ledger.committed else ""
-    holds_state = (terms.round, terms.digest) == (ledger.last, digest)
     is_first = not ledger.ids & live
+    if is_first and terms.rewinds and terms.round > NO_ROUND:
+        # A later epoch, so that messages of the rounds that are lost are refused.
+        row = CommittedRound(terms.round, ledger.epoch, (), (), terms.digest)
+        ledger = _gather(_with_members(msgspec.structs.replace(ledger, committed=row), ()), {})
+        digest = terms.digest
+    holds_state = (terms.round, terms.digest) == (ledger.last, digest)
     if is_first and not holds_state:
         raise ElasticError(
             f"the run stands at round {ledger.last} and no site is live, but this site holds the "
-            f"state of round {terms.round}; start the site with the newest snapshot first"
+            f"state of round {terms.round}; start the site with the newest checkpoint first, and "
+            f"with --rewind if the run must go back to it"
         )
     ledger = msgspec.structs.replace(
         ledger, terms=ledger.terms or msgspec.structs.replace(terms, round=NO_ROUND, digest="")

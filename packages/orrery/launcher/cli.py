@@ -74,6 +74,7 @@ def run(
 
 JOIN_HELP = "The site to join. The first site names its own address."
 LISTEN_HELP = "Where this site listens: the first of a few ports. Default: 127.0.0.1:29400."
+REWIND_HELP = "If no site runs, take the run back to the round of this site's checkpoint."
 CERTIFICATES_HELP = "The folder of the run's authority and of this site's certificate."
 
 
@@ -92,11 +93,12 @@ def join(
         int | None, typer.Option("--shard", min=0, help="The shard of the data to train.")
     ] = None,
     stage: Annotated[str, typer.Option("--stage", help="sft or rl.")] = "sft",
+    rewind: Annotated[bool, typer.Option("--rewind", help=REWIND_HELP)] = False,
 ) -> None:
     """Train one site of a run with `trainer.elastic`, until the run ends."""
     from orrery.launcher.runs import place_site
 
-    place_site(word, address, listen, name, certificates, shard)
+    place_site(word, address, listen, name, certificates, shard, rewind)
     run(word, stage)
 
 

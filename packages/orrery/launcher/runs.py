@@ -130,7 +130,13 @@ def _held(path: Path) -> Manifest | None:
 
 
 def place_site(
-    word: str, address: str, listen: str, name: str, certificates: Path, shard: int | None
+    word: str,
+    address: str,
+    listen: str,
+    name: str,
+    certificates: Path,
+    shard: int | None,
+    rewinds: bool = False,
 ) -> None:
     """Write the placement of this site, which is no part of the manifest, into the run's folder."""
     run = find(word)
@@ -144,7 +150,7 @@ def place_site(
             raise OrreryError(
                 f"{field} {value!r}: is no address and port. Type for example 10.0.0.1:29400"
             )
-    place = {"listen": listen, "join": address, "name": name, "shard": shard}
+    place = {"listen": listen, "join": address, "name": name, "shard": shard, "rewinds": rewinds}
     begin(run.path)
     file = run.path / SITE_FILE
     write_atomic(file, json.dumps(place | {"certificates": str(certificates.resolve())}).encode())

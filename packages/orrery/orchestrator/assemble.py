@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from orrery.manifest.json_file import read_object
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator import snapshot
@@ -15,7 +17,7 @@ from orrery.orchestrator.rollout import WorkerThread
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
-from orrery.runtime.run_directory import weights_path
+from orrery.runtime.run_directory import SITE_FILE, weights_path
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import run_token
 from orrery.tasks import make
@@ -112,14 +114,24 @@ def scheduler(ctx: RoleContext) -> Scheduler:
         steps = ", ".join(map(str, removed))
         ctx.log.info("checkpoints of sft, which is done, are removed: steps %s", steps)
     newest = checkpoints.latest(ctx.run_dir)
+    first_problem = _first_problem(ctx)
     if newest is None:
-        return Scheduler(ctx.manifest)
+        return Scheduler(ctx.manifest, first_problem=first_problem)
     step, folder = newest.step, checkpoints.checkpoint_dir(ctx.run_dir, *newest)
-    resumed = Scheduler(ctx.manifest, snapshot.read(folder, step))
+    resumed = Scheduler(ctx.manifest, snapshot.read(folder, step), first_problem)
     num_queued, num_groups = resumed.buffer.num_queued, len(resumed.source.unfinished)
     text = "resuming after step %d: %d rollouts queued, %d groups to redo"
     ctx.log.info(text, step, num_queued, num_groups)
     return resumed
+
+
+def _first_problem(ctx: RoleContext) -> int:
+    """Return a number for each name of a site, 2**20 apart, so that sites draw other problems."""
+    if ctx.manifest.trainer.elastic is None:
+        return 0
+    remedy = "start the stage with `orrery join RUN ADDRESS:PORT`"
+    place = read_object(ctx.run_dir / SITE_FILE, remedy)
+    return zlib.crc32(str(place["name"]).encode()) << 20
 
 
 async def read_in_thread(ctx: RoleContext, read: Callable[[], T]) -> T:

@@ -77,13 +77,17 @@ class GroupDropped:
 
 
 class Source:
+    """`first_problem` is where this site's problems begin."""
+
     def __init__(
         self,
         tasks: Sequence[TaskUse],
         group_size: int,
         cursors: Sequence[int] | None = None,
         unfinished: Iterable[GroupRequest] = (),
+        first_problem: int = 0,
     ):
+        self.first_problem = first_problem
         self.shares = [task.weight / sum(each.weight for each in tasks) for task in tasks]
         self.group_size = group_size
         self.cursors = list(cursors) if cursors is not None else [0] * len(tasks)
@@ -98,7 +102,7 @@ class Source:
             for share, cursor in zip(self.shares, self.cursors, strict=True)
         ]
         task_index = max(range(len(behind)), key=lambda index: (behind[index], -index))
-        problem_index = self.cursors[task_index]
+        problem_index = self.first_problem + self.cursors[task_index]
         self.cursors[task_index] += 1
         return GroupRequest("train", group_id, task_index, problem_index, self.group_size)
 

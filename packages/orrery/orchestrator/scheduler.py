@@ -233,7 +233,9 @@ class Snapshot:
 
 
 class Scheduler:
-    def __init__(self, manifest: Manifest, snapshot: Snapshot | None = None):
+    def __init__(
+        self, manifest: Manifest, snapshot: Snapshot | None = None, first_problem: int = 0
+    ):
         settings, tasks = manifest.orchestrator, manifest.tasks
         self.manifest = manifest
         self.rollouts_per_batch = settings.rollouts_per_batch
@@ -263,6 +265,7 @@ class Scheduler:
             settings.algorithm.group_size,
             cursors=snapshot.cursors if snapshot else None,
             unfinished=snapshot.in_flight if snapshot else (),
+            first_problem=first_problem,
         )
         self._open_train_rollouts = 0
         if snapshot:

@@ -68,11 +68,11 @@ def run_sft(ctx: RoleContext) -> None:
     with assemble_world(ctx) as world, explain_out_of_memory(ctx) as progress:
         learner = assemble_learner(ctx, world, start, spec.optimizer, spec.max_grad_norm)
         progress.learner = learner
-        resume(ctx, learner, "sft")
+        resumed = resume(ctx, learner, "sft")
         ctx.health.doing("reading data")
         examples = load_examples(manifest, start, share=(world.rank, world.size))
         validation = load_validation(manifest, start, examples.chats, world)
-        with assemble_site(ctx, learner) as site:
+        with assemble_site(ctx, learner, resumed) as site:
             sft(learner, examples, validation, ctx, site)
         ctx.health.doing("exporting weights", still_s=io_stall_s(world.size))
         learner.check_weights()

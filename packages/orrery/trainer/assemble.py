@@ -31,6 +31,7 @@ from orrery.trainer.parallel.world import (
 )
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
+from orrery.trainer.site_weights import outer_momentum
 from orrery.wire.rendezvous import await_endpoints
 from orrery.wire.rollout_wire import RolloutReceiver
 from orrery.wire.weight_wire import (
@@ -77,16 +78,20 @@ def assemble_learner(
     learner = Learner(policy, world, ctx.manifest.trainer, optimizer, max_grad_norm)
     if ctx.manifest.trainer.lora is not None:
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
+    if ctx.manifest.trainer.elastic is not None:
+        learner.outer_momentum = outer_momentum(learner)
     return learner
 
 
 @contextmanager
-def assemble_site(ctx: RoleContext, learner: Learner) -> Iterator[SiteTraining | None]:
+def assemble_site(
+    ctx: RoleContext, learner: Learner, resumed: Path | None
+) -> Iterator[SiteTraining | None]:
     """Join the other sites of `trainer.elastic`. Without it yield None."""
     if (spec := ctx.manifest.trainer.elastic) is None:
         yield None
         return
-    with SiteTraining(ctx, learner, spec) as site:
+    with SiteTraining(ctx, learner, spec, resumed) as site:
         yield site
 
 
@@ -118,7 +123,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
     receiver = RolloutReceiver(orchestrator.url, ctx.index)
     deadline_s = scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s
     try:
-        with assemble_site(ctx, learner) as site:
+        with assemble_site(ctx, learner, resumed) as site:
             yield RlLoop(
                 ctx=ctx,
                 world=world,

@@ -9,15 +9,13 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from orrery.elastic.certificates import Certificates
 from orrery.elastic.codecs import CODECS, codec
@@ -37,7 +35,6 @@ from orrery.elastic.types import ElasticError, LeaseLost, OuterRound, SiteMember
 from orrery.manifest.identity import commit, run_id
 from orrery.manifest.schema import Elastic
 from orrery.manifest.schema.elastic import HOST_BYTES
-from orrery.models.placement import local_tensor
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import SHARED_MEMORY, SITE_FILE, memory_prefix
 from orrery.runtime.timing import scaled
@@ -45,9 +42,10 @@ from orrery.trainer.heartbeat import io_stall_s
 from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
 from orrery.trainer.optim import named_state
-from orrery.trainer.parallel.world import World
+from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 
 FETCH_S = 60.0  # scaled, for each try
+ROUNDS = "rounds.json"  # of a checkpoint: `HeldRound`
 T = TypeVar("T")
 
 
@@ -59,91 +57,25 @@ class SitePlace(msgspec.Struct, frozen=True):
     certificates: str
     name: str
     shard: int | None = None
+    rewinds: bool = False
 
 
-class LearnerWeights:
-    """This rank's shard of the trained weights, as f32[n] in the order of their names."""
+class HeldRound(msgspec.Struct, frozen=True):
+    """The last round of a checkpoint, and the data that was trained until then."""
 
-    def __init__(self, learner: Learner) -> None:
-        named = sorted(learner.weights.items())
-        self._weights = [(name, local_tensor(weight.detach())) for name, weight in named]
-        self.sizes = {name: weight.numel() for name, weight in self._weights}
-        self.num_parameters = sum(self.sizes.values())
-
-    def parts(self) -> Iterator[tuple[slice, Floats]]:
-        for part, weight in self._placed():
-            yield part, weight.float().cpu().reshape(-1).numpy()
-
-    def read(self, out: Floats) -> None:
-        for part, values in self.parts():
-            out[part] = values
-
-    @torch.no_grad()
-    def write(self, values: Floats) -> None:
-        for part, weight in self._placed():
-            weight.copy_(torch.from_numpy(values[part]).view(weight.shape))
-
-    def views(self, values: Floats) -> dict[str, torch.Tensor]:
-        """Return views of f32[n] with the names and shapes of the weights."""
-        names = zip(self.sizes, self._placed(), strict=True)
-        return {
-            name: torch.from_numpy(values[part]).view(weight.shape)
-            for name, (part, weight) in names
-        }
-
-    def _placed(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        begin = 0
-        for _, weight in self._weights:
-            yield slice(begin, begin := begin + weight.numel()), weight
-
-
-class WorldRanks:
-    """The ranks of this site, over the trainer's process group. Messages are msgpack."""
-
-    def __init__(self, world: World) -> None:
-        self._world, self.is_first = world, world.is_first
-
-    def from_first(self, make: Callable[[], T], kind: type[T]) -> T:
-        if self._world.size == 1:
-            return make()
-        answer: tuple[str, Any] = ("", None)
-        if self.is_first:
-            try:
-                answer = ("", make())
-            except Behind as error:
-                answer = ("behind", error.committed)
-            except (LeaseLost, ElasticError) as error:
-                answer = (type(error).__name__, str(error))
-        failure, value = self._decode(self._all(answer)[0], tuple[str, Any])
-        if failure == "behind":
-            raise Behind("", value)
-        if failure:
-            raise (LeaseLost if failure == "LeaseLost" else ElasticError)(value)
-        return msgspec.convert(value, kind)
-
-    def gather(self, value: T, kind: type[T]) -> list[T]:
-        if self._world.size == 1:
-            return [value]
-        return [self._decode(each, kind) for each in self._all(value)]
-
-    def _decode(self, data: bytes, kind: type[T]) -> T:
-        return msgspec.msgpack.decode(data, type=kind)
-
-    def _all(self, value: Any) -> list[bytes]:
-        data, world = msgspec.msgpack.encode(value), self._world
-        sizes = world.all_gather(len(data))
-        own = torch.zeros(max(sizes), dtype=torch.uint8, device=world.device)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(world.device)
-        every = [torch.empty_like(own) for _ in sizes]
-        dist.all_gather(every, own)
-        pairs = zip(every, sizes, strict=True)
-        return [bytes(each[:size].cpu().numpy()) for each, size in pairs]
+    round: int
+    shards: ShardMap
 
 
 class SiteTraining:
-    """Take part in the run's rounds. `shard` and `start` place the next inner steps in the data."""
+    """Take part in the run's rounds. `shard` and `start` place the next inner steps in the data.
 
-    def __init__(self, ctx: RoleContext, learner: Learner, spec: Elastic) -> None:
+    `resumed` is the checkpoint that the learner holds, if there is one.
+    """
+
+    def __init__(
+        self, ctx: RoleContext, learner: Learner, spec: Elastic, resumed: Path | None = None
+    ) -> None:
         self._ctx, self._learner, self._spec = ctx, learner, spec
         self._ranks, self._weights = WorldRanks(learner.world), LearnerWeights(learner)
         self._place = read_place(ctx.run_dir)
@@ -160,11 +92,18 @@ class SiteTraining:
         self._loop = OuterLoop(
             optimizer, self._weights, None, self._exchange, "", spec.store_timeout_s, self._ranks
         )
-        learner.outer_momentum = self._weights.views(self._loop.state.momentum)
+        momentum = self._weights.views(self._loop.state.momentum)
+        for name, held in learner.outer_momentum.items():
+            momentum[name].copy_(held)
+        learner.outer_momentum = momentum
         sft = ctx.manifest.stages.sft if ctx.stage == "sft" else None
         data = getattr(sft, "data", None)
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
         self._round_documents = spec.inner_steps * (sft.examples_per_batch if sft else 0)
+        self._held = NO_ROUND
+        if resumed is not None:
+            held = _read_json(resumed / "trainer" / ROUNDS, HeldRound, "resume another checkpoint")
+            self._held, self._shards.trained = held.round, held.shards.trained
         self._inner_begin_s = time.monotonic()
 
     @property
@@ -177,12 +116,15 @@ class SiteTraining:
 
     def __enter__(self) -> Self:
         """Join the run and finish this site's first round, in which it has no weight."""
-        with self._ctx.health.waiting("the other sites", deadline_s=self._limit_s()):
+        waiting = self._ctx.health.waiting("the other sites", deadline_s=self._limit_s())
+        with waiting, ExitStack() as on_failure:
+            on_failure.callback(self._stack.close)
             self._open()
             self._loop.read_weights()
-            self._loop.round = self._held_round() + 1
+            self._loop.round = self._held + 1
             self._join()
             self._finish_round()
+            on_failure.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -194,6 +136,9 @@ class SiteTraining:
         if self._learner.step % self._spec.inner_steps == 0:
             with self._ctx.health.waiting("a round with other sites", deadline_s=self._limit_s()):
                 self._finish_round()
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        return {ROUNDS: msgspec.json.encode(HeldRound(self._loop.round - 1, self._shards))}
 
     # Rounds
 
@@ -297,7 +242,7 @@ class SiteTraining:
 
         def join() -> int:
             assert self._site is not None
-            self._check_open()
+            self._check_open(held)
             terms = self._terms(held, digest)
             self._site.membership.join(self._member, terms)
             return self._site.log.read().ledger.last
@@ -307,11 +252,11 @@ class SiteTraining:
         if last > held:
             self._take_state(keeps_delta=False)
 
-    def _check_open(self) -> None:
-        """Raise ElasticError if the run admits no site now."""
+    def _check_open(self, held: int) -> None:
+        """Raise ElasticError if the run admits no site now. A closed run admits its own sites."""
         assert self._site is not None
         ledger, spec = self._site.log.read().ledger, self._spec
-        if spec.admission == "closed" and ledger.last > NO_ROUND:
+        if spec.admission == "closed" and ledger.last > NO_ROUND and held == NO_ROUND:
             raise ElasticError(
                 "trainer.elastic.admission 'closed': the run has begun, and admits no site; set it "
                 "to 'open' in a new run"
@@ -334,18 +279,10 @@ class SiteTraining:
             codecs=tuple(CODECS),
             round=held,
             digest=digest,
+            rewinds=self._place.rewinds,
         )
 
     # State
-
-    def _held_round(self) -> int:
-        """Return the last round of a checkpoint that was resumed, or NO_ROUND."""
-        step = self._learner.step
-        if not step or self._ctx.stage != "sft":
-            return NO_ROUND
-        number = step // self._spec.inner_steps
-        self._shards.trained = [number * self._round_documents for _ in self._shards.trained]
-        return number
 
     def _inner(self) -> list[torch.Tensor]:
         found = named_state(self._learner.optimizer, self._learner.weights)
@@ -431,11 +368,14 @@ def _shifted(donor: str, rank: int) -> str:
 
 
 def read_place(run_dir: Path) -> SitePlace:
-    path = run_dir / SITE_FILE
+    remedy = "start the stage with `orrery join RUN ADDRESS:PORT`"
+    return _read_json(run_dir / SITE_FILE, SitePlace, remedy)
+
+
+def _read_json(path: Path, kind: type[T], remedy: str) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=SitePlace)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:
         raise ElasticError(
-            f"{path}: cannot be read ({error}), and trainer.elastic needs it; start the stage with "
-            f"`orrery join RUN ADDRESS:PORT`"
+            f"{path}: cannot be read ({error}), and trainer.elastic needs it; {remedy}"
         ) from error

@@ -125,7 +125,10 @@ class RlLoop:
         return end_s - begin_s
 
     def copy_checkpoint(self) -> float:
-        return self.checkpoints.copy(self.publisher.checkpoint_files())
+        files = self.publisher.checkpoint_files()
+        if self.site is not None:
+            files |= self.site.checkpoint_files()
+        return self.checkpoints.copy(files)
 
     def checkpoint_last_step(self) -> None:
         """Write a checkpoint of the last step, unless it exists. All ranks decide alike."""

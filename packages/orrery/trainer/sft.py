@@ -88,7 +88,8 @@ class _SftLoop:
                 if self.site is not None:
                     self.site.after_step(result.num_tokens)
                 is_due = checkpoints.is_due(step)
-                blocked_s = checkpoints.copy() if is_due else 0.0
+                files = self.site.checkpoint_files() if self.site is not None else None
+                blocked_s = checkpoints.copy(files) if is_due else 0.0
                 if world.is_first:
                     _record(ctx, step, result, time.monotonic() - begin_s, blocked_s, wait_s)
                 if is_due:

@@ -38,7 +38,8 @@ class Elastic(Record):
     - Sites exchange Δ after every `inner_steps` optimizer steps, as `codec` and over `topology`.
     - `error_feedback`: add the codec's error of a round to the next Δ.
     - `weights` "tokens": a site weighs as many tokens as it trained since its last exchange.
-    - `admission` "open": sites may join before any round. "closed": only before the first.
+    - `admission` "open": sites may join before any round. "closed": new sites only before the
+      first.
     - A round starts when all sites have arrived, or `grace_s` after `quorum` of them. Stragglers
       add their Δ to the next round.
     - A site is dead without a heartbeat for `dead_after_s`. Up to `voters` sites keep the log.

@@ -1,0 +1,146 @@
+"""Several sites that train: real learners, logs, links, snapshots and checkpoints."""
+
+import numpy as np
+import pytest
+from site_threads import SiteFolders, ThreadSite, begun, flat, spec_of, together
+from test_trainer_stages import Stage, final_weights
+
+from orrery.elastic.outer import OuterOptimizer, weighted_mean
+from orrery.elastic.types import ElasticError
+from orrery.runtime.metrics import rows
+from orrery.runtime.run_directory import metrics_path
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    # A thread's connection to etcd ends with the thread.
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+]
+NESTEROV = OuterOptimizer(0.7, 0.9, True)
+LORA = {"seed": 1, "rank": 2, "alpha": 4.0, "targets": ["attention"]}
+
+
+@pytest.fixture
+def sites(tmp_path):
+    """Make sites of one rank. They leave after the test."""
+    made: list[ThreadSite] = []
+    folders: list[SiteFolders] = []
+
+    def make(names="ab", stage="sft", fields=None, **elastic):
+        folders.append(SiteFolders(tmp_path, spec_of(tmp_path, trainer=fields, **elastic), names))
+        made.extend(ThreadSite(folders[0], name, stage) for name in names)
+        return folders[0], made
+
+    yield make
+    together(*(site.leave for site in made))
+
+
+def digests(site: ThreadSite) -> list[str]:
+    return [row["digest"] for row in site.rows]
+
+
+def test_a_late_sites_delta_counts_in_the_next_round(sites):
+    folders, (a, b) = sites(grace_s=2.0)
+    together(a.enter, b.enter)
+    together(a.train, b.train)
+    first = a.weights()
+    tokens_b = b.learn()
+    delta_b = first - b.weights()
+    a.train()  # the grace window passes
+    second, momentum = a.weights(), flat(a.learner.outer_momentum)
+    tokens_a = a.learn()
+    delta_a = second - a.weights()
+    late = begun(lambda: b.training.after_step(tokens_b))
+    folders.until(lambda ledger: any(ledger.tokens.values()))
+    together(lambda: a.training.after_step(tokens_a), lambda: late.result())
+    assert a.rows[2]["members"] == a.rows[2]["members"][:1]
+    assert sorted(a.rows[3]["weights"]) == sorted([tokens_a, tokens_b])
+    assert digests(b)[-1] == digests(a)[-1]
+    mean = weighted_mean([delta_a, delta_b], [tokens_a, tokens_b])
+    expected, _ = NESTEROV.step(second, momentum, mean)
+    np.testing.assert_allclose(a.weights(), expected, atol=2e-6)  # b's weights were written again
+
+
+def test_a_site_that_lost_its_lease_takes_the_newest_state_in_a_closed_run(sites):
+    folders, (a, b, late) = sites("abc", admission="closed")
+    together(a.enter, b.enter)
+    together(a.train, b.train)
+    with pytest.raises(ElasticError, match="admission 'closed': the run has begun, and admits no"):
+        late.enter()
+    before = b.rows[-1]["own"]
+    folders.take_lease(next(m.id for m in folders.log.read().ledger.members if m.id[:8] == before))
+    a.train()
+    b.learn()
+    again = begun(lambda: b.training.after_step(99))
+    folders.until(lambda ledger: bool(ledger.tokens))
+    together(a.train, again.result)
+    assert digests(b)[-1] == digests(a)[-1] and b.rows[-1]["own"] != before
+    assert sorted(a.rows[-1]["weights"])[0] == 0
+    together(a.train, b.train)
+    assert digests(b)[-1] == digests(a)[-1] and min(a.rows[-1]["weights"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_all_sites_start_again_from_checkpoints(sites, stage):
+    folders, (a, b) = sites(stage=stage)
+    together(a.enter, b.enter)
+    together(a.train, b.train)
+    together(a.save, b.save)
+    saved = a.weights(), flat(a.learner.outer_momentum)
+    together(a.train, b.train)  # lost, because no checkpoint follows
+    together(b.leave, a.leave)
+    a, b = (ThreadSite(folders, name, stage, resumes=True) for name in "ab")
+    with pytest.raises(
+        ElasticError, match=r"stands at round 2 .* holds the state of round 1; .*--rew"
+    ):
+        a.enter()
+    a.leave()
+    folders.place("a", rewinds=True)
+    a = ThreadSite(folders, "a", stage, resumes=True)
+    a.enter()
+    assert np.array_equal(a.weights(), saved[0])
+    assert np.array_equal(flat(a.learner.outer_momentum), saved[1]) and saved[1].any()
+    entering = begun(b.enter)
+    folders.until(lambda ledger: bool(ledger.joining))
+    folders.until(lambda ledger: bool(ledger.tokens))
+    together(a.train, entering.result)
+    together(a.train, b.train)
+    assert digests(a)[-1] == digests(b)[-1] and a.rows[-1]["round"] == 4
+    assert (a.training.start, a.learner.step) == ((24, 8) if stage == "sft" else (0, 6))
+    together(b.leave, a.leave)
+
+
+def test_adapters_alone_are_exchanged(sites):
+    _, (a, b) = sites(fields={"lora": LORA})
+    frozen = {n: w.clone() for n, w in a.learner.policy.named_parameters() if not w.requires_grad}
+    together(a.enter, b.enter)
+    together(a.train, b.train)
+    assert digests(a) == digests(b) and len(set(digests(a))) == 2
+    assert np.array_equal(a.weights(), b.weights())
+    assert 4 * len(a.weights()) < a.rows[1]["num_bytes"] < 4 * len(a.weights()) + 4096
+    after = dict(a.learner.policy.named_parameters())
+    assert all(np.array_equal(after[name], value) for name, value in frozen.items())
+
+
+@pytest.mark.slow
+def test_sites_of_two_ranks_hold_equal_bits(tmp_path):
+    fields = {"error_feedback": True, "codec": "int8_block", "topology": "all_to_all"}
+    spec = spec_of(tmp_path, {"dp_shard": 2}, **fields)
+    folders = SiteFolders(tmp_path, spec, num_ranks=2)
+    running = [Stage(folders.run_dir(name), "sft", 2) for name in "ab"]
+    for stage in running:
+        for code, error in stage.end():
+            assert code == 0, error
+    found = [
+        [
+            row
+            for row in rows(metrics_path(folders.run_dir(name), "trainer.0"))
+            if row.get("event") == "round"
+        ]
+        for name in "ab"
+    ]
+    assert [row["digest"] for row in found[0]] == [row["digest"] for row in found[1]]
+    assert len({row["digest"] for row in found[0]}) == len(found[0]) == 5
+    assert all(row["num_bytes"] > 0 for row in found[0][1:])
+    one, other = (final_weights(folders.run_dir(name), "sft") for name in "ab")
+    assert one == other
