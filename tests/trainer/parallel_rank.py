@@ -1,8 +1,8 @@
 """One of several ranks that train one step in many layouts.
 
 `parallel_rank.py FOLDER PORT NUM_RANKS RANK`. FOLDER/cases.json is {name: keywords of `manifest`}.
-Layouts of four ranks run on all. Those of two ranks alternate between ranks 0, 1 and ranks 2, 3,
-and those of one rank are shared out. A name begins with its network, whose weights are
+Layouts of four ranks run on all. Layouts of two ranks alternate between ranks 0, 1 and ranks
+2, 3. Layouts of one rank are shared out. A name begins with its network. Weights are in
 FOLDER/<network>. Gradients go to FOLDER/<name>.safetensors. The last line of stdout has the
 results of this rank's cases.
 """
@@ -29,22 +29,15 @@ from orrery.trainer.parallel.world import World, destroy_world, init_world, make
 from orrery.wire.columns import Columns
 from orrery.wire.packing import pack
 
-LENGTHS = (
-    1,
-    2,
-    3,
-    21,
-    5,
-    8,
-    1,
-    13,
-    17,
-    2,
-    9,
-    30,
-) * 2  # documents: of one token, shorter than 2·cp, odd, and as long as a micro-batch
+# Documents: of one token, shorter than 2·cp, odd, and as long as a micro-batch.
+LENGTHS = (1, 2, 3, 21, 5, 8, 1, 13, 17, 2, 9, 30)
 CANARY = (9, 11, 8, 14, 10, 12, 13)
-MAX_TOKENS = 30  # so that every rank of every layout has more than one micro-batch
+MAX_TOKENS = 30
+
+
+def copies_of(num_data_ranks: int) -> int:
+    """Return how many copies of the documents give every rank more than one micro-batch."""
+    return 2 if num_data_ranks > 2 else 1
 
 
 def one_step(learner: Learner, columns: Columns) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -52,7 +45,7 @@ def one_step(learner: Learner, columns: Columns) -> tuple[dict, dict[str, torch.
     gradients = {}
     with torch.no_grad():
         for name, weight in learner.weights.items():
-            if name.endswith("lora.b"):  # zero at first, which would hide the gradients behind it
+            if name.endswith("lora.b"):  # the initial zeros would hide gradients
                 local_tensor(weight).fill_(0.05)
 
     def keep(*_: object) -> None:
@@ -76,7 +69,8 @@ def do(name: str, fields: dict, folder: Path, world: World) -> dict:
         world = make_world(spec.trainer.mesh, world.rank, world.device)
     learner = make_learner(spec, folder / name.partition("_")[0], world)
     canary = learner.logprobs(CANARY)
-    metrics, gradients = one_step(learner, documents(spec, name.startswith("replayed")))
+    copies = copies_of(spec.trainer.mesh.num_data_ranks)
+    metrics, gradients = one_step(learner, documents(spec, copies, name.startswith("replayed")))
     if world.is_first:
         save_file(gradients, folder / f"{name}.safetensors")
     return metrics | {"canary": canary}
@@ -151,7 +145,7 @@ def routed_tokens(rank: int, num_tokens: int, width: int, num_experts: int) -> l
 
 
 def spec_of(fields: dict) -> Manifest:
-    """Return the manifest. FP8 is set after the check, which would demand Hopper GPUs."""
+    """Return the manifest. FP8 is set after the check, because the check demands Hopper GPUs."""
     rest = {name: value for name, value in fields.items() if name != "fp8"}
     spec = manifest(**rest)
     model = spec.model.model_copy(update={"fp8": fields.get("fp8")})
@@ -164,7 +158,7 @@ def main() -> None:
         name: (fields, spec_of(fields).trainer)
         for name, fields in json.loads((folder / "cases.json").read_text()).items()
     }
-    activation_offload.apply.__defaults__ = (64,)  # bytes: what these blocks keep is small
+    activation_offload.apply.__defaults__ = (64,)  # bytes, because these blocks are small
     store, answers = (
         dist.TCPStore("127.0.0.1", port, num_ranks, rank == 0, wait_for_workers=False),
         {},
@@ -181,9 +175,7 @@ def main() -> None:
                 try:
                     answers[name] = do(name, cases[name][0], folder, world)
                 except BaseException as error:
-                    error.add_note(
-                        f"in the case {name}"
-                    )  # the last that is said, of which only the end is shown
+                    error.add_note(f"in the case {name}")  # a failed rank shows only its last lines
                     raise
             if size == 4:
                 answers["exchanges"] = exchanges(world)

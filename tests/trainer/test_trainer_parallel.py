@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import trainer_cases
-from parallel_rank import CANARY, LENGTHS, one_step, spec_of
+from parallel_rank import CANARY, LENGTHS, copies_of, one_step, spec_of
 from safetensors.torch import load_file
 from test_trainer_stages import run_rl, start_run
 from torch.utils.checkpoint import checkpoint
@@ -234,13 +234,13 @@ AGAIN = {
 }
 
 
-def documents(spec, is_replayed=False):
+def documents(spec, copies, is_replayed=False):
     """Rollouts with random tokens. Those after the first third are trained, never the first."""
-    rng = np.random.default_rng(7)
-    offsets = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
+    rng, lengths = np.random.default_rng(7), np.tile(LENGTHS, copies)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     total = int(offsets[-1])
-    position = np.arange(total) - np.repeat(offsets[:-1], LENGTHS)
-    trained = position >= np.maximum(1, np.repeat(LENGTHS, LENGTHS) // 3)
+    position = np.arange(total) - np.repeat(offsets[:-1], lengths)
+    trained = position >= np.maximum(1, np.repeat(lengths, lengths) // 3)
     token = {
         "token_id": rng.integers(8, spec.model.vocab_size, total).astype(np.int32),
         "trained": trained,
@@ -248,15 +248,14 @@ def documents(spec, is_replayed=False):
             trained, np.log(1 / spec.model.vocab_size) + rng.normal(0, 0.3, total), 0
         ).astype(np.float32),
         "version": np.where(trained, 0, -1).astype(np.int32),
-        "advantage": np.repeat(rng.normal(0, 1, len(LENGTHS)), LENGTHS).astype(np.float32),
+        "advantage": np.repeat(rng.normal(0, 1, len(lengths)), lengths).astype(np.float32),
     }
     sample = {
-        "temperature": rng.uniform(0.7, 1.3, len(LENGTHS)).astype(np.float32),
-        "dispatch_version": np.zeros(len(LENGTHS), dtype=np.int32),
+        "temperature": rng.uniform(0.7, 1.3, len(lengths)).astype(np.float32),
+        "dispatch_version": np.zeros(len(lengths), dtype=np.int32),
     }
-    if (
-        is_replayed
-    ):  # among the first half of the experts: the ranks of the other half get few rows, or not one
+    # Among the first half of the experts, so ranks of the other half get few rows or none.
+    if is_replayed:
         shape = route_shape(spec.model)
         routes = (
             rng.random((total, shape.num_layers, shape.num_experts // 2))
@@ -264,9 +263,8 @@ def documents(spec, is_replayed=False):
             .astype(shape.dtype)
         )
         routes[offsets[1:] - 1] = shape.no_route
-        routes[offsets[5] : offsets[6], 0] = (
-            shape.no_route
-        )  # a document of 8 tokens, the last of which is missing already
+        # A document of 8 tokens. Its last token lacks routes already.
+        routes[offsets[5] : offsets[6], 0] = shape.no_route
         if spec.choice_bytes:
             sizes = total, spec.model.num_indexers, 8 * -(-spec.inference.max_model_len_tokens // 8)
             score = np.where(np.arange(sizes[2]) <= position[:, None, None], rng.random(sizes), -1)
@@ -293,9 +291,10 @@ def ran(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(ran):
-    """{network: (metrics, gradients)} of one device."""
+    """{(network, copies of the documents): (metrics, gradients)} of one device."""
     folder, found = ran[0], {}
-    for network, model in NETWORKS.items():
+    for network, copies in {reference_of(name) for name in CASES}:
+        model = NETWORKS[network]
         fp8 = FP8 if model is EIGHT else None
         fields = {"model": model, "trainer": TRAINERS.get(network), "fp8": fp8}
         if network == "replayed-latent":
@@ -303,15 +302,22 @@ def alone(ran):
         spec = spec_of(fields)
         learner = make_learner(spec, folder / network)
         canary = learner.logprobs(CANARY)
-        metrics, gradients = one_step(learner, documents(spec, network.startswith("replayed")))
-        found[network] = metrics | {"canary": canary}, gradients
+        batch = documents(spec, copies, network.startswith("replayed"))
+        metrics, gradients = one_step(learner, batch)
+        found[network, copies] = metrics | {"canary": canary}, gradients
     return found
+
+
+def reference_of(name):
+    mesh = CASES[name]["mesh"]
+    num_data_ranks = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
+    return name.partition("_")[0], copies_of(num_data_ranks)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_makes_the_step_of_one_device(ran, alone, name):
     folder, metrics = ran
-    expected_metrics, expected = alone[name.partition("_")[0]]
+    expected_metrics, expected = alone[reference_of(name)]
     assert all(each == metrics[name][0] for each in metrics[name]), "ranks disagree"
     # FP8: sums in another order round differently, and each layout quantizes other blocks of rows.
     of_metrics, of_gradients = (3e-3, 6e-2) if name.startswith("eight") else (RELATIVE, RELATIVE)
@@ -452,6 +458,5 @@ def test_a_stage_on_ranks_that_share_documents_and_experts_trains_what_one_rank_
             "num_tokens"
         ) == other.get("num_tokens")
     for name, weight in weights.items():
-        torch.testing.assert_close(
-            weight, expected[name], rtol=0, atol=5e-5
-        )  # summation order; test_trainer_learner.py says more
+        # Summation order; test_trainer_learner.py says more.
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=5e-5)
