@@ -1,10 +1,11 @@
 """Start roles as forks of a process that has imported their modules.
 
 Imports take most of a role's start: 4 s of a processor for the trainer. One fork server for each
-pytest imports them once, while no thread is in use. A fork is a process of its own, with its own
+pytest imports them once, while no thread is in use. A fork has its own
 session, environment, output and exit code, but shares the seed of hashes with other forks.
 """
 
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -20,6 +21,7 @@ from unittest.mock import patch
 
 from orrery.runtime.token import handed_over
 
+CLONE_NEWNET = 0x40000000
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -47,12 +49,14 @@ class ForkedRole:
         errors: Path | None = None,
         folder: Path = Path(),
     ):
-        """Run in `folder`. Write stdout and stderr to the end of `output` and, where given,
-        `errors`. Hand over `token` on stdin.
+        """Run in `folder` and in this thread's network. Write stdout and stderr to the end of
+        `output` and, where given, `errors`. Hand over `token` on stdin.
         """
         self._polling = threading.Lock()
         streams = (output.resolve(), (errors or output).resolve())
-        arguments = (module, list(words), streams, dict(environment), token, folder.resolve())
+        network = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net"
+        places = (folder.resolve(), network)
+        arguments = (module, list(words), streams, dict(environment), token, *places)
         self._process = _context.Process(target=be, args=arguments)
         self._process.start()
         self.pid = self._process.pid
@@ -88,8 +92,13 @@ def be(
     environment: dict[str, str],
     token: str,
     folder: Path,
+    network: str,
 ) -> None:
     """Become the role, in a forked process."""
+    if os.readlink(network) != os.readlink("/proc/self/ns/net"):
+        with open(network) as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "cannot enter the test's network")
     os.setsid()  # a role whose parent dies ends its whole process group
     os.chdir(folder)
     for number, path in enumerate(streams, 1):
@@ -101,6 +110,6 @@ def be(
     for name in [name for name, value in environment.items() if os.environ.get(name) != value]:
         os.environ[name] = environment[name]  # setproctitle finds argv by variables in their place
     multiprocessing.set_start_method("fork", force=True)
-    resource_tracker._resource_tracker.__init__()  # a role has one of its own
+    resource_tracker._resource_tracker.__init__()  # each role has its own
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,6 +1,4 @@
-"""Real servers for the tests: run directories with tiny random models, and role processes as the
-launcher starts them.
-"""
+"""Real servers: run directories with tiny random models, and roles as the launcher starts them."""
 
 import asyncio
 import itertools
@@ -28,7 +26,7 @@ Process = subprocess.Popen | ForkedRole
 REPOSITORY = Path(__file__).resolve().parents[2]
 STAGE = "rl"
 START_S = 120.0
-# Imports of an engine that read nothing of its manifest, so vLLM is not among them.
+# An engine's imports that do not depend on its manifest. vLLM's do.
 PRELOADED = (
     "torch.distributed.fsdp",
     "torch._inductor.compile_fx",
@@ -81,8 +79,9 @@ def make_run(
     inference: dict[str, object] | None = None,
     routed_experts: bool = False,
 ) -> Path:
-    """A run directory with a manifest and `weights/init`, as the init stage leaves it; `inference`
-    are fields of the manifest's part.
+    """Make a run directory with a manifest and `weights/init`, as after the init stage.
+
+    `inference`: fields of the manifest's part of that name.
     """
     from orrery.models.weights import save
 
@@ -118,7 +117,7 @@ def make_run(
 
 
 def make_module(manifest: Manifest, seed: int):  # type: ignore[no-untyped-def]
-    """The model with random weights of another seed: another policy version."""
+    """Return the model with random weights of another seed, as another policy version."""
     import torch
 
     from orrery.models import build
@@ -136,13 +135,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def network() -> str:
-    return os.readlink("/proc/thread-self/ns/net")
-
-
-FIRST_NETWORK = network()
-
-
 def start_role(
     module: str,
     run_dir: Path,
@@ -152,8 +144,8 @@ def start_role(
     stage: str = STAGE,
     incarnation: int = 0,
 ) -> Process:
-    """A role process in a process group of its own, writing to `logs/`."""
-    # A test that is itself one end of a wire has named an interface for gloo in its own process.
+    """Start a role process in a new process group. It writes to `logs/`."""
+    # A test with one end of a wire names an interface for gloo in its own process.
     environment = {
         name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")
     } | {
@@ -178,8 +170,7 @@ def start_role(
         "--incarnation": incarnation,
     }
     words = [str(word) for option in options.items() for word in option]
-    # The router does without torch. Forks would be in this process's first network.
-    if module == "orrery.inference.router" or network() != FIRST_NETWORK:
+    if module == "orrery.inference.router":  # it does without torch
         with log.open("ab") as output, handed_over(token) as stdin:
             return subprocess.Popen(
                 [sys.executable, "-m", module, *words],
@@ -196,7 +187,7 @@ def start_role(
 def await_published(
     run_dir: Path, role: str, index: int, process: Process, stage: str = STAGE
 ) -> str:
-    """The address that the role published; fails with the end of its log if it ends before."""
+    """Return the role's published address. Fail with the end of its log if it ends first."""
     path = run_dir / "stages" / stage / "endpoints" / f"{role}.{index}.json"
     end = time.monotonic() + START_S
     while not path.exists():
@@ -212,7 +203,7 @@ def await_published(
 
 @contextmanager
 def engine(run_dir: Path, index: int = 0) -> Iterator[tuple[Process, str]]:
-    """A server (its process and its address), ended at the end."""
+    """Yield a server's process and address, then end it."""
     process = start_role("orrery.inference", run_dir, index)
     try:
         yield process, await_published(run_dir, "inference", index, process)
@@ -221,8 +212,9 @@ def engine(run_dir: Path, index: int = 0) -> Iterator[tuple[Process, str]]:
 
 
 def with_fleet(scenario, *arguments, **options):  # type: ignore[no-untyped-def]
-    """What the async `scenario` makes of an `EnginePool` with these arguments, in an event loop of
-    its own.
+    """Return the result of the async `scenario(pool)` in a new event loop.
+
+    The `EnginePool` has these arguments.
     """
 
     async def main():  # type: ignore[no-untyped-def]
@@ -233,11 +225,10 @@ def with_fleet(scenario, *arguments, **options):  # type: ignore[no-untyped-def]
 
 
 async def in_flight(fleet, *requests):  # type: ignore[no-untyped-def]
-    """Tasks of `requests`, each of which makes a long request's coroutine of its id's last part,
-    that were seen to run all at once.
+    """Return tasks of `requests` once all run at the same time.
 
-    They are sent again where one has ended by the time a busy machine's engines answer that they
-    run.
+    Each of `requests` returns a long request's coroutine for the last part of its id. If one has
+    ended before the engines report all as running, all are sent again.
     """
     end = time.monotonic() + 60
     for attempt in itertools.count():
@@ -259,7 +250,7 @@ async def in_flight(fleet, *requests):  # type: ignore[no-untyped-def]
 
 
 def stop(process: Process) -> float:
-    """SIGTERM and wait; returns the seconds it took, SIGKILL after 10."""
+    """Send SIGTERM, then after 10 s SIGKILL. Return the seconds until the end."""
     begin = time.monotonic()
     process.terminate()
     try:
@@ -271,13 +262,13 @@ def stop(process: Process) -> float:
 
 
 def family(process: Process) -> list[psutil.Process]:
-    """The process and everything below it."""
+    """Return the process and all its descendants."""
     top = psutil.Process(process.pid)
     return [top, *top.children(recursive=True)]
 
 
 def listening(process: Process) -> set[str]:
-    """The addresses at which a server and its children take connections."""
+    """Return the addresses on which a server and its children listen."""
     every = (
         connection for member in family(process) for connection in member.net_connections("inet")
     )
@@ -285,9 +276,7 @@ def listening(process: Process) -> set[str]:
 
 
 def in_shared_memory(members: list[psutil.Process]) -> set[Path]:
-    """What of `/dev/shm` these processes have mapped, without semaphores, whose names are gone as
-    soon as they are made.
-    """
+    """Return the files of `/dev/shm` that these processes have mapped, without semaphores."""
     paths = {
         Path(each.path)
         for member in members

@@ -1,6 +1,4 @@
-"""A network of its own for what a test starts: some programs listen on every interface, whatever
-they are told.
-"""
+"""A separate network for a test's processes, as some programs listen on every interface."""
 
 import ctypes
 import fcntl
@@ -11,18 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from forked_roles import CLONE_NEWNET
 
-CLONE_NEWNET = 0x40000000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 
 @contextmanager
 def alone_in_a_network(why: str) -> Iterator[None]:
-    """This thread, and the processes that it starts, in a new network namespace that has loopback
-    and nothing else.
+    """Move this thread and its new processes into a network namespace with loopback only.
 
-    Needs root; without it the test is skipped, saying `why` it is not run in the machine's own
-    network.
+    Without root skip the test. `why`: the reason for the namespace.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/thread-self/ns/net") as before:
@@ -33,9 +29,8 @@ def alone_in_a_network(why: str) -> Iterator[None]:
             )
         try:
             with socket.socket() as any_socket:
-                fcntl.ioctl(
-                    any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP)
-                )  # a new namespace's loopback is down
+                # A new namespace's loopback is down.
+                fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP))
             yield
         finally:
             if libc.setns(before.fileno(), CLONE_NEWNET) != 0:
