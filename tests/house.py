@@ -78,9 +78,10 @@ def measure(*roots: Path) -> House:
         if path.name != "__init__.py":
             house.files.append((len(lines), str(path)))
         house.wide += [f"{path}:{n}" for n, line in enumerate(lines, 1) if len(line) > 100]
-        house.texts += texts(path, text)
-        house.errors += errors(path, text)
-        for node in ast.walk(ast.parse(text)):
+        nodes = list(ast.walk(ast.parse(text)))
+        house.texts += texts(path, text, nodes)
+        house.errors += errors(path, nodes)
+        for node in nodes:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 size = ((node.end_lineno or 0) - node.lineno + 1, f"{path}:{node.name}")
                 is_class = isinstance(node, ast.ClassDef)
@@ -90,10 +91,10 @@ def measure(*roots: Path) -> House:
     return house
 
 
-def texts(path: Path, text: str) -> Iterator[tuple[str, str]]:
+def texts(path: Path, text: str, nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each docstring and comment."""
-    for node in ast.walk(ast.parse(text)):
-        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in nodes:
         if isinstance(node, kinds) and (found := ast.get_docstring(node)):
             yield f"{path}:{getattr(node, 'lineno', 1)}", found
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -101,9 +102,9 @@ def texts(path: Path, text: str) -> Iterator[tuple[str, str]]:
             yield f"{path}:{token.start[0]}", token.string.lstrip("# ")
 
 
-def errors(path: Path, text: str) -> Iterator[tuple[str, str]]:
+def errors(path: Path, nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
     """Yield the place and the words of each error message."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             words = [n.value for n in ast.walk(node.exc) if isinstance(n, ast.Constant)]
             if said := " ".join(word for word in words if isinstance(word, str)):
