@@ -6,5 +6,5 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "inference"))  # networ
 sys.path.insert(0, str(Path(__file__).parent))  # two_turns
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))  # listeners
 
-# By default waiting OpenMP threads spin, which takes cores from other tests and roles.
+# By default waiting OpenMP threads spin, and take cores from other tests and roles.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -2,7 +2,7 @@
 
 - In: the calls of `os` that this process makes below `root` while `Disk` is entered.
 - The model is the worst case of POSIX, so it is worse than ext4. A file keeps only the bytes of its
-  last sync. Each name that was added or removed since its folder's last sync may exist or not,
+  last sync. Each name added or removed since its folder's last sync may exist or not,
   independently.
 - `may_exist`: some state has the path. `is_safe`: every state has it, with its present bytes.
 """
@@ -44,9 +44,8 @@ class Disk:
     def __enter__(self) -> Self:
         def fsync(descriptor: int) -> None:
             if not self._skip(sys._getframe(1)):
-                self._sync(
-                    os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
-                )  # it may be write-only
+                # The folder may be write-only.
+                self._sync(os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY))
             self._look(self)
 
         def changed(name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What the pages tell people to type is typed by a test, and the example of a site file is one."""
+"""Tests type the pages' commands, and the example of a site file is valid."""
 
 import re
 import tomllib
@@ -88,7 +88,7 @@ def test_the_example_of_a_site_is_one():
 
 
 def test_the_example_of_a_site_names_every_key_and_its_default():
-    """With the commented keys in force the site says the same: what is shown as a default is it."""
+    """With its comments uncommented the example gives an equal site, so it shows true defaults."""
     shown = re.sub(r"^# (\w+ = )", r"\1", EXAMPLE.read_text(), flags=re.MULTILINE)
     raw = tomllib.loads(shown)
     raw.pop("environment")

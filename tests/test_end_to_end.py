@@ -34,7 +34,7 @@ NAME = "reverse_text_smoke"
 NUM_STEPS_WITH_LOSSES, INTERVAL = 16, 2
 BIN = Path(sys.executable).parent
 TOKEN = "7ab1e5" * 5
-# `orrery`, whose next attempt has a token that a test knows: no process tells it.
+# `orrery` with a known token in its next attempt, as processes never reveal it.
 KNOWN_TOKEN = f"""
 import secrets
 from orrery.launcher.cli import main
@@ -59,7 +59,7 @@ def start(workspace: Path, *command: str, **options) -> subprocess.Popen:
 
 
 def run(workspace: Path, *command: str) -> str:
-    """What the command printed; fails the test with it where the command failed."""
+    """Return the command's output. Fail with it if the command fails."""
     process = start(workspace, *command)
     output, _ = process.communicate()
     assert process.returncode == 0, output
@@ -67,7 +67,7 @@ def run(workspace: Path, *command: str) -> str:
 
 
 def new_workspace(folder: Path) -> Path:
-    """A checkout as far as the pipeline is concerned, with a `runs/` of its own."""
+    """Make a folder that the pipeline takes for a checkout, with an empty `runs/`."""
     folder.mkdir(exist_ok=True)
     for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
         (folder / name).symlink_to(ROOT / name)
@@ -75,7 +75,7 @@ def new_workspace(folder: Path) -> Path:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of living processes that were started for a run in `folder`."""
+    """Return command lines of living processes of a run in `folder`."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
@@ -217,7 +217,7 @@ class Broken:
     kept: int  # the step of the checkpoint that the last words name
     sentence: str
     num_sockets: int  # that its processes listened on, once it trained; 0 where they cannot be read
-    undeclared: list[str]  # those which `LISTENERS` does not have
+    undeclared: list[str]  # sockets missing in `LISTENERS`
 
 
 @pytest.fixture(scope="module")
@@ -254,9 +254,8 @@ def broken(request, finished, manifest, tmp_path_factory) -> Broken:
         role["pid"]: role["name"].split(".")[0]
         for role in json.loads((folder / "status.json").read_text())["roles"]
     }
-    sockets = (
-        listening(roles) if os.geteuid() == 0 else []
-    )  # roles hide their open files from their own user
+    # Roles hide their open files from their own user.
+    sockets = listening(roles) if os.geteuid() == 0 else []
     version = (kill_in_a_take if request.param == "nccl" else kill_while_paused)(
         launcher, folder, "inference.1"
     )
@@ -447,7 +446,7 @@ def test_whichever_role_is_killed_the_run_ends_by_its_name_and_the_next_start_go
 def kill(role: str, after_step: int, launcher: subprocess.Popen, folder: Path) -> tuple[int, str]:
     """Kill a role of RL once a step after `after_step` is trained and checkpointed.
 
-    The step of the checkpoint that the run's last words name, and those words.
+    Return the step of the checkpoint that the run's last message names, and the message.
     """
     step = 0
     while step <= after_step or max(steps(folder), default=0) < after_step:

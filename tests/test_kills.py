@@ -30,7 +30,7 @@ def digest(attempt: int, version: int) -> str:
 
 
 def made_up(kills, folder: Path, wrong: str = ""):
-    """Write the files of a run that was killed once, after step 3; `wrong` names one defect."""
+    """Write the files of a run killed once, after step 3. `wrong` names a defect."""
     run = object.__new__(kills.KilledRun)
     run.folder, run.what = folder, kills.manifest()
     (folder / "metrics").mkdir(parents=True)
@@ -83,7 +83,7 @@ def made_up(kills, folder: Path, wrong: str = ""):
 
 
 def batch(versions: np.ndarray, groups: np.ndarray) -> Columns:
-    """Return samples of two tokens, of which the second was sampled."""
+    """Return samples of a prompt token and a sampled token."""
     num = len(groups)
     zeros = np.zeros(num, np.float32)
     return Columns(

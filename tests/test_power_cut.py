@@ -65,8 +65,7 @@ Tree = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Case:
-    """`act` publishes files in a folder that `prepare` has filled. Paths are relative; `*` is one
-    name.
+    """`act` publishes files in a folder filled by `prepare`. Paths are relative, `*` is one name.
 
     - `whole`: paths whose content must be whole in every state that has them.
     - `vouches`: (marker, path) pairs; the path must be whole in every state that has the marker.

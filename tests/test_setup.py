@@ -17,7 +17,7 @@ STANDARD = ("bash", "cat", "cut", "sed", "env", "sh", "dirname")
 
 @pytest.fixture
 def system(tmp_path):
-    """Fill the folder that is the whole PATH; return `add(name, script)`, which adds a program."""
+    """Fill the folder that is the whole PATH. Return `add(name, script)` to add a program."""
     for name in STANDARD:
         (tmp_path / name).symlink_to(shutil.which(name))
 
@@ -107,7 +107,7 @@ def test_a_login_node_needs_no_compiler_and_no_library(system, tmp_path):
 
 @pytest.fixture
 def machine(tmp_path):
-    """Return a checkout's set-up beside fakes in `bin`, and `setup(*argv)`, which runs `make`."""
+    """Return a checkout's set-up beside fakes in `bin`, and `setup(*argv)` to run `make`."""
     checkout, fakes = tmp_path / "checkout", tmp_path / "bin"
     shutil.copytree(ROOT / "locks", checkout / "locks")
     fakes.mkdir()

@@ -60,11 +60,12 @@ def manifest(inference: dict, mesh: dict, routed_experts: bool = True, **fields)
     content["trainer"]["mesh"] |= mesh
     content["hardware"]["devices_per_node"] = 4
     content["transport"]["routed_experts"] = routed_experts
+    # So both sides have the same weights.
     content["orchestrator"] |= {
         "rollouts_per_batch": 64,
         "max_off_policy_steps": 0,
         "max_batches_ahead": 0,
-    }  # so both sides have the same weights
+    }
     content["orchestrator"]["evaluation"] |= {"interval_steps": 3, "num_problems": 4}
     for task in [*content["tasks"]["train"], *content["tasks"]["evaluation"]]:
         task |= {"kind": "two_turns", "args": TURNS, "max_turns": 2}
@@ -74,7 +75,7 @@ def manifest(inference: dict, mesh: dict, routed_experts: bool = True, **fields)
 
 
 def blocks(folder: Path) -> list[str]:
-    """Files of blocks, where folders may go while one looks."""
+    """Return the files of blocks. Folders may disappear meanwhile."""
     return [name for _, _, names in os.walk(folder) for name in names if name.endswith(".bin")]
 
 
@@ -87,7 +88,7 @@ def play(
 ) -> Path:
     """Run `stages` and return the run's folder. Meanwhile call `look` with the run's name.
 
-    `start` is a folder to begin from: a run of the same model that has finished earlier stages.
+    `start`: folder of a run of the same model, with finished earlier stages.
     """
     for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -130,7 +131,7 @@ def found_outside(folder: Path, spec: Manifest) -> list[int]:
 
 
 def trained(folder: Path) -> list[dict]:
-    """The rows of its RL steps."""
+    """Return the rows of RL steps."""
     return [
         row
         for row in read(folder / "metrics" / "trainer.0.jsonl")
@@ -140,7 +141,7 @@ def trained(folder: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def initialized(tmp_path_factory) -> Path:
-    """Return the folder of a run that has finished init."""
+    """Return the folder of a run after init."""
     spec = manifest({}, {}, name="initialized")
     return play(tmp_path_factory.mktemp("initialized"), spec, stages=("init",))
 

@@ -32,7 +32,7 @@ def passes(*command: str) -> None:
 
 
 def tracked() -> list[Path]:
-    """Return the files of the commit, or without git those not hidden or made by running."""
+    """Return the commit's files, or without git all files except hidden and generated files."""
     listed = (
         subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
         if (ROOT / ".git").exists()

@@ -19,7 +19,7 @@ VERSION = (ROOT / ".python-version").read_text().strip()
 NAMED = re.compile(r"(?:[Pp]ython|--python-version)[ =]?(3\.\d+)")
 # The Python that a Debian release installs as /usr/bin/python3.
 OF_DEBIAN = {"bookworm": "3.11", "trixie": "3.13"}
-# lock → the extras of `orrery` that are installed there
+# by lock: the installed extras of `orrery`
 EXTRAS = {
     "cpu": ("login", "orchestrator", "trainer", "inference-cpu"),
     "cuda": ("login", "orchestrator", "trainer-gpu", "flash", "inference-gpu"),
@@ -30,7 +30,7 @@ EXTRAS = {
     "inference.cpu": ("inference-cpu",),
     "inference.cuda": ("inference-gpu",),
 }
-RENDERS = "gojsonnet"  # roles read manifests; what renders them is not in images
+RENDERS = "gojsonnet"  # roles only read manifests, so images lack gojsonnet
 
 
 def versions_named(text: str) -> set[str]:

@@ -17,7 +17,7 @@ FOLDER = ROOT / "benchmarks" / "async"
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """`shapes` and `whole_loop`, which import one another by name."""
+    """Return `shapes` and `whole_loop`. They import one another by name."""
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
     found = []
     for name in ("shapes", "whole_loop"):

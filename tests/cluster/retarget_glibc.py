@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+# Section types: ELF gABI and Linux Standard Base, "Symbol Versioning".
 DYNSYM, VERNEED, VERSYM = (
     11,
     0x6FFFFFFE,
     0x6FFFFFFF,
-)  # section types: ELF gABI and Linux Standard Base, "Symbol Versioning"
+)
 C23_PREFIX = "__isoc23_"
 NEW, OLD = "GLIBC_2.38", "GLIBC_2.2.5"
 
@@ -55,9 +56,8 @@ def retarget(data: bytearray) -> list[str]:
         name = _string(data, strings, name_offset)
         if not name.startswith(C23_PREFIX):
             raise ValueError(f"{name} of {NEW} has no older twin")
-        struct.pack_into(
-            "<I", data, at, name_offset + len(C23_PREFIX)
-        )  # the old name is the tail of the new one
+        # The old name is the tail of the new one.
+        struct.pack_into("<I", data, at, name_offset + len(C23_PREFIX))
         changed.append(name)
     return changed
 

@@ -147,12 +147,12 @@ class Cluster:
         self.on("head", "scontrol", "update", f"JobId={job}", f"EndTime=now+{seconds}")
 
     def queue(self) -> dict[str, str]:
-        """Every job (component) that waits or runs → Slurm's state of it."""
+        """Return the state of each waiting or running job (component)."""
         rows = self.run("squeue", "--noheader", "--format=%i|%T").stdout.split()
         return dict(row.split("|") for row in rows)
 
     def state(self, job: str) -> str:
-        """Slurm's present state of a job, ended ones too."""
+        """Return Slurm's state of a job, also of an ended job."""
         return self.run(
             "squeue", "--states=all", "--noheader", "--format=%T", f"--jobs={job}"
         ).stdout.split()[0]
@@ -162,7 +162,7 @@ class Cluster:
         return int(shown.split("Restarts=")[1].split()[0])
 
     def accounting(self, job: str, *options: str) -> list[Row]:
-        """What sacct says (1 to 2 s late); `-D` shows the starts before a requeue too."""
+        """Return sacct's rows (1 to 2 s late). `-D` adds the starts before a requeue."""
         text = self.run(
             "sacct",
             "--noheader",
@@ -181,7 +181,7 @@ class Cluster:
         return dict(row.split() for row in rows)
 
     def any_image(self) -> Path:
-        """The smallest image that is built; a test that only needs some image takes it."""
+        """Return the smallest built image, for tests that need any image."""
         return min(self.images.glob("*.sif"), key=lambda path: path.stat().st_size)
 
     def wait_until(
@@ -191,7 +191,7 @@ class Cluster:
         within_s: float,
         explain: Callable[[], str] | None = None,
     ) -> Any:
-        """What `condition` returns once that is true."""
+        """Return the first true value of `condition()`."""
         deadline = time.monotonic() + within_s
         while not (value := condition()):
             if time.monotonic() > deadline:

@@ -83,7 +83,7 @@ class Run:
 
 @pytest.fixture
 def fresh(cluster: Cluster):
-    """A run that has not begun."""
+    """A run before its start."""
 
     def made(name: str) -> Run:
         for path in cluster.checkout.glob(f"runs/{name}-*"):
@@ -96,9 +96,8 @@ def fresh(cluster: Cluster):
 def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
     """The RL job of reverse_text meets its time limit, writes a checkpoint, and is requeued."""
     run = fresh("reverse_text")
-    there = {
-        node: cluster.on(node, "ls", "/dev/shm", "/tmp").stdout.split() for node in NODES
-    }  # of jobs that other tests killed
+    # Files of jobs that other tests killed.
+    there = {node: cluster.on(node, "ls", "/dev/shm", "/tmp").stdout.split() for node in NODES}
     terminal = run.start()
     cluster.wait_until(
         "RL has trained a few steps",
@@ -127,9 +126,8 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
         90,
         lambda: terminal.output[-2000:],
     )
-    cluster.on(
-        "head", "scontrol", "update", f"JobId={job}", "TimeLimit=30"
-    )  # a queued job keeps the limit that it was given
+    # A queued job keeps the limit that it was given.
+    cluster.on("head", "scontrol", "update", f"JobId={job}", "TimeLimit=30")
     said = (run.path / "logs" / "launcher.0.log").read_text()
     wound_down = re.search(
         r"rl: wound down; type `snakemake --profile slurm reverse_text` to go on from step (\d+)",
@@ -174,7 +172,7 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
 def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, fresh):
     """glm5_shape_smoke has prefill, decode and two trainer nodes.
 
-    A killed engine is restarted on its node. A killed rank ends the stage, which names it. After
+    A killed engine is restarted on its node. A killed rank ends the stage with its name. After
     the death of a node Slurm requeues the job.
     """
     run = fresh("glm5_shape_smoke")
@@ -214,9 +212,8 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
         -3000:
     ]
     assert "type `snakemake --profile slurm glm5_shape_smoke` to go on from step" in terminal.output
-    cluster.wait_until(
-        "no job is left", lambda: not cluster.queue(), 30
-    )  # Slurm may still be giving its nodes back
+    # Slurm may still be giving its nodes back.
+    cluster.wait_until("no job is left", lambda: not cluster.queue(), 30)
 
     terminal = run.start()
     cluster.wait_until(

@@ -1,4 +1,4 @@
-"""The simulated cluster: real Slurm, and nodes that share one file system and nothing else."""
+"""The simulated cluster: real Slurm, and nodes that share only a file system."""
 
 from simulated import NODES, Cluster
 

@@ -1,8 +1,7 @@
-"""What clusters accept, as JSON schemas: the fields, enumerations, patterns and limits of three
-APIs, closed to any other field.
+"""JSON schemas of three APIs of clusters: fields, enumerations, patterns and limits.
 
-Read from the sources that define them; a field that is not here may exist there, but none of ours
-may be one that does not.
+The schemas are from the APIs' sources. They have at least the fields that Orrery uses, and refuse
+all others.
 
 - DynamoGraphDeployment, nvidia.com/v1beta1: github.com/ai-dynamo/dynamo
   deploy/operator/api/v1beta1/{dynamographdeployment_types,

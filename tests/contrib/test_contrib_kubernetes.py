@@ -1,5 +1,6 @@
-"""What is rendered for Dynamo and llm-d: closed schemas of their APIs accept it, and vLLM's own
-parsers the engines' flags.
+"""Documents for Dynamo and llm-d pass closed schemas of their APIs.
+
+vLLM's own parsers accept the engines' flags.
 """
 
 import itertools

@@ -1,7 +1,7 @@
-"""An engine that counts its steps and the tokens that it computes in them, those of preempted
-requests again each time: vLLM's metrics
-leave both out. `python -m counted_engine`; the two numbers are in the run directory's file
-`scheduled`.
+"""An engine that counts its steps and computed tokens: `python -m counted_engine`.
+
+vLLM's metrics lack both. A preempted request's tokens count each time. The two numbers are in the
+run directory's file `scheduled`.
 """
 
 import sys

@@ -1,6 +1,7 @@
-"""The trainer of a direct wire, and an engine beside the real one that ends in a take, as threads
-of a test; a wire that damages what it
-carries; what the trainer computes."""
+"""The trainer of a direct wire, and a second engine that ends in a transfer, as threads of a test.
+
+Also a wire that damages weights, and the trainer's log-probs.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

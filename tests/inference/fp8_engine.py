@@ -1,11 +1,8 @@
-"""An engine that holds its weights in FP8 by blocks, on a CPU of any kind: `python -m fp8_engine`.
+"""An engine with block-scaled FP8 weights on any CPU: `python -m fp8_engine`.
 
-vLLM's own products for a CPU want one with AMX, and DeepGEMM's a GPU; here they are plain ones of
-the blocks times their scales. All
-else is the engine's own: how vLLM quantises what an update brings, layer by layer, and puts it
-where the old weights stand. The function
-that does so is traced as on a GPU, where an engine on a CPU traces nothing, by a backend that needs
-no compiler.
+vLLM's products need AMX or a GPU. Here they are plain products of dequantized blocks. vLLM itself
+quantizes an update layer by layer, in place. The quantizing function is traced as on a GPU, by a
+backend without a compiler.
 """
 
 import os
@@ -28,7 +25,7 @@ def whole(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantised_arguments(manifest: Any, *where: Any) -> list[str]:
-    """As a GPU's engine is told; a manifest for a CPU does not ask for it."""
+    """Return the arguments of a GPU's engine. A manifest for a CPU has no FP8."""
     inference = manifest.inference.model_copy(update={"quantization": "fp8"})
     fp8 = manifest.model_copy(update={"inference": inference})
     return [

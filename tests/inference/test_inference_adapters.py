@@ -30,14 +30,14 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.engine]
 torch.set_num_threads(1)
 
 PROMPT = [3, 4, 5, 6, 7, 8]
-# fp32 in both; the engine adds the factors' product to the output, the merged model has it in the
-# weight
+# float32 in both. The engine adds the factors' product to the output, the merged model to the
+# weight.
 TOLERANCE = 1e-4
 RANK = 4
 
 
-# All kinds of projections: of attention, with a bias; of a dense layer; of shared experts, beside
-# experts without adapters.
+# All kinds of projections: attention with a bias, a dense layer, and shared experts beside experts
+# without adapters.
 GLM = MIXTURE | {
     "family": "glm4_moe",
     "num_layers": 3,
@@ -65,7 +65,7 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(run_dir):
-    """What an `EnginePool` of one engine behind a router is made of."""
+    """Return the arguments of an `EnginePool` of one engine behind a router."""
     with engine(run_dir) as (_, url):
         router = start_role("orrery.inference.router", run_dir, 0)
         try:
@@ -168,7 +168,7 @@ def test_requests_in_flight_go_on_with_the_new_factors_and_their_tokens_say_so(
             assert not any(task.done() for task in flying)
             await asyncio.sleep(0.01)
         await fleet.update(published)
-        # New requests beside old ones: no step may bring factors of an older version back.
+        # With new requests beside old requests, no step may restore factors of an older version.
         new = await asyncio.gather(*(sample(fleet, f"new-{i}", salt="3") for i in range(4)))
         assert not any(task.done() for task in flying)
         return await asyncio.gather(*flying), new

@@ -1,4 +1,4 @@
-"""What the manifest becomes on vLLM's and the router's command lines."""
+"""The manifest as command lines of vLLM and of the router."""
 
 import itertools
 import json
@@ -145,14 +145,14 @@ def test_a_gpu_engine_captures_steps_that_hold_prompts_too(tmp_path):
 
     sizes = sizes_of(max_num_sequences=512, max_batched_tokens=8192)
     assert sizes[0] == 1 and sizes[-1] == MAX_GRAPH_TOKENS and len(set(sizes)) == len(sizes)
+    # The share of padding of a step that just misses a size.
     wasted = [
         (larger - 1 - size) / larger for size, larger in itertools.pairwise(sizes) if size >= 256
-    ]  # where a step just misses one
+    ]
     assert all(0 < share <= 1 / 8 for share in wasted)
     assert sizes_of(max_num_sequences=300, max_batched_tokens=1000)[-1] == 1000  # full steps
-    assert 300 in sizes_of(
-        max_num_sequences=300, max_batched_tokens=1000
-    )  # and those that sample for all and begin nothing
+    # Also steps that sample for all sequences and prefill none.
+    assert 300 in sizes_of(max_num_sequences=300, max_batched_tokens=1000)
     assert sizes_of(data_parallel=4, max_num_sequences=128, max_batched_tokens=8192)[-1] == 512
 
     words = server_arguments(manifest, tmp_path, 0, "127.0.0.1", 1)

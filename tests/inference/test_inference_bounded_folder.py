@@ -93,7 +93,6 @@ def test_many_writers_hold_the_bound_together(tmp_path):
         writer.start()
     for writer in writers:
         writer.join()
-    assert (
-        max(most) <= 64 + 8
-    )  # a listing is not of one moment: every writer may have replaced a file meanwhile
+    # A listing is not of one moment: every writer may have replaced a file meanwhile.
+    assert max(most) <= 64 + 8
     assert len(names(tmp_path)) == 64 and names(tmp_path)[-1].endswith(".199")

@@ -48,7 +48,7 @@ def engine(monkeypatch, positions):
     monkeypatch.setenv(CHOICE_TOKENS, str(LENGTH))
     monkeypatch.setattr(vllm_choices, "CHUNK_ROWS", 16)
     vllm_choices.capture()
-    vllm_choices.capture()  # a second call changes nothing
+    vllm_choices.capture()  # a second call has no effect
     capturer = worker.RoutedExpertsCapturer()
     model = torch.nn.ModuleList(Indexer(prefix) for prefix in positions)
     hidden = torch.zeros(NUM_TOKENS, 8)

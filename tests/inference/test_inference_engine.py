@@ -1,6 +1,4 @@
-"""One real vLLM on CPU with a tiny dense model, tied embeddings as in the demo; started once,
-driven through `EnginePool`.
-"""
+"""One real vLLM on CPU with a tiny dense model and tied embeddings, driven through `EnginePool`."""
 
 import asyncio
 import os
@@ -55,9 +53,8 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
 torch.set_num_threads(1)
 
 PROMPT = [3, 4, 5, 6, 7, 8]
-# fp32 in both; the engine packs weights and orders sums differently. Runs of the same weights
-# differ by about 1e-5 at these large random
-# logits.
+# float32 in both. The engine packs weights and orders sums differently. At these large random
+# logits, runs of the same weights differ by about 1e-5.
 TOLERANCE = 1e-4
 
 
@@ -73,7 +70,7 @@ def server(run_dir):
 
 
 class Policies:
-    """Versions in the order they are made; each has other random weights."""
+    """Versions in order, each with other random weights."""
 
     def __init__(self, run_dir, publisher):
         self.manifest = load(run_dir / "manifest.json")
@@ -142,9 +139,8 @@ def test_a_canary_proves_an_engine_and_names_one_that_computes_another_policy(se
         )
         report = await fleet.update(structs.replace(published, canary=known(module)))
         assert report.canary_difference <= TOLERANCE and not fleet.is_proving
-        published, _ = (
-            policies.publish()
-        )  # arrives and is attested, and what the trainer computes is something else
+        # Arrives and is attested, but the trainer computes other log-probs.
+        published, _ = policies.publish()
         says = rf"engine 0: with version {published.version} its log-probs of the canary are [\d.]+"
         says += " from"
         with pytest.raises(WeightsDiffer, match=says):
@@ -254,9 +250,7 @@ def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_before_any_token(
 def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_without_it(
     server, policies, tmp_path
 ):
-    """The other is here in this process, and ends with the first slices in its hands; both engines
-    are half-way then.
-    """
+    """The other engine, in this process, ends after its first slices, when both are half-way."""
     policies.newest += 1
     version, module = policies.newest, make_module(policies.manifest, seed=301)
 
@@ -358,9 +352,8 @@ def test_the_prefix_cache_is_shared_within_a_salt_and_never_across_salts(server)
 
 
 def test_seeded_requests_whose_prompts_are_prefilled_in_parts_sample_as_they_would_alone(server):
-    prompts = [
-        [(7 * i + 3 * k) % 48 for k in range(300 + i)] for i in range(8)
-    ]  # together more than a step's tokens
+    # Together more than a step's tokens.
+    prompts = [[(7 * i + 3 * k) % 48 for k in range(300 + i)] for i in range(8)]
 
     async def scenario(fleet):
         alone = [
@@ -523,9 +516,7 @@ def test_a_version_that_lacks_a_tensor_fails_the_update_by_name(server, policies
     async def scenario(fleet):
         with pytest.raises(UpdateFailed, match=rf"tensor '{missing}' is missing"):
             await fleet.update(incomplete)
-        await fleet.update(
-            published
-        )  # what it holds of the other may be no numbers, and is sampled from below
+        await fleet.update(published)  # the failed update may leave NaN, and tests below sample
 
     drive(server[1], scenario)
 
@@ -543,8 +534,7 @@ def test_servers_listen_on_loopback_only(server):
     assert listening(server[0]) == {"127.0.0.1"}
 
 
-# The tests below end servers; the shared one goes first, then one is started whose parts are
-# killed.
+# The tests below end servers: first the shared server, then a server whose parts are killed.
 
 
 def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves_no_shared_memory(
@@ -553,8 +543,8 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
     process, url = server
     members = family(process)
     assert len(members) == 2  # the server and its engine core: no worker process
-    # Who else holds the port is asked by vLLM at the end for its command line, and may be a zombie
-    # by then: a traceback in the log.
+    # At its end vLLM asks other holders of the port for their command lines. A zombie would give a
+    # traceback in the log.
     held = {
         connection.laddr.port
         for connection in members[1].net_connections("inet")
@@ -615,15 +605,14 @@ def test_a_killed_engine_core_ends_the_server_and_a_killed_server_the_engine_cor
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        # Left by the killed server.
         run_directory.remove_folders(
             run_directory.start_prefix(run_dir), Path(tempfile.gettempdir())
-        )  # of the killed one, which nobody starts again
+        )
 
 
 def another_interface() -> tuple[str, str]:
-    """Name and IPv4 address of an interface beside loopback; loopback itself on a machine without
-    one.
-    """
+    """Return name and IPv4 address of an interface, loopback only if there is no other."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     every = {
         name: one.address

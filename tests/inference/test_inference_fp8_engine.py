@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 
 PROMPT = [3, 4, 5, 6, 7, 8]
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-# Every tensor ends where a block does, so that fused ones have the blocks of each.
+# Every tensor has whole blocks, so fused tensors have the same blocks.
 MODEL = DENSE | {"hidden_size": 128, "intermediate_size": 256, "num_kv_heads": 4}
 
 
@@ -117,7 +117,7 @@ def test_an_update_is_rounded_as_the_first_weights_are(server, run_dir, publishe
             found = with_fleet(play, [server], leases=publish.leases)
     (_, start), (other, there), (same, back) = found
     assert (there.versions == first_version).all() and (back.versions == first_version + 1).all()
-    # What bfloat16 adds remains. The layers of a module in FP8 round activations, engines here not.
+    # bfloat16's error remains. FP8 layers of a module round activations, these engines do not.
     for generation, module in () if is_fp8 else ((there, other), (back, same)):
         assert error(module, generation) > 1.2 * error(rounded(module), generation)
     assert back.token_ids.tolist() == start.token_ids.tolist() != there.token_ids.tolist()

@@ -61,7 +61,7 @@ STRANGERS = ["no token", "another run's token", "the token itself"]
 
 
 class StandIn:
-    """An engine with the real check of credentials, which records requests and their endings."""
+    """An engine with the real check of credentials. It records requests and their endings."""
 
     def __init__(self, behind_door: bool = True) -> None:
         self.came: list[tuple[str, str | None]] = []

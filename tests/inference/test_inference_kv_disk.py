@@ -15,7 +15,7 @@ WITHIN_S = 20.0
 
 
 def spec():
-    """What a tier reads of an engine's offloading: one group, one rank."""
+    """The fields of an engine's offloading that a tier reads: one group, one rank."""
     parallel = SimpleNamespace(
         tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True
     )

@@ -53,9 +53,7 @@ async def forget(engine):
 
 
 async def until_found(engine, salt, name, **options):
-    """Ask until blocks come from behind the device (they leave it beside the work); the last
-    answer, with the tokens that were found.
-    """
+    """Ask until a tier returns blocks, as they leave the device later. Return the last answer."""
     for attempt in range(40):
         await forget(engine)
         answer = await ask(engine, f"{name}-{attempt}", salt, **options)
@@ -72,9 +70,7 @@ def same(one, other):
 
 
 def routes_of(generation):
-    """Expert choices of every token that was an input, all of them known; none where they were not
-    asked for.
-    """
+    """Return the expert choices of all input tokens, all known, or none if none were requested."""
     num_tokens = sum(part.num_rows for part in generation.routes)
     routes = column(num_tokens, generation.routes, RouteShape(num_layers=2, top_k=2, num_experts=4))
     assert (routes < 4).all()
@@ -82,8 +78,8 @@ def routes_of(generation):
 
 
 async def look_behind(url):
-    """Fresh; found in host memory; under a newer salt; found after more has been computed than the
-    device holds.
+    """Return four answers: fresh, found in host memory, with a newer salt, and found after the
+    device has evicted the blocks.
     """
     async with EngineClient(url) as engine:
         fresh = await ask(engine, "fresh", "3", routes_from=0)
@@ -167,7 +163,7 @@ SMALL_TIERS = {
 
 
 def taken(folder):
-    """Bytes of the files below; of those that go meanwhile, none."""
+    """Return the bytes of all files in `folder`. Files that disappear meanwhile do not count."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -178,7 +174,7 @@ def taken(folder):
 
 @contextmanager
 def watched(folder):
-    """The most bytes that files there have taken at any look, as a list of one."""
+    """Yield a list with the largest number of bytes seen in `folder`."""
     most, is_over = [0], threading.Event()
 
     def look():
@@ -206,8 +202,8 @@ def test_the_disk_holds_its_bound_while_blocks_come_back_and_what_is_oldest_is_c
         return await_published(run_dir, "inference", 0, processes[-1])
 
     async def fill(url):
-        """Three times what the disk holds; then blocks that are in neither device nor host memory
-        any more, and those of the beginning.
+        """Compute three times the disk's bound. Then ask for blocks that only the disk has, and for
+        the oldest blocks.
         """
         async with EngineClient(url) as engine:
             fresh = [
@@ -218,9 +214,8 @@ def test_the_disk_holds_its_bound_while_blocks_come_back_and_what_is_oldest_is_c
                 await until_found(engine, "15", "again", routes_from=0),
                 await ask(engine, "oldest", "0", routes_from=0),
             )
-            await asyncio.sleep(
-                1.0
-            )  # those of the last two too: an engine that is killed while it makes room leaves less
+            # The last two answers' blocks leave too, as a kill during an eviction leaves fewer.
+            await asyncio.sleep(1.0)
             return fresh, again, oldest
 
     async def restarted(url):
@@ -244,9 +239,8 @@ def test_the_disk_holds_its_bound_while_blocks_come_back_and_what_is_oldest_is_c
         shutil.rmtree(folder.parent.parent, ignore_errors=True)
     bound = 64 * ON_DISK + 4096  # and vLLM's own config.json
     assert 0.7 * bound < at_rest <= bound
-    assert (
-        most[0] <= bound + 10 * ON_DISK
-    )  # a look is not of one moment: meanwhile the blocks of a prompt take the places of others
+    # A look is not of one moment: meanwhile the blocks of a prompt take the places of others.
+    assert most[0] <= bound + 10 * ON_DISK
     blocks = {name.removesuffix(".bin") for name in left if name.endswith(".bin")}
     assert len(blocks) >= 60 and blocks <= left.keys(), "a block on disk has its routes there"
     assert (again.cached_tokens, oldest.cached_tokens, after_crash.cached_tokens) == (
@@ -259,9 +253,8 @@ def test_the_disk_holds_its_bound_while_blocks_come_back_and_what_is_oldest_is_c
 
 
 def test_requests_that_are_aborted_while_they_wait_and_are_computed_cost_no_engine(tmp_path):
-    inference = SMALL_TIERS | {
-        "max_batched_tokens": 64
-    }  # a prompt takes six steps, and the cache holds two of them
+    # A prompt takes six steps, and the cache holds two of them.
+    inference = SMALL_TIERS | {"max_batched_tokens": 64}
     run_dir = make_run(tmp_path / "run", MIXTURE, inference=inference, routed_experts=True)
 
     async def abort_all(url):
@@ -357,7 +350,7 @@ def test_blocks_of_two_workers_come_back_with_routes_that_the_scheduler_knows(
 
 
 async def share(urls):
-    """What the first engine computed, the second finds; neither finds it under another salt."""
+    """The second engine finds the first engine's blocks, but not with another salt."""
     async with EngineClient(urls[0]) as one, EngineClient(urls[1]) as other:
         fresh = await ask(one, "fresh", "3")
         found = await until_found(other, "3", "found")

@@ -75,9 +75,8 @@ def test_experts_at_even_distances_are_one_copy_a_parameter(
     needs, tensors = experts(number, rows, columns)
     slices, bucket = packed(tensors)
     found = runs(slices, needs, tensors)
-    assert (
-        len(found) == copies
-    )  # gate and up lie side by side in a bucket where their sizes are multiples of its alignment
+    # Gate and up are adjacent in a bucket if their sizes are multiples of its alignment.
+    assert len(found) == copies
     assert all((run.in_words.dtype == WORD) == in_words for run in found)
     check(monkeypatch, needs, tensors, slices, bucket, found)
 
@@ -88,9 +87,8 @@ def test_parts_of_tensors_and_gaps_between_experts_go_where_they_belong(monkeypa
         "experts.1.gate": [((0, 1), (0, 8)), ((1, 4), (0, 8))],
         "experts.5.down": [((0, 8), (0, 2)), ((0, 8), (2, 4))],
     }
-    order = dict(
-        sorted(tensors.items(), key=lambda item: item[0] == "experts.2.up")
-    )  # one comes last
+    # `one` comes last.
+    order = dict(sorted(tensors.items(), key=lambda item: item[0] == "experts.2.up"))
     slices, bucket = packed(order, boxes)
     check(monkeypatch, needs, tensors, slices, bucket, runs(slices, needs, tensors))
 

@@ -1,7 +1,6 @@
-"""One real engine with a small cache, asked for more than it holds: what it preempts, and how much
-it computes for what it samples, with
-as many rollouts in flight as the manifest says, and with as many as the orchestrator's admission
-finds that fit.
+"""Overload a real engine with a small cache, under fixed limits and the adaptive limit.
+
+The test counts preemptions and sampled tokens for the engine's work.
 """
 
 import asyncio
@@ -22,14 +21,12 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.engine, pytest.mark.slow]
 TOKEN_BYTES = 2 * DENSE["num_layers"] * DENSE["num_kv_heads"] * DENSE["head_dim"] * 4
 CACHE_TOKENS = 8192
 PROMPT_TOKENS = 32
-LENGTHS = (
-    np.random.default_rng(1).integers(64, 448, 240).tolist()
-)  # of answers; a rollout holds 160 tokens on average, so 51 fit
+# Lengths of answers. A rollout holds 160 tokens on average, so 51 fit.
+LENGTHS = np.random.default_rng(1).integers(64, 448, 240).tolist()
 OVERLOAD = 112
 BEST_FIXED = 40  # of 16, 24, 32, 40, 48 and 112, by `tokens_for_work`
-WARM_UP = 60  # rollouts that have ended
-# what a step costs beside its tokens, in tokens: so this engine's times are for 16 and for 112 in
-# flight
+WARM_UP = 60  # ended rollouts
+# Cost of a step in tokens, fitted to this engine's times with 16 and 112 rollouts in flight.
 STEP_TOKENS = 50
 FLOOR = 4
 POLL_S = 0.05  # these rollouts take seconds, where a run's take minutes
@@ -37,24 +34,19 @@ POLL_S = 0.05  # these rollouts take seconds, where a run's take minutes
 
 @dataclass
 class Played:
-    """What became of all rollouts: sampled tokens, ends, preemptions, and the limit at each look
-    while there was something to admit.
-    """
+    """The rollouts' sampled tokens and ends, preemptions, and the limit at each look."""
 
     lengths: list[int]
     reasons: set[str]
     preemptions: int
     limits: list[int]
-    # sampled ones, over computed ones and steps in tokens, between the warm-up and the last start:
-    # throughput
+    # Sampled tokens over computed tokens and steps, from the warm-up to the last start. It is a
+    # throughput without a clock, because the machine may be busy.
     tokens_for_work: float
-    # without a clock, which a busy machine hardly changes
 
 
 async def play(ctx, fleet, name, admission, counts):
-    """One rollout a length, as many in flight as there are permits. `counts` are those of
-    `counted_engine`.
-    """
+    """Play one rollout for each length, one permit each. `counts` are from `counted_engine`."""
     before = (await fleet.metrics())[0].preemptions_total
     chance, limits, changed = np.random.default_rng(2), [], asyncio.Event()
     prompts = chance.integers(3, DENSE["vocab_size"], (len(LENGTHS), PROMPT_TOKENS), dtype=np.int32)
@@ -146,12 +138,9 @@ def test_adaptive_admission_preempts_less_and_is_nearly_as_fast_as_the_best_limi
         assert each.lengths == LENGTHS
         assert each.reasons == {"length"}
     assert overloaded.preemptions > 0
-    assert (
-        2 * followed.preemptions <= overloaded.preemptions
-    )  # a third in general; more on a machine that stalls for seconds
-    # Half of all looks, not each: a busy machine may sleep through whole rollouts, after which one
-    # look sees young ones alone.
+    # Usually a third, more on a machine that stalls for seconds.
+    assert 2 * followed.preemptions <= overloaded.preemptions
+    # The median, because after a pause of a busy machine one look may see only young rollouts.
     assert FLOOR < np.median(followed.limits) < OVERLOAD / 2
-    # 0.97 to 1.00; where other programs take both cores, whoever starts rollouts is late now and
-    # then: a tenth less, of either.
+    # 0.97 to 1.00, and a tenth less beside other programs, when rollouts start late.
     assert followed.tokens_for_work >= 0.85 * fitting.tokens_for_work

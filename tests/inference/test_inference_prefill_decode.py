@@ -1,5 +1,6 @@
-"""Prefill and decode apart over NIXL and over Mooncake: two real engines, of which the second
-serves whole requests too, as the referee.
+"""Disaggregated prefill over NIXL and Mooncake with two real engines.
+
+The decode engine also serves whole requests, as the reference.
 """
 
 import asyncio
@@ -43,10 +44,9 @@ torch.set_num_threads(1)
 
 KINDS = {"nixl": {"kind": "nixl"}, "mooncake": {"kind": "mooncake", "protocol": "tcp"}}
 MOST_UPDATES = MOST_ABORTS = 8
-MEANWHILE = "meanwhile"  # where engines publish that are started before anybody is to know
-PROMPT = (
-    np.random.default_rng(3).integers(3, 48, 200).astype(np.int32)
-)  # six blocks and a part of one
+MEANWHILE = "meanwhile"  # the stage in whose folder engines publish that start early
+# Six blocks and a part.
+PROMPT = np.random.default_rng(3).integers(3, 48, 200).astype(np.int32)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -112,7 +112,7 @@ def ask(fleet, name, salt, prompt=PROMPT, max_tokens=24, **options):
 
 
 def whole(fleet, name, salt, **options):
-    """The same request on the decode engine alone."""
+    """Send the same request to the decode engine alone."""
     return ask(fleet.engines[1], name, salt, **options)
 
 
@@ -124,9 +124,7 @@ def same(one, other):
 
 
 def routes_of(generation):
-    """Expert choices of every token that was an input, from the first that was asked for; all of
-    them are known.
-    """
+    """Return the expert choices of input tokens, from the first requested token on, all known."""
     start, end = (
         generation.routes[0].start,
         max(part.start + part.num_rows for part in generation.routes),
@@ -189,8 +187,7 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(
     module = make_module(manifest, seed=101)
 
     async def scenario(fleet):
-        # A cache that nobody has read yet: the prefill engine holds its blocks for as long as the
-        # lease says.
+        # An unread cache: the prefill engine holds its blocks until the lease ends.
         _, where = await fleet.disaggregated._prefill(
             fleet.disaggregated.peer(Address(0, 0)), PROMPT, "unread", 60.0, "u"
         )
@@ -198,8 +195,7 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(
         answers = [[] for _ in range(12)]
 
         async def one_after_another(i):
-            # Of as many lengths, so that an update finds them at every point of their way: being
-            # prefilled, handed over, sampled.
+            # Twelve lengths, so that an update meets requests in prefill, handover and sampling.
             while not updated.is_set():
                 name, prompt = (
                     f"flight-{i}-{len(answers[i])}",
@@ -249,9 +245,8 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(
 
     reports, took_s, answers, late, new, reference = drive(engines, scenario)
     newest = len(reports)
-    assert (
-        max(took_s) < 10 and max(report.pause_s for report in reports) < 5
-    )  # upstream: until the lease runs out, 600 s and more
+    # Upstream: until the lease ends, 600 s and more.
+    assert max(took_s) < 10 and max(report.pause_s for report in reports) < 5
     generations = [(each, 100 + 16 * i) for i, every in enumerate(answers) for each in every]
     for each, length in generations:
         assert len(each.token_ids) == length and (np.diff(each.versions) >= 0).all()
@@ -264,9 +259,8 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(
 
 def test_an_abort_reaches_a_request_wherever_it_is_and_no_block_stays_behind(engines):
     async def scenario(fleet):
-        for attempt in range(
-            MOST_ABORTS
-        ):  # an engine this small may be done before an abort reaches it
+        # An engine this small may be done before an abort reaches it.
+        for attempt in range(MOST_ABORTS):
             name = f"decoding-{attempt}"
             decoding = asyncio.create_task(ask(fleet, name, "a", max_tokens=290, session="1"))
             while not fleet.disaggregated._prefilling:
@@ -278,7 +272,7 @@ def test_an_abort_reaches_a_request_wherever_it_is_and_no_block_stays_behind(eng
                 await asyncio.wait({decoding}, timeout=0.01)
             if (await decoding).finish_reason == "abort":
                 break
-        # Between the engines: the prompt is prefilled (or is being), nothing is sampled yet.
+        # Between the engines: in or after prefill, before the first sampled token.
         between = asyncio.create_task(ask(fleet, "between", "b", session="2"))
         while "between" not in fleet.disaggregated._prefilling:
             await asyncio.sleep(0)
@@ -365,9 +359,10 @@ def test_engines_listen_on_loopback_only_but_for_mooncakes_own_sockets(engines, 
 
 @pytest.fixture
 def again(engines, run_dir):
-    """`kill(index)` ends an engine as the launcher does one that is gone; `listen(index)` has its
-    next incarnation, which has been started
-    meanwhile, say where it is."""
+    """Yield `kill(index)`, which ends an engine, and `listen(index)`.
+
+    `listen` publishes the address of the engine's next incarnation, already started.
+    """
     running = engines[0]
     started = [
         start_role("orrery.inference", run_dir, index, stage=MEANWHILE, incarnation=1)
@@ -437,9 +432,8 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
 
         await fleet.update(publisher.publish(20, named_hf_tensors(module)))
 
-        # The prefill engine: it stands still while some of its caches are asked for and others are
-        # made, and then it is killed. Whether a
-        # read needs it is a matter of UCX's; of the dead one nothing can be read.
+        # Stop the prefill engine while some of its caches are read and others made, then kill it.
+        # UCX decides whether a read needs a live engine. A dead engine cannot be read.
         producer, consumer = map(fleet.disaggregated.peer, (Address(0, 0), Address(1, 0)))
         caches = [
             (await fleet.disaggregated._prefill(producer, PROMPT, f"read-{i}", 60.0, f"read-{i}"))[

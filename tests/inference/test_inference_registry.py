@@ -25,7 +25,7 @@ from orrery.orchestrator.engines.messages import METRICS
 INFERENCE = REPOSITORY / "packages/orrery/inference"
 TREE = Path(find_spec("vllm").submodule_search_locations[0])
 
-# What patches (and the worker extension) replace or rely on, beyond what they import: file, then
+# Code that patches and the worker extension replace or rely on, without imports: file, then
 # class and attribute.
 CORRECTED = {
     "../plugin.py": [

@@ -1,5 +1,6 @@
-"""Two real engines behind vllm-router, serving a tiny mixture of experts (whose reload on CPU is
-the one vLLM gets wrong).
+"""Two real engines with a tiny mixture of experts behind vllm-router.
+
+Without a patch vLLM's reload of such a model fails on CPU.
 """
 
 import asyncio

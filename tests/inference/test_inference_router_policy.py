@@ -1,6 +1,4 @@
-"""What the real vllm-router makes of what it is told: where turns of a session go, and how a pool
-is spread, before servers that count.
-"""
+"""The real vllm-router before counting servers: turns of a session, and the spread of a pool."""
 
 import asyncio
 import json
@@ -110,7 +108,7 @@ def routers(engines):
 
 
 def arguments_for(policy, engines, port, metrics_port):
-    """What a run with this policy starts its router with."""
+    """Return the router's arguments for this policy."""
     manifest = json.loads((REPOSITORY / "manifests/reverse_text_smoke.json").read_text())
     absolute, relative = (2, 1.1) if policy == "cache_aware" else (None, None)
     router = {
@@ -125,9 +123,7 @@ def arguments_for(policy, engines, port, metrics_port):
 
 
 def send(url, engines, *waves, held_s=0.0):
-    """Requests, (session, prompt), those of a wave at once, held for so long; gives (session,
-    prompt) by the engine that saw them.
-    """
+    """Send waves of requests (session, prompt), each held `held_s`. Return them by engine."""
 
     async def main():
         async with RouterClient(url) as router:
@@ -164,7 +160,7 @@ def homes(seen):
 
 @pytest.mark.parametrize("name", ["consistent_hash", "sticky_least_loaded"])
 def test_turns_of_a_session_stay_on_one_engine_by_its_header_alone(routers, engines, name):
-    rng = random.Random(3)  # prompts have nothing in common: only the header can keep them together
+    rng = random.Random(3)  # prompts share no prefix: only the header can keep them together
     turns = [
         [(f"group-7-{i}", [rng.randrange(40) for _ in range(50)]) for i in range(24)]
         for _ in range(3)

@@ -60,7 +60,7 @@ async def sample(fleet, name, prompt=PROMPT, max_tokens=20, routes_from=0, salt=
 
 
 def choices(module, ids):
-    """What our own network's routers choose, sorted, [tokens, layers, experts a token]."""
+    """Return our own network's choices, sorted, [tokens, layers, experts a token]."""
     found = []
     hooks = [
         each.register_forward_hook(lambda _m, _i, out: found.append(out[1]))
@@ -150,13 +150,13 @@ def test_an_update_in_flight_parts_tokens_and_routes_at_the_same_place(url, mani
             and (np.diff(generation.versions) >= 0).all()
         )
         ids = [*PROMPT, i, *generation.token_ids.tolist()]
-        # The token that the old weights sampled last was the first input of the new ones.
+        # The last token of the old weights was the new weights' first input.
         inputs_of_old = len(PROMPT) + 1 + int((generation.versions == START_VERSION).sum()) - 1
         routes, own = routes_of(manifest[0], ids, *generation.routes), choices(old, ids)
         np.testing.assert_array_equal(routes[:inputs_of_old], own[:inputs_of_old])
         assert (
             routes[inputs_of_old:-1] != own[inputs_of_old:-1]
-        ).any()  # the new weights', over the old ones' cache
+        ).any()  # the new weights' routes, over the old cache
         assert (routes[:-1] < 4).all() and (routes[-1] == 255).all()
     ids = [*PROMPT, *after.token_ids.tolist()]
     assert (after.versions == 1).all()

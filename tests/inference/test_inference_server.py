@@ -1,6 +1,4 @@
-"""How a server ends: with the words of whoever kept it from serving. The engine and vLLM's server
-are stand-ins.
-"""
+"""Ends of a server, with the sentence of the failed part. Engine and server are stand-ins."""
 
 import asyncio
 import socket

@@ -1,6 +1,4 @@
-"""What an engine core sends of requests that are answered whole: everything once, in order, and in
-few pieces.
-"""
+"""An engine core's outputs for requests with whole answers: complete, in order, in few pieces."""
 
 from types import SimpleNamespace
 
@@ -37,7 +35,7 @@ def requests(*names, kind=RequestOutputKind.FINAL_ONLY, stop=None):
 
 
 def told(outputs, name):
-    """(tokens, log-probs, routes) of one request over all that was sent of it."""
+    """Return (tokens, log-probs, routes) of one request from all its outputs."""
     mine = [each for each in outputs if each.request_id == name]
     tokens = [token for each in mine for token in each.new_token_ids]
     logprobs = np.concatenate([each.new_logprobs.logprobs[:, 0] for each in mine]).tolist()

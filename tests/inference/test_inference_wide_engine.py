@@ -1,5 +1,6 @@
-"""One real vLLM on CPU of four workers, two tensor-parallel in each of two data-parallel engine
-cores, whose takes fail in some of them.
+"""A real vLLM on CPU with two data-parallel engine cores of two tensor-parallel workers each.
+
+Transfers of weights fail in some workers.
 """
 
 import asyncio
@@ -74,7 +75,7 @@ def server(run_dir):
 
 @pytest.fixture
 def module(run_dir, request):
-    """The weights of a version, others in every test."""
+    """Return the weights of a version, different in every test."""
     return make_module(load(run_dir / "manifest.json"), seed=sum(request.node.name.encode()))
 
 
@@ -84,14 +85,14 @@ async def sample(fleet, request_id, **options):
 
 
 async def holds_nothing(engine):
-    """None of its workers vouches for anything."""
+    """Return whether no worker attests a version."""
     held = await engine._ask_workers("fingerprints")
     assert len(held) == NUM_WORKERS
     return not any(held) and not (await engine.attested()).how
 
 
 async def takes_it_again(fleet, claimed, module):
-    """The engine does, alone, and serves it from every rank."""
+    """The engine alone takes the version again, and serves it from every rank."""
     [engine] = fleet.engines
     again = await fleet._leases.start_transfer(claimed, [engine.name])
     report = await update_engine(engine, again)

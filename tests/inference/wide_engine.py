@@ -1,10 +1,8 @@
-"""An engine that is as wide as its manifest says, on a CPU, each rank a process as on GPUs: `python
--m wide_engine`.
+"""An engine of several ranks on a CPU, each a process as on GPUs: `python -m wide_engine`.
 
-What a run refuses to start there computes all the same. A file in the run directory makes a rank
-fail in its next take, in these words:
-`absent.<rank>` before it arrives, `fault.<rank>` with everything received, then also by "another's"
-doing, or since it "dies".
+A run would refuse this shape on a CPU. A file in the run directory makes a rank fail in its next
+transfer: `absent.<rank>` before it arrives, `fault.<rank>` after it received everything. The file
+holds the error's text, or "another's" for a lost peer, or "dies" for a killed rank.
 """
 
 import multiprocessing
@@ -41,9 +39,7 @@ def wide_arguments(manifest: Any, weights: Path, *where: Any) -> list[str]:
 
 
 def correct_and_fork(manifest: Any) -> None:
-    """Workers too are forks of the server, which has imported what they need. A signal to one of
-    them is not for the server's loop.
-    """
+    """Fork workers from the server, to save imports. Keep their signals from the server's loop."""
     correct(manifest)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     from vllm.v1.executor import multiproc_executor

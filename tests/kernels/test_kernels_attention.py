@@ -214,9 +214,8 @@ def test_backends_of_a_cpu_agree_and_can_take_over_from_one_another(dtype):
     layout = Layout(cu, cu, 20, 20, True, 8**-0.5)
     assert dispatch.candidates(q, k, layout) == ["padded", "plain"]
     out, lse = padded.forward(q, k, v, layout)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[
-        dtype
-    ]  # sums of up to 20 terms; a bfloat16 keeps 8 bits
+    # Sums of up to 20 terms; a bfloat16 keeps 8 bits.
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for actual, expected in zip((out, lse), plain.forward(q, k, v, layout), strict=True):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     dout = torch.linspace(-1, 1, q.numel()).view_as(q).to(dtype)
@@ -586,9 +585,8 @@ def test_cudnn_is_told_of_packed_documents_what_makes_it_right(lengths, fake_cud
     dout = torch.linspace(-1, 1, q.numel()).view_as(q).bfloat16()
     out, lse = cudnn_packed.forward(q, k, v, layout)
     expected, expected_lse = plain.forward(q, k, v, layout)
-    close = functools.partial(
-        torch.testing.assert_close, rtol=1e-2, atol=1e-2
-    )  # two roundings to bfloat16's 8 bits
+    # Two roundings to bfloat16's 8 bits.
+    close = functools.partial(torch.testing.assert_close, rtol=1e-2, atol=1e-2)
     close(out, expected)
     close(lse, expected_lse)
     gradients = cudnn_packed.backward(dout, (q, k, v, expected, expected_lse), layout)

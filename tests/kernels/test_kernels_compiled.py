@@ -98,7 +98,7 @@ def scalar_type(value) -> str:
 
 
 def stack_bytes(compiled) -> int:
-    """Return the bytes of a thread's stack, which holds its spilled registers."""
+    """Return the bytes of a thread's stack, for spilled registers."""
     usage = run_cuobjdump("-res-usage", compiled.asm["cubin"])
     return int(re.search(r"STACK:(\d+)", usage)[1])
 

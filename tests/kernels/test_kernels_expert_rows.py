@@ -83,9 +83,8 @@ def test_slots_that_go_nowhere_stand_last_beyond_the_ends(num_experts):
 def test_slots_that_go_nowhere_may_share_the_last_row(backend):
     every = sort_by_expert(torch.tensor([[5, 0, 1], [4, 5, 5], [2, 5, 0]], device=DEVICE), 5)
     rows = every._replace(row_M=every.row_M[:6], place_TK=every.place_TK.clamp(max=5))
-    is_real = (
-        torch.arange(6, device=DEVICE)[:, None] < 5
-    )  # what stands in the last row is any of its slots' tokens
+    # The last row holds a token of any of its slots.
+    is_real = torch.arange(6, device=DEVICE)[:, None] < 5
     x, y = random(3, 4), random(6, 4)
     expected = outcome(lambda x: torch.where(is_real, reference_gather_rows(x, rows), 0), x)
     assert_all_close(

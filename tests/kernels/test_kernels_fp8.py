@@ -236,7 +236,7 @@ def test_the_operators_are_sound_for_compilers(with_parts):
     one = weight.detach()[0].requires_grad_()
     dense = [part[0] for part in parts]
     checks = ["test_autograd_registration", "test_faketensor"]
-    if not with_parts:  # torch's check of schemas multiplies all inputs, which FP8 cannot
+    if not with_parts:  # torch's check of schemas multiplies all inputs, and FP8 has no product
         checks.append("test_schema")
     torch.library.opcheck(
         torch.ops.orrery.fp8_linear.default, (x, one, dense, True), test_utils=checks

@@ -34,7 +34,7 @@ def outcome(op, x, weight, ends):
 
 
 def grouped(outcome, ends):
-    """What is defined of an outcome: rows of a group, and the weight's gradient."""
+    """Return the defined part of an outcome: rows of groups, and the weight's gradient."""
     out, grad_x, grad_weight = outcome
     return out[: ends[-1]], grad_x[: ends[-1]], grad_weight
 

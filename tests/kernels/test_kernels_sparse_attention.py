@@ -122,7 +122,7 @@ def test_a_full_buffer_keeps_the_best(backend, top_k):
 @BACKENDS
 def test_the_lowest_index_wins_among_equal_scores(backend, monkeypatch):
     q, k, weights, first, last = indexed()
-    q, weights = q.round(), weights.round()  # integers, whose sums are exact in any order
+    q, weights = q.round(), weights.round()  # sums of integers are exact in any order
     monkeypatch.setattr(sparse_index, "CHUNK_KEYS", 10)
     for weight in (weights, weights * 0.0):  # zeros of both signs make equal scores
         found = select_keys(q, torch.ones_like(k), weight, first, last, 5, backend)
@@ -205,7 +205,7 @@ def test_queries_may_be_a_part_of_the_keys_tokens(backend):
 
 
 def half(backend):
-    """Return bfloat16, or float16 in Triton's interpreter, whose `dot` takes no bfloat16."""
+    """Return bfloat16, or float16 in Triton's interpreter: its `dot` takes no bfloat16."""
     return torch.float16 if backend == "triton" and DEVICE == "cpu" else torch.bfloat16
 
 

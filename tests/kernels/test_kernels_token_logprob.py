@@ -87,9 +87,8 @@ def test_bfloat16_operands_give_float32_log_probs_of_the_rounded_operands():
     actual = outcome(token_logprob, hidden, weight, target, temperature, g.float(), h.float(), 8)
     assert actual[0].dtype == torch.float32 and actual[3].dtype == torch.bfloat16
     assert_close(actual[:2], expected[:2], 1e-5)
-    assert_close(
-        actual[2:], expected[2:], 2e-2
-    )  # the logits' gradient is rounded to bfloat16 before its products
+    # The logits' gradient is rounded to bfloat16 before its products.
+    assert_close(actual[2:], expected[2:], 2e-2)
 
 
 def test_no_tokens_give_no_numbers_and_zero_gradients():
@@ -102,7 +101,7 @@ def test_no_tokens_give_no_numbers_and_zero_gradients():
 
 @pytest.mark.parametrize(
     "backend", ["plain", pytest.param("triton", marks=on_a_gpu)]
-)  # Triton's interpreter makes copies of its own
+)  # Triton's interpreter makes copies
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(64, 4), (64, 1000), (3, 4)])
 def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk, backend):
     vocab, sizes = 1000, []
@@ -177,9 +176,8 @@ def test_frozen_operands_and_kept_logits_cost_no_product():
             logprob, _ = token_logprob(*leaves, target, temperature, 8, keep_logits=keep)
             with Count():
                 logprob.sum().backward()
-            assert len(products) == 5 * (
-                of_hidden + of_weight + (not keep)
-            )  # a tile of 8 tokens, of 37
+            # Tiles of 8 of the 37 tokens.
+            assert len(products) == 5 * (of_hidden + of_weight + (not keep))
             products.clear()
 
 
@@ -230,7 +228,7 @@ def test_the_one_pass_softmax_of_triton_equals_float64(vocab, edges):
 
     block, (target, temperature, *_) = rows_of(5, vocab)
     block[1] += (
-        1000  # a common offset cancels: what is left is the rounding of logits of 1000, 3e-5 each
+        1000  # a common offset cancels, except for the rounding of logits of 1000, 3e-5 each
     )
     expected = softmax_of(update_state, block.double(), target, temperature)
     actual = softmax_of(triton.update_state, block, target, temperature, edges)

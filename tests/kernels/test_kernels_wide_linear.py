@@ -1,4 +1,4 @@
-"""Wide projections: a result that is not rounded, and gradients that are rounded once."""
+"""Wide projections: results are not rounded, gradients once."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""`orrery` as a fork of a process that has imported what a fetch imports.
+"""`orrery` as a fork of a process with a fetch's imports.
 
 - The hub's client is imported anew, because it reads its variables at import. Its chunks are small,
   because it keeps whole chunks of a broken download.

@@ -3,8 +3,8 @@
 `python -m launcher_fakes --run-dir …` is a role, whose acts `<run_dir>/script.json` has by index.
 `python launcher_fakes.py launch RUN_DIR [RESTARTS [DEADLINE_SCALE]]` is a launcher with the plan in
 `<run_dir>/plan.json`. A test may write an error of a wall clock in seconds into
-`<run_dir>/wall_clock.<role or launcher>`. Only `launch` imports the launcher, which takes longer
-than a role's start.
+`<run_dir>/wall_clock.<role or launcher>`. Only `launch` imports the launcher, because
+that takes longer than a role's start.
 """
 
 import asyncio
@@ -125,7 +125,7 @@ def be_a_role() -> None:
 
 
 def orchestrate_then_block() -> None:
-    """Run the orchestrator's process and event loop, which blocks in a call once it is told to."""
+    """Run the orchestrator's process and event loop. The file `go` blocks the loop in a call."""
     from orrery.orchestrator import __main__ as orchestrator
 
     async def fleet(ctx, leases=None):

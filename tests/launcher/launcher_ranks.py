@@ -2,7 +2,7 @@
 
 `python launcher_ranks.py RUN_DIR STAGE NUM_RANKS DEADLINE_SCALE` is the launcher, and
 `python -m launcher_ranks --run-dir …` a rank.
-STUCK="1 3": rank 1 never gets out of step 3; "1 3 copy": nor does it copy the checkpoint of step 3.
+STUCK="1 3": rank 1 hangs in step 3. "1 3 copy": it hangs while it copies the checkpoint of step 3.
 """
 
 import os

@@ -19,8 +19,8 @@ def launch(
 ) -> subprocess.Popen:  # fmt: skip
     """Start a launcher over these (role, acts). Inference and router end with the stage.
 
-    Engines are restarted `restarts` times. The launcher ignores the `ignored` ones of SIGINT and
-    SIGHUP.
+    Engines are restarted `restarts` times. `ignored`: signals of SIGINT and SIGHUP
+    that the launcher ignores.
     """
     plan, script = [], {}
     for index, (role, acts) in enumerate(processes):

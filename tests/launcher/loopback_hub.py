@@ -23,12 +23,12 @@ class Hub:
         self.repositories = {}  # "models/owner/name" → (commit, {path: bytes})
         self.gated = set()
         self.breaks = 0  # downloads that end in the middle
-        self.failing = 0  # API calls that are answered by 503
+        self.failing = 0  # API calls to answer with 503
         self.slow_heads = 0  # HEAD requests that get no answer within 9 s
         self.given_up = 0  # slow HEAD requests that the client closed within 9 s
         self.is_xet = False  # also offers files by Xet, at an address without a server
         self.wrong = set()  # paths with other bytes of the same size
-        self.sizes = {}  # sizes that the tree lists in place of the true ones
+        self.sizes = {}  # false sizes in the tree
         self.requests = []
 
     def add(self, name: str, folder: Path, kind: str = "models") -> str:

@@ -1,4 +1,4 @@
-"""Adoption of a run: what is copied, what is refused, and what stays whole."""
+"""Adoption of a run: copies, refusals, and files that stay whole."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def write(path: Path, text: str = "x") -> Path:
 
 @pytest.fixture
 def other(checkout):
-    """A run that was stopped in its RL stage, with one whole checkpoint and one that is torn."""
+    """A run stopped in its RL stage, with one whole and one torn checkpoint."""
     run = find("reverse_text")
     begin(run.path)
     write(run.path / "manifest.json", pretty_json(run.manifest))
@@ -220,9 +220,8 @@ def test_a_run_that_is_going_is_not_adopted_and_a_failure_leaves_nothing(
         pytest.raises(OrreryError, match="another launcher is running this run"),
     ):
         adopt(run, other)
-    write(
-        checkout / "runs" / f".{run.path.name}.partial" / "status.json", "{}"
-    )  # as one that was killed leaves it
+    # As a killed adoption leaves it.
+    write(checkout / "runs" / f".{run.path.name}.partial" / "status.json", "{}")
     assert [path.name for path in all_runs(find_workspace())] == [other.path.name]
     monkeypatch.setattr(
         shutil, "copy2", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))

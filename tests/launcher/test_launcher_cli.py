@@ -1,4 +1,4 @@
-"""The command line: what a person reads and what they type next."""
+"""The command line: its output, and the command to type next."""
 
 import itertools
 import json
@@ -221,7 +221,7 @@ def test_an_export_at_a_site_with_slurm_is_a_small_job_that_needs_no_torch_here(
         SITE if has_containers else SITE.partition("[containers]")[0]
     )
     monkeypatch.delenv("ORRERY_SITE", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "12")  # the shell of another job, whose step it is not
+    monkeypatch.setenv("SLURM_JOB_ID", "12")  # the shell of another job
     monkeypatch.setattr(containers, "find_image", lambda *words: checkout / "trainer.sif")
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -565,9 +565,8 @@ def test_the_table_of_benchmarks_holds_values_against_goals(checkout, capsys):
         {"variant": "one side", "value": 9, "unit": "tokens/s"},
         {"variant": "the other", "value": 1, "unit": "tokens/s"},
     ]
-    (folder / "both.json").write_text(
-        json.dumps({**record, "value": 7, "rows": parts})
-    )  # what has the goal is none of its rows
+    # The goal is for no single row.
+    (folder / "both.json").write_text(json.dumps({**record, "value": 7, "rows": parts}))
     held = {(one.name, one.variant): one.holds for one in bench.figures(checkout / "benchmarks")}
     assert held == {
         ("pipeline/dry_run", ""): True, ("pipeline/both", ""): False,

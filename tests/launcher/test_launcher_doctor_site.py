@@ -74,7 +74,7 @@ def site(**changes) -> Site:
 
 
 def troubles(findings) -> dict[str, str]:
-    """What is wrong, with what mends it."""
+    """Return each problem with its remedy."""
     return {one.what: f"{one.found}: {one.remedy}" for one in findings if one.remedy}
 
 
@@ -442,7 +442,7 @@ def test_little_space_is_noted_and_none_is_not_borne():
 
 
 def probe(folder: Path, size: int, **changes) -> list[dict]:
-    """`size` nodes, each a process of its own; the lines that they print, between other lines."""
+    """Run the probe as `size` processes, one a node. Return the lines that they print."""
     options = {
         "folder": str(folder), "interface": "lo", "python": sys.executable,
         "enter_image": containers.enter_image(gpus=False), "theirs": containers.APPTAINER_OPTIONS,

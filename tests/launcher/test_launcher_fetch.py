@@ -26,7 +26,7 @@ constants.DOWNLOAD_CHUNK_SIZE = 1024
 from orrery.launcher.cli import main
 main()
 """
-# Imports of a fetch and of the programs that it starts, which take most of its time.
+# Imports of a fetch and of its programs. They take most of its time.
 PRELOADED = (
     "orrery.models.axis",
     "pyarrow.parquet",
@@ -85,7 +85,7 @@ class Place:
         }
 
     def fresh_orrery(self, *words: str) -> tuple[int, str, str]:
-        """Run `orrery` and the programs that it starts in interpreters of their own."""
+        """Run `orrery` and its programs in fresh interpreters."""
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, *words],
             cwd=self.root,
@@ -107,7 +107,7 @@ class Place:
         return code, *texts
 
     def refuse(self, *words: str, **variables: str) -> str:
-        """Return the last line of a refused fetch, which leaves nothing behind."""
+        """Return the last line of a refused fetch. Fail if it leaves files."""
         code, out, err = self.orrery("fetch", *words, **variables)
         assert (code, out) == (2, ""), err
         last = err.strip().splitlines()[-1]

@@ -209,9 +209,8 @@ def test_what_is_no_sif_file_is_left_alone(tmp_path):
 def test_a_digest_that_is_not_the_locks_is_said_with_its_cause(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "containers"))
     build = script("build")
-    monkeypatch.setattr(
-        build, "_version", lambda program, flag: program
-    )  # which this machine may not have
+    # This machine may lack it.
+    monkeypatch.setattr(build, "_version", lambda program, flag: program)
     against_lock = build.against_lock
     locked = Built("r" * 64, "a" * 64)
     assert "as containers/images.lock says" in against_lock("cpu/trainer", locked, locked)

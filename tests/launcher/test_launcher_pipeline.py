@@ -118,7 +118,7 @@ def test_a_failed_stage_is_gone_on_with_and_finished_ones_are_left_alone(checkou
     assert snakemake(checkout, "--profile", "local", "reverse_text").returncode == 0
     assert calls(checkout) == ["init", "sft", "rl", "rl", "evaluate", "report"]
     for path in checkout.rglob("*.json*"):
-        os.utime(path)  # what a git checkout does
+        os.utime(path)  # as a git checkout does
     again = snakemake(checkout, "--profile", "local", "reverse_text")
     assert again.returncode == 0 and len(calls(checkout)) == 6, again.stderr
 
@@ -176,13 +176,14 @@ def test_a_broken_spec_is_named_and_leaves_the_runs_of_other_files_alone(checkou
 def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
     shutil.copy(ROOT / "Makefile", checkout)
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    # As if `make setup` had been done.
     argv = [
         "make",
         "-o",
         ".venv/.ready",
         "demo",
         "RUN=reverse_tex",
-    ]  # as if `make setup` had been done
+    ]
     result = subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True, timeout=60)
     assert result.returncode != 0 and "MissingRule" not in result.stderr
     assert (
@@ -298,9 +299,8 @@ def test_ctrl_c_during_a_stage_ends_the_launcher_and_all_roles_in_order(checkout
     while not (ready := run_dir / "ready.trainer.0").exists() or not ready.read_text():
         assert time.monotonic() < limit and pipeline.poll() is None, pipeline.communicate()[0]
         time.sleep(0.05)
-    os.killpg(
-        pipeline.pid, signal.SIGINT
-    )  # as a terminal does: everyone in the foreground group hears it
+    # As a terminal does: the whole foreground group gets it.
+    os.killpg(pipeline.pid, signal.SIGINT)
     out, _ = pipeline.communicate(timeout=40)
     assert pipeline.returncode != 0
     status = read_status(run_dir)

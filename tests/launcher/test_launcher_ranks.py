@@ -28,9 +28,7 @@ torch = pytest.importorskip("torch")
 initialize = pytest.importorskip("orrery.trainer.__main__").initialize
 HERE = Path(__file__).parent
 SCALE = 0.2  # of every deadline of the code; on a busy machine a step may take some seconds
-END_S = (
-    60 - STILL_S
-)  # what a minute leaves, where nothing is scaled, for stacks, recorders and the end
+END_S = 60 - STILL_S  # unscaled time for stacks, recorders and the end, within a minute in all
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -74,7 +72,7 @@ def run_dir(initialized, tmp_path):
 
 
 def at_step(launcher: subprocess.Popen, run_dir: Path, step: int) -> dict[str, Health]:
-    """Both ranks, once each is in `step` or after it and has said its pulse."""
+    """Wait until both ranks have reached `step` and sent a heartbeat. Return their health."""
     limit_s = time.monotonic() + 90
     while launcher.poll() is None:
         ranks = read_health(run_dir, "sft", 1)
@@ -162,7 +160,7 @@ def test_a_rank_that_stands_still_between_steps_ends_all_by_its_name_too(run_dir
 
 
 def kept(run_dir: Path, said: str) -> str:
-    """All that a failed run left, since it can be seen nowhere else once the test has ended."""
+    """Return a failed run's output, logs and health, because its folder is removed."""
     logs = run_dir / "logs"
     texts = [
         f"— {path.name}\n{path.read_text()[-4000:]}"

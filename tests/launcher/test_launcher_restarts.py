@@ -244,7 +244,7 @@ def test_an_engine_whose_event_loop_is_blocked_says_where_and_is_started_again(r
 
 
 def test_only_the_nodes_of_engines_that_ended_are_suspected_to_be_lost(run_dir):
-    """Of 28 nodes `b`, whose engine has ended, is suspected and lost. Nothing is restarted."""
+    """One of 28 nodes, `b`, is suspected and lost, as its engine ended. No engine is restarted."""
 
     def engine(index, node, code):
         plan = SimpleNamespace(role="inference", ends="with_stage", whole=f"inference.{index}")

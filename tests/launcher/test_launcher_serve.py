@@ -24,7 +24,7 @@ def make_folder(path, config=True, weights=True):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run without weights, which `find` returns for any word."""
+    """A run without weights. `find` returns it for any word."""
     run = SimpleNamespace(path=tmp_path / "one-0123456789ab")
     run.path.mkdir()
     monkeypatch.setattr(serve, "find", lambda *_: run)

@@ -1,4 +1,4 @@
-"""The site file: what it may say, and one sentence for what it may not."""
+"""The site file: allowed values, and one sentence for each refused value."""
 
 import pytest
 

@@ -96,9 +96,8 @@ def test_engines_and_ranks_on_one_node_share_its_devices_and_none_twice():
         and ranks.devices == (4, 4)
         and orchestrator.gres is None
     )
-    assert {each.gres for each in (*engines, ranks)} == {
-        "gpu:h200:8"
-    }  # every step sees the node's; task.sh takes the slice
+    # Every step sees the node's; task.sh takes the slice.
+    assert {each.gres for each in (*engines, ranks)} == {"gpu:h200:8"}
     assert ranks.cpus_per_task * ranks.tasks_per_node <= 64 and orchestrator.cpus_per_task == 64
 
 

@@ -43,9 +43,10 @@ def test_a_stage_whose_processes_end_well_stops_its_servers_and_is_done(run_dir)
     code, stderr = end(launcher)
     assert code == 0, stderr
     done = json.loads((run_dir / "stages/rl/DONE").read_text())
+    # Two clocks.
     assert done["attempt"] == 1 and done["wall_s"] == pytest.approx(
         done["ended_s"] - done["started_s"], abs=0.05
-    )  # two clocks
+    )
     now = status.read(run_dir)
     assert (now.state, now.stage, now.attempt) == ("done", "rl", 1)
     assert {role.name: role.exit for role in now.roles} == {
@@ -286,9 +287,8 @@ def test_caches_on_the_scratch_disk_go_with_their_stage_however_it_ends(run_dir,
     pids = ready(run_dir, "inference.0", "trainer.1")
     [caches] = Path(tempfile.gettempdir()).glob(f"orrery-kv-{run_dir.name}-*")
     assert [path.name for path in caches.rglob("*.bin")] == ["block.bin"]
-    others = caches.with_name(
-        f"orrery-kv-{run_dir.name}-0123456789ab-rl"
-    )  # the same run's in another checkout
+    # A process of the same run in another checkout.
+    others = caches.with_name(f"orrery-kv-{run_dir.name}-0123456789ab-rl")
     others.mkdir()
     (run_dir / "go").touch()
     if ending == "killed":
@@ -368,9 +368,8 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
     wait_for(lambda: not any(map(alive, pids.values())), within_s=15)
     assert not list(Path("/dev/shm").glob(f"{run_directory.memory_prefix(run_dir)}*"))
     for pid in (run_dir / "children").read_text().split()[1::2]:
-        os.kill(
-            int(pid), signal.SIGKILL
-        )  # it left its group, and nobody of the run is left to know it
+        # It left its group, and the launcher that knew it is gone.
+        os.kill(int(pid), signal.SIGKILL)
     left, others = (
         subprocess.Popen(
             [sys.executable, "-c", "input()", folder], stdin=subprocess.PIPE, start_new_session=True
@@ -378,7 +377,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
         for folder in (
             str(run_dir),
             f"{run_dir}-other",
-        )  # another run's process, which got the number of one of ours
+        )  # another run's process, with a reused pid
     )
     try:
         last = status.read(run_dir)
@@ -525,9 +524,8 @@ def test_a_wall_clock_that_is_set_or_of_another_host_is_no_stall(run_dir, clock,
         run_dir / "metrics" / "launcher.0.jsonl",
         text(run_dir / "metrics" / "launcher.0.jsonl").count("\n"),
     )
-    wait_for(
-        lambda: text(rows).count("\n") >= seen + 2 or launcher.poll() is not None, 30
-    )  # it has looked in between
+    # It looked in between.
+    wait_for(lambda: text(rows).count("\n") >= seen + 2 or launcher.poll() is not None, 30)
     (run_dir / "go").touch()
     code, stderr = end(launcher)
     assert code == 0, stderr
@@ -557,9 +555,8 @@ def test_a_full_disk_ends_the_stage_with_a_sentence_and_leaves_no_process(run_di
         and "type `make demo` to start rl again" in stderr
     )
     (run_dir / "logs/launcher.0.log").unlink()
-    (run_dir / "logs/launcher.0.log").symlink_to(
-        "/dev/full"
-    )  # now the last words cannot be written either
+    # Now the last words cannot be written either.
+    (run_dir / "logs/launcher.0.log").symlink_to("/dev/full")
     code, stderr = end(launch(run_dir, ("inference", ["serve"]), ("trainer", ["wait"])))
     assert code == 1 and "Traceback" not in stderr and "rl: No space left on device" in stderr
     assert not any(alive(role.pid) for role in status.read(run_dir).roles)
@@ -568,9 +565,8 @@ def test_a_full_disk_ends_the_stage_with_a_sentence_and_leaves_no_process(run_di
 def test_the_launcher_of_a_run_is_known_after_the_wall_clock_was_set(tmp_path, monkeypatch):
     boot_s = psutil.boot_time()
     with status.hold_lock(tmp_path):
-        monkeypatch.setattr(
-            "psutil._pslinux.boot_time", lambda: boot_s + 1200.0
-        )  # the kernel's answer after a step of 20 minutes
+        # The kernel's answer after a step of 20 minutes.
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_s + 1200.0)
         found = status.lock_holder(tmp_path)
         assert found is not None and found.pid == os.getpid(), (
             "`orrery status` would say that it died"

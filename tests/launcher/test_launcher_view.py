@@ -1,4 +1,4 @@
-"""The view: a live table in a terminal, else lines, which are short for a large run."""
+"""The view: a live table in a terminal, or lines, short for a large run."""
 
 import os
 import pty
@@ -17,7 +17,7 @@ NOW_S = 1060.0
 
 @pytest.fixture
 def drawn(monkeypatch, capsys):
-    """Draws once at a time of the test's choice; what was said then."""
+    """Return a function that draws once at a given time, and returns the output."""
     progress = Progress("r", "rl", 1, ("rl",), (), None, 1000.0)
     clock = SimpleNamespace(monotonic=lambda: clock.now_s, time=lambda: NOW_S, now_s=0.0)
     monkeypatch.setattr(view, "time", clock)

@@ -1,7 +1,7 @@
 """Specs of these tests: small axes and runs under `specs/`, with the repository's `lib/` and lock.
 
 The runs: `words`, `sums`, `words_sparse` (mixture of experts), `words_wide` (two engines),
-`words_nodes` (five nodes, of which one prefills), `words_seed_1` and `_2`.
+`words_nodes` (five nodes, one for prefill), `words_seed_1` and `_2`.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Mistakes: one sentence each, and nothing written."""
+"""Mistakes: one sentence each, and no file written."""
 
 import copy
 import json
@@ -1103,7 +1103,7 @@ def test_without_the_room_of_tasks_specs_render_unasked(checkout, monkeypatch):
 
 
 def without_weights(checkout):
-    """Give every run a pretrained tokenizer that is not on this machine."""
+    """Give every run a pretrained tokenizer without files on this machine."""
     file = checkout / "jsonnet" / "models" / "dense.libsonnet"
     away = (
         f"tokenizer: {{ kind: 'pretrained', path: '{checkout}/weights', sha256: std.sha256('') }},"

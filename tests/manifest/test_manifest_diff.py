@@ -102,7 +102,7 @@ def test_a_receipt_of_another_format_is_refused(tmp_path):
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Two runs that have ended; `words_seed_2` has the better reward."""
+    """Two ended runs. `words_seed_2` has the better reward."""
     workspace = manifest_specs.checkout(tmp_path)
     monkeypatch.chdir(tmp_path)
     for name, reward in (("words_seed_1", 0.4), ("words_seed_2", 0.6)):

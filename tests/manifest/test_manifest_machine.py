@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as a fake `nvidia-smi` tells them, and runs that are fitted to them."""
+"""The GPUs of a fake `nvidia-smi`, and runs fitted to them."""
 
 import shutil
 
@@ -54,7 +54,7 @@ def workspace(tmp_path, monkeypatch):
     for lock in ("cpu.txt", "cuda.txt"):
         shutil.copy(REPOSITORY.root / "locks" / lock, root / "locks")
     monkeypatch.chdir(root)
-    monkeypatch.setattr(cli, "check_tasks", lambda manifests: [])  # a check of its own
+    monkeypatch.setattr(cli, "check_tasks", lambda manifests: [])  # tested elsewhere
     return cli.find_workspace()
 
 
@@ -190,7 +190,7 @@ def test_a_run_on_this_machine_is_a_run_of_its_own(name, names, found, driver, w
     )
     assert manifest.inference.kv_cache_bytes < DEVICES[accelerator].memory_bytes
     capsys.readouterr()
-    cli.render([adapted], on_this_machine=True)  # it fits, so nothing is made of it
+    cli.render([adapted], on_this_machine=True)  # it fits, so it stays
     assert capsys.readouterr().out.splitlines()[0] == f"kept  manifests/{adapted}.json"
 
 

@@ -196,7 +196,7 @@ def test_every_shape_fills_its_nodes_in_order_and_mixes_no_groups():
     for per_node, wide, prefill, other, trainer in SHAPES:
         manifest = shape(per_node, wide, prefill, other, trainer)
         for one in plan(manifest):
-            # groups follow one another without a gap, and nobody is outside them
+            # groups follow one another without a gap, and contain every process
             assert [group.first_node for group in one.groups] == [
                 sum(group.num_nodes for group in one.groups[:number])
                 for number in range(len(one.groups))
@@ -243,8 +243,8 @@ def test_a_shape_with_a_node_too_many_or_too_few_is_refused(change):
         data = shape(per_node, wide, *nodes).model_dump(mode="json")
         data["hardware"]["num_nodes"] += change
         if data["hardware"]["num_nodes"] == 1:
-            continue  # one node holds everything: what follows is the law of one machine
-        left = (nodes[-1] + change) * per_node  # what engines leave for the trainer
+            continue  # one node holds everything, and other constraints apply
+        left = (nodes[-1] + change) * per_node  # devices left for the trainer
         instead = f", or trainer.mesh's dp_replicate·dp_shard·cp to {left}" if left else ""
         with pytest.raises(
             OrreryError,

@@ -1,4 +1,4 @@
-"""What is built: each form of a run that cannot start is one sentence, which says what to set."""
+"""Unsupported runs: each is refused by one sentence that says what to set."""
 
 import itertools
 import re
@@ -320,9 +320,8 @@ def test_the_first_and_the_last_mesh_that_a_refusal_names_are_taken_when_typed(n
         (1, 2), (1, 2, 3, 8, 32, 96), (1, 2, 3, 5, 32), ("ulysses", "ring", "dsa")
     ):
         if devices % copies == 0:
-            shards = max(
-                1, devices // (copies * cp)
-            )  # as many devices as the run's trainer has, where cp divides them
+            # As many devices as the run's trainer has, where cp divides them.
+            shards = max(1, devices // (copies * cp))
             mesh = {
                 "dp_replicate": copies,
                 "dp_shard": shards,

@@ -1,4 +1,4 @@
-"""The counts of parameters from a manifest equal those of the built network."""
+"""Parameter counts from a manifest equal the built network's counts."""
 
 from pathlib import Path
 

@@ -26,13 +26,11 @@ def _with(trainer, checkpointing, **fields):
 def test_the_counts_of_a_mixture_are_those_that_peers_are_measured_by(name, length, whole):
     model = _manifest(name).model
     work = model_flops(model, [length])
-    block = (
-        2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 8 * 3 * 2048 * 768
-    )  # queries and output, keys and values, router, experts
+    # Queries and output, keys and values, router, experts.
+    block = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 8 * 3 * 2048 * 768
     assert active_parameters(model).total == 48 * block + 151936 * 2048
-    assert work.total / length / 1e9 == pytest.approx(
-        whole, abs=0.1
-    )  # the sum of two numbers given to one decimal
+    # A sum of two numbers with one decimal each.
+    assert work.total / length / 1e9 == pytest.approx(whole, abs=0.1)
 
 
 def test_short_documents_cost_less_attention_and_the_same_products():

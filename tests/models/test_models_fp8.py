@@ -198,7 +198,7 @@ def test_engines_receive_the_bytes_that_the_trainer_multiplies(make_network, fam
         assert box == tuple((0, size // 128) for size in hf.shape)
         assert torch.equal(named[hf.name].view(torch.uint8), value.view(torch.uint8))
         assert torch.equal(named[hf.name + SCALE], scale)
-    # One step multiplies bfloat16 copies: their quantized parts are the sent ones.
+    # A step multiplies bfloat16 copies. Their quantized parts equal the sent parts.
     name = f"layers.0.self_attn.{'q_b_proj' if family == 'glm5' else 'q_proj'}.weight"
     own = quantize_weight(network.get_parameter(name).detach().bfloat16()).forward
     name = f"model.{name}"

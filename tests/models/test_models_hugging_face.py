@@ -29,12 +29,13 @@ SIZES = {
     "eos_token_id": None,
     **dict.fromkeys(["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"], 1e-6),
 }
+# The manifest's values.
 SAME = {
     "intermediate_size": 40,
     "head_dim": 8,
     "max_positions": 64,
     "rope_theta": 10000.0,
-}  # the manifest's
+}
 LAYERS = ["sliding_attention", "full_attention"]
 TIED, UNTIED = {**SIZES, "tie_word_embeddings": True}, {**SIZES, "tie_word_embeddings": False}
 ARCHITECTURES = {
@@ -104,7 +105,7 @@ def make_network(make_model):
 
 def filled(model, module):
     weights.initialize(module, model)
-    with torch.no_grad():  # norms of one and biases of zero would hide one that is not loaded
+    with torch.no_grad():  # norms of one and biases of zero would hide a missing tensor
         for index, parameter in enumerate(module.parameters()):
             if parameter.ndim == 1:
                 parameter.add_(
@@ -264,9 +265,10 @@ def test_what_the_manifest_and_the_config_say_differently_is_refused(make_networ
         make_network(
             {**content, "model_type": "gemma2", "tie_word_embeddings": True, "head_dim": 16}
         )
+    # The architecture ignores it.
     make_network(
         {**ARCHITECTURES["gpt_neox: biases, half of a head turns"], "num_key_value_heads": 1}
-    )  # which nothing reads there
+    )
 
 
 REFUSED = {

@@ -85,9 +85,7 @@ variants = pytest.mark.parametrize(("family", "fields"), VARIANTS.values(), ids=
 def initialized(model, dtype=torch.float32):
     module = build(model, dtype)
     weights.initialize(module, model)
-    with (
-        torch.no_grad()
-    ):  # norms of one and biases of zero would hide one that is applied in the wrong place
+    with torch.no_grad():  # norms of one and biases of zero would hide a misplaced tensor
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
             if name.endswith("norm.weight"):

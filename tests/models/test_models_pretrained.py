@@ -160,7 +160,7 @@ def test_what_is_not_computed_with_and_what_one_side_leaves_out_may_differ(make_
     config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), "rope_type": "default"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     check_config(model, tmp_path)
-    for family in ("qwen3_moe", "glm4_moe"):  # whose classes know no head_dim of their own
+    for family in ("qwen3_moe", "glm4_moe"):  # their classes have no default head_dim
         model = make_model(family, head_dim=8)
         (tmp_path / "config.json").write_text(
             json.dumps({k: v for k, v in hf_config(model).items() if k != "head_dim"})

@@ -96,9 +96,7 @@ def test_a_token_without_a_route_is_routed_afresh_and_the_others_are_not(
     missing = other.to(torch.uint8)
     missing[3:, 0] = 255
     filled = other.clone()
-    filled[3:, 0] = own[
-        3:, 0
-    ]  # what stands before the first mixture is the same, so its own choices are
+    filled[3:, 0] = own[3:, 0]  # layers before the first mixture are equal, hence its own choices
     found, expected = learned(module, pack, missing), learned(module, pack, filled)
     assert torch.equal(found[0], expected[0]) and found[2] == expected[2] > 0
     assert not torch.equal(found[0], learned(module, pack, other)[0])

@@ -41,7 +41,7 @@ GEMMA2 = {
     "tie_word_embeddings": True,
 }
 # Four ranks divide neither 61 words nor 5 experts.
-# Third: the dimension on which FSDP splits experts that are spread over a mesh axis.
+# Third: the dimension on which FSDP splits experts of a mesh axis.
 CASES = {
     "tied": ("qwen3", {}, None),
     "untied": ("qwen3", {"tie_embeddings": False, "num_layers": 1}, None),
@@ -66,7 +66,7 @@ computing = pytest.mark.parametrize(
 
 
 class Scorer(nn.Module):
-    """Network and head behind one `forward`, which is FSDP's root, as the trainer's policy is."""
+    """Network and head behind one `forward`, FSDP's root, like the trainer's policy."""
 
     def __init__(self, network):
         super().__init__()
@@ -105,7 +105,7 @@ def main() -> None:
     )
     for case, (_, _, cut) in CASES.items():
         compute(rank, directory / case, cut)
-    gc.collect()  # frees the process group, whose threads must not outlive the interpreter
+    gc.collect()  # frees the process group before the interpreter ends, for its threads
     dist.destroy_process_group()
 
 

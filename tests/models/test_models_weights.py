@@ -234,7 +234,7 @@ def test_two_models_of_one_shape_in_several_files_have_two_digests(make_model, t
         weights.write_initial(model, directory, torch.float32, max_file_bytes=20_000)
         digests.append(sha256_of(sorted(directory.glob("model-*.safetensors"))))
     one, two = (tmp_path / seed / hf_folder.INDEX_FILE for seed in "12")
-    assert one.read_bytes() == two.read_bytes()  # which says nothing of what the tensors hold
+    assert one.read_bytes() == two.read_bytes()  # the index lacks the tensors' values
     init = {
         "kind": "pretrained",
         "path": str(tmp_path / "2"),

@@ -1,4 +1,4 @@
-"""`find_stall` as a pure function: what is a stall, what is not, and who is named."""
+"""`find_stall` as a pure function: stalls, other states, and the named processes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -183,7 +183,7 @@ processes = st.lists(
 
 @given(processes)
 def test_the_deadlocked_are_exactly_those_whom_nobody_outside_can_move(living):
-    """Against a plain simulation: let everyone who can move move, and see who never does."""
+    """Compare with a simulation that moves every process that can move."""
     moved: set[str] = set()
     while True:
         can = {

@@ -23,7 +23,7 @@ WALL_S = 1_800_000_000.0
 
 
 def waiting(wall_s=WALL_S, deadline_s=600.0, pid=1):
-    """Return the health of a rank that has just begun to wait, by its own wall clock."""
+    """Return the health of a rank at the start of a wait, by its own wall clock."""
     wait = Wait(
         "batch 4 from orchestrator", wall_s, None if deadline_s is None else wall_s + deadline_s
     )

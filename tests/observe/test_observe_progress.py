@@ -1,4 +1,4 @@
-"""What people look at: the view's numbers, the tail, TensorBoard's scalars."""
+"""Progress of a stage: the view's numbers, the tail, TensorBoard's scalars."""
 
 import errno
 import os

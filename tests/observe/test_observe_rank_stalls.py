@@ -28,7 +28,7 @@ def rank(index, begun=50, completed=50, doing="training", still_s=STILL_S, waits
 
 
 def beating(health, now_s):
-    """Its pulse goes on, and nothing else."""
+    """Return the health with newer heartbeats and no other change."""
     return (
         replace(health, heartbeat=replace(health.heartbeat, beats=int(now_s) + 2))
         if health.heartbeat

@@ -494,7 +494,7 @@ def test_shares_of_the_rl_time(run_dir):
 
 
 LONG = 3001  # steps: no multiple of anything
-WORST = 1234  # a step of its own, in the middle of a piece
+WORST = 1234  # a single step inside a piece
 
 
 @pytest.fixture

@@ -52,11 +52,10 @@ class StandIn:
     untaken: list = field(default_factory=lambda: [None])  # why each worker has not taken a version
     untaken_at_first: list = field(default_factory=list)  # the same, one a call
     before: dict = field(default_factory=dict)  # path → called with the body, in a thread
-    hang: set = field(default_factory=set)  # paths that are never answered
+    hang: set = field(default_factory=set)  # paths without an answer
     delay_s: float = 0.0
-    canary: list = field(
-        default_factory=list
-    )  # the log-probs it gives of a prompt's tokens after the first
+    # The log-probs it gives of a prompt's tokens after the first.
+    canary: list = field(default_factory=list)
     asked: list = field(default_factory=list)
 
     async def handle(self, request):
@@ -116,14 +115,14 @@ class StandIn:
         return response
 
     def answers(self, method):
-        """Of its workers, to a call of theirs."""
+        """Return the workers' answers to `method`."""
         if method == "untaken":
             return self.untaken_at_first.pop(0) if self.untaken_at_first else self.untaken
         every = {"fingerprints": self.held, "attested": attested(self.held), "give_up_update": None}
         return [every[method]] * len(self.untaken)
 
     def calls(self):
-        """What the workers were asked."""
+        """Return the methods that the workers were asked for."""
         return [body["method"] for path, body in self.asked if path == "/collective_rpc"]
 
     def paths(self):

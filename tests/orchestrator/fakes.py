@@ -28,10 +28,10 @@ PROMPT_TOKENS = 3
 
 
 def manifest(**orchestrator: Any) -> Manifest:
-    """A small manifest; keywords replace fields of `orchestrator`, or `num_steps`,
+    """Return a small manifest. Keywords replace fields of `orchestrator`, or `num_steps`,
     `interval_steps`, `stop_at`, `checkpoint_steps`, `max_turns`, `weights`.
 
-    `max_in_flight` may be less than a group, which only an adaptive limit may be.
+    `max_in_flight` may be less than a group, as only an adaptive limit may.
     """
     num_steps = orchestrator.pop("num_steps", 6)
     checkpoint_steps = orchestrator.pop("checkpoint_steps", 3)
@@ -335,7 +335,7 @@ class FakeTrainer:
 
     def __init__(self, first_version: int = 0):
         self.version, self.batches = first_version, []
-        self.compared = None  # the batch after the last, which trains nothing
+        self.compared = None  # the untrained batch after the last
         self.wound_down_at = None
         self.published = [first_version]
 

@@ -25,7 +25,7 @@ class Sequence:
 
 @dataclass
 class Costs:
-    """Seconds. The defaults are near those of a GPU: steps of 20 ms, 30,000 prompt tokens/s."""
+    """Seconds. The defaults are near a GPU's: steps of 20 ms, 30,000 prompt tokens/s."""
 
     step_s: float = 0.02
     sequence_s: float = 0.0001
@@ -110,7 +110,7 @@ class SimulatedEngine:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Of the time after the warm-up."""
+    """Figures of the time after the warm-up."""
 
     tokens_per_s: float
     preemptions_per_rollout: float

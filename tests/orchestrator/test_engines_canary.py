@@ -59,10 +59,11 @@ def test_each_engine_is_asked_itself_after_it_has_resumed():
 
 
 def test_an_engine_that_computes_something_else_ends_the_run_and_is_paused_again():
+    # Both pass attestation.
     engines = [
         StandIn(canary=list(KNOWN)),
         StandIn(canary=[-1.0, -2.0, -4.0]),
-    ]  # both pass attestation
+    ]
     error, is_proving, version = update(engines)
     assert isinstance(error, WeightsDiffer) and version == START_VERSION
     assert (

@@ -175,7 +175,7 @@ def test_routes_are_asked_for_from_a_position_and_come_beside_the_tokens():
     assert stand_in.asked[0][1]["sampling_params"]["routed_experts_prompt_start"] == 1
     (part,) = generation.routes
     assert (part.start, part.shape) == (1, (2, 2, 2)) and generation.token_ids.tolist() == [7, 8]
-    assert generate(StandIn(generated=with_routes(3))).routes == ()  # nobody asked
+    assert generate(StandIn(generated=with_routes(3))).routes == ()  # not requested
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_equal_fingerprints_compare_silently():
     compare(3, {"a": 1}, {"a": TensorAttestation(1, "resident")}, "engine 0")
 
 
-# Engines that are lost and come back
+# Lost engines that return
 
 
 class Trainer:
@@ -186,7 +186,7 @@ class Engines:
     stand_ins: list[StandIn]
 
     def start_again(self, incarnation=1):
-        """What the launcher and the new process do."""
+        """Publish the new process's address, as the launcher's restart does."""
         port = int(self.urls[3].rpartition(":")[2])
         rendezvous.publish(
             RoleContext("inference", self.ctx.run_dir, "rl", 1, 1, port, incarnation), self.urls[3]
@@ -223,7 +223,7 @@ def lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=None):
         ctx.metrics.close()
 
 
-LOST = {"/metrics": (500, {}), "/health": (503, {})}  # what a stand-in answers from then on
+LOST = {"/metrics": (500, {}), "/health": (503, {})}  # a lost stand-in's answers
 
 
 async def back_without_a_version(engines, folder, lost, trainer):
@@ -515,7 +515,7 @@ def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under_one_l
     def look(body):
         number = body["update_info"]["transfer"]
         seen.append((trainer.table._leased, trainer.table.transfer(number).engines))
-        if len(seen) == 1:  # the lost one's failure is told, so nobody waits for it
+        if len(seen) == 1:  # the lost engine is reported, so no engine waits for it
             while trainer.table.transfer(number):
                 time.sleep(0.01)
             assert trainer.table._leased == 3

@@ -11,7 +11,7 @@ engines = st.integers(0, NUM - 1)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Events in any order, with late ones of dead incarnations."""
+    """Events in any order, also late events of dead incarnations."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class AnyOrder(RuleBasedStateMachine):
     def took(self, index, back, behind):
         incarnation, version = self.newest[index] - back, self.roster.wanted - behind
         before = self.roster[index].phase
-        if before is Phase.STALE:  # nobody else is updated
+        if before is Phase.STALE:  # only stale engines are updated
             self.attested[index, incarnation] = version
         may_serve = self.roster.took(index, incarnation, version)
         assert may_serve == (back == 0 and behind == 0 and before is Phase.STALE)

@@ -101,9 +101,7 @@ def test_more_load_never_gives_a_higher_limit_and_more_ended_rollouts_never_a_lo
     )
     if heavier.preemptions_total >= now.preemptions_total:
         assert limit(heavier, num_ended) <= limit(now, num_ended)
-    if (
-        not now.waiting
-    ):  # else the count of ended rollouts says how many of those that wait have only just come
+    if not now.waiting:  # with a queue, the count tells how many waiting rollouts are new
         assert limit(now, num_ended + 1) >= limit(now, num_ended)
 
 

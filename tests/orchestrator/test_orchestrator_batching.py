@@ -55,9 +55,10 @@ def test_the_row_of_a_batch_has_each_tasks_reward_and_the_share_of_truncated_sam
     samples = [
         replace(each, advantage=0.5 if member else 0.0) for member, each in enumerate(rollouts)
     ]
+    # From more groups than the batch has, and no group of the task `between`.
     tally = Tally(
         [(0, 1.0, True), (2, 0.25, True), (0, 0.5, False), (0, 0.0, True), (2, 0.5, False)]
-    )  # of more groups than the batch has, and none of the task between
+    )
     found = row(TrainBatch(4, samples, tally), fakes.manifest(weights=(1.0, 1.0, 1.0)), 0.0)
     assert {name: value for name, value in found.items() if name.startswith("reward/")} == {
         "reward/task0": 0.5,

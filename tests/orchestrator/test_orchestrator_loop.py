@@ -64,7 +64,7 @@ def run(
 
 @pytest.fixture
 def at_close(monkeypatch):
-    """Record the aborted requests and those in flight when the runner begins to close."""
+    """Record aborted requests, and requests in flight when the runner begins to close."""
     seen, close = SimpleNamespace(), runner.RolloutRunner.close
 
     async def noting(self):
@@ -157,7 +157,7 @@ def test_what_an_evaluation_asks_again_for_is_in_flight_until_it_ends_and_is_tim
 
     async def main():
         await asyncio.wait_for(loop_of(ctx, manifest, pool, fakes.FakeTrainer()).run(), 20)
-        return list(pool.aborted), dict(pool.in_flight)  # before asyncio ends what nobody else has
+        return list(pool.aborted), dict(pool.in_flight)  # before asyncio ends remaining tasks
 
     assert asyncio.run(main()) == (["evaluation-2-1-0"], {})
     assert ctx.events("evaluation")[0]["failures"] == {"timeout": 1}
@@ -269,7 +269,7 @@ def test_every_batch_carries_the_digests_of_its_versions_also_out_of_a_restored_
     kept = snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
     request = Request(GroupRequest("train", 99, 0, 99, 8), 0, 3)
     sample = dataclasses.replace(fakes.rollout(request, [3, 3]), advantage=1.0)
-    # A whole batch, which is cut before any engine has been updated.
+    # A whole batch, taken before any engine is updated.
     resumed = Scheduler(
         manifest, dataclasses.replace(kept, queue=[[sample] * 8], digests={3: f"{3:016x}"})
     )
@@ -345,14 +345,13 @@ def test_an_error_while_engines_are_watched_ends_the_run(tmp_path):
 def test_while_engines_load_a_version_the_trainer_makes_no_more_versions_than_are_kept(
     tmp_path, max_batches_ahead
 ):
-    """The trainer keeps `max_batches_ahead` + 3 versions: the loaded one and those to come."""
+    """The trainer keeps `max_batches_ahead` + 3 versions, from the loaded version on."""
     newer = []
 
     class Slow(fakes.FakePool):
         async def update(self, published):
-            await asyncio.sleep(
-                0.1
-            )  # beyond what is there, the trainer gets nothing while engines are paused
+            # While engines are paused, the trainer gets only batches made before.
+            await asyncio.sleep(0.1)
             newer.append(trainer.version - published.version)
             return await super().update(published)
 
@@ -443,9 +442,8 @@ def test_failures_are_counted_by_reason_and_do_not_stop_the_run(tmp_path):
 
 
 def test_a_rollout_that_never_ends_is_timed_out_and_aborted_in_the_engine(tmp_path, at_close):
-    manifest = fakes.manifest(
-        rollout_timeout_s=0.2, max_off_policy_steps=8
-    )  # never stale, so only the time limit can end it
+    # Never stale, so only the time limit can end it.
+    manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8)
     _, _, trainer, loop = run(tmp_path, manifest, fakes.FakePool(script={"train-0-3-0": "hang"}))
     assert loop.scheduler.buffer.dropped["timeout"] == 1 and "train-0-3-0" in at_close.aborted
     assert len(trainer.batches) == 6
@@ -597,13 +595,11 @@ def test_after_the_last_cut_training_leaves_the_engine(tmp_path, at_close):
         async def abort(self, request_ids):  # the last cut may fall into an update
             self.aborted.extend(request_ids)
 
-    manifest = fakes.manifest(
-        max_off_policy_steps=8
-    )  # never stale, so only the end of training can end it
+    # Never stale, so only the end of training can end it.
+    manifest = fakes.manifest(max_off_policy_steps=8)
     scheduler, names = Scheduler(manifest), [f"train-99-{member}-0" for member in range(4)]
-    scheduler.dispatch.offer(
-        GroupRequest("train", 99, 0, 99, 4)
-    )  # one that no batch needs: of its own accord the state opens none
+    # A group that no batch needs, and that the scheduler would not start.
+    scheduler.dispatch.offer(GroupRequest("train", 99, 0, 99, 4))
     run(tmp_path, manifest, Noting(script=dict.fromkeys(names, "hang")), scheduler=scheduler)
     assert scheduler.buffer.dropped["run_over"] == 4
     assert sorted(at_close.aborted) == names and at_close.in_flight == {}
@@ -708,7 +704,7 @@ def test_a_checkpoint_is_written_before_its_batch_is_sent_and_a_resumed_run_goes
 
 
 class WindingDown(fakes.FakeTrainer):
-    """A trainer that is preempted after batch `after` (0: before any) and completes checkpoints."""
+    """A trainer preempted after batch `after` (0: before any). It completes checkpoints."""
 
     def __init__(self, run_dir, manifest, after, first_version=0):
         super().__init__(first_version)

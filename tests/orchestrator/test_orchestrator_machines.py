@@ -134,9 +134,10 @@ def whole(group_id, rewards, version=0):
 def sink_of(per_batch, **orchestrator):
     orchestrator.setdefault("drop_zero_advantage_groups", True)
     settings = fakes.manifest(**orchestrator).orchestrator
+    # Any number, to split groups.
     return RolloutBuffer(
         settings.model_copy(update={"algorithm": GRPO, "rollouts_per_batch": per_batch})
-    )  # any number, to split groups
+    )
 
 
 MIXED, EQUAL = {0: 0, 1: 1, 2: 0, 3: 1}, {0: 1, 1: 1, 2: 1, 3: 1}
@@ -522,7 +523,7 @@ def test_a_damaged_snapshot_is_one_sentence(tmp_path, file):
         snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
 
 
-# What people see
+# Metrics and messages
 
 
 def test_activity_is_spans_while_requests_are_in_flight_in_pieces():
@@ -584,9 +585,8 @@ def test_of_a_long_conversation_a_sample_has_beginnings_and_ends_and_says_what_i
     ) == 4000
     endless = [Message("tool", "\n" * 500_000, name="n" * 500_000), long] * 1000
     batching.append_samples(path, [batching.sample(replace(rollout, messages=endless))])
-    assert (
-        len(path.read_text().splitlines()[-1]) < 16 * 3 * 2 * 4100
-    )  # a line break takes two characters in JSON
+    # A line break takes two characters in JSON.
+    assert len(path.read_text().splitlines()[-1]) < 16 * 3 * 2 * 4100
 
 
 def test_rollouts_of_the_evaluate_stage_are_kept_whole(tmp_path):

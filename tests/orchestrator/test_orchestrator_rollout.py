@@ -1,4 +1,4 @@
-"""One episode: what a rollout's arrays say, and what is a failure."""
+"""One episode: a rollout's arrays, and failures."""
 
 import asyncio
 import threading
@@ -32,9 +32,8 @@ def test_sampled_tokens_stay_verbatim_over_turns_and_only_they_are_trained():
     rollout = asyncio.run(episode(pool, fakes.FakeTask(replies=1)))
     first, second = pool.requests
     np.testing.assert_array_equal(first["token_ids"], [5, 6, 14])
-    np.testing.assert_array_equal(
-        second["token_ids"][:7], rollout.token_id[:7]
-    )  # the prompt and the first turn, as sampled
+    # The prompt and the first turn, as sampled.
+    np.testing.assert_array_equal(second["token_ids"][:7], rollout.token_id[:7])
     assert rollout.trained.tolist() == [False] * 3 + [True] * 4 + [False] * 2 + [True] * 4
     assert rollout.version.tolist() == [-1] * 3 + [3] * 4 + [-1] * 2 + [3] * 4
     assert (rollout.logprob[rollout.trained] == np.float32(-0.25)).all() and (
@@ -72,11 +71,12 @@ def test_routes_of_all_turns_make_one_column_and_no_turn_asks_for_those_that_are
     pool = fakes.FakePool(version=3)
     rollout = asyncio.run(episode(pool, fakes.FakeTask(replies=2), routes=RouteShape(2, 2, 200)))
     assert rollout.num_tokens == 3 + 4 + 2 + 4 + 2 + 4
+    # The last sampled token of a turn is an input of the next.
     assert [request["routes_from"] for request in pool.requests] == [
         0,
         6,
         12,
-    ]  # the last sampled token of a turn is an input of the next
+    ]
     assert rollout.routed_experts.shape == (19, 2, 2) and rollout.routed_experts.dtype == np.uint8
     np.testing.assert_array_equal(rollout.routed_experts[:18, 1, 0], np.arange(18))
     assert (rollout.routed_experts[18] == 255).all()
@@ -302,8 +302,8 @@ def test_an_update_waits_for_the_aborts_of_all_that_were_cancelled_before_it():
         runner.start([first, second])
         while len(pool.in_flight) < 2:
             await asyncio.sleep(0.01)
-        runner.cancel([first])  # a timeout, whose end is not waited for
-        await runner.cancel([])  # an update with nothing to drain
+        runner.cancel([first])  # a timeout, without a wait for its end
+        await runner.cancel([])  # an update without stale rollouts
         assert pool.aborted == ["train-1-0-0"] and list(pool.in_flight) == ["train-1-1-0"]
         await runner.close()
 

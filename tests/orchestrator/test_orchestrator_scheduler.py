@@ -144,18 +144,20 @@ class StateMachine(RuleBasedStateMachine):
         )
         self.bound, self.ratio = bound, ratio
         self.scheduler = Scheduler(self.manifest)
+        # Request name -> request, engine version at its first token.
         self.in_flight, self.began_at = (
             {},
             {},
-        )  # request name -> request, engine version at its first token
+        )
         self.published, self.trained_rollouts = 0, []
         self.cut_step, self.now_s, self.num_begun = 0, 0.0, 0
         self.failures = Counter()
         self.snapshot, self.trained_at_snapshot = None, 0
+        # By earlier attempts, and in all when the snapshot was taken.
         self.dropped_before, self.dropped_at_snapshot = (
             Counter(),
             Counter(),
-        )  # by earlier attempts; and all when the snapshot was taken
+        )
 
     @rule()
     def start(self):
@@ -270,7 +272,7 @@ class StateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cut_step)
     @rule()
     def wind_down_and_resume(self):
-        """Resume from the state at any moment after the trainer trained all that was sent."""
+        """Resume from the state at any moment, once the trainer trained every sent batch."""
         before, num_trained = self.scheduler, len(self.trained_rollouts)
         self._keep()
         self.kill_and_resume()
@@ -293,9 +295,10 @@ class StateMachine(RuleBasedStateMachine):
         passed = sum(scheduler.source.cursors) * scheduler.source.group_size
         waiting = sum(group.size for group in scheduler.snapshot().in_flight)
         gone = Counter(scheduler.buffer.dropped) + self.dropped_before
+        # Already counted, and their group waits.
         failed_in_open_groups = sum(
             group.num_ended - len(group.survivors) for group in scheduler.groups._groups.values()
-        )  # counted already, and their group is waiting
+        )
         trained, num_spare = (
             len(self.trained_rollouts),
             sum(len(group) for group in scheduler.buffer.spare),

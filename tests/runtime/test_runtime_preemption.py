@@ -1,4 +1,4 @@
-"""Fence: what is asked, and what has been done."""
+"""Fences: requests, and their fulfilment."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The role process, as real processes: what a role's end looks like from outside."""
+"""The end of a role, seen from outside, with real processes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Usage: what a process and its children take, and what it costs to know."""
+"""Usage of a process and its children, and the cost of measuring it."""
 
 import errno
 import itertools

@@ -76,7 +76,7 @@ ARGS = {
 
 
 def fastest_s(call: Callable[[], object]) -> float:
-    """The least of several times of `call`, which others on the machine cannot make longer."""
+    """Return the shortest of several times of `call`, as other programs lengthen some."""
     return min(timeit.repeat(call, number=1, repeat=20))
 
 

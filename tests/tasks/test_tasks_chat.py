@@ -392,9 +392,8 @@ def test_openings_without_an_end_cost_time_in_proportion(opens):
     few, many = (
         fastest_s(lambda n=n: take_calls(opens * n, opens == "<|call|>")) for n in (500, 4000)
     )
-    assert (
-        many < 25 * few
-    )  # eight times as many; each with a look at the whole rest would be 64 times the time
+    # Eight times as many; each with a look at the whole rest would be 64 times the time.
+    assert many < 25 * few
 
 
 @pytest.mark.parametrize(

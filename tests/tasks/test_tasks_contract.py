@@ -13,9 +13,8 @@ INDICES = range(8)
 GARBAGE = ["", " ", "<|user|>", "zzzzzzzzzzzzzzzzzzzz", "\x00", "]" * 500, "0x", "<answer>", "{}"]
 
 kinds = pytest.mark.parametrize("kind", sorted(KINDS))
-learnable = pytest.mark.parametrize(
-    "kind", sorted(set(KINDS) - {"lengths"})
-)  # which measures engines, and rewards noise
+# It measures engines, and rewards noise.
+learnable = pytest.mark.parametrize("kind", sorted(set(KINDS) - {"lengths"}))
 
 
 def test_every_kind_is_under_contract():

@@ -145,11 +145,12 @@ def run_check(*paths: Path) -> subprocess.CompletedProcess:
 
 
 def test_the_checked_in_manifests_pass_the_check():
+    # Others are not in git.
     every = [
         path
         for path in MANIFEST.parent.glob("*.json")
         if load(path).model.tokenizer.kind == "characters"
-    ]  # others are not in git
+    ]
     done = run_check(*sorted(every))
     assert len(every) > 5
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What each kind promises beyond the contract."""
+"""Promises of single kinds beyond the contract."""
 
 import pytest
 from hypothesis import given
@@ -252,9 +252,8 @@ def test_a_call_in_text_is_a_call_where_the_format_has_none():
     assert reward(call, Message("tool", problem.answer), right) == 1.0
     assert reward(call) == 0.25
     assert reward(right) == 0.75
-    assert (
-        reward(Message("assistant", f"calculator({problem.answer}")) == 0.0
-    )  # no call, and no answer
+    # No call, and no answer.
+    assert reward(Message("assistant", f"calculator({problem.answer}")) == 0.0
 
 
 def test_a_line_has_one_call_in_text_from_its_first_opening_to_its_last_parenthesis():
@@ -265,9 +264,8 @@ def test_a_line_has_one_call_in_text_from_its_first_opening_to_its_last_parenthe
 
 def test_calls_in_text_without_an_end_cost_time_in_proportion():
     few, many = (fastest_s(lambda n=n: text_calls("calculator(" * n)) for n in (500, 4000))
-    assert (
-        many < 25 * few
-    )  # eight times as many; each with a look at the whole rest would be 64 times the time
+    # Eight times as many; each with a look at the whole rest would be 64 times the time.
+    assert many < 25 * few
 
 
 def few_shot(kind: str, seed: int = 3, **changes):

@@ -1,4 +1,4 @@
-"""Answers that are run: what they cannot do to the process that asks, and to later answers."""
+"""Executed answers cannot harm the asking process or later answers."""
 
 import asyncio
 import os
@@ -19,9 +19,8 @@ from orrery.tasks.task import JudgeBroken
 
 HANGS = "9**9**9**9"
 WAITS = "__import__('time').sleep(600)"
-TASK = task_use(
-    "reasoning_gym", family="spiral_matrix", config={}
-)  # its scorer takes an answer that evaluates to the right list as 0.1
+# Its scorer takes an answer that evaluates to the right list as 0.1.
+TASK = task_use("reasoning_gym", family="spiral_matrix", config={})
 
 
 @pytest.fixture(scope="module")

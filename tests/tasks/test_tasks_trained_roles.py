@@ -44,7 +44,7 @@ def with_template(folder, template: str) -> Renderer:
 
 
 def runs(ids, trained) -> list[list[int]]:
-    """The runs of tokens that are trained; runs that touch are one."""
+    """Return the runs of trained tokens. Adjoining runs are one."""
     groups = itertools.groupby(zip(ids, trained, strict=True), lambda token: bool(token[1]))
     return [[int(i) for i, _ in run] for is_trained, run in groups if is_trained]
 

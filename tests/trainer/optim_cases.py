@@ -45,7 +45,7 @@ SPECS = {
 }
 SHAPES = {
     "embed.weight": (16, 12),
-    "layers.0.norm.weight": (3,),  # smaller than a mesh of four: the last rank has nothing
+    "layers.0.norm.weight": (3,),  # smaller than a mesh of four: the last rank has no part
     "layers.0.q.weight": (10, 12),  # does not divide by four
     "layers.0.thin.weight": (2, 40),
     "layers.0.mlp.gate.weight": (4, 12),
@@ -212,9 +212,10 @@ def try_layout(toy: Toy, world: World) -> dict:
                 for weight, whole in zip(toy.parameters(), alone.parameters(), strict=True)
                 if weight.requires_grad and local_tensor(weight).numel()
             ]
+            # NaN where one is.
             answer[f"{kind}{', offloaded' if offload else ''}"] = (
                 torch.stack(errors).max().item() if errors else 0.0
-            )  # NaN where one is
+            )
     return answer
 
 

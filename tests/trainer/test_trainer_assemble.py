@@ -50,7 +50,7 @@ class Loads(Exception):
 @pytest.mark.parametrize(
     ("wire", "rank", "num_steps", "room_for", "is_refused"),
     [
-        ("files", 0, 9, 5, False),  # max_batches_ahead + 3, and the one that is being written
+        ("files", 0, 9, 5, False),  # max_batches_ahead + 3, and the unfinished version
         ("files", 0, 9, 4, True),
         ("files", 0, 2, 3, False),  # no more than the stage makes
         ("files", 0, 2, 2, True),

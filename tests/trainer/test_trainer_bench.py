@@ -388,9 +388,8 @@ def test_a_run_that_has_a_row_is_measured_as_the_row_is():
     spec.loader.exec_module(benchmark)
     assert set(ROWS) <= set(benchmark.ROWS)
     for name, row in benchmark.ROWS.items():
-        assert (name == row.manifest) == (
-            not row.options
-        )  # with no option the run measures the row of its name
+        # With no option the run measures the row of its name.
+        assert (name == row.manifest) == (not row.options)
         options, _ = taken(row.manifest, *row.options)
         assert options.loss == ("sft" if row.peer else "rl")  # torchtitan trains on the SFT loss
     assert taken("qwen3_30b_a3b_16k_offload") == (
@@ -447,13 +446,13 @@ def test_two_ranks_measure_and_say_everything(tmp_path):
         and "not as the manifest says: trainer.mesh.dp_shard 2, not 4" in done.stdout
     )
     assert result["tokens_per_step"] == 128 and len(result["steps_s"]) == 2
+    # The median of the quotients, as the record says.
     assert result["tokens_per_s_per_device"] == pytest.approx(
         np.median([64 / seconds for seconds in result["steps_s"]])
-    )  # the median of the quotients, as the record says
+    )
     divided = result["phases"]
-    assert sum(divided["by_kind"].values()) == pytest.approx(
-        divided["step_s"], rel=1e-9
-    )  # sums of the same float64 differences
+    # Sums of the same float64 differences.
+    assert sum(divided["by_kind"].values()) == pytest.approx(divided["step_s"], rel=1e-9)
     assert {"grouped products", "lm head", "optimizer"} <= {
         kind for kind, seconds in divided["by_kind"].items() if seconds
     }
@@ -545,7 +544,7 @@ def test_a_trace_that_cannot_be_kept_costs_neither_table_nor_record(tmp_path, mo
     arguments = parser().parse_args(
         [str(path), "--device", "cpu", "--json", str(record), "--profile", str(tmp_path / "traces")]
     )
-    with pytest.raises(FileNotFoundError, match=r"trace\.json"):  # those ranks left none
+    with pytest.raises(FileNotFoundError, match=r"trace\.json"):  # the fake ranks wrote none
         measure(arguments)
     assert json.loads(record.read_text()) == {
         "name": "tiny"
@@ -827,12 +826,13 @@ def test_clocks_are_read_by_another_process_until_it_is_ended(tmp_path):
             assert process.poll() is None
     assert process.poll() is not None
     found = bench_rank.mean_clocks((tmp_path / "read").read_text())
+    # The cut line does not count.
     assert found == {
         "sm_mhz": 1650.0,
         "power_w": 670.0,
         "most_sm_mhz": 1980.0,
         "power_limit_w": 700.0,
-    }  # the line cut off counts for nothing
+    }
 
 
 def test_no_clocks_are_no_numbers():

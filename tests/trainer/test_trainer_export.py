@@ -18,11 +18,12 @@ from orrery.wire import checkpoints
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 11}
 GLM = {"family": "glm4_moe", "rotary_fraction": 0.5, "attention_bias": True}
 GLM |= {"moe": {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid"}}
+# No process group.
 WHOLE = {
     "reshard_after_forward": False,
     "reduce_gradients": "micro_batch",
     "cpu_offload": False,
-}  # no process group
+}
 PRETRAINED = {"kind": "pretrained", "path": "not read", "revision": "main", "sha256": "0" * 64}
 CASES = {
     "dense": {},

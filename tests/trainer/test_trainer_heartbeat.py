@@ -53,7 +53,7 @@ def test_a_first_step_takes_no_longer_where_nothing_is_compiled():
 
 
 def deeds():
-    """(ctx, what it said that it does, by how long that may stand still)."""
+    """Return (ctx, the time that each reported activity may stand still)."""
     said = {}
     health = SimpleNamespace(
         doing=lambda what, step=None, still_s=None: said.update({what: still_s}),

@@ -165,7 +165,7 @@ def test_the_same_seed_twice_gives_the_same_bits(start):
 
 
 SHARDS, REPLICAS, UNTIED = {"dp_shard": 2}, {"dp_replicate": 2}, {"tie_embeddings": False}
-# Three samples on two ranks, at most one a micro-batch: somebody gets an empty micro-batch.
+# Three samples on two ranks, at most one a micro-batch: one rank gets an empty micro-batch.
 FEW = {"num_samples": 3, "max_tokens": 20}
 ADAPTERS = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "seed": 1}
 RECOMPUTE = {**MEMORY, "activation_checkpointing": {"kind": "full"}}
@@ -379,9 +379,8 @@ def test_micro_batches_of_every_kind_are_compiled_and_none_too_many_for_torch(
     learner.compare([batch_columns(1)])
     for columns in (routed(3), routed(4), nothing, batch_columns(1, 2)):
         learner.learn([columns], 1, count_totals([columns], learner.world), 1.0)
-    assert (
-        counter.frame_count > 8
-    )  # or this test says nothing: torch compiles eight graphs unless it is told otherwise
+    # Otherwise the test proves little: torch's default limit is eight graphs.
+    assert counter.frame_count > 8
 
 
 def test_low_precision_compute_keeps_weights_and_gradients_in_float32(start, tmp_path):
@@ -394,9 +393,8 @@ def test_low_precision_compute_keeps_weights_and_gradients_in_float32(start, tmp
     }
     answer = run_ranks(1, tmp_path, [job])[0]["low"]["rows"][0]
     (file,) = (tmp_path / "hf").glob("*.safetensors")
-    assert {tensor.dtype for tensor in load_file(file).values()} == {
-        torch.float32
-    }  # after a pass that keeps no gradient, too
+    # Also after a pass without gradients.
+    assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
     reference = train(make_learner(manifest(), start), [1])[0]
     assert load_file(tmp_path / "low.safetensors")["network.norm.weight"].dtype == torch.float32
     # bfloat16 keeps 8 bits: log-probs are off by percents, the loss of a batch by less.
@@ -444,7 +442,7 @@ def test_not_finite_data_ends_the_run_by_step_component_and_rank_and_leaves_the_
 def test_a_backward_pass_that_breaks_is_found_on_its_rank_though_gradients_are_sums_over_ranks(
     two_ranks, name
 ):
-    """Also with a frozen embedding, and with context parallelism, which passes bad values on."""
+    """Also with a frozen embedding, and with context parallelism, as it passes bad values on."""
     folder, answers = two_ranks
     job = BAD_ON_TWO_RANKS[name]
     assert answers[0][name] == answers[1][name]

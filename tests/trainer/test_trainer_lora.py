@@ -1,4 +1,4 @@
-"""Low-rank adapters: frozen weights stay, exports are merged, and ranks change nothing."""
+"""Low-rank adapters: frozen weights stay, exports are merged, for any number of ranks."""
 
 import pytest
 import torch

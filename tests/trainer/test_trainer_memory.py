@@ -136,7 +136,7 @@ def test_what_is_made_again_is_the_same_bits(tmp_path, model):
 
 @pytest.mark.parametrize("away", [False, True], ids=["", "away"])
 def test_attention_of_a_network_of_transformers_stays_where_it_is_to_be_kept(tmp_path, away, pools):
-    """torch's own operator stands there; what it gives beside tensors stays too."""
+    """The block calls torch's own operator. Its results other than tensors stay too."""
     content = {**GEMMA2, "model_type": "llama"}
     model = {"num_heads": 4, "num_kv_heads": 2, "family": "hugging_face", "hf_config": content}
 
@@ -249,7 +249,7 @@ def test_logits_that_stay_are_those_that_are_made_again(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pools(monkeypatch):
-    """Of host buffers, one a learner that offloads, which here takes tensors of 64 bytes too."""
+    """Return the pools of host buffers, one a learner. They take tensors from 64 bytes on."""
     made = []
 
     class Watched(ActivationOffload):
@@ -465,7 +465,7 @@ def test_copies_of_so_many_blocks_are_in_flight(in_flight, monkeypatch):
     x.sum().backward()
     y.sum().backward()
     assert torch.equal(start.grad, other.grad)
-    assert on_device[0] == in_flight  # none of those that had not left travels
+    assert on_device[0] == in_flight  # a tensor that had not left does not travel
 
 
 def test_micro_batches_of_many_lengths_share_host_buffers():

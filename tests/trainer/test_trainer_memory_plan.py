@@ -72,9 +72,8 @@ MEASURED = [
     ("qwen3_4b_16k", {**FOUR, "memory": NOT_KEPT, "fsdp": RESHARD}, 80.57, 11.24),
 ]
 RECORDS = ROOT / "benchmarks" / "trainer"
-SINCE = {
-    "qwen3_8b_8k.json": {"memory": NOT_KEPT, "fsdp": RESHARD}
-}  # by record: what its run had, and its manifest has no more
+# By record: fields of its run that the manifest has changed since.
+SINCE = {"qwen3_8b_8k.json": {"memory": NOT_KEPT, "fsdp": RESHARD}}
 
 
 def case(name, **options):
@@ -148,7 +147,7 @@ def test_every_second_block_and_more_copies_in_flight_are_planned():
 
 
 def resting_bytes(found):
-    """Between steps, of weights and states that are on the device then."""
+    """Return the bytes of weights and states on the device between steps."""
     return found.moments["optimizer"]["weights"] + found.moments["optimizer"]["optimizer state"]
 
 
@@ -225,7 +224,7 @@ def selective(*keep):
 
 
 class MostOfTokens(TorchDispatchMode):
-    """The peak bytes of tensors of tokens, without float32, which graphs hold in registers."""
+    """The peak bytes of tensors of tokens, without float32: graphs hold these in registers."""
 
     def __init__(self):
         super().__init__()
@@ -268,10 +267,9 @@ class MostOfTokens(TorchDispatchMode):
     ],
 )
 def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkeypatch):
-    """A compiled block as on a GPU: bytes after the forward pass, and temporary ones."""
-    monkeypatch.setattr(
-        expert_rows, "_choose_backend", lambda x: "triton"
-    )  # the operators that a GPU's graph has
+    """A compiled block as on a GPU: bytes after the forward pass, and temporary bytes."""
+    # The operators of a GPU's graph.
+    monkeypatch.setattr(expert_rows, "_choose_backend", lambda x: "triton")
     monkeypatch.setattr(
         layers, "wide_linear", lambda x, weight: torch.ops.orrery.wide_linear(x, weight)
     )
@@ -330,9 +328,8 @@ def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkey
     gradient = torch.ones_like(y)
     with MostOfTokens() as most:
         y.backward(gradient)
-    if (
-        model == "moe"
-    ):  # of a dense block an unfused activation has copies that compiled code has not
+    # In a dense block an unfused activation has copies that compiled code lacks.
+    if model == "moe":
         assert most.num_bytes / T <= planned.backward <= 1.26 * most.num_bytes / T
 
 
@@ -433,9 +430,8 @@ def test_context_parallel_leaves_half_as_many_data_ranks_to_do_a_step():
         and one.trainer.mesh.num_data_ranks == trainer.mesh.num_data_ranks // 2
     )
     freed = before.peak_bytes - plan_memory(model, one.trainer, one.load, H200_BYTES).peak_bytes
-    assert freed / GIB == pytest.approx(
-        12.2, abs=0.05
-    )  # with the gradients that its first micro-batch leaves, whole
+    # With the whole gradients of its first micro-batch.
+    assert freed / GIB == pytest.approx(12.2, abs=0.05)
 
 
 def test_twice_the_devices_have_half_the_micro_batches_of_a_step_each():
@@ -462,10 +458,11 @@ def test_spread_experts_are_gathered_in_part():
         plan_memory(model, one, load, H200_BYTES, counted).moments["block 9, backward"]
         for one in (trainer, spread)
     )
+    # Two layers, bfloat16.
     assert (
         whole["gathered weights"] - part["gathered weights"]
         == 2 * 2 * layer.trained_experts * 3 // 4
-    )  # two layers, bfloat16
+    )
     assert whole["weights"] == part["weights"]
 
 
@@ -473,9 +470,8 @@ def test_adapters_alone_have_gradients_and_state():
     model, trainer, load = case("qwen3_30b_a3b_lora_16k", devices=4)
     found = plan_memory(model, trainer, load, H200_BYTES).moments["optimizer"]
     trained = sum(unit.trained for unit in count_parameters(model, trainer.lora).units)
-    assert found["gradients"] == pytest.approx(
-        4 * trained / 4, abs=256
-    )  # rounded down, a unit at a time
+    # Rounded down, a unit at a time.
+    assert found["gradients"] == pytest.approx(4 * trained / 4, abs=256)
     assert found["optimizer state"] == 2 * 4 * trained // 4
 
 
@@ -503,7 +499,7 @@ def test_a_direct_wire_keeps_weights_under_adapters_merged_too():
 
 
 def test_no_memory_option_makes_an_sft_micro_batch_smaller_than_the_longest_chat_that_may_come():
-    """Chats are not held to the engines' context, which may be a part of a micro-batch."""
+    """Chats may exceed the engines' context, as it may be a part of a micro-batch."""
     spec = manifest(trainer={"memory": {**MEMORY, "max_tokens_per_micro_batch": 256}})
     assert spec.inference.max_model_len_tokens == spec.model.max_positions == 64
     roomy = spec.model_copy(update={"model": spec.model.model_copy(update={"max_positions": 1024})})
@@ -630,9 +626,8 @@ def test_what_waits_in_host_memory_is_what_the_device_has_no_more():
         after["trainer.memory.activation_offload"].host_bytes == 2 * head["activations"] * 35 // 36
     )
     all_of_it = sum(optimizer[part] for part in ("weights", "gradients", "optimizer state"))
-    assert after["trainer.fsdp.cpu_offload"].host_bytes == pytest.approx(
-        all_of_it, abs=256
-    )  # rounded down, a unit at a time
+    # Rounded down, a unit at a time.
+    assert after["trainer.fsdp.cpu_offload"].host_bytes == pytest.approx(all_of_it, abs=256)
 
 
 def test_no_memory_option_takes_host_memory_that_the_ranks_of_a_node_do_not_have():
@@ -930,7 +925,8 @@ def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():
         "trainer.memory.lm_head_chunk_tokens",
         "trainer.fsdp.cpu_offload",
     }
+    # As docs/trainer.md says.
     assert [round(one.peak_bytes / GIB) for one in (before, after)] == [
         104,
         33,
-    ]  # as docs/trainer.md says
+    ]

@@ -222,9 +222,8 @@ def test_attention_beside_exchanged_experts_makes_the_gradients_of_experts_that_
         }
 
     ranks = rank_threads.on_ranks(num_ranks, on_rank)
-    expected = [
-        run(whole, rank, "cpu", torch.float32) for rank in range(num_ranks)
-    ]  # weight gradients add up
+    # Weight gradients add up.
+    expected = [run(whole, rank, "cpu", torch.float32) for rank in range(num_ranks)]
     pairs = []
     for i, (actual, one) in enumerate(zip(ranks, expected, strict=True)):
         for what, a, e in zip(("output", "gradient"), actual, one, strict=False):

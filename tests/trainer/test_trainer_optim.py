@@ -46,9 +46,8 @@ def test_offloaded_state_in_small_buckets_gives_the_same_bits(kind, prefetch, de
     take_steps(offloaded, small_buckets(offloaded, kind, True), [1, 2, 3], prefetch=prefetch)
     take_steps(whole, make_optimizer(whole, spec_of(kind)), [1, 2, 3])
     assert equal(plain, offloaded)
-    assert equal(plain, whole) or (
-        kind in ("muon", "muon_without_nesterov") and device == "cuda"
-    )  # where batches' sizes choose kernels
+    # There the sizes of batches choose kernels.
+    assert equal(plain, whole) or (kind in ("muon", "muon_without_nesterov") and device == "cuda")
     assert not equal(whole, Toy().to(device))
 
 
@@ -58,7 +57,7 @@ def test_state_filled_by_name_goes_on_with_the_same_bits(kind, offload):
     first, second = Toy(), Toy()
     from_, to = small_buckets(first, kind, not offload), small_buckets(second, kind, offload)
     take_steps(first, from_, [1, 2])
-    to.prefetch()  # what was fetched before the fill must not be used
+    to.prefetch()  # fetched values from before the fill must not be used
     state = {
         (key, name): (tensor.clone(), box)
         for key, name, tensor, box in named_state(from_, dict(first.named_parameters()))
@@ -376,13 +375,11 @@ def test_orthogonalised_matrices_have_singular_values_near_one_and_the_inputs_ve
     shape,
 ):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    x = x + 2 * torch.eye(
-        shape[1], shape[2]
-    )  # no singular value near zero, from where five steps do not reach one
+    # No singular value near zero: five steps would not bring it near 1.
+    x = x + 2 * torch.eye(shape[1], shape[2])
     done = newton_schulz(x, 5, torch.float32)
-    assert (
-        torch.linalg.svdvals(done).sub(1).abs().max() < 0.35
-    )  # the coefficients' own band is 0.68 to 1.13
+    # The coefficients' own band is 0.68 to 1.13.
+    assert torch.linalg.svdvals(done).sub(1).abs().max() < 0.35
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
     rotated = u.mT @ done @ vh.mT  # diagonal when singular vectors are the same
     assert (rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-4

@@ -1,4 +1,4 @@
-"""Router replay in a step: what is replayed, what is missing, what is refused."""
+"""Router replay in a step: replayed, missing and refused routes."""
 
 import numpy as np
 import pytest
@@ -80,9 +80,8 @@ def test_a_step_on_its_own_routes_has_the_bits_of_one_without(start):
 @pytest.mark.parametrize("fields", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("adapters", [{}, ADAPTERS], ids=["", "adapted"])
 def test_memory_options_change_no_bit_of_a_replayed_step(start, fields, adapters, monkeypatch):
-    monkeypatch.setattr(
-        activation_offload.apply, "__defaults__", (64,)
-    )  # bytes: what these blocks keep is small
+    # Bytes, because these blocks are small.
+    monkeypatch.setattr(activation_offload.apply, "__defaults__", (64,))
     plain = make_learner(manifest(model=MODEL, trainer=adapters), start)
     columns = elsewhere(plain, batch_columns(1))
     expected = stepped(plain, columns)
@@ -108,7 +107,7 @@ def test_tokens_without_routes_are_counted_but_for_each_samples_last(start):
 
 
 def test_log_probs_are_compared_on_the_engines_routes(start):
-    """An engine that routes differently has other log-probs, which only its routes explain."""
+    """Only its routes explain the log-probs of an engine that routes differently."""
     engine, columns = make_learner(manifest(model=MODEL), start), batch_columns(1)
     columns.sample["dispatch_version"][:] = 0
     columns.sample["temperature"][:] = 1.0

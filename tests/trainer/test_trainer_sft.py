@@ -126,7 +126,7 @@ def start_run(folder: Path, spec, start: Path) -> Path:
 
 
 def sft_stage(run_dir: Path, *more: str) -> None:
-    """In this process, which closes the role's files as a role's own end does."""
+    """Run in this process, and close the role's files as a role's end does."""
     ctx = parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "sft", *more])
     with closing(ctx.metrics):
         trainer_main.run_sft(ctx)
@@ -478,7 +478,7 @@ def test_a_torn_file_and_a_missing_reader_are_one_sentence(tmp_path, monkeypatch
         opened(**dataset())
 
 
-# Examples that are tokenised when needed
+# Examples tokenised when needed
 
 
 class Counted(Renderer):
@@ -593,9 +593,8 @@ def test_the_validation_loss_is_the_mean_over_tokens_however_they_are_packed(sta
     learner = make_learner(spec, folder)
     found, expected = validation.loss(learner), reference_loss(spec, folder, "validation", roles)
     assert found[1] == expected[1]
-    assert found[0] == pytest.approx(
-        expected[0], rel=1e-6
-    )  # float32 log-probs, summed in float64: an ulp is 6e-8
+    # float32 log-probs, summed in float64: an ulp is 6e-8.
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
     assert all(weight.grad is None for weight in learner.weights.values())
     with torch.no_grad():
         learner.weights["network.norm.weight"][0] = float("nan")
@@ -638,9 +637,8 @@ def test_a_stage_that_died_says_the_validation_loss_of_its_checkpoint_again_and_
     run_dir, right = start_run(tmp_path / "died", spec, start), sft.learning_rate_factor
 
     def die(schedule, step, num_steps):
-        while (
-            step == 6 and checkpoints.steps(run_dir, "sft")[-1] != 4
-        ):  # it becomes whole some time after its step
+        # It becomes whole some time after its step.
+        while step == 6 and checkpoints.steps(run_dir, "sft")[-1] != 4:
             time.sleep(0.01)
         if step == 6:
             raise RunFailed("killed")
@@ -720,9 +718,8 @@ def test_two_ranks_train_a_dataset_and_agree_with_one_on_its_validation_loss(
 
     (first, *later), (same, *others) = validation_of(rows_alone), validation_of(together)
     assert first[0] == same[0] == 0 and first[2] == same[2]
-    assert first[1] == pytest.approx(
-        same[1], rel=1e-6
-    )  # the same weights; seven examples on two ranks, so one rank has more
+    # The same weights; seven examples on two ranks, so one rank has more.
+    assert first[1] == pytest.approx(same[1], rel=1e-6)
     # Later the weights differ by the order of sums (bounds: test_trainer_stages.py).
     for name, weight in load_file(run_dir / "weights" / "sft" / "model.safetensors").items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=5e-5)

@@ -219,9 +219,8 @@ def run_rl(
         try:
             await asyncio.wait({orchestrator, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not orchestrator.done() and not {code for code, _ in ended.result()} <= {0, 75}:
-                while (
-                    not orchestrator.done()
-                ):  # more than once: `wait_for` loses a cancellation that comes with its result
+                # Repeatedly, because `wait_for` loses a cancellation that comes with its result.
+                while not orchestrator.done():
                     orchestrator.cancel()
                     await asyncio.wait({orchestrator}, timeout=0.1)
                 return ended.result()
@@ -313,12 +312,13 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
     newest = WeightWatch(published).latest()
     assert newest.version == 5
     kept = [version for version in range(6) if WeightWatch(published).version(version)]
+    # max_batches_ahead 1, and three more: as many as can be made while engines load the oldest.
     assert kept == [
         2,
         3,
         4,
         5,
-    ]  # max_batches_ahead 1, and three more: as many as can be made while engines load the oldest
+    ]
     stamped = json.loads(
         (checkpoints.checkpoint_dir(straight, 5, 1) / "trainer" / "published.json").read_text()
     )
@@ -373,9 +373,8 @@ def test_a_stage_that_winds_down_at_any_step_goes_on_to_the_same_bits(
     spec, straight = whole
     num_ranks = spec.trainer.mesh.world_size
     run_dir = start_run(tmp_path / "run", spec)
-    starts = (
-        [1, 1, 4, 5, 6] if num_ranks == 1 else [1, 4, 4, 6]
-    )  # few attempts, since starting processes takes seconds
+    # Few attempts, since starting processes takes seconds.
+    starts = [1, 1, 4, 5, 6] if num_ranks == 1 else [1, 4, 4, 6]
     attempts = [range(first, following) for first, following in pairwise(starts)]
     expected = [(step, attempt) for attempt, steps in enumerate(attempts, 1) for step in steps]
     for attempt, steps in enumerate(attempts, 1):
@@ -409,9 +408,8 @@ def test_a_stage_that_ends_early_leaves_its_last_checkpoint_and_weights_also_aft
     spec, straight = whole
     run_dir = start_run(tmp_path / "run", spec)
     num_ranks = spec.trainer.mesh.world_size
-    attempts = [range(1, 4), range(4, 4)][
-        : 2 if num_ranks == 1 else 1
-    ]  # starting processes takes seconds
+    # Starting processes takes seconds.
+    attempts = [range(1, 4), range(4, 4)][: 2 if num_ranks == 1 else 1]
     for attempt, steps in enumerate(attempts, 1):
         shutil.rmtree(run_dir / "weights" / "rl", ignore_errors=True)
         in_shared_memory(run_dir, attempt)
@@ -437,9 +435,8 @@ def test_a_stage_that_ends_early_leaves_its_last_checkpoint_and_weights_also_aft
 def test_log_probs_that_differ_on_the_same_weights_end_the_run(
     tmp_path, in_shared_memory, at, what
 ):
-    spec = manifest(
-        stages={"sft": None, "rl": {"num_steps": 3 - at}}
-    )  # the trainer that ends at step 1 never gets to comparing
+    # A trainer that ends at step 1 makes no comparison.
+    spec = manifest(stages={"sft": None, "rl": {"num_steps": 3 - at}})
     run_dir = start_run(tmp_path / "run", spec)
     in_shared_memory(run_dir, 1)
 
@@ -517,9 +514,8 @@ def test_a_steps_row_is_written_before_its_checkpoint_counts(
     tmp_path, in_shared_memory, monkeypatch
 ):
     """A checkpointed step is never repeated, so a kill after the marker must find its row."""
-    spec = manifest(
-        stages={"sft": None, "rl": {"num_steps": 3}}
-    )  # a checkpoint after step 2, which step 3's waits for
+    # Step 3's checkpoint waits for step 2's.
+    spec = manifest(stages={"sft": None, "rl": {"num_steps": 3}})
     run_dir = start_run(tmp_path / "run", spec)
     in_shared_memory(run_dir, 1)
     ctx = parse_role("trainer", ["--run-dir", str(run_dir), "--stage", "rl"])
@@ -543,9 +539,8 @@ def test_a_steps_row_is_written_before_its_checkpoint_counts(
         orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 4), 1))
         with pytest.raises(RunFailed, match="killed"):
             await asyncio.to_thread(train)
-        while (
-            not orchestrator.done()
-        ):  # more than once: `wait_for` loses a cancellation that comes with its result
+        # Repeatedly, because `wait_for` loses a cancellation that comes with its result.
+        while not orchestrator.done():
             orchestrator.cancel()
             await asyncio.wait({orchestrator}, timeout=0.1)
 
@@ -685,9 +680,8 @@ def test_sft_goes_on_at_another_mesh_with_the_examples_that_come_next(tmp_path, 
     finally:
         stage.kill()
     reached, spec = checkpoints.steps(moved, "sft")[-1], sft_spec(8, **after)
-    (moved / "manifest.json").write_bytes(
-        canonical_json(spec)
-    )  # as `orrery adopt` does in a folder of its own
+    # As `orrery adopt` does in a new folder.
+    (moved / "manifest.json").write_bytes(canonical_json(spec))
     for code, error in Stage(moved, "sft", spec.trainer.mesh.world_size, attempt=2).end():
         assert code == 0 and f"resuming after step {reached}" in error, error
     of = {
@@ -703,9 +697,8 @@ def test_sft_goes_on_at_another_mesh_with_the_examples_that_come_next(tmp_path, 
         assert of[moved][step]["loss"] == pytest.approx(of[straight][step]["loss"], rel=1e-4), step
     expected = load_file(straight / "weights" / "sft" / "model.safetensors")
     for name, weight in load_file(moved / "weights" / "sft" / "model.safetensors").items():
-        torch.testing.assert_close(
-            weight, expected[name], rtol=0, atol=1e-4
-        )  # twice the steps of the test below
+        # Twice the steps of the test below.
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4)
 
 
 def test_sft_on_two_ranks_makes_the_weights_of_one(tmp_path):
@@ -713,9 +706,8 @@ def test_sft_on_two_ranks_makes_the_weights_of_one(tmp_path):
     two = start_run(tmp_path / "two", sft_spec(4, dp_shard=2), ("sft",))
     expected = load_file(one / "weights" / "sft" / "model.safetensors")
     for name, weight in load_file(two / "weights" / "sft" / "model.safetensors").items():
-        torch.testing.assert_close(
-            weight, expected[name], rtol=0, atol=5e-5
-        )  # summation order; test_trainer_learner.py says more
+        # Summation order; test_trainer_learner.py says more.
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=5e-5)
 
 
 def test_examples_train_the_assistants_tokens_by_cross_entropy_only(tmp_path):

@@ -52,9 +52,8 @@ MISMATCH = {
     "stop_logprob_difference": 2.0,
     "canary_logprob_difference": 1e-3,
 }
-OFFLOADED = {
-    "memory": {**MEMORY, "optimizer_offload": True}
-}  # fields of `trainer`, as those of the next line
+# Fields of `trainer`, also in the next line.
+OFFLOADED = {"memory": {**MEMORY, "optimizer_offload": True}}
 HOSTED = {"fsdp": {"reshard_after_forward": True, "reduce_gradients": "step", "cpu_offload": True}}
 MOE = {
     "num_experts": 4,
@@ -269,7 +268,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
 
 
 def batch_columns(step: int, num_samples: int = 7, vocab_size: int = 16, seed: int = 0) -> Columns:
-    """A random batch for `step`: prompts of 3 tokens, log-probs near those of a fresh model."""
+    """Return a random batch for `step`: prompts of 3 tokens, log-probs near a fresh model's."""
     rng = np.random.default_rng([seed, step])
     lengths = rng.integers(5, 20, num_samples)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -325,7 +324,7 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def rank_device(rank: int) -> torch.device:
-    """The device of rank `rank`: a GPU of its own where `run_script` was told so."""
+    """Return the device of rank `rank`: a separate GPU if `run_script` got "cuda"."""
     if os.environ.get("TRAINER_TEST_DEVICE", "cpu") == "cpu":
         return torch.device("cpu")
     torch.cuda.set_device(rank)

@@ -102,7 +102,7 @@ def die_in_the_middle(start: Path, run_dir: Path, after_file: str) -> None:
 
 
 class Captured:
-    """A source that sends nothing."""
+    """A source that only records."""
 
     def publish(self, version: int, held, standing, report, canary) -> None:
         self.held = held()

@@ -68,7 +68,7 @@ def engine_boxes(tensors, rank, world_size):
 
 
 class Trainer:
-    """One rank: a master copy in float32, which travels as bfloat16."""
+    """One rank: a master copy in float32, sent as bfloat16."""
 
     def __init__(self, kind, folder, rank, num_ranks, replicas=1):
         self.shard, self.num_shards = rank % (num_ranks // replicas), num_ranks // replicas
@@ -151,7 +151,7 @@ class Leases:
 
 
 def together(*calls):
-    """Results of the calls, each in a thread of its own; exceptions are results too."""
+    """Return the results or exceptions of the calls, each in a thread."""
     results = [None] * len(calls)
 
     def run(index):

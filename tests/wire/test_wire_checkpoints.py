@@ -63,9 +63,8 @@ def test_only_complete_checkpoints_count(tmp_path):
     written(tmp_path, 12, whole=False)
     assert checkpoints.steps(tmp_path)[-1] == 10
     assert checkpoints.steps(tmp_path) == [2, 10]
-    half = (
-        tmp_path / "checkpoints" / f".{checkpoints.LATER}.attempt_1.8.tmp"
-    )  # as its writer leaves it when it is killed
+    # As a killed writer leaves it.
+    half = tmp_path / "checkpoints" / f".{checkpoints.LATER}.attempt_1.8.tmp"
     (half / "orchestrator").mkdir(parents=True)
     assert checkpoints.discard_incomplete(tmp_path) == [12]
     assert not half.exists()
@@ -219,7 +218,7 @@ def test_a_stage_that_is_done_loses_all_its_checkpoints_though_the_first_try_was
         patched.setattr(checkpoints, "discard", dies)  # after the first marker went
         checkpoints.discard_all(tmp_path, "sft")
     assert len(checkpoints.steps(tmp_path, "sft")) == 2
-    checkpoints.checkpoint_dir(tmp_path, 9, 1, "sft").mkdir()  # one that was never whole
+    checkpoints.checkpoint_dir(tmp_path, 9, 1, "sft").mkdir()  # an incomplete checkpoint
     assert checkpoints.discard_all(tmp_path, "sft") == [4, 6, 8, 9]
     assert checkpoints.discard_all(tmp_path, "sft") == []
     assert list((tmp_path / "checkpoints" / "sft").iterdir()) == [copied] and checkpoints.steps(
@@ -310,7 +309,7 @@ def of_attempt(run_dir, step, attempt, whole=True):
 def test_an_attempt_that_goes_on_elsewhere_neither_writes_nor_prunes_what_the_next_one_has(
     tmp_path,
 ):
-    """A node that nobody reaches goes on with attempt 1, while attempt 2 goes on from step 1."""
+    """An unreachable node continues attempt 1, while attempt 2 continues from step 1."""
     of_attempt(tmp_path, 1, attempt=1)
     partitioned = of_attempt(tmp_path, 2, attempt=1, whole=False)
     assert checkpoints.discard_incomplete(tmp_path) == [2]

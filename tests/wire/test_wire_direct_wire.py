@@ -46,7 +46,7 @@ def settle(ranks):
 
 
 def check(engine, version):
-    """What arrived is exactly what was needed, in the dtype that it travels in."""
+    """Check that exactly the needed slices arrived, in the dtype of the wire."""
     seen = dict.fromkeys(SHAPES, 0)
     for (name, box), tensor in engine.got.items():
         assert torch.equal(
@@ -177,7 +177,7 @@ def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks
 
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
         leases = Leases(ranks[0].source)
-        for version in (0, 1):  # in a group that forms, and in one that has formed before
+        for version in (0, 1):  # in a new group, then in the same group
             claimed = leases.start(publish(ranks, version), "engine 0")
             begin = time.monotonic()
             told, failed = together(
@@ -238,9 +238,8 @@ def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):
         assert isinstance(failed, TransferFailed) and ELSEWHERE in str(failed)
         assert time.monotonic() - begin < 10
         leases.release()
-        settle(
-            ranks
-        )  # waits for no take that never began: rank 0 may tell of it later than the engine hears
+        # Do not wait for transfers that never began: rank 0 may report later than the engine.
+        settle(ranks)
         while not ranks[0].takes:
             assert time.monotonic() - begin < 10
             time.sleep(0.001)
@@ -449,7 +448,7 @@ def test_what_a_link_has_opened_is_closed_where_it_cannot_be_made_whole(monkeypa
 
 
 def stranger_at(folder):
-    """A connection to the store of anybody's, and the wire's secret to compare with."""
+    """Return a stranger's connection to the store, and the wire's secret to compare."""
     address = coordinator.find_wire(folder)
     return torch.distributed.TCPStore(
         address.host, address.port, None, False, wait_for_workers=False

@@ -1,4 +1,4 @@
-"""The patch of NIXL: an idle agent on a CPU costs nothing. And the devices that UCX may use."""
+"""The patch of NIXL makes an idle agent on a CPU free. And the devices that UCX may use."""
 
 import os
 import time

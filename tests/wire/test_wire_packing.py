@@ -53,17 +53,15 @@ def test_rows_of_the_longest_stay_within_the_limit_where_a_model_pads(lengths, n
 @given(st.lists(st.integers(1, MAX), min_size=1, max_size=60), st.integers(1, 5))
 def test_the_number_of_micro_steps_is_near_the_least(lengths, num_ranks):
     plan = pack(np.array(lengths, np.int64), num_ranks, MAX)
-    least = max(
-        -(-sum(lengths) // MAX), sum(n > MAX / 2 for n in lengths)
-    )  # no two of the latter share a bin
-    assert len(plan[0]) <= -(
-        -(11 * -(-3 * least // 2) // 9 + 1) // num_ranks
-    )  # the optimum is at most 3/2 of this bound
+    # No two of the latter share a bin.
+    least = max(-(-sum(lengths) // MAX), sum(n > MAX / 2 for n in lengths))
+    # The optimum is at most 3/2 of this bound.
+    assert len(plan[0]) <= -(-(11 * -(-3 * least // 2) // 9 + 1) // num_ranks)
 
 
 @given(st.lists(st.integers(1, MAX), min_size=1, max_size=40), st.integers(2, 4))
 def test_ranks_differ_by_at_most_the_neighbouring_costs(lengths, num_ranks):
-    """No other bin's cost lies strictly between those of one micro-step."""
+    """No other bin's cost lies strictly between two costs of one micro-step."""
     plan = pack(np.array(lengths, np.int64), num_ranks, MAX, 0.01)
     cost = np.asarray(lengths) + 0.01 * np.asarray(lengths, float) ** 2
     loads = np.array([[cost[bin].sum() for bin in of_rank] for of_rank in plan])

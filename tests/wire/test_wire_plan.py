@@ -121,7 +121,7 @@ def test_replicas_share_the_sending():
 
 
 def test_ranks_that_have_nothing_to_do_with_one_another_do_not_wait_for_one_another():
-    """Experts of rank 1 are in the first round too, though those of rank 0 fill buckets."""
+    """Experts of rank 1 are in the first round too, though rank 0's experts fill buckets."""
     names, whole = [f"e{e}" for e in range(8)], ((0, 4), (0, 4))
     sides = [{name: whole for name in names[:4]}, {name: whole for name in names[4:]}]
     needs = [{name: (box,) for name, box in side.items()} for side in sides]

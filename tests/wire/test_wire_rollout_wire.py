@@ -141,7 +141,7 @@ def test_two_ranks_get_their_own_shares_over_several_steps():
 
 
 def test_ranks_that_share_micro_batches_get_the_same_ones():
-    """Of four ranks, each two have the same documents; a batch is gone when all four have it."""
+    """Each two of four ranks share documents. A batch is removed once all four have it."""
 
     async def run():
         async with wire_of(num_ranks=4) as wire:
@@ -215,7 +215,7 @@ def test_a_receiver_that_restarts_half_way_gets_the_whole_batch_again():
 
 
 def test_a_reader_that_stops_at_the_last_micro_batch_has_acknowledged():
-    """As `zip(received, steps)`, which stops the iterator at the last micro-batch."""
+    """Return `zip(received, steps)`. It stops the iterator at the last micro-batch."""
 
     async def run():
         async with wire_of() as wire:
@@ -254,7 +254,7 @@ def test_a_batch_that_everyone_has_is_gone_and_asking_for_it_is_refused():
 
 
 def test_a_rank_that_would_skip_a_batch_is_refused():
-    """Ends resumed from different checkpoints drop nothing silently."""
+    """Ends resumed from different checkpoints never drop a batch silently."""
 
     async def run():
         async with wire_of() as wire:
@@ -356,13 +356,14 @@ def test_frames_of_many_megabytes_arrive_whole():
         async with wire_of() as wire:
             rng = np.random.default_rng(1)
             sizes = [20_000, 5, 9_000]
+            # 624 bytes a token, 18 MB.
             parts = [
                 Columns(
                     np.array([0, n]),
                     {"routed_experts": rng.integers(0, 65536, (n, 39, 8), dtype=np.uint16)},
                 )
                 for n in sizes
-            ]  # 624 bytes a token, 18 MB
+            ]
             batch = Batch(1, [[parts, parts[:1]]])
             await wire.sender.send(batch)
             check(*await taken(wire.receiver(), 1), batch)
@@ -489,7 +490,7 @@ with role_process("orchestrator") as ctx:
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
 def test_a_foreign_program_behind_the_url_is_said_so(answer):
-    """A peer that hangs up, that answers something else, or (None) without the run's keys."""
+    """A peer that hangs up, answers otherwise, or (None) lacks the run's keys."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -622,12 +623,13 @@ def test_a_connection_that_is_lost_inside_a_micro_batch_heals():
         ):
             wire.sender._bulk.port = port
             rng = np.random.default_rng(1)
+            # 5 MB.
             parts = [
                 Columns(
                     np.array([0, 8000]),
                     {"routed_experts": rng.integers(0, 65536, (8000, 39, 8), dtype=np.uint16)},
                 )
-            ]  # 5 MB
+            ]
             batch = Batch(1, [[parts, documents([3])]])
             await wire.sender.send(batch)
             check(*await taken(wire.receiver(), 1), batch)

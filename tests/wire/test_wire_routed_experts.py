@@ -1,4 +1,4 @@
-"""Routes: what a batch says of experts, told right from wrong in one look."""
+"""Routes: the checks of a batch's routed experts."""
 
 import numpy as np
 import pytest

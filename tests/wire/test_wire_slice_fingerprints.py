@@ -36,14 +36,16 @@ def cases():
     yield tensor(5, 6, 7).double(), [((0, 5), (2, 6), (0, 7)), ((0, 5), (0, 2), (0, 7))]
     yield tensor(), [()]
     yield tensor(9000).bfloat16(), [((0, 9000),)]
+    # A row each, more than one program handles.
     yield (
         tensor(10, 1024).bfloat16(),
         [((0, 1), (0, 1024)), ((1, 10), (0, 1024))],
-    )  # a row each, more than one program's
+    )
+    # Rows of whole groups.
     yield (
         tensor(3, 32, 48).bfloat16(),
         [((0, 3), (a, a + 16), (b, b + 16)) for a in (0, 16) for b in (0, 16, 32)],
-    )  # rows of whole groups
+    )
     yield tensor(5, 8192).bfloat16(), [((0, 5), (0, 8192))]  # one slice, more than one program's
     yield tensor(3, 5008).bfloat16(), [((0, 3), (0, 5008))]  # ends within a program's fourth block
     yield tensor(9, 2048), [((0, 9), (0, 1024)), ((0, 9), (1024, 2048))]

@@ -208,7 +208,7 @@ context.destroy(linger=0)
 
 
 def test_a_thousand_malformed_messages_of_a_role_are_ignored():
-    """The peer has the token, like a broken role. Asks that are valid by chance are answered."""
+    """The peer has the token, like a broken role. Requests valid by chance are answered."""
 
     async def run():
         async with wire_of() as wire:
@@ -251,11 +251,12 @@ def test_a_thousand_strangers_at_the_bulk_port_get_nothing():
         async with wire_of() as wire:
             await wire.sender.send(batch_of(1))
             receiver = wire.receiver()
+            # A ticket is out.
             await asyncio.to_thread(
                 lambda: receiver._await(
                     receiver._ask(1, 0), rollout_wire.MicroBatchHead, DEADLINE_S
                 )
-            )  # a ticket is out
+            )
             rng = random.Random(0)
 
             async def knock():

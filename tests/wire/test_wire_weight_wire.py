@@ -371,7 +371,7 @@ def test_versions_that_do_not_fit_beside_one_another_are_refused_in_one_sentence
     (tmp_path / "run").mkdir()
     folder = {1: tmp_path / "shm", 2: tmp_path / "run"}[num_nodes]
     monkeypatch.setattr("orrery.wire.weight_wire.files.SHARED_MEMORY", tmp_path / "shm")
-    free_bytes = {folder: 4 * 10**9}  # three versions, and the one that is being written
+    free_bytes = {folder: 4 * 10**9}  # three versions, and the unfinished version
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes[path]))
     check_room(tmp_path / "run", num_nodes, 3, 10**9)
     with pytest.raises(OrreryError) as refused:

@@ -95,9 +95,8 @@ def slice_share(
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
-    is_run = (
-        tensor.is_contiguous() and shape[1:] == full_shape[1:]
-    )  # consecutive in the full tensor too
+    # Consecutive in the full tensor too.
+    is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]
     if not is_run and tensor.numel() > most:  # flattening would copy the whole slice
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
         half = shape[dim] // 2

@@ -41,9 +41,8 @@ class EngineRecovery:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._tend(), name="tend")
-        self._task.add_done_callback(
-            lambda _: self.pool.wake()
-        )  # waiting calls then raise its error through `check`
+        # Waiting calls then raise its error through `check`.
+        self._task.add_done_callback(lambda _: self.pool.wake())
 
     async def close(self) -> None:
         tasks = [*self._looks, *([self._task] if self._task else [])]

@@ -373,9 +373,8 @@ class RegisteredBuckets:
     def __init__(self, name: str, buckets: Sequence[Tensor]) -> None:
         api = load_nixl()
         if buckets[0].device.type == "cpu":
-            os.environ.setdefault(
-                "UCX_NET_DEVICES", interface()
-            )  # by default UCX listens on all interfaces
+            # By default UCX listens on all interfaces.
+            os.environ.setdefault("UCX_NET_DEVICES", interface())
             wait_for_progress()
         else:
             name_ucx_devices()

@@ -274,9 +274,8 @@ class HeldTensor:
         return self.local[tuple(slice(a - first, b - first) for (a, b), (first, _) in sides)]
 
 
-Copy = tuple[
-    Tensor, int, torch.dtype
-]  # (view of the source, byte offset in the bucket, sent dtype)
+# (view of the source, byte offset in the bucket, sent dtype).
+Copy = tuple[Tensor, int, torch.dtype]
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
