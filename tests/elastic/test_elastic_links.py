@@ -1,7 +1,9 @@
 """Links: which frames are refused, and when connections are made again."""
 
 import socket
+import threading
 import time
+from queue import Queue
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from linked_sites import HOST, epoch, linked, together
 from orrery.elastic import links as module
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.elastic.connection import Header, Kind
-from orrery.elastic.links import PeerLinks
+from orrery.elastic.links import PeerLinks, Phase
 from orrery.elastic.types import ElasticError, LinkBroken
 
 
@@ -31,6 +33,11 @@ def begun(links, number=0, epoch_number=1):
     assert results == [None] * len(links)
 
 
+def end(links):
+    for each in links:
+        each.end()
+
+
 def test_frames_arrive_in_the_order_of_their_lane(certificates):
     with linked(certificates, 2, num_lanes=2) as links:
         begun(links)
@@ -44,20 +51,21 @@ def test_frames_arrive_in_the_order_of_their_lane(certificates):
         assert links[1].receive(0, 0.0) is None
 
 
-def test_a_frame_of_a_later_round_waits_for_it(certificates):
+def test_a_round_begins_once_all_have_begun_it(certificates):
     with linked(certificates, 2) as links:
         begun(links)
-        links[0].begin(epoch(links), 0, 1)
-        links[0].send(1, 0, 0, 7, payload("early"))
-        assert links[1].receive(0, 0.2) is None
+        end(links)
+        first = threading.Thread(target=links[0].begin, args=(epoch(links), 0, 1), daemon=True)
+        first.start()
+        first.join(0.3)
+        assert first.is_alive()
         links[1].begin(epoch(links), 1, 1)
-        assert links[1].receive(0, 10.0).payload.tobytes() == b"early"
+        first.join(10.0)
+        assert not first.is_alive()
 
 
 @pytest.mark.parametrize("change", [{"round": 2}, {"epoch": 0}, {"run": b"x" * 16}, {"source": 0}])
-def test_frames_of_an_older_round_or_epoch_and_foreign_frames_break_the_sender(
-    certificates, change
-):
+def test_frames_of_another_round_or_epoch_and_foreign_frames_break_the_sender(certificates, change):
     with linked(certificates, 2) as links:
         begun(links, number=3)
         header = links[0]._header(Kind.DATA, 0)._replace(**change)
@@ -96,17 +104,56 @@ def test_strangers_and_older_epochs_get_nothing_and_others_go_on(certificates, t
         assert links[1].receive(0, 10.0).payload.tobytes() == b"fine"
 
 
-def test_a_connection_lost_between_rounds_is_made_again(certificates):
-    with linked(certificates, 2) as links:  # a third would be told, and might close later
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_a_connection_lost_between_rounds_breaks_no_site(certificates, num_ahead):
+    """Site 2 is in the next round, or sites 1 and 2, when sites 0 and 1 lose their connection."""
+    with linked(certificates, 3, num_lanes=2) as links:
         begun(links)
-        links[0]._peers[1, 0]._tls.shutdown(socket.SHUT_RDWR)
-        end_s = time.monotonic() + 10
-        while (1, 0) in links[0]._peers or (0, 0) in links[1]._peers:
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
-        begun(links, number=1)
+        end(links)
+        members, lost = epoch(links), [links[0]._peers[1, 0], links[1]._peers[0, 0]]
+        ahead = [2, 1][:num_ahead]
+        results = Queue()
+        for rank in ahead:
+            begin_later(links[rank], (members, rank, 1), results)
+        until(lambda: all(links[rank]._phase == Phase.BEGINNING for rank in ahead))
+        lost[0]._tls.shutdown(socket.SHUT_RDWR)
+        until(lambda: lost[0].is_closed and lost[1].is_closed)
+        for rank in {0, 1, 2} - set(ahead):
+            begin_later(links[rank], (members, rank, 1), results)
+        assert [results.get(timeout=20) for _ in links] == [None] * 3
         links[1].send(0, 0, 0, 0, payload("back"))
         assert links[0].receive(0, 10.0).payload.tobytes() == b"back"
+
+
+def test_a_connection_lost_in_a_round_breaks_it_at_sites_that_had_not_begun(certificates):
+    with linked(certificates, 3) as links:
+        begun(links)
+        end(links)
+        members, results = epoch(links), Queue()
+        for rank in (0, 1):
+            begin_later(links[rank], (members, rank, 1), results)
+        until(lambda: all(links[rank]._phase == Phase.BEGINNING for rank in (0, 1)))
+        links[0].fail(1, "its lease ended")
+        assert [results.get(timeout=20).rank for _ in range(2)] == [1, 0]
+        with pytest.raises(LinkBroken, match="rank 1: its lease ended"):
+            links[2].begin(members, 2, 1)
+
+
+def begin_later(links, args, results):
+    def run():
+        try:
+            results.put(links.begin(*args))
+        except LinkBroken as error:
+            results.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def until(holds):
+    end_s = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def test_a_dead_site_is_named_at_the_start_of_a_round(certificates, monkeypatch):

@@ -1,13 +1,16 @@
 """Membership, scripted: every transition of the ledger, without clocks and sleeps."""
 
 import random
+import time
+from functools import partial
 
 import msgspec
 import pytest
 from scripted_sites import TERMS, ScriptedSites, call, member, results
 
 from orrery.elastic import ledger as rules
-from orrery.elastic.door import check_clock
+from orrery.elastic.certificates import make_authority, make_site
+from orrery.elastic.etcd_site import EtcdSite
 from orrery.elastic.ledger import Behind, Ledger
 from orrery.elastic.membership import RoundPace
 from orrery.elastic.scripted import ScriptedEvent, ScriptedLog, SiteCrashed
@@ -281,10 +284,14 @@ def test_a_wrong_site_is_refused_at_the_door_and_the_run_goes_on(field, value, s
     sites.play(0, 1)
 
 
-def test_a_wrong_clock_is_refused_by_the_certificate_alone():
-    check_clock(1e9, 2e9, clock=lambda: 1.5e9)
-    with pytest.raises(ElasticError, match=r"^clock: this host says 1970-01-01 00:00 UTC"):
-        check_clock(1e9, 2e9, clock=lambda: 0.0)
+def test_a_site_with_a_wrong_clock_is_refused_by_its_certificate(tmp_path, monkeypatch):
+    make_authority(tmp_path, "run")
+    files = make_site(tmp_path, "site")
+    opened = partial(EtcdSite, "run", tmp_path, "", files, "127.0.0.1:1", pace=RoundPace())
+    opened()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    with pytest.raises(ElasticError, match=r"^clock: this host says 1970-01-01 00:00 UTC, .* 2020"):
+        opened()
 
 
 def test_a_write_without_a_lease_is_refused():

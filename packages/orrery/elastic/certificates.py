@@ -4,7 +4,8 @@
   authority's key stays where it was made. A site takes `authority.pem` and its two files.
 - Both ends of a connection must hold a certificate of this authority. No name is compared, because
   sites move. TLS 1.3 only, without session tickets.
-- Clocks are never compared across hosts: validity spans 2020 to 2100, and links ignore it.
+- Clocks are never compared across hosts: validity spans 2020 to 2100, and links ignore it. etcd
+  does not, so `door.check_clock` reads it first.
 """
 
 import re
@@ -58,6 +59,13 @@ class Certificates:
                     f"{site}.key from the host on which the run's certificates were made"
                 )
         return found
+
+    def validity(self) -> tuple[float, float]:
+        """Return the first and the last second of the authority's validity."""
+        found, *_ = self.client().get_ca_certs()
+        dates = (found["notBefore"], found["notAfter"])
+        first, last = (ssl.cert_time_to_seconds(str(each)) for each in dates)
+        return first, last
 
     def server(self) -> ssl.SSLContext:
         context = self._context(ssl.PROTOCOL_TLS_SERVER)

@@ -37,6 +37,7 @@ class Kind(IntEnum):
     DATA = 1
     PING = 2
     BROKEN = 3  # `piece` is the rank that failed, the payload the reason
+    READY = 4  # the sender has begun the round
 
 
 class Header(NamedTuple):
@@ -86,18 +87,19 @@ class Frame(NamedTuple):
 class FrameSink(Protocol):
     def ping(self, lane: int) -> Header: ...
     def admit(self, peer: "PeerConnection", header: Header) -> bool: ...
-    def arrived(self, header: Header, payload: Bytes) -> None: ...
+    def arrived(self, peer: "PeerConnection", header: Header, payload: Bytes) -> None: ...
     def lost(self, peer: "PeerConnection", reason: str, is_bad: bool) -> None: ...
 
 
 class PeerConnection:
-    """`heard_s` is when bytes arrived last, by the monotonic clock."""
+    """`heard_s` is when bytes arrived last, by the monotonic clock. `ready`: the peer's round."""
 
     def __init__(
         self, tls: ssl.SSLSocket, sink: FrameSink, rank: int, lane: int, ping_s: float
     ) -> None:
         tls.setblocking(False)
-        self.rank, self.lane, self.heard_s, self.is_closed = rank, lane, time.monotonic(), False
+        self.rank, self.lane, self.ready, self.is_closed = rank, lane, -1, False
+        self.heard_s = time.monotonic()
         self._tls, self._sink, self._ping_s = tls, sink, ping_s
         self._tls_lock = threading.Lock()
         self._queue: deque[Sequence[bytes | memoryview]] = deque()
@@ -154,7 +156,7 @@ class PeerConnection:
                 if header.length and not self._fill(payload.data):
                     break
                 if is_wanted:
-                    self._sink.arrived(header, payload)
+                    self._sink.arrived(self, header, payload)
             self._end("closed its connection")
         except ssl.SSLEOFError:
             self._end("closed its connection")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
 from orrery.elastic.certificates import Certificates
+from orrery.elastic.door import check_clock
 from orrery.elastic.etcd_client import EtcdClient, EtcdRefused
 from orrery.elastic.etcd_log import ELECTION_S, EtcdLog, SiteServices
 from orrery.elastic.membership import LogMembership, RoundPace
@@ -160,6 +161,7 @@ class EtcdSite:
         store_s: float = 300.0,
         coordinators: int = 5,
     ) -> None:
+        check_clock(*certificates.validity())  # etcd would refuse it without a reason
         self._folder, self._name, self._most = folder, name, coordinators
         self._heartbeat_s, self._is_first = heartbeat_s, not join
         known = [join] if join else [name]

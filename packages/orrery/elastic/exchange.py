@@ -95,6 +95,7 @@ def exchange(
         for lane in range(links.num_lanes)
     ]
     _in_threads([lane.run for lane in lanes])
+    links.end()
     _in_threads([lane.finish for lane in lanes])
     bytes_sent = sum(lane.bytes_sent for lane in lanes)
     codec_s = sum(lane.codec_s for lane in lanes)

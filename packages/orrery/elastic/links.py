@@ -1,12 +1,12 @@
 """Connections of one rank to the same rank of every other site: mutual TLS, framed, in lanes.
 
 - Every frame starts with its run, epoch and round. They are checked before the payload is read. A
-  frame of an older epoch or round, or of another run, breaks the connection.
-- A frame of a later round waits in its connection until `begin`.
+  frame of another epoch, round or run breaks the connection.
 - In a pair the lower rank dials. A lane is one connection with a reader and a sender thread.
-- A peer breaks by a closed connection, or by silence: idle connections carry a ping every PING_S.
-  The first rank that notices tells all others, so all raise LinkBroken with the same rank.
-- Between rounds a lost connection is made again. In a round it breaks the peer.
+- `begin` waits until both ends of every connection are in the round. Until then, and after `end`,
+  a lost connection is made again, and no other site hears of it.
+- In between it breaks the round, and so does silence: idle connections carry a ping every PING_S.
+  The first rank that notices tells all others. It also tells those that connect later.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from enum import Enum, auto
 
 import numpy as np
 
@@ -36,6 +37,15 @@ RETRY_S = 0.2
 MAX_REFUSALS = 10  # a site listens before it joins, so a refusing port belongs to a dead process
 MAX_STRANGERS = 32  # connections in their handshake
 CONGESTION = b"bbr"  # keeps its rate under random loss
+
+
+NOTHING = np.empty(0, np.uint8)
+
+
+class Phase(Enum):
+    IDLE = auto()
+    BEGINNING = auto()
+    RUNNING = auto()
 
 
 class PeerLinks:
@@ -62,8 +72,10 @@ class PeerLinks:
         self._peers: dict[tuple[int, int], PeerConnection] = {}
         self._early: dict[tuple[int, int, int], ssl.SSLSocket] = {}  # by epoch, rank, lane
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
-        self._broken: LinkBroken | None = None
-        self._is_closed = False
+        self._broken: LinkBroken | None = None  # of the round, until the next
+        self._told: tuple[int, LinkBroken] | None = None  # of a later round
+        self._phase, self._is_closed = Phase.IDLE, False
+        self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         try:
             self._listener = socket.create_server((host, port + shard if port else 0))
@@ -87,24 +99,32 @@ class PeerLinks:
                 )
             if epoch.number != self.epoch:
                 self._close_peers()
-                self.epoch, self.rank, self._members = epoch.number, rank, epoch
-            self.round, self._broken = number, None
+                self.epoch, self.rank, self._members, self._told = epoch.number, rank, epoch, None
+            self.round, self._broken, self._phase = number, None, Phase.BEGINNING
             self._inboxes = [queue.SimpleQueue() for _ in range(self.num_lanes)]
             self._adopt_early()
-            self._changed.notify_all()
-        self._connect(time.monotonic() + scaled(connect_s))
-
-    def _connect(self, end_s: float) -> None:
-        dialled = [key for key in self._wanted() if key[0] > self.rank and key not in self._peers]
-        for key in dialled:
-            target, name = self._dial, f"links-dial-{key[0]}"
-            args = (*key, self.epoch, end_s)
-            threading.Thread(target=target, args=args, name=name, daemon=True).start()
-        with self._changed:
-            while missing := [key for key in self._wanted() if key not in self._peers]:
+            for (_, lane), peer in self._peers.items():
+                peer.send(self._header(Kind.READY, lane), NOTHING)
+            if self._told is not None and self._told[0] == number:
+                self._fail(self._told[1].rank, self._told[1].reason)
+            end_s = time.monotonic() + scaled(connect_s)
+            self._dial_missing(end_s)
+            while missing := [key for key in self._wanted() if not self._is_ready(key)]:
                 self._raise_if_broken()
-                if not self._changed.wait(end_s - time.monotonic()):
-                    self._fail(missing[0][0], "no connection in time", tell=True)
+                self._check_silence()
+                if (left_s := end_s - time.monotonic()) <= 0:
+                    raise self.failed(missing[0][0], "no connection in time")
+                self._changed.wait(min(left_s, PING_S))
+            self._raise_if_broken()
+            self._phase = Phase.RUNNING
+
+    def end(self) -> None:
+        """End the round: this rank has all of its frames."""
+        with self._changed:
+            self._phase = Phase.IDLE
+
+    def _is_ready(self, key: tuple[int, int]) -> bool:
+        return key in self._peers and self._peers[key].ready >= self.round
 
     def _wanted(self) -> Iterator[tuple[int, int]]:
         assert self._members is not None
@@ -141,7 +161,7 @@ class PeerLinks:
     def fail(self, rank: int, reason: str) -> None:
         """Break the round: a peer is known to be dead, or this rank (its own) cannot go on."""
         with self._changed:
-            self._fail(rank, reason, tell=True)
+            self._fail(rank, reason)
 
     def close(self) -> None:
         with self._changed:
@@ -174,20 +194,23 @@ class PeerLinks:
         if self._broken is not None:
             raise LinkBroken(self._broken.rank, self._broken.reason)
 
-    def _fail(self, rank: int, reason: str, tell: bool) -> None:
+    def _fail(self, rank: int, reason: str, tells: bool = True) -> None:
         if self._broken is not None:
             return
         self._broken = LinkBroken(rank, reason)
-        said = np.frombuffer(reason.encode(), np.uint8)
-        for (peer_rank, lane), peer in self._peers.items():
+        for (_, lane), peer in self._peers.items():
             peer.drop_queued()
-            if peer_rank == rank:
-                peer.close()  # or it would wait for this rank
-            elif tell and lane == 0:
-                peer.send(self._header(Kind.BROKEN, 0, 0, rank), said, urgent=True)
+            if lane == 0 and tells:
+                self._tell(peer)
         for inbox in self._inboxes:
             inbox.put(None)
         self._changed.notify_all()
+
+    def _tell(self, peer: PeerConnection) -> None:
+        assert self._broken is not None
+        rank = self._broken.rank if self._broken.rank != peer.rank else self.rank
+        said = np.frombuffer(self._broken.reason.encode(), np.uint8)
+        peer.send(self._header(Kind.BROKEN, peer.lane, 0, rank), said, urgent=True)
 
     def _check_silence(self) -> None:
         limit_s, now_s = scaled(SILENCE_S), time.monotonic()
@@ -202,70 +225,94 @@ class PeerLinks:
         return self._header(Kind.PING, lane)
 
     def admit(self, peer: PeerConnection, header: Header) -> bool:
-        """Return whether to keep the payload that follows. Wait for its round. Raise BadFrame."""
+        """Return whether to keep the payload that follows. Raise BadFrame."""
         with self._changed:
             mine = (self._run, self.epoch, peer.rank, self._shard, peer.lane)
             if (header.run, header.epoch, header.source, header.shard, header.lane) != mine:
                 raise BadFrame(f"a frame of epoch {header.epoch} in epoch {self.epoch}")
             if header.kind != Kind.DATA:
-                return header.kind == Kind.BROKEN and header.round == self.round
-            while header.round > self.round and not peer.is_closed:
-                peer.heard_s = float("inf")  # not read, so not silent
-                self._changed.wait()
-            peer.heard_s = time.monotonic()
-            if header.round < self.round:
+                return True
+            if header.round != self.round:
                 raise BadFrame(f"a frame of round {header.round} in round {self.round}")
             return self._broken is None
 
-    def arrived(self, header: Header, payload: Bytes) -> None:
+    def arrived(self, peer: PeerConnection, header: Header, payload: Bytes) -> None:
         with self._changed:
-            if (header.epoch, header.round) != (self.epoch, self.round):
+            if header.epoch != self.epoch:
                 return
-            if header.kind == Kind.BROKEN:
-                self._fail(header.piece, payload.tobytes().decode(errors="replace"), tell=False)
-            elif self._broken is None:
+            if header.kind == Kind.READY:
+                peer.ready = header.round
+                self._changed.notify_all()
+            elif header.kind == Kind.BROKEN and header.round >= self.round:
+                reason = payload.tobytes().decode(errors="replace")
+                if header.round > self.round:
+                    self._told = (header.round, LinkBroken(header.piece, reason))
+                elif self._phase != Phase.IDLE:
+                    # A site that has lost this one tells the others itself.
+                    self._fail(header.piece, reason, tells=header.piece != header.source)
+            elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)
                 self._inboxes[header.lane].put(frame)
 
     def lost(self, peer: PeerConnection, reason: str, is_bad: bool) -> None:
-        """Forget a connection that ended. It breaks the round, if one is in progress."""
+        """Forget a connection that ended. It breaks a round that has begun."""
         with self._changed:
             if self._peers.get((peer.rank, peer.lane)) is not peer:
                 return
             del self._peers[peer.rank, peer.lane]
             if is_bad:
                 log.warning("links: closed the connection to rank %d: %s", peer.rank, reason)
-            self._fail(peer.rank, reason, tell=True)
+            if self._phase == Phase.RUNNING:
+                self._fail(peer.rank, reason)
+            self._dial_missing(time.monotonic() + scaled(CONNECT_S))
 
     # Connections
 
-    def _dial(self, rank: int, lane: int, epoch: int, end_s: float) -> None:
+    def _dial_missing(self, end_s: float) -> None:
+        if self._is_closed:
+            return
+        for rank, lane in self._wanted():
+            key = (self.epoch, rank, lane)
+            if rank > self.rank and (rank, lane) not in self._peers and key not in self._dialling:
+                self._dialling.add(key)
+                name = f"links-dial-{rank}.{lane}"
+                threading.Thread(
+                    target=self._dial, args=(*key, end_s), name=name, daemon=True
+                ).start()
+
+    def _dial(self, epoch: int, rank: int, lane: int, end_s: float) -> None:
         assert self._members is not None
         member, refusals, reason = self._members.members[rank], 0, "no connection in time"
-        while time.monotonic() < end_s and self.epoch == epoch and self._broken is None:
+        tls: ssl.SSLSocket | None = None
+        while tls is None and time.monotonic() < end_s and refusals < MAX_REFUSALS:
+            if self.epoch != epoch or self._is_closed:
+                break
             try:
-                place = (member.address, member.port + self._shard)
-                sock = socket.create_connection(place, scaled(HANDSHAKE_S))
-                tls = _wrapped(sock, self._client, is_server=False)
-                with self._changed:
-                    if self.epoch != epoch or self._is_closed:
-                        tls.close()
-                        return
-                tls.sendall(self._header(Kind.HELLO, lane).pack())
-                tls.settimeout(max(1.0, end_s - time.monotonic()))  # the peer may begin later
-                if (answer := Header.read(tls)) and answer.kind == Kind.HELLO:
-                    self._adopt(tls, rank, lane, epoch)
-                    return
-                tls.close()
+                tls = self._dialled((member.address, member.port + self._shard), lane, end_s)
             except OSError as error:
                 reason = f"no connection to {member.address}:{member.port} ({error})"
                 refusals += isinstance(error, ConnectionRefusedError)
-                if refusals >= MAX_REFUSALS:
-                    break
-            time.sleep(RETRY_S)
+                time.sleep(RETRY_S)
         with self._changed:
-            if self.epoch == epoch:
-                self._fail(rank, reason, tell=True)
+            self._dialling.discard((epoch, rank, lane))
+            if tls is not None:
+                self._adopt(tls, rank, lane, epoch)
+            elif self.epoch == epoch and self._phase == Phase.BEGINNING:
+                self._fail(rank, reason)
+
+    def _dialled(self, place: tuple[str, int], lane: int, end_s: float) -> ssl.SSLSocket:
+        sock = socket.create_connection(place, scaled(HANDSHAKE_S))
+        tls = _wrapped(sock, self._client, is_server=False)
+        try:
+            tls.sendall(self._header(Kind.HELLO, lane).pack())
+            tls.settimeout(max(1.0, end_s - time.monotonic()))  # the peer may begin later
+            answer = Header.read(tls)
+            if answer is None or answer.kind != Kind.HELLO:
+                raise ConnectionResetError("closed in its handshake")
+        except BaseException:
+            tls.close()
+            raise
+        return tls
 
     def _accept(self) -> None:
         while not self._is_closed:
@@ -324,7 +371,14 @@ class PeerLinks:
                 return
             if before := self._peers.pop((rank, lane), None):
                 before.close()
-            self._peers[rank, lane] = PeerConnection(tls, self, rank, lane, scaled(PING_S))
+                if self._phase == Phase.RUNNING:
+                    self._fail(rank, "its connection was lost")
+            peer = PeerConnection(tls, self, rank, lane, scaled(PING_S))
+            self._peers[rank, lane] = peer
+            if self._broken is not None:
+                self._tell(peer)
+            elif self._phase != Phase.IDLE:
+                peer.send(self._header(Kind.READY, lane), NOTHING)
             self._changed.notify_all()
 
     def _close_peers(self) -> None:

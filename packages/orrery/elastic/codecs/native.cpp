@@ -57,21 +57,45 @@ inline void emit(float *out, int64_t m, float factor, bool adds, Value value) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// int8_block
+// int8_block and int4_block: the scales of all blocks, then their codes
 
-void int8_pack(const float *x, int64_t m, float inverse, int8_t *q) {
-    for (int64_t i = 0; i < m; i++) q[i] = (int8_t)(int32_t)__builtin_rintf(x[i] * inverse);
-}
-
-// int4_block
-
-void int4_pack(const float *x, int64_t m, float inverse, uint8_t *q) {
-    int64_t half = (m + 1) / 2;
-    for (int64_t i = 0; i < half; i++) {
-        int32_t low = (int32_t)__builtin_rintf(x[i] * inverse) + 8, high = 8;
-        if (half + i < m) high = (int32_t)__builtin_rintf(x[half + i] * inverse) + 8;
-        q[i] = (uint8_t)(low | high << 4);
+struct Int8 {
+    static constexpr float steps = 127.0f;
+    static constexpr int64_t bytes = 256;
+    static void pack(const float *x, int64_t m, float inverse, uint8_t *q) {
+        for (int64_t i = 0; i < m; i++) q[i] = (uint8_t)(int32_t)__builtin_rintf(x[i] * inverse);
     }
+};
+
+struct Int4 {
+    static constexpr float steps = 7.0f;
+    static constexpr int64_t bytes = 128;
+    static void pack(const float *x, int64_t m, float inverse, uint8_t *q) {
+        int64_t half = (m + 1) / 2;
+        for (int64_t i = 0; i < half; i++) {
+            int32_t low = (int32_t)__builtin_rintf(x[i] * inverse) + 8, high = 8;
+            if (half + i < m) high = (int32_t)__builtin_rintf(x[half + i] * inverse) + 8;
+            q[i] = (uint8_t)(low | high << 4);
+        }
+    }
+};
+
+template <class Int>
+int64_t block_encode(const float *x, int64_t n, uint8_t *wire, int64_t first, int64_t last) {
+    int64_t blocks = ceil_div(n, 256);
+    for (int64_t b = first; b < last; b++) {
+        const float *from = x + 256 * b;
+        int64_t m = std::min<int64_t>(256, n - 256 * b);
+        uint32_t most = m == 256 ? largest(from, 256) : largest(from, m);
+        if (most > LARGEST_BITS) return 256 * b + refused(from, m);
+        float absmax = from_bits(most);
+        bool zero = absmax < SMALLEST;
+        put(wire + 4 * b, zero ? 0.0f : absmax / Int::steps);
+        float inverse = zero ? 0.0f : Int::steps / absmax;
+        uint8_t *q = wire + 4 * blocks + Int::bytes * b;
+        m == 256 ? Int::pack(from, 256, inverse, q) : Int::pack(from, m, inverse, q);
+    }
+    return -1;
 }
 
 // top_k_2bit
@@ -134,20 +158,11 @@ void top_k_pack(const float *x, int64_t m, int64_t k, float absmax, uint8_t *rec
 extern "C" {
 
 int64_t int8_block_encode(const float *x, int64_t n, uint8_t *wire, int64_t first, int64_t last) {
-    int64_t blocks = ceil_div(n, 256);
-    for (int64_t b = first; b < last; b++) {
-        const float *from = x + 256 * b;
-        int64_t m = std::min<int64_t>(256, n - 256 * b);
-        uint32_t most = m == 256 ? largest(from, 256) : largest(from, m);
-        if (most > LARGEST_BITS) return 256 * b + refused(from, m);
-        float absmax = from_bits(most);
-        bool zero = absmax < SMALLEST;
-        put(wire + 4 * b, zero ? 0.0f : absmax / 127.0f);
-        float inverse = zero ? 0.0f : 127.0f / absmax;
-        int8_t *q = (int8_t *)(wire + 4 * blocks + 256 * b);
-        m == 256 ? int8_pack(from, 256, inverse, q) : int8_pack(from, m, inverse, q);
-    }
-    return -1;
+    return block_encode<Int8>(x, n, wire, first, last);
+}
+
+int64_t int4_block_encode(const float *x, int64_t n, uint8_t *wire, int64_t first, int64_t last) {
+    return block_encode<Int4>(x, n, wire, first, last);
 }
 
 void int8_block_decode(const uint8_t *wire, int64_t n, float *out, float factor, int32_t adds,
@@ -159,23 +174,6 @@ void int8_block_decode(const uint8_t *wire, int64_t n, float *out, float factor,
         emit(out + 256 * b, std::min<int64_t>(256, n - 256 * b), factor, adds,
              [=](int64_t i) { return (float)q[i] * scale; });
     }
-}
-
-int64_t int4_block_encode(const float *x, int64_t n, uint8_t *wire, int64_t first, int64_t last) {
-    int64_t blocks = ceil_div(n, 256);
-    for (int64_t b = first; b < last; b++) {
-        const float *from = x + 256 * b;
-        int64_t m = std::min<int64_t>(256, n - 256 * b);
-        uint32_t most = largest(from, m);
-        if (most > LARGEST_BITS) return 256 * b + refused(from, m);
-        float absmax = from_bits(most);
-        bool zero = absmax < SMALLEST;
-        put(wire + 4 * b, zero ? 0.0f : absmax / 7.0f);
-        float inverse = zero ? 0.0f : 7.0f / absmax;
-        uint8_t *q = wire + 4 * blocks + 128 * b;
-        m == 256 ? int4_pack(from, 256, inverse, q) : int4_pack(from, m, inverse, q);
-    }
-    return -1;
 }
 
 void int4_block_decode(const uint8_t *wire, int64_t n, float *out, float factor, int32_t adds,
