@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,14 @@ HOST = "127.0.0.1"
 
 
 @contextmanager
-def linked(certificates: Certificates, count: int, num_lanes: int = 1) -> Iterator[list[PeerLinks]]:
-    links = [PeerLinks("run", certificates, HOST, num_lanes=num_lanes) for _ in range(count)]
+def linked(
+    certificates: Certificates, count: int, num_lanes: int = 1, outbound: Container[int] = ()
+) -> Iterator[list[PeerLinks]]:
+    """Open links of `count` sites. Sites `outbound` accept no connections."""
+    links = [
+        PeerLinks("run", certificates, "" if rank in outbound else HOST, num_lanes=num_lanes)
+        for rank in range(count)
+    ]
     try:
         yield links
     finally:

@@ -13,6 +13,7 @@ from orrery.elastic.certificates import make_authority, make_site
 from orrery.elastic.etcd_site import EtcdSite
 from orrery.elastic.ledger import Behind, Ledger
 from orrery.elastic.membership import RoundPace
+from orrery.elastic.routes import ring_order
 from orrery.elastic.scripted import ScriptedEvent, ScriptedLog, SiteCrashed
 from orrery.elastic.types import ElasticError, LeaseLost, OuterRound
 
@@ -344,3 +345,27 @@ def test_random_churn_never_forks_a_round(seed):
             row = ledger.committed
             assert committed.setdefault(row.number, row.digest) == row.digest
     assert len(committed) > 10
+
+
+def test_speeds_open_an_epoch_once_its_ring_is_clearly_faster():
+    ledger, _ = exchanging(4)
+    live = frozenset(IDS[:4])
+
+    def next_round(ledger: Ledger, speeds: dict[tuple[int, int], int]) -> Ledger:
+        for i in range(4):
+            opened = ledger.open_round(IDS[i])
+            assert opened is not None
+            ledger = rules.acknowledge(ledger, IDS[i], opened, "d")
+        ledger = rules.settle(ledger, live)
+        for i in range(4):
+            row = {IDS[j]: speeds.get((min(i, j), max(i, j)), 900) for j in range(4) if j != i}
+            ledger = rules.arrive(rules.measure(ledger, IDS[i], row), IDS[i], ledger.number, 1)
+        return rules.start(ledger, live)
+
+    even = next_round(ledger, {})
+    assert even.epoch == ledger.epoch and even.speeds == ()
+    slow = next_round(even, {(0, 1): 100})
+    assert slow.epoch == even.epoch + 1 and slow.speeds[0] == (0, 100, 900, 900)
+    assert ring_order(slow.current) in {(0, 2, 1, 3), (0, 3, 1, 2)}
+    again = next_round(slow, {(0, 1): 100, (0, 2): 950})
+    assert again.epoch == slow.epoch and again.speeds == slow.speeds

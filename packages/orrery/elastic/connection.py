@@ -38,6 +38,9 @@ class Kind(IntEnum):
     PING = 2
     BROKEN = 3  # `piece` is the rank that failed, the payload the reason
     READY = 4  # the sender has begun the round
+    RELAY = 5  # the first frame to a relay. `piece` is the rank at the other end
+    PROBE = 6  # `hop` is 1 in the last of a measurement
+    PROBED = 7  # `piece` is the measured speed in Mb/s
 
 
 class Header(NamedTuple):
@@ -119,6 +122,10 @@ class PeerConnection:
             self._queue.appendleft(frame) if urgent else self._queue.append(frame)
             self._wake.notify()
         return LAYOUT.size + len(payload)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
 
     def drop_queued(self) -> None:
         with self._wake:

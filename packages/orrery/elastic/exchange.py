@@ -22,6 +22,7 @@ from orrery.elastic.codecs import Codec
 from orrery.elastic.codecs.base import Bytes, Floats
 from orrery.elastic.connection import Frame
 from orrery.elastic.links import PeerLinks
+from orrery.elastic.routes import ring_order
 from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
 
 PIECE = 1 << 18  # values of a frame
@@ -59,13 +60,12 @@ def exchange(
     topology: str = "ring",
     *,
     error_feedback: ErrorFeedback | None = None,
-    order: Sequence[int] | None = None,
     buckets: Sequence[slice] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> ExchangeStats:
     """Replace delta f32[n] by the weighted mean over sites, zeros if no site has weight.
 
-    `order`: the ranks around the ring, the same at all sites. `buckets` cover delta, also the same.
+    `buckets` cover delta, the same at all sites.
     Raise LinkBroken if a peer fails, ElasticError if this site's values cannot be encoded.
     """
     if topology not in TOPOLOGIES:
@@ -80,9 +80,7 @@ def exchange(
     if total == 0 or num_sites == 1:
         return ExchangeStats(0, time.monotonic() - begin_s, 0.0)
     links.begin(outer_round.epoch, rank, outer_round.number)
-    ring = list(order) if order is not None else list(range(num_sites))
-    if sorted(ring) != list(range(num_sites)):
-        raise ValueError(f"order {ring} does not contain each of {num_sites} ranks once")
+    ring = list(ring_order(outer_round.epoch))
     pieces = _pieces(buckets or [slice(0, delta.size)], num_sites, links.num_lanes)
     share = np.float32(outer_round.weights[rank] / total)
     is_heavy = [weight > 0 for weight in outer_round.weights]

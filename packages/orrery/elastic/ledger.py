@@ -8,12 +8,13 @@
 - Sites that join are never waited for.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from itertools import combinations
 
 import msgspec
 
 from orrery.elastic.door import NO_ROUND, Terms, check_terms
+from orrery.elastic.routes import GAIN, slowest_edge
 from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, SiteMember
 
 
@@ -56,6 +57,8 @@ class Ledger(msgspec.Struct, frozen=True):
     digests: dict[str, str] = {}  # by member that has finished the exchange
     broken: dict[str, tuple[str, ...]] = {}  # by member that aborted: the peers it lost
     strikes: tuple[tuple[str, str], ...] = ()  # links that broke in the round's last attempt
+    measured: dict[str, dict[str, int]] = {}  # Mb/s by site and peer
+    speeds: tuple[tuple[int, ...], ...] = ()  # those of the epoch
     committed: CommittedRound | None = None
 
     @property
@@ -74,7 +77,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @property
     def current(self) -> Epoch:
-        return Epoch(self.epoch, self.members)
+        return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
         """Return the round that is exchanged now, if the site is a member without a report."""
@@ -151,6 +154,14 @@ def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
     return msgspec.structs.replace(ledger, tokens=ledger.tokens | {site_id: tokens})
 
 
+def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
+    """Note the speeds from a site to its peers. They apply from the next epoch on."""
+    own = {**ledger.measured.get(site_id, {}), **found}
+    if own == ledger.measured.get(site_id, {}):
+        return ledger
+    return msgspec.structs.replace(ledger, measured=ledger.measured | {site_id: own})
+
+
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
     return not ledger.is_exchanging and len(ledger.tokens.keys() & live) >= max(quorum, 1)
 
@@ -173,7 +184,7 @@ def start(ledger: Ledger, live: Set[str]) -> Ledger:
     ids = {m.id for m in arrived}
     joining = [each for each in ledger.joining if each.member.id in live - ids]
     joining += [JoiningSite(m, has_weight=True) for m in late]
-    ledger = _with_members(ledger, arrived)
+    ledger = _with_better_paths(_with_members(ledger, arrived))
     return msgspec.structs.replace(
         ledger,
         is_exchanging=True,
@@ -243,6 +254,7 @@ def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
         ledger,
         epoch=ledger.epoch + 1,
         members=members,
+        speeds=_speeds(ledger, members),
         weights=tuple(weight_of[m.id] for m in members),
         digests={},
         broken={},
@@ -276,4 +288,24 @@ def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
     ordered = tuple(sorted(members))
     if ordered == ledger.members:
         return ledger
-    return msgspec.structs.replace(ledger, members=ordered, epoch=ledger.epoch + 1)
+    speeds = _speeds(ledger, ordered)
+    return msgspec.structs.replace(ledger, members=ordered, epoch=ledger.epoch + 1, speeds=speeds)
+
+
+def _with_better_paths(ledger: Ledger) -> Ledger:
+    """Open a new epoch if the newest speeds give a clearly faster ring."""
+    known = ledger.ids | {each.member.id for each in ledger.joining}
+    kept = {a: {b: m for b, m in row.items() if b in known} for a, row in ledger.measured.items()}
+    ledger = msgspec.structs.replace(
+        ledger, measured={a: row for a, row in kept.items() if a in known}
+    )
+    newest = Epoch(ledger.epoch, ledger.members, _speeds(ledger, ledger.members))
+    if slowest_edge(newest, newest) <= GAIN * slowest_edge(newest, ledger.current):
+        return ledger
+    return msgspec.structs.replace(ledger, epoch=ledger.epoch + 1, speeds=newest.speeds)
+
+
+def _speeds(ledger: Ledger, members: Iterable[SiteMember]) -> tuple[tuple[int, ...], ...]:
+    rows = [ledger.measured.get(a.id, {}) for a in members]
+    found = tuple(tuple(row.get(b.id, 0) for b in members) for row in rows)
+    return found if any(map(any, found)) else ()

@@ -2,7 +2,8 @@
 
 - Every frame starts with its run, epoch and round. They are checked before the payload is read. A
   frame of another epoch, round or run breaks the connection.
-- In a pair the lower rank dials. A lane is one connection with a reader and a sender thread.
+- In a pair the lower rank dials, or both dial their relay. A lane is one connection with a reader
+  and a sender thread.
 - `begin` waits until both ends of every connection are in the round. Until then, and after `end`,
   a lost connection is made again, and no other site hears of it.
 - In between it breaks the round, and so does silence: idle connections carry a ping every PING_S.
@@ -13,7 +14,6 @@ import contextlib
 import hashlib
 import logging
 import queue
-import socket
 import ssl
 import threading
 import time
@@ -24,21 +24,20 @@ import numpy as np
 
 from orrery.elastic.certificates import Certificates
 from orrery.elastic.connection import BadFrame, Bytes, Frame, Header, Kind, PeerConnection
+from orrery.elastic.handshake import Handshakes
+from orrery.elastic.probe import SpeedProbe
+from orrery.elastic.routes import relay
 from orrery.elastic.types import ElasticError, Epoch, LinkBroken
 from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S = 10.0  # scaled, like the next three
-CONNECT_S = 60.0
+CONNECT_S = 60.0  # scaled, like the next two
 PING_S = 2.0
 SILENCE_S = 15.0
 RETRY_S = 0.2
+QUIET_S = 1.0  # from a round's end to the measurements, while others may still exchange
 MAX_REFUSALS = 10  # a site listens before it joins, so a refusing port belongs to a dead process
-MAX_STRANGERS = 32  # connections in their handshake
-CONGESTION = b"bbr"  # keeps its rate under random loss
-
-
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -60,13 +59,12 @@ class PeerLinks:
         shard: int = 0,
         num_lanes: int = 2,
     ) -> None:
-        """Listen on `port` + `shard`, or on any port if `port` is 0.
+        """Listen on `port` + `shard`, or on any port if `port` is 0. `host` "" accepts nothing.
 
         `shard` is the rank in the site. Raise ElasticError if the port is taken.
         """
         self.num_lanes, self.rank, self.epoch, self.round = num_lanes, -1, -1, -1
         self._run, self._shard = hashlib.sha256(run.encode()).digest()[:16], shard
-        self._server, self._client = certificates.server(), certificates.client()
         self._members: Epoch | None = None
         self._changed = threading.Condition()
         self._peers: dict[tuple[int, int], PeerConnection] = {}
@@ -76,16 +74,10 @@ class PeerLinks:
         self._told: tuple[int, LinkBroken] | None = None  # of a later round
         self._phase, self._is_closed = Phase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
-        try:
-            self._listener = socket.create_server((host, port + shard if port else 0))
-        except OSError as error:
-            raise ElasticError(
-                f"trainer.elastic: cannot listen on {host}:{port + shard} ({error.strerror}); "
-                "choose a free port"
-            ) from error
-        self.port = self._listener.getsockname()[1] - shard
-        threading.Thread(target=self._accept, name="links-accept", daemon=True).start()
+        self._probe = SpeedProbe()
+        self._handshakes, self.port = Handshakes(certificates, self._met), 0
+        if host:
+            self.port = self._handshakes.listen(host, port + shard if port else 0) - shard
 
     # Epochs and rounds
 
@@ -119,9 +111,39 @@ class PeerLinks:
             self._phase = Phase.RUNNING
 
     def end(self) -> None:
-        """End the round: this rank has all of its frames."""
+        """End the round: this rank has all of its frames. Measure speeds until the next."""
+        assert self._members is not None
         with self._changed:
             self._phase = Phase.IDLE
+            is_new = {each.id for each in self._members.members} - self._probe.found.keys()
+            if self._shard == 0 and len(is_new) > 1:  # this site is one
+                args = self.epoch, self.round
+                threading.Thread(
+                    target=self._measure, args=args, name="links-probe", daemon=True
+                ).start()
+
+    def speeds(self) -> dict[str, int]:
+        """Return the measured speeds to other sites, in Mb/s by id."""
+        return dict(self._probe.found)
+
+    def _measure(self, epoch: int, number: int) -> None:
+        def goes_on() -> bool:
+            now = (self.epoch, self.round, self._phase, self._is_closed)
+            return now == (epoch, number, Phase.IDLE, False)
+
+        time.sleep(QUIET_S)
+        with self._changed:
+            header = self._header(Kind.PROBE, 0)
+            num = len(self._members.members) if self._members else 1
+            peers = sorted(self._peers.items(), key=lambda each: (each[0][0] - self.rank) % num)
+        for (rank, lane), peer in peers:
+            site_id = self._site_id(rank)
+            if goes_on() and lane == 0 and site_id not in self._probe.found:
+                self._probe.measure(site_id, peer, header, goes_on)
+
+    def _site_id(self, rank: int) -> str:
+        assert self._members is not None
+        return self._members.members[rank].id
 
     def _is_ready(self, key: tuple[int, int]) -> bool:
         return key in self._peers and self._peers[key].ready >= self.round
@@ -172,9 +194,7 @@ class PeerLinks:
             self._changed.notify_all()
         for sock in early.values():
             sock.close()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._handshakes.close()
         for peer in peers:
             peer.join()
 
@@ -240,7 +260,12 @@ class PeerLinks:
         with self._changed:
             if header.epoch != self.epoch:
                 return
-            if header.kind == Kind.READY:
+            if header.kind == Kind.PROBE:
+                if speed := self._probe.arrived(header, payload):
+                    peer.send(self._header(Kind.PROBED, header.lane, 0, speed), NOTHING)
+            elif header.kind == Kind.PROBED:
+                self._probe.found[self._site_id(peer.rank)] = header.piece
+            elif header.kind == Kind.READY:
                 peer.ready = header.round
                 self._changed.notify_all()
             elif header.kind == Kind.BROKEN and header.round >= self.round:
@@ -268,29 +293,46 @@ class PeerLinks:
 
     # Connections
 
+    def _dials(self, rank: int) -> bool:
+        """Return whether this end dials: both ends dial their relay, else the lower rank.
+
+        A site that accepts no connections dials the others.
+        """
+        assert self._members is not None
+        members = self._members.members
+        own, other = bool(members[self.rank].port), bool(members[rank].port)
+        if relay(self._members, self.rank, rank) is not None or not (own or other):
+            return True
+        return self.rank < rank if own and other else other
+
     def _dial_missing(self, end_s: float) -> None:
         if self._is_closed:
             return
         for rank, lane in self._wanted():
             key = (self.epoch, rank, lane)
-            if rank > self.rank and (rank, lane) not in self._peers and key not in self._dialling:
+            if self._dials(rank) and (rank, lane) not in self._peers and key not in self._dialling:
                 self._dialling.add(key)
-                name = f"links-dial-{rank}.{lane}"
-                threading.Thread(
-                    target=self._dial, args=(*key, end_s), name=name, daemon=True
-                ).start()
+                args, name = (*key, end_s), f"links-dial-{rank}.{lane}"
+                threading.Thread(target=self._dial, args=args, name=name, daemon=True).start()
 
     def _dial(self, epoch: int, rank: int, lane: int, end_s: float) -> None:
         assert self._members is not None
-        member, refusals, reason = self._members.members[rank], 0, "no connection in time"
+        over = relay(self._members, self.rank, rank)
+        member = self._members.members[rank if over is None else over]
+        place = (member.address, member.port + self._shard)
+        refusals, reason = 0, "no connection in time"
         tls: ssl.SSLSocket | None = None
         while tls is None and time.monotonic() < end_s and refusals < MAX_REFUSALS:
-            if self.epoch != epoch or self._is_closed:
-                break
+            with self._changed:
+                if self.epoch != epoch or self._is_closed:
+                    break
+                hello = self._header(Kind.HELLO, lane)
             try:
-                tls = self._dialled((member.address, member.port + self._shard), lane, end_s)
-            except OSError as error:
-                reason = f"no connection to {member.address}:{member.port} ({error})"
+                if not member.port:
+                    raise ConnectionRefusedError("no site of the pair accepts connections")
+                tls = self._handshakes.dial(place, hello, rank, over is not None, end_s)
+            except (OSError, ValueError) as error:
+                reason = f"no connection to {member.address}:{member.port or ''} ({error})"
                 refusals += isinstance(error, ConnectionRefusedError)
                 time.sleep(RETRY_S)
         with self._changed:
@@ -300,48 +342,9 @@ class PeerLinks:
             elif self.epoch == epoch and self._phase == Phase.BEGINNING:
                 self._fail(rank, reason)
 
-    def _dialled(self, place: tuple[str, int], lane: int, end_s: float) -> ssl.SSLSocket:
-        sock = socket.create_connection(place, scaled(HANDSHAKE_S))
-        tls = _wrapped(sock, self._client, is_server=False)
-        try:
-            tls.sendall(self._header(Kind.HELLO, lane).pack())
-            tls.settimeout(max(1.0, end_s - time.monotonic()))  # the peer may begin later
-            answer = Header.read(tls)
-            if answer is None or answer.kind != Kind.HELLO:
-                raise ConnectionResetError("closed in its handshake")
-        except BaseException:
-            tls.close()
-            raise
-        return tls
-
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(
-                target=self._meet, args=(sock,), name="links-meet", daemon=True
-            ).start()
-
-    def _meet(self, sock: socket.socket) -> None:
-        try:
-            sock.settimeout(scaled(HANDSHAKE_S))
-            tls = _wrapped(sock, self._server, is_server=True)
-            hello = Header.read(tls)
-        except OSError as error:
-            log.info("links: turned away a connection: %s", error)
-            sock.close()
-            return
-        finally:
-            self._strangers.release()
-        if hello is None or (hello.run, hello.shard, hello.kind) != (
-            *(self._run, self._shard),
-            Kind.HELLO,
-        ):
+    def _met(self, tls: ssl.SSLSocket, hello: Header) -> None:
+        """Take a connection that was accepted, now or once its epoch begins."""
+        if (hello.run, hello.shard) != (self._run, self._shard):
             tls.close()
             return
         with self._changed:
@@ -357,7 +360,7 @@ class PeerLinks:
         for key in [key for key in self._early if key[0] <= self.epoch]:
             epoch, rank, lane = key
             tls = self._early.pop(key)
-            if epoch == self.epoch and (rank, lane) in wanted and rank < self.rank:
+            if epoch == self.epoch and (rank, lane) in wanted and not self._dials(rank):
                 with contextlib.suppress(OSError):
                     tls.sendall(self._header(Kind.HELLO, lane).pack())
                     self._adopt(tls, rank, lane, epoch)
@@ -385,15 +388,3 @@ class PeerLinks:
         for peer in self._peers.values():
             peer.close()
         self._peers = {}
-
-
-def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> ssl.SSLSocket:
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        with contextlib.suppress(OSError):  # the kernel may lack it
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        return context.wrap_socket(sock, server_side=is_server)
-    except BaseException:
-        sock.close()
-        raise

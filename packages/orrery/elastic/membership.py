@@ -6,7 +6,7 @@
 - Times are this process's monotonic clock. The log judges leases by its own.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -84,6 +84,7 @@ class LogMembership:
     def __init__(self, log: EpochLog, pace: RoundPace) -> None:
         self._log, self._pace = log, pace
         self._id = ""
+        self.measured: Callable[[], Mapping[str, int]] = dict  # Mb/s to peers, by id
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
         if site.id == self._id:
@@ -152,7 +153,8 @@ class LogMembership:
 
     def _arrive(self, view: LedgerView, number: int, tokens: int) -> Ledger:
         """Return the ledger with this site's arrival, and started or settled if it is time."""
-        ledger = rules.settle(view.ledger, view.live, quorum=self._pace.quorum)
+        ledger = rules.measure(view.ledger, self._id, self.measured())
+        ledger = rules.settle(ledger, view.live, quorum=self._pace.quorum)
         ledger = rules.arrive(ledger, self._id, number, tokens)
         if rules.has_quorum(ledger, view.live, self._quorum(view)) and rules.is_complete(
             ledger, view.live

@@ -32,7 +32,7 @@ class SiteMember(msgspec.Struct, frozen=True, order=True):
 
     id: str  # 32 hexadecimal digits, drawn when the site starts
     address: str
-    port: int
+    port: int  # 0 if the site accepts no connections
     shard: int | None = None  # of the data, if the operator asked for one
 
 
@@ -41,6 +41,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
     number: int
     members: tuple[SiteMember, ...]
+    speeds: tuple[tuple[int, ...], ...] = ()  # Mb/s by rank and rank, 0 if not measured
 
     def rank(self, site_id: str) -> int:
         """Return the site's rank. Raise LeaseLost if it is not a member."""

@@ -73,7 +73,7 @@ def run(
 
 
 JOIN_HELP = "The site to join. The first site names its own address."
-LISTEN_HELP = "Where this site listens: the first of a few ports. Default: 127.0.0.1:29400."
+LISTEN_HELP = "Where this site listens: the first of a few ports. Without it the site only dials."
 REWIND_HELP = "If no site runs, take the run back to the round of this site's checkpoint."
 CERTIFICATES_HELP = "The folder of the run's authority and of this site's certificate."
 
@@ -84,7 +84,7 @@ def join(
     address: Annotated[str, typer.Argument(metavar="ADDRESS:PORT", help=JOIN_HELP)],
     listen: Annotated[
         str, typer.Option("--listen", metavar="ADDRESS:PORT", help=LISTEN_HELP)
-    ] = "127.0.0.1:29400",
+    ] = "",
     name: Annotated[str, typer.Option("--name", help="The certificate's name.")] = "site",
     certificates: Annotated[Path, typer.Option("--certificates", help=CERTIFICATES_HELP)] = Path(
         "certificates"

@@ -146,7 +146,7 @@ def place_site(
             f"`orrery run {word} STAGE`, or choose a run with an axis of jsonnet/elastic"
         )
     for field, value in (("ADDRESS:PORT", address), ("--listen", listen)):
-        if not re.fullmatch(r"\S+:[0-9]{1,5}", value):
+        if not re.fullmatch(r"\S+:[0-9]{1,5}", value) and (value or field == "ADDRESS:PORT"):
             raise OrreryError(
                 f"{field} {value!r}: is no address and port. Type for example 10.0.0.1:29400"
             )

@@ -50,7 +50,10 @@ T = TypeVar("T")
 
 
 class SitePlace(msgspec.Struct, frozen=True):
-    """Where this site listens, the ADDRESS:PORT that it joins, and its certificates."""
+    """Where this site listens, the ADDRESS:PORT that it joins, and its certificates.
+
+    `listen` is "" if the site accepts no connections.
+    """
 
     listen: str
     join: str
@@ -194,9 +197,10 @@ class SiteTraining:
         spec, place, rank = self._spec, self._place, self._learner.world.rank
         size = self._learner.world.size
         host, _, text = place.listen.rpartition(":")
-        port, is_founder = int(text), place.join == place.listen
+        port, is_founder = int(text or 0), place.join == place.listen
+        snapshots, links_port = (f"{host}:{port + 2}", port + 2 + size) if host else ("", 0)
         self._folder = SHARED_MEMORY / f"{memory_prefix(self._ctx.run_dir)}site-{rank}"
-        self._links = PeerLinks(self._run, self._files, host, port + 2 + size, shard=rank)
+        self._links = PeerLinks(self._run, self._files, host, links_port, shard=rank)
         self._stack.callback(self._links.close)
         keeping = KeeperOptions(
             str(self._folder),
@@ -224,7 +228,7 @@ class SiteTraining:
                         grace_s=spec.grace_s,
                         exchange_s=spec.exchange_timeout_s,
                     ),
-                    snapshots=f"{host}:{port + 2}",
+                    snapshots=snapshots,
                     heartbeat_s=spec.heartbeat_s,
                     dead_s=spec.dead_after_s,
                     store_s=spec.store_timeout_s,
@@ -232,6 +236,7 @@ class SiteTraining:
                 )
             )
             self._loop.rounds = self._site.membership
+            self._site.membership.measured = self._links.speeds
 
     def _join(self) -> None:
         """Join with a new id. Take the newest state from peers if this site does not hold it."""

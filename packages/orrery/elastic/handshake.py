@@ -1,0 +1,135 @@
+"""Make connections between sites, and accept them: mutual TLS, then one HELLO each way.
+
+A site without a listener dials all others. Two such sites meet over a relay, with TLS of their own.
+"""
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+
+from orrery.elastic.certificates import Certificates
+from orrery.elastic.connection import Header, Kind
+from orrery.elastic.relay import Relay, plain
+from orrery.elastic.types import ElasticError
+from orrery.runtime.timing import scaled
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0  # scaled
+MAX_STRANGERS = 32  # connections in their handshake
+CONGESTION = b"bbr"  # keeps its rate under random loss
+
+
+class Handshakes:
+    """`arrived(tls, hello)` takes accepted connections. The answer to `hello` is its to send."""
+
+    def __init__(
+        self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]
+    ) -> None:
+        self._server, self._client = certificates.server(), certificates.client()
+        self._arrived, self._relay = arrived, Relay()
+        self._listener: socket.socket | None = None
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+
+    def listen(self, host: str, port: int) -> int:
+        """Return the port. Raise ElasticError if `port` is taken."""
+        try:
+            self._listener = socket.create_server((host, port))
+        except OSError as error:
+            raise ElasticError(
+                f"trainer.elastic: cannot listen on {host}:{port} ({error.strerror}); "
+                "choose a free port"
+            ) from error
+        args = (self._listener,)
+        threading.Thread(target=self._accept, args=args, name="links-accept", daemon=True).start()
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        self._relay.close()
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+
+    def dial(
+        self, place: tuple[str, int], hello: Header, peer: int, is_relay: bool, end_s: float
+    ) -> ssl.SSLSocket:
+        """Return a connection to rank `peer`, which listens at `place` or meets us there.
+
+        Wait until `end_s`: the peer may begin its epoch later. Raise OSError.
+        """
+        tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
+        try:
+            if not is_relay:
+                return _greeted(tls, hello, end_s)
+            sock = plain(_greeted(tls, hello._replace(kind=Kind.RELAY, piece=peer), end_s))
+            if hello.source < peer:
+                tls = _wrapped(sock, self._client, is_server=False)
+                return _greeted(tls, hello, end_s)
+            tls = _wrapped(sock, self._server, is_server=True)
+            found = Header.read(tls)
+            if found is None or found._replace(round=hello.round) != hello._replace(source=peer):
+                raise ConnectionResetError("closed in its handshake")
+            tls.sendall(hello.pack())
+            return tls
+        except BaseException:
+            tls.close()
+            raise
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            if not self._strangers.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._meet, args=(sock,), daemon=True).start()
+
+    def _meet(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(scaled(HANDSHAKE_S))
+            tls = _wrapped(sock, self._server, is_server=True)
+            hello = Header.read(tls)
+            if hello is not None and hello.kind == Kind.RELAY:
+                tls.sendall(hello._replace(kind=Kind.HELLO).pack())
+                first, last = sorted((hello.source, hello.piece))
+                pair = hello.epoch, first, last, hello.lane
+                self._relay.add(pair, hello.source, plain(tls))
+                return
+        except OSError as error:
+            log.info("links: turned away a connection: %s", error)
+            sock.close()
+            return
+        finally:
+            self._strangers.release()
+        if hello is None or hello.kind != Kind.HELLO:
+            tls.close()
+        else:
+            self._arrived(tls, hello)
+
+
+def _greeted(tls: ssl.SSLSocket, first: Header, end_s: float) -> ssl.SSLSocket:
+    tls.sendall(first.pack())
+    tls.settimeout(max(1.0, end_s - time.monotonic()))
+    answer = Header.read(tls)
+    if answer is None or answer.kind != Kind.HELLO:
+        raise ConnectionResetError("closed in its handshake")
+    return tls
+
+
+def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> ssl.SSLSocket:
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with contextlib.suppress(OSError):  # the kernel may lack it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
+        return context.wrap_socket(sock, server_side=is_server)
+    except BaseException:
+        sock.close()
+        raise

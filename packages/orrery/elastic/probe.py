@@ -1,0 +1,58 @@
+"""Measure the speed to each peer once, between rounds, over the pair's first lane.
+
+The sender sends frames for PROBE_S. The receiver measures the second half and answers with Mb/s, so
+that neither the start of TCP nor the sender's buffers count.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from orrery.elastic.connection import Bytes, Header, PeerConnection
+
+PROBE_S = 0.5
+PROBE_BYTES = 1 << 26  # most for one peer
+FRAME = np.zeros(1 << 16, np.uint8)
+ANSWER_S = 5.0  # a slow link empties its buffers
+FASTEST = 4000  # Mb/s; above it the processors are the limit
+
+
+class SpeedProbe:
+    """`found` are the speeds so far, in Mb/s by the site's id."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self._arrivals: dict[int, list[tuple[float, int]]] = {}  # by rank
+
+    def measure(
+        self, site_id: str, peer: PeerConnection, header: Header, goes_on: Callable[[], bool]
+    ) -> None:
+        """Send frames to `peer`, and wait for its answer. Stop if a round begins."""
+        end_s, left = time.monotonic() + PROBE_S, PROBE_BYTES // len(FRAME)
+        while goes_on() and left and time.monotonic() < end_s:
+            if peer.num_queued < 2:
+                peer.send(header, FRAME)
+                left -= 1
+            else:
+                time.sleep(1e-3)
+        if not goes_on():
+            return
+        peer.send(header._replace(hop=1), FRAME)
+        end_s = time.monotonic() + ANSWER_S
+        while goes_on() and site_id not in self.found and time.monotonic() < end_s:
+            time.sleep(1e-2)
+
+    def arrived(self, header: Header, payload: Bytes) -> int | None:
+        """Note a frame. Return the speed with the last of a measurement."""
+        now_s = time.monotonic()
+        found = self._arrivals.setdefault(header.source, [])
+        found.append((now_s, len(payload)))
+        if header.hop == 0:
+            return None
+        del self._arrivals[header.source]
+        middle_s = (found[0][0] + now_s) / 2
+        begin_s = max(at_s for at_s, _ in found if at_s <= middle_s)
+        seconds = max(now_s - begin_s, 1e-6)
+        bits = 8 * sum(size for at_s, size in found if at_s > begin_s)
+        return max(1, min(FASTEST, round(bits / seconds / 1e6)))
