@@ -12,7 +12,7 @@ from linked_sites import HOST, epoch, linked, together
 from orrery.elastic import links as module
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.elastic.connection import Header, Kind
-from orrery.elastic.links import PeerLinks, Phase
+from orrery.elastic.links import LinkPhase, PeerLinks
 from orrery.elastic.types import ElasticError, LinkBroken
 
 
@@ -115,7 +115,7 @@ def test_a_connection_lost_between_rounds_breaks_no_site(certificates, num_ahead
         results = Queue()
         for rank in ahead:
             begin_later(links[rank], (members, rank, 1), results)
-        until(lambda: all(links[rank]._phase == Phase.BEGINNING for rank in ahead))
+        until(lambda: all(links[rank]._phase == LinkPhase.BEGINNING for rank in ahead))
         lost[0]._tls.shutdown(socket.SHUT_RDWR)
         until(lambda: lost[0].is_closed and lost[1].is_closed)
         for rank in {0, 1, 2} - set(ahead):
@@ -132,7 +132,7 @@ def test_a_connection_lost_in_a_round_breaks_it_at_sites_that_had_not_begun(cert
         members, results = epoch(links), Queue()
         for rank in (0, 1):
             begin_later(links[rank], (members, rank, 1), results)
-        until(lambda: all(links[rank]._phase == Phase.BEGINNING for rank in (0, 1)))
+        until(lambda: all(links[rank]._phase == LinkPhase.BEGINNING for rank in (0, 1)))
         links[0].fail(1, "its lease ended")
         assert [results.get(timeout=20).rank for _ in range(2)] == [1, 0]
         with pytest.raises(LinkBroken, match="rank 1: its lease ended"):

@@ -41,7 +41,7 @@ MAX_REFUSALS = 10  # a site listens before it joins, so a refusing port belongs 
 NOTHING = np.empty(0, np.uint8)
 
 
-class Phase(Enum):
+class LinkPhase(Enum):
     IDLE = auto()
     BEGINNING = auto()
     RUNNING = auto()
@@ -72,7 +72,7 @@ class PeerLinks:
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
         self._broken: LinkBroken | None = None  # of the round, until the next
         self._told: tuple[int, LinkBroken] | None = None  # of a later round
-        self._phase, self._is_closed = Phase.IDLE, False
+        self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
         self._handshakes, self.port = Handshakes(certificates, self._met), 0
@@ -92,7 +92,7 @@ class PeerLinks:
             if epoch.number != self.epoch:
                 self._close_peers()
                 self.epoch, self.rank, self._members, self._told = epoch.number, rank, epoch, None
-            self.round, self._broken, self._phase = number, None, Phase.BEGINNING
+            self.round, self._broken, self._phase = number, None, LinkPhase.BEGINNING
             self._inboxes = [queue.SimpleQueue() for _ in range(self.num_lanes)]
             self._adopt_early()
             for (_, lane), peer in self._peers.items():
@@ -108,13 +108,13 @@ class PeerLinks:
                     raise self.failed(missing[0][0], "no connection in time")
                 self._changed.wait(min(left_s, PING_S))
             self._raise_if_broken()
-            self._phase = Phase.RUNNING
+            self._phase = LinkPhase.RUNNING
 
     def end(self) -> None:
         """End the round: this rank has all of its frames. Measure speeds until the next."""
         assert self._members is not None
         with self._changed:
-            self._phase = Phase.IDLE
+            self._phase = LinkPhase.IDLE
             is_new = {each.id for each in self._members.members} - self._probe.found.keys()
             if self._shard == 0 and len(is_new) > 1:  # this site is one
                 args = self.epoch, self.round
@@ -129,7 +129,7 @@ class PeerLinks:
     def _measure(self, epoch: int, number: int) -> None:
         def goes_on() -> bool:
             now = (self.epoch, self.round, self._phase, self._is_closed)
-            return now == (epoch, number, Phase.IDLE, False)
+            return now == (epoch, number, LinkPhase.IDLE, False)
 
         time.sleep(QUIET_S)
         with self._changed:
@@ -272,7 +272,7 @@ class PeerLinks:
                 reason = payload.tobytes().decode(errors="replace")
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
-                elif self._phase != Phase.IDLE:
+                elif self._phase != LinkPhase.IDLE:
                     # A site that has lost this one tells the others itself.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
@@ -287,7 +287,7 @@ class PeerLinks:
             del self._peers[peer.rank, peer.lane]
             if is_bad:
                 log.warning("links: closed the connection to rank %d: %s", peer.rank, reason)
-            if self._phase == Phase.RUNNING:
+            if self._phase == LinkPhase.RUNNING:
                 self._fail(peer.rank, reason)
             self._dial_missing(time.monotonic() + scaled(CONNECT_S))
 
@@ -339,7 +339,7 @@ class PeerLinks:
             self._dialling.discard((epoch, rank, lane))
             if tls is not None:
                 self._adopt(tls, rank, lane, epoch)
-            elif self.epoch == epoch and self._phase == Phase.BEGINNING:
+            elif self.epoch == epoch and self._phase == LinkPhase.BEGINNING:
                 self._fail(rank, reason)
 
     def _met(self, tls: ssl.SSLSocket, hello: Header) -> None:
@@ -374,13 +374,13 @@ class PeerLinks:
                 return
             if before := self._peers.pop((rank, lane), None):
                 before.close()
-                if self._phase == Phase.RUNNING:
+                if self._phase == LinkPhase.RUNNING:
                     self._fail(rank, "its connection was lost")
             peer = PeerConnection(tls, self, rank, lane, scaled(PING_S))
             self._peers[rank, lane] = peer
             if self._broken is not None:
                 self._tell(peer)
-            elif self._phase != Phase.IDLE:
+            elif self._phase != LinkPhase.IDLE:
                 peer.send(self._header(Kind.READY, lane), NOTHING)
             self._changed.notify_all()
 

@@ -82,9 +82,7 @@ CERTIFICATES_HELP = "The folder of the run's authority and of this site's certif
 def join(
     word: RunWord,
     address: Annotated[str, typer.Argument(metavar="ADDRESS:PORT", help=JOIN_HELP)],
-    listen: Annotated[
-        str, typer.Option("--listen", metavar="ADDRESS:PORT", help=LISTEN_HELP)
-    ] = "",
+    listen: Annotated[str, typer.Option("--listen", metavar="ADDRESS:PORT", help=LISTEN_HELP)] = "",
     name: Annotated[str, typer.Option("--name", help="The certificate's name.")] = "site",
     certificates: Annotated[Path, typer.Option("--certificates", help=CERTIFICATES_HELP)] = Path(
         "certificates"
