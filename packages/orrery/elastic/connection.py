@@ -25,11 +25,25 @@ MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
 SLICE = 1 << 17  # bytes a call of OpenSSL, so that the other thread's turn comes soon
+SLAB = 1 << 23  # bytes; numpy asks for large pages from 4 MiB on
 FLUSH_S = 5.0  # longest time to send queued frames after `close`
 
 
 class BadFrame(Exception):
     """Signal that a peer broke the protocol."""
+
+
+class Slab:
+    """Hand out arrays of one large one, because large ones cost few page faults."""
+
+    def __init__(self) -> None:
+        self._free = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> Bytes:
+        if size > len(self._free):
+            self._free = np.empty(max(size, SLAB), np.uint8)
+        taken, self._free = self._free[:size], self._free[-(-size // 64) * 64 :]
+        return taken
 
 
 class Kind(IntEnum):
@@ -154,12 +168,12 @@ class PeerConnection:
     # The reader
 
     def _read(self) -> None:
-        head = bytearray(LAYOUT.size)
+        head, slab = bytearray(LAYOUT.size), Slab()
         try:
             while self._fill(memoryview(head)):
                 header = Header.unpack(head)
                 is_wanted = self._sink.admit(self, header)
-                payload = np.empty(header.length, np.uint8)
+                payload = slab.take(header.length)
                 if header.length and not self._fill(payload.data):
                     break
                 if is_wanted:

@@ -20,7 +20,7 @@ import numpy as np
 
 from orrery.elastic.codecs import Codec
 from orrery.elastic.codecs.base import Bytes, Floats
-from orrery.elastic.connection import Frame
+from orrery.elastic.connection import Frame, Slab
 from orrery.elastic.links import PeerLinks
 from orrery.elastic.routes import ring_order
 from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
@@ -160,6 +160,7 @@ class _Lane(ABC):
         self.site, self.lane, self.pieces = site, lane, pieces
         self.bytes_sent, self.codec_s = 0, 0.0
         self.final: dict[int, Bytes] = {}
+        self._slab = Slab()
         self.awaited: set[tuple[int, int, int]] = set()  # (source, hop, piece)
         self._scratch = np.empty(max((_size(each) for each in pieces.values()), default=0), "f4")
 
@@ -229,7 +230,8 @@ class _Lane(ABC):
         at = self.pieces[number].at
         if feedback is not None:
             values += feedback.decay * feedback.lost[at]
-        wire = self.site.codec.encode(values)
+        codec = self.site.codec
+        wire = codec.encode(values, self._slab.take(codec.wire_bytes(values.size)))
         if feedback is not None:
             self.site.codec.decode(wire, feedback.pending[at])
             np.subtract(values, feedback.pending[at], out=feedback.pending[at])

@@ -46,10 +46,13 @@ class Codec(ABC):
     @abstractmethod
     def _values(self, wire: Bytes, n: int) -> Floats: ...
 
-    def encode(self, x: Floats) -> Bytes:
-        """Return the bytes of x [n]. Raise ElasticError for NaN, infinity and values over 2^100."""
+    def encode(self, x: Floats, out: Bytes | None = None) -> Bytes:
+        """Return the bytes of x [n], in `out` if given.
+
+        Raise ElasticError for NaN, infinity and values over 2^100.
+        """
         x = _floats(x, "x")
-        wire = np.empty(self.wire_bytes(x.size), np.uint8)
+        wire = np.empty(self.wire_bytes(x.size), np.uint8) if out is None else out
         if self._native:
             encode, _ = self._native
             bad = self._run(x.size, lambda a, b: encode(x, x.size, wire, a, b))
@@ -87,7 +90,7 @@ class Codec(ABC):
             out[:] = values
             return
         if scale != 1.0:
-            values *= np.float32(scale)
+            values = values * np.float32(scale)
         out += values
 
     def _checked(self, wire: Bytes, out: Floats) -> Bytes:

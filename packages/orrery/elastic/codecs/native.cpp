@@ -6,6 +6,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace {
 
@@ -44,11 +47,32 @@ inline float get(const uint8_t *at) {
     return x;
 }
 
+// Write past the caches: out is far larger, and is read much later.
+inline void stream(float *out, const float *values, int64_t m) {
+    int64_t i = 0;
+#ifdef __SSE2__
+    if (((uintptr_t)out & 15) == 0)
+        for (; i + 4 <= m; i += 4) _mm_stream_ps(out + i, _mm_load_ps(values + i));
+#endif
+    for (; i < m; i++) out[i] = values[i];
+}
+
+inline void end_stream() {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
 // out = value, or out += value · factor
 template <class Value>
 inline void emit(float *out, int64_t m, float factor, bool adds, Value value) {
+    alignas(64) float values[256];
     if (!adds)
-        for (int64_t i = 0; i < m; i++) out[i] = value(i);
+        for (int64_t first = 0; first < m; first += 256) {
+            int64_t last = std::min<int64_t>(first + 256, m);
+            for (int64_t i = first; i < last; i++) values[i - first] = value(i);
+            stream(out + first, values, last - first);
+        }
     else if (factor == 1.0f)
         for (int64_t i = 0; i < m; i++) out[i] += value(i);
     else
@@ -174,6 +198,7 @@ void int8_block_decode(const uint8_t *wire, int64_t n, float *out, float factor,
         emit(out + 256 * b, std::min<int64_t>(256, n - 256 * b), factor, adds,
              [=](int64_t i) { return (float)q[i] * scale; });
     }
+    end_stream();
 }
 
 void int4_block_decode(const uint8_t *wire, int64_t n, float *out, float factor, int32_t adds,
@@ -188,6 +213,7 @@ void int4_block_decode(const uint8_t *wire, int64_t n, float *out, float factor,
         emit(out + 256 * b + half, m - half, factor, adds,
              [=](int64_t i) { return (float)((int32_t)(q[i] >> 4) - 8) * scale; });
     }
+    end_stream();
 }
 
 constexpr int64_t BOOK_BLOCK = 65536;
@@ -251,6 +277,7 @@ void int8_codebook_decode(const uint8_t *wire, int64_t n, float *out, float fact
         emit(out + BOOK_BLOCK * b, std::min<int64_t>(BOOK_BLOCK, n - BOOK_BLOCK * b), factor, adds,
              [&](int64_t i) { return book[q[i]]; });
     }
+    end_stream();
 }
 
 int64_t top_k_2bit_encode(const float *x, int64_t n, uint8_t *wire, int64_t first, int64_t last) {
