@@ -83,9 +83,21 @@ class Networks:
         run(*inside, "nft", rules)
         return space
 
+    def empty(self, number: int) -> str:
+        """Make a namespace without a device. Return its name."""
+        return self._space(str(number))
+
+    def lose(self, space: str, share: float) -> None:
+        """Drop a random `share` of the packets that the namespace sends."""
+        rules = (
+            "table ip loss { chain out { type filter hook output priority 0; "
+            f"meta oifname e0 numgen random mod 100000 < {round(1e5 * share)} drop; }}; }}"
+        )
+        run("ip", "netns", "exec", space, "nft", rules)
+
     def limit(self, space: str, rate: int) -> None:
         """Let the namespace send `rate` Mb/s at most."""
-        burst = f"{max(16, rate // 4)}kb"
+        burst = f"{max(70, rate // 4)}kb"  # of a packet before TCP is cut, at least
         words = ("tbf", "rate", f"{rate}mbit", "burst", burst, "latency", "50ms")
         run("tc", "-n", space, "qdisc", "replace", "dev", "e0", "root", *words)
 
