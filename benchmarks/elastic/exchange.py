@@ -69,7 +69,7 @@ CASES = {
     "2 sites, 1 Gb/s, 10 ms, 0.1 % loss": Case(2, 1000, 256 * MILLION, 10, 0.001),
     **{
         f"2 sites, 1 Gb/s, 100 ms, {num} lanes": Case(2, 1000, 256 * MILLION, 100, lanes=num)
-        for num in (1, 2, 8)
+        for num in (1, 2, 8)  # 4 is the default
     },
     "2 sites, 100 Mb/s": Case(2, 100, 16 * MILLION),
     "2 sites, 1 Gb/s": Case(2, 1000, 64 * MILLION),

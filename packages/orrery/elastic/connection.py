@@ -188,18 +188,19 @@ class PeerConnection:
 
     def _fill(self, view: memoryview) -> bool:
         """Fill `view`. Return False if the connection ends instead."""
-        done = 0
-        while done < len(view):
+        done, size = 0, len(view)
+        while done < size:
+            begin, turn = done, min(done + SLICE, size)
             try:
                 with self._tls_lock:
-                    count = self._tls.recv_into(view[done:])
+                    while done < turn:  # a call returns one record of TLS
+                        if (count := self._tls.recv_into(view[done:])) == 0:
+                            return False
+                        done += count
             except ssl.SSLWantReadError:
                 self._poll(select.POLLIN)
-                continue
-            if count == 0:
-                return False
-            done += count
-            self.heard_s = time.monotonic()
+            if done > begin:
+                self.heard_s = time.monotonic()
         return True
 
     # The sender

@@ -57,7 +57,7 @@ class PeerLinks:
         host: str,
         port: int = 0,
         shard: int = 0,
-        num_lanes: int = 2,
+        num_lanes: int = 4,  # TCP's window limits one on a long link
     ) -> None:
         """Listen on `port` + `shard`, or on any port if `port` is 0. `host` "" accepts nothing.
 
