@@ -2,12 +2,13 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from store_sites import StoreSites
 
 from orrery.elastic.certificates import Certificates, make_authority, make_site
-from orrery.elastic.etcd_client import EtcdClient
+from orrery.elastic.etcd_client import NOT_FOUND, EtcdClient, EtcdRefused
 from orrery.elastic.etcd_log import EtcdLog, SiteServices
 from orrery.elastic.etcd_site import Change, next_change
 from orrery.elastic.types import ElasticError
@@ -63,9 +64,36 @@ def test_sites_go_on_without_any_one_coordinator_and_fence_a_paused_site(tmp_pat
         (C, {A, B, C}, {B, C, D}, {A}, Change("none")),
         (D, {B, C}, {B, C, D}, set(), Change("add", D)),
         (A, {A, B}, {A, B}, set(), Change("remove", B)),
+        (A, {A, B, C, D, E}, {A, C, D, E}, set(), Change("remove", B)),  # the dead one first
         (A, {A}, {A}, set(), Change("none")),
         (A, {A}, set(), set(), Change("none")),
     ],
 )
 def test_coordinators_are_an_odd_number_of_live_sites(own, voters, live, gone, change):
     assert next_change(own, voters, live, gone, most=5) == change
+
+
+class SlowEtcd:
+    """An etcd whose first lease ends before the site's key is written."""
+
+    def __init__(self) -> None:
+        self.num_leases = 0
+
+    def call(self, path: str, body: dict, within_s: float | None = None) -> dict:
+        if path == "/v3/lease/grant":
+            self.num_leases += 1
+            return {"ID": str(self.num_leases)}
+        if path == "/v3/kv/put" and body["lease"] == "1":
+            raise EtcdRefused(NOT_FOUND, "requested lease not found")
+        return {"kvs": [{"create_revision": "7"}]} if path == "/v3/kv/range" else {}
+
+    def stream(self, *_: object) -> Iterator[dict]:
+        return iter(())
+
+
+def test_a_site_takes_another_lease_if_the_first_ends_at_once():
+    etcd = SlowEtcd()
+    log = EtcdLog(etcd, "run", 60.0, 120.0, SiteServices())
+    log.acquire("site")
+    log.release()
+    assert etcd.num_leases == 2

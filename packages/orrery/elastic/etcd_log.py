@@ -16,7 +16,15 @@ from typing import Any
 
 import msgspec
 
-from orrery.elastic.etcd_client import BROKEN, EtcdClient, EtcdRefused, below, decode, encode
+from orrery.elastic.etcd_client import (
+    BROKEN,
+    NOT_FOUND,
+    EtcdClient,
+    EtcdRefused,
+    below,
+    decode,
+    encode,
+)
 from orrery.elastic.ledger import CommittedRound, Ledger
 from orrery.elastic.membership import LedgerView
 from orrery.elastic.types import ElasticError, LeaseLost
@@ -59,17 +67,28 @@ class EtcdLog:
         ttl_s = max(
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
-        granted = self._client.call("/v3/lease/grant", {"TTL": ttl_s})
-        self._site_id, self._lease = site_id, granted["ID"]
-        key = {"key": encode(f"{self._prefix}live/{site_id}")}
-        put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}
-        self._client.call("/v3/kv/put", put)
-        self._created = self._client.call("/v3/kv/range", key)["kvs"][0]["create_revision"]
+        self._site_id, self._created = site_id, ""
+        while not self._created:  # a lease ends before its key is written, if etcd is that slow
+            self._created = self._take_lease(ttl_s)
         self._stop = threading.Event()
         for body in (self._beat, self._watch):
             thread = threading.Thread(target=body, args=(self._stop,), daemon=True)
             thread.name = f"membership, {body.__name__}"
             thread.start()
+
+    def _take_lease(self, ttl_s: int) -> str:
+        """Return the revision in which the site's key was written, or "" if its lease has ended."""
+        self._lease = self._client.call("/v3/lease/grant", {"TTL": ttl_s})["ID"]
+        key = {"key": encode(f"{self._prefix}live/{self._site_id}")}
+        put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}
+        try:
+            self._client.call("/v3/kv/put", put)
+        except EtcdRefused as refused:
+            if refused.code != NOT_FOUND:
+                raise
+            return ""
+        found = self._client.call("/v3/kv/range", key).get("kvs", [])
+        return str(found[0]["create_revision"]) if found else ""
 
     def release(self) -> None:
         self._stop.set()

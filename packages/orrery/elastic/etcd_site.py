@@ -51,7 +51,7 @@ def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most
         is_next = own == min(live - voters, default="")
         return Change("add", own) if is_next else Change("none")
     if len(voters) > target > 0 and is_steward:
-        return Change("remove", max(voters))
+        return Change("remove", max(voters - live or voters))
     return Change("none")
 
 
@@ -86,8 +86,11 @@ class EtcdServer:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, names: Iterable[str] = ()) -> None:
-        """Start etcd: from its data if there are any, else in the cluster `names` or a new one."""
+    def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
+        """Start etcd: from its data if there are any, else in the cluster `names` or a new one.
+
+        Without data, names and `is_new` etcd ends. So half-written data never become a new log.
+        """
         others = set(names) - {self.name}
         files = self._certificates
         cluster = ",".join(f"{each}={peer_url(each)}" for each in sorted({*others, self.name}))
@@ -105,7 +108,7 @@ class EtcdServer:
         command += [
             f"--initial-cluster={cluster}",
             f"--initial-cluster-token={self._run}",
-            f"--initial-cluster-state={'existing' if others else 'new'}",
+            f"--initial-cluster-state={'new' if is_new else 'existing'}",
             f"--heartbeat-interval={ELECTION_MS // 10}",
             f"--election-timeout={ELECTION_MS}",
             "--experimental-peer-skip-client-san-verification",
@@ -207,13 +210,15 @@ class EtcdSite:
     def _run(self) -> None:
         """Start etcd from this thread, because etcd dies with the thread that started it."""
         if self.server is not None and (self._is_first or self.server.data.exists()):
-            self.server.start()
+            self.server.start(is_new=self._is_first)
         self._ready.set()
         while not self._stop.wait(self._heartbeat_s):
             with suppress(ElasticError, EtcdRefused, OSError):
                 self._step()
 
     def _step(self) -> None:
+        if self.server is not None and self.server.data.exists() and not self.server.is_running:
+            self.server.start()  # before any call, because it may be the only coordinator
         members = self._members()
         voters = [name for name, (_, is_learner) in members.items() if not is_learner]
         if set(voters) != set(self.client.endpoints):
