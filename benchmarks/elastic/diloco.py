@@ -1,19 +1,23 @@
 """Measure DiLoCo's loss against synchronous data parallelism at equal tokens.
 
-    python benchmarks/elastic/diloco.py            seeds 1 to 3, and the record
-    python benchmarks/elastic/diloco.py pilot      the choice of the rates, on seeds 11 and 12
+    python benchmarks/elastic/diloco.py            20 minutes on two idle cores, 6 on sixteen
 
-Four sites train a tiny Qwen3 on stories of `text.py`. All arms of a seed start from the same
-weights and optimizer state, after WARM_STEPS steps of data parallelism, and their rate falls to 0.
-LR is the best of RATES for data parallelism, OUTER the best of OUTERS for DiLoCo with that LR.
+Four sites train a tiny Qwen3 on stories of `text.py`. All arms of a seed start from the weights and
+optimizer state of `warm_steps` steps of data parallelism, and their rate falls to 0.
+Seeds 11 and 12 choose the rate of each arm from RATES, and the outer step from OUTERS. The record
+has seeds 1 to 3 with those choices. DiLoCo lags while its loss still falls, so the record also has
+the lag by number of rounds, as in arXiv 2501.18512, Table 1.
 The exchange is simulated: each Δ passes the codec once on its way to the mean, and the mean once
 on its way back, as in an all-to-all.
 """
 
 import multiprocessing
+import os
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 from statistics import mean
 
@@ -22,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from elastic.text import story
-from orrery.elastic.codecs import codec
+from orrery.elastic.codecs import Codec, codec
 from orrery.elastic.outer import OuterOptimizer, OuterState, weighted_mean
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
@@ -35,15 +39,26 @@ from orrery.trainer.parallel.world import World
 from orrery.wire.columns import Columns
 from record import ROOT, record
 
-NUM_SITES, INNER_STEPS, NUM_ROUNDS, WARM_STEPS = 4, 50, 30, 800
-STORIES, NUM_VALIDATED, SEEDS, PILOTS = 2, 256, (1, 2, 3), (11, 12)
-RATES, LR = (1e-3, 2e-3, 4e-3), 2e-3
-OUTERS = [OuterOptimizer(lr, mu, mu > 0) for lr, mu in ((0.7, 0.9), (0.7, 0.6), (1.0, 0.0))]
-OUTER = OUTERS[1]
-CURVE = 10  # rounds between validations
+NUM_VALIDATED, SEEDS, PILOTS = 256, (1, 2, 3), (11, 12)
+RATES, LR = (1e-3, 2e-3), 2e-3  # LR is that of the warm start
+OUTERS = [OuterOptimizer(lr, mu, mu > 0) for lr, mu in ((0.7, 0.9), (0.7, 0.5), (1.0, 0.0))]
 CPU = torch.device("cpu")
 Warm = tuple[dict, dict, int]  # weights, optimizer state, stories used
 Choice = tuple[str, str, float, OuterOptimizer]  # name, kind, inner rate, outer optimizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    inner_steps: int = 50
+    num_rounds: int = 40
+    warm_steps: int = 2000
+    stories: int = 2  # in a site's step
+    curve: int = 10  # rounds between validations
+    num_sites: int = 4
+
+    @property
+    def num_steps(self) -> int:
+        return self.inner_steps * self.num_rounds
 
 
 def manifest(lr: float = LR) -> Manifest:
@@ -72,7 +87,12 @@ def columns(numbers: list[int], alphabet: str, seed: int) -> Columns:
     """Return stories as samples. Every character is trained, and the newline that ends a story."""
     known = {character: number + 8 for number, character in enumerate(alphabet)}
     texts = [f"\n{story(number, seed)}\n" for number in numbers]
-    ids = [np.array([known[character] for character in text], dtype=np.int32) for text in texts]
+    return as_columns([[known[character] for character in text] for text in texts])
+
+
+def as_columns(samples: list[list[int]]) -> Columns:
+    """Return samples of token ids. All but the first of each are trained."""
+    ids = [np.array(one, dtype=np.int32) for one in samples]
     trained = [np.arange(len(one)) > 0 for one in ids]
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
     token = {
@@ -93,122 +113,169 @@ class Arm:
         self.learners = [make_learner(run, seed) for _ in range(num_sites)]
         self.next_story = 0
 
-    def step(self, learner: Learner, num_stories: int, factor: float) -> float:
+    def step(self, learner: Learner, num_stories: int, factor: float) -> None:
         numbers = list(range(self.next_story, self.next_story + num_stories))
         self.next_story += num_stories
-        batch = columns(numbers, self.alphabet, self.seed)
-        count = {"rl": 0, "cross_entropy": int(batch.token["trained"].sum()), "reference_kl": 0}
-        result = learner.learn([batch], 1, count, factor)
-        return float(result.metrics["loss"] or 0.0)
+        learn(learner, columns(numbers, self.alphabet, self.seed), factor)
 
-    @torch.no_grad()
     def loss(self) -> float:
-        """Return the first site's nats a character on stories of another seed."""
-        total, count = 0.0, 0
-        for begin in range(0, NUM_VALIDATED, 32):
-            batch = columns(list(range(begin, begin + 32)), self.alphabet, 1000 + self.seed)
-            micro = self.learners[0]._micro_batch(batch)
-            logprob, _ = self.learners[0].policy(micro)
-            scored = micro.loss.cross_entropy_weight != 0
-            total -= float(logprob[scored].double().sum())
-            count += int(scored.sum())
-        return total / count
+        """Return the first site's loss on stories of another seed."""
+        begins = range(0, NUM_VALIDATED, 32)
+        batches = (
+            columns(list(range(begin, begin + 32)), self.alphabet, 1000 + self.seed)
+            for begin in begins
+        )
+        return nats(self.learners[0], batches)
 
 
-def warm_start(run: Manifest, seed: int) -> Warm:
-    arm = Arm(run, seed, 1)
-    for step in range(1, WARM_STEPS + 1):
-        arm.step(arm.learners[0], STORIES * NUM_SITES, min(1.0, step / 20))
-    learner = arm.learners[0]
-    state = {name: value.detach().clone() for name, value in learner.weights.items()}
-    inner = {
-        key + name: value.clone()
-        for key, name, value, _ in named_state(learner.optimizer, learner.weights)
-    }
-    return state, inner, arm.next_story
+def learn(learner: Learner, batch: Columns, factor: float) -> None:
+    count = {"rl": 0, "cross_entropy": int(batch.token["trained"].sum()), "reference_kl": 0}
+    learner.learn([batch], 1, count, factor)
 
 
-def begin(arm: Arm, warm: Warm) -> None:
-    state, inner, arm.next_story = warm
-    for learner in arm.learners:
-        with torch.no_grad():
-            for name, value in learner.weights.items():
-                value.copy_(state[name])
-            for key, name, value, _ in named_state(learner.optimizer, learner.weights):
-                value.copy_(inner[key + name])
-        learner.step = WARM_STEPS
+@torch.no_grad()
+def nats(learner: Learner, batches: Iterable[Columns]) -> float:
+    """Return the mean loss of a trained token."""
+    total, count = 0.0, 0
+    for batch in batches:
+        micro = learner._micro_batch(batch)
+        logprob, _ = learner.policy(micro)
+        scored = micro.loss.cross_entropy_weight != 0
+        total -= float(logprob[scored].double().sum())
+        count += int(scored.sum())
+    return total / count
 
 
-def factor(run: Manifest, step: int) -> float:
-    return learning_rate_factor(run.sft.schedule, step, INNER_STEPS * NUM_ROUNDS)
-
-
-def data_parallel(run: Manifest, seed: int, warm: Warm) -> list[float]:
-    """Return the loss after every CURVE rounds."""
-    arm, losses = Arm(run, seed, 1), []
-    begin(arm, warm)
-    for step in range(1, INNER_STEPS * NUM_ROUNDS + 1):
-        arm.step(arm.learners[0], STORIES * NUM_SITES, factor(run, step))
-        if step % (CURVE * INNER_STEPS) == 0:
-            losses.append(arm.loss())
-    return losses
-
-
-def diloco(run: Manifest, seed: int, warm: Warm, kind: str, outer: OuterOptimizer) -> list[float]:
-    """Return the loss after every CURVE rounds."""
-    arm, wire, losses = Arm(run, seed, NUM_SITES), codec(kind), []
-    begin(arm, warm)
-    held = [LearnerWeights(learner) for learner in arm.learners]
-    state = OuterState(held[0].num_parameters)
-    held[0].read(state.start)
+def outer_round(
+    held: list[LearnerWeights], state: OuterState, wire: Codec, outer: OuterOptimizer
+) -> None:
+    """Exchange what the sites have learned, with equal weights, and step."""
 
     def passed(values: np.ndarray) -> np.ndarray:
         out = np.empty_like(values)
         wire.decode(wire.encode(values), out)
         return out
 
-    for number in range(NUM_ROUNDS):
-        deltas = []
-        for learner, own in zip(arm.learners, held, strict=True):
-            for step in range(1, INNER_STEPS + 1):
-                arm.step(learner, STORIES, factor(run, number * INNER_STEPS + step))
-            now = np.empty_like(state.start)
-            own.read(now)
-            deltas.append(passed(state.start - now))
-        state.delta[:] = passed(weighted_mean(deltas, [1] * NUM_SITES))
-        state.step(outer.step)
-        for own in held:
-            own.write(state.start)
-        if (number + 1) % CURVE == 0:
+    deltas = []
+    for own in held:
+        now = np.empty_like(state.start)
+        own.read(now)
+        deltas.append(passed(state.start - now))
+    state.delta[:] = passed(weighted_mean(deltas, [1] * len(held)))
+    state.step(outer.step)
+    for own in held:
+        own.write(state.start)
+
+
+def warm_start(seed: int, plan: Plan) -> Warm:
+    torch.set_num_threads(1)
+    arm = Arm(manifest(), seed, 1)
+    for step in range(1, plan.warm_steps + 1):
+        arm.step(arm.learners[0], plan.stories * plan.num_sites, min(1.0, step / 20))
+    learner = arm.learners[0]
+    inner = named_state(learner.optimizer, learner.weights)
+    return (
+        {name: value.detach().numpy() for name, value in learner.weights.items()},
+        {key + name: value.numpy() for key, name, value, _ in inner},
+        arm.next_story,
+    )
+
+
+def begin(arm: Arm, warm: Warm, num_steps: int) -> None:
+    state, inner, arm.next_story = warm
+    for learner in arm.learners:
+        with torch.no_grad():
+            for name, value in learner.weights.items():
+                value.copy_(torch.from_numpy(state[name]))
+            for key, name, value, _ in named_state(learner.optimizer, learner.weights):
+                value.copy_(torch.from_numpy(inner[key + name]))
+        learner.step = num_steps
+
+
+def factor(run: Manifest, step: int, plan: Plan) -> float:
+    return learning_rate_factor(run.sft.schedule, step, plan.num_steps)
+
+
+def data_parallel(run: Manifest, seed: int, warm: Warm, plan: Plan) -> list[float]:
+    """Return the loss after every `plan.curve` rounds."""
+    arm, losses = Arm(run, seed, 1), []
+    begin(arm, warm, plan.warm_steps)
+    for step in range(1, plan.num_steps + 1):
+        arm.step(arm.learners[0], plan.stories * plan.num_sites, factor(run, step, plan))
+        if step % (plan.curve * plan.inner_steps) == 0:
             losses.append(arm.loss())
     return losses
 
 
-def measure(seed: int, arms: tuple[Choice, ...]) -> dict[str, list[float]]:
-    """Train every arm, one after the other. Data parallelism has the kind "synchronous"."""
+def diloco(
+    run: Manifest, seed: int, warm: Warm, plan: Plan, kind: str, outer: OuterOptimizer
+) -> list[float]:
+    """Return the loss after every `plan.curve` rounds."""
+    arm, wire, losses = Arm(run, seed, plan.num_sites), codec(kind), []
+    begin(arm, warm, plan.warm_steps)
+    held = [LearnerWeights(learner) for learner in arm.learners]
+    state = OuterState(held[0].num_parameters)
+    held[0].read(state.start)
+
+    for number in range(plan.num_rounds):
+        for learner in arm.learners:
+            for step in range(1, plan.inner_steps + 1):
+                factor_now = factor(run, number * plan.inner_steps + step, plan)
+                arm.step(learner, plan.stories, factor_now)
+        outer_round(held, state, wire, outer)
+        if (number + 1) % plan.curve == 0:
+            losses.append(arm.loss())
+    return losses
+
+
+def measure(seed: int, warm: Warm, choice: Choice, plan: Plan) -> list[float]:
+    """Train one arm. Data parallelism has the kind "synchronous"."""
     torch.set_num_threads(1)
-    warm, found = warm_start(manifest(), seed), {}
-    for name, kind, lr, outer in arms:
-        run = manifest(lr)
-        if kind == "synchronous":
-            found[name] = data_parallel(run, seed, warm)
-        else:
-            found[name] = diloco(run, seed, warm, kind, outer)
-        print(seed, name, found[name], flush=True)
-    return found
+    name, kind, lr, outer = choice
+    if kind == "synchronous":
+        losses = data_parallel(manifest(lr), seed, warm, plan)
+    else:
+        losses = diloco(manifest(lr), seed, warm, plan, kind, outer)
+    print(seed, name, losses, flush=True)
+    return losses
 
 
-def every(seeds: tuple[int, ...], arms: tuple[Choice, ...]) -> dict[int, dict[str, list[float]]]:
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
-        return dict(zip(seeds, processes.map(measure, seeds, [arms] * len(seeds)), strict=True))
+def every(
+    seeds: tuple[int, ...], arms: tuple[Choice, ...], plan: Plan
+) -> dict[int, dict[str, list[float]]]:
+    """Return the losses of every arm by seed. Each core trains one arm at a time."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as processes:
+        warm = dict(zip(seeds, processes.map(warm_start, seeds, repeat(plan)), strict=True))
+        pairs = [(seed, arm) for seed in seeds for arm in reversed(arms)]  # the slow arms first
+        found = processes.map(
+            measure,
+            [seed for seed, _ in pairs],
+            [warm[seed] for seed, _ in pairs],
+            [arm for _, arm in pairs],
+            repeat(plan),
+        )
+        losses: dict[int, dict[str, list[float]]] = {seed: {} for seed in seeds}
+        for (seed, arm), each in zip(pairs, found, strict=True):
+            losses[seed][arm[0]] = each
+    return losses
 
 
-def pilot() -> None:
-    arms = [(f"synchronous {lr:g}", "synchronous", lr, OUTER) for lr in RATES]
-    arms += [(f"float32 {each.lr:g} {each.momentum:g}", "float32", LR, each) for each in OUTERS]
-    found = every(PILOTS, tuple(arms))
-    for name, *_ in arms:
-        print(f"{name}: {mean(each[name][-1] for each in found.values()):.5f}")
+def choose(plan: Plan) -> tuple[dict[str, float], Choice, Choice]:
+    """Return the mean losses of the pilot seeds, and the best arms: synchronous and float32."""
+    synchronous = [(f"synchronous, lr {lr:g}", "synchronous", lr, OUTERS[0]) for lr in RATES]
+    float32 = [
+        (f"lr {lr:g}, outer lr {each.lr:g}, momentum {each.momentum:g}", "float32", lr, each)
+        for lr in RATES
+        for each in OUTERS
+    ]
+    found = every(PILOTS, (*synchronous, *float32), plan)
+    means = {
+        name: mean(found[seed][name][-1] for seed in PILOTS)
+        for name, *_ in (*synchronous, *float32)
+    }
+    best = [min(arms, key=lambda arm: means[arm[0]]) for arms in (synchronous, float32)]
+    return means, best[0], best[1]
 
 
 def row(variant: str, values: list[float], goal: float) -> dict[str, object]:
@@ -217,15 +284,18 @@ def row(variant: str, values: list[float], goal: float) -> dict[str, object]:
 
 
 def main() -> None:
-    kinds = ("synchronous", "float32", "int8_block")
-    found = every(SEEDS, tuple((kind, kind, LR, OUTER) for kind in kinds))
+    plan = Plan()
+    pilots, synchronous, float32 = choose(plan)
+    arms = [("synchronous", *synchronous[1:])]
+    arms += [(kind, kind, *float32[2:]) for kind in ("float32", "int8_block")]
+    found = every(SEEDS, tuple(arms), plan)
 
     def percent(one: str, other: str, at: int = -1) -> list[float]:
         return [100 * (each[one][at] / each[other][at] - 1) for each in found.values()]
 
     by_round = {
-        str((at + 1) * CURVE): mean(percent("float32", "synchronous", at))
-        for at in range(NUM_ROUNDS // CURVE)
+        str((at + 1) * plan.curve): mean(percent("float32", "synchronous", at))
+        for at in range(plan.num_rounds // plan.curve)
     }
     record(
         Path(__file__).with_suffix(".json"),
@@ -239,13 +309,10 @@ def main() -> None:
             row("int8 over float32", percent("int8_block", "float32"), 0.2),
         ],
         details={
-            "sites": NUM_SITES,
-            "inner_steps": INNER_STEPS,
-            "rounds": NUM_ROUNDS,
-            "warm_steps": WARM_STEPS,
-            "lr": LR,
-            "outer": asdict(OUTER),
-            "chosen": "LR and OUTER on seeds 11 and 12, by `diloco.py pilot`",
+            "plan": asdict(plan),
+            "chosen_on_seeds": PILOTS,
+            "chosen": [synchronous[0], float32[0]],
+            "pilot_losses": pilots,
             "validation_loss": {str(seed): each for seed, each in found.items()},
             "int8_over_synchronous": percent("int8_block", "synchronous"),
             "int8_over_float32": percent("int8_block", "float32"),
@@ -255,4 +322,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    pilot() if sys.argv[1:] == ["pilot"] else main()
+    main()

@@ -184,7 +184,8 @@ class SiteTraining:
 
     def _record(self, row: RoundRow, inner_s: float) -> None:
         values = msgspec.to_builtins(row) | {"members": [each.id[:8] for each in row.members]}
-        values |= {"inner_s": inner_s, "own": self._member.id[:8], "shard": self.shard}
+        values |= {"inner_s": inner_s, "own": self._member.id[:8]}
+        values |= {"shard": self.shard, "start": self.start}
         self._ctx.metrics.write(self._learner.step, event="round", **values)
         self._ctx.log.info(
             "round %d: %d sites, %d bytes sent, %.2f s, weights %s",
