@@ -1,13 +1,10 @@
 """A toy policy for optimizer tests, its made-up gradients, and ranks that step it when sharded.
 
-`optim_cases.py FOLDER WORLD_SIZE` writes FOLDER/rank_<i>.json: by layout, the gradient norm, which
-shards are empty, and the largest error of weights by kind.
+A rank (`optim_cases.py FOLDER PORT WORLD_SIZE RANK`) prints by layout the gradient norm, the empty
+shards, and the largest error of weights by kind.
 """
 
 import json
-import multiprocessing
-import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -219,7 +216,8 @@ def try_layout(toy: Toy, world: World) -> dict:
     return answer
 
 
-def run_rank(folder: Path, size: int, rank: int) -> None:
+def main() -> None:
+    folder, _, size, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group(
@@ -229,40 +227,4 @@ def run_rank(folder: Path, size: int, rank: int) -> None:
     answers = {name: try_layout(toy, world) for name, toy in layouts().items() if toy is not None}
     dist.barrier()
     dist.destroy_process_group()
-    (folder / f"rank_{rank}.json").write_text(json.dumps(answers))
-
-
-def main() -> None:
-    folder, size = Path(sys.argv[1]), int(sys.argv[2])
-    # Forked, so that imports, the slowest part, are done once. No thread has started yet.
-    ranks = [
-        multiprocessing.get_context("fork").Process(target=run_rank, args=(folder, size, rank))
-        for rank in range(size)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    sys.exit(max(abs(rank.exitcode or 0) for rank in ranks))
-
-
-def run_ranks(folder: Path, size: int) -> list[dict[str, dict]]:
-    """Every rank's answers; fails with the stderr of ranks that failed."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder), str(size)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(size)]
-
-
-if __name__ == "__main__":
-    main()
+    print(json.dumps(answers))

@@ -6,8 +6,15 @@ import math
 
 import pytest
 import torch
-from optim_cases import ADAMW, SHAPES, SPECS, Toy, gradients, run_ranks, spec_of, take_steps
-from trainer_cases import MEMORY, make_learner, manifest, whole_weights, write_start_weights
+from optim_cases import ADAMW, SHAPES, SPECS, Toy, gradients, spec_of, take_steps
+from trainer_cases import (
+    MEMORY,
+    make_learner,
+    manifest,
+    run_script,
+    whole_weights,
+    write_start_weights,
+)
 from trainer_rank import train
 
 from orrery.trainer.optim import clip, gradient_norm, make_optimizer, muon, named_state
@@ -413,7 +420,7 @@ def test_the_norm_of_unsharded_gradients_and_what_clipping_divides_by():
 
 
 def test_every_layout_of_shards_has_the_norm_and_the_steps_of_the_whole(tmp_path):
-    ranks = run_ranks(tmp_path, 4)
+    ranks = run_script("optim_cases", tmp_path, 4, deadline_s=110)
     for name in ranks[0]:
         expected = (
             whole_norm([n for n in SHAPES if "q.weight" in n or "norm" in n])
