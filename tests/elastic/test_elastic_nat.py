@@ -6,9 +6,10 @@ from placed_sites import rounds_of
 
 from orrery.elastic.routes import relay
 
-pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
+in_namespaces = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 
+@in_namespaces
 def test_two_sites_behind_nat_train_with_a_third(tmp_path):
     with Networks("orn") as networks:
         spaces = [networks.public(1), networks.private(11), networks.private(12)]
@@ -18,6 +19,7 @@ def test_two_sites_behind_nat_train_with_a_third(tmp_path):
         assert networks.sent_bytes(spaces[0]) > 1.5 * networks.sent_bytes(spaces[1])
 
 
+@in_namespaces
 def test_bytes_of_a_slow_edge_go_over_the_third_site(tmp_path):
     with Networks("ors") as networks:
         spaces = [networks.public(number) for number in (1, 2, 3)]
