@@ -79,6 +79,19 @@ def test_a_site_that_lost_its_lease_takes_the_newest_state_in_a_closed_run(sites
     assert digests(b)[-1] == digests(a)[-1] and min(a.rows[-1]["weights"]) > 0
 
 
+def test_sites_that_accept_no_connections_join_and_train(sites):
+    folders, (a, b, c) = sites("abc")
+    for name in "bc":
+        folders.place(name, listen="")
+    together(a.enter, b.enter)
+    joining = begun(c.enter)  # it takes the state from a, and meets b over a
+    folders.until(lambda ledger: bool(ledger.joining))
+    together(a.train, b.train, joining.result)
+    together(a.train, b.train, c.train)
+    assert digests(a)[-1] == digests(b)[-1] == digests(c)[-1]
+    assert min(c.rows[-1]["weights"]) > 0 and len(c.rows[-1]["weights"]) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "rl"])
 def test_all_sites_start_again_from_checkpoints(sites, stage):
