@@ -69,6 +69,18 @@ def test_adding_is_decoding_then_adding(coder, scale):
     assert (acc == expected).all()
 
 
+@pytest.mark.parametrize("n", [0, 257, 140_001])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_coded_sum_has_the_bits_of_its_steps(coder, n, share, is_added):
+    x, added = values(n), coder.encode(values(n, seed=1)) if is_added else None
+    expected = x * np.float32(share) if share else np.zeros_like(x)
+    if added is not None:
+        coder.decode_add(added, expected)
+    wire = coder.encode_sum(x, share, added, np.empty(coder.wire_bytes(n), np.uint8))
+    assert wire.tobytes() == coder.encode(expected).tobytes()
+
+
 def test_zeros_and_tiny_values_decode_to_zero(coder):
     for fill in (0.0, -0.0, 1e-40):
         x = np.full(70_000, fill, np.float32)

@@ -220,6 +220,20 @@ class _Lane(ABC):
             return out
         return np.multiply(self.site.delta[piece.at], self.site.share, out=out)
 
+    def contribute(self, number: int, added: Bytes | None = None) -> Bytes:
+        """Encode this site's share of a piece, plus the values of `added`."""
+        if self.site.error_feedback is not None:
+            values = self.own(number)
+            if added is not None:
+                self.add(added, values)
+            return self.encode(number, values)
+        begin_s, codec = time.monotonic(), self.site.codec
+        x = self.site.delta[self.pieces[number].at]
+        out = self._slab.take(codec.wire_bytes(x.size))
+        wire = codec.encode_sum(x, float(self.site.share), added, out)
+        self.codec_s += time.monotonic() - begin_s
+        return wire
+
     def add(self, wire: Bytes, out: Floats) -> None:
         begin_s = time.monotonic()
         self.site.codec.decode_add(wire, out)
@@ -258,16 +272,14 @@ class _RingLane(_Lane):
     def first(self) -> Iterator[None]:
         for number, piece in self.pieces.items():
             if piece.chunk == self.place:
-                self.send(self.next, 0, number, self.encode(number, self.own(number)))
+                self.send(self.next, 0, number, self.contribute(number))
                 yield
 
     def take(self, frame: Frame) -> None:
         number, wire, hop = frame.piece, frame.payload, frame.hop
         last_sum, last = self.num_sites - 2, 2 * self.num_sites - 3
         if hop <= last_sum and self.site.is_heavy[self.site.rank]:
-            values = self.own(number)
-            self.add(wire, values)
-            wire = self.encode(number, values)
+            wire = self.contribute(number, wire)
         if hop >= last_sum:
             self.final[number] = wire
         if hop < last:
@@ -296,7 +308,7 @@ class _AllToAllLane(_Lane):
                     self._sum(number)
                     yield
             elif self.site.is_heavy[self.site.rank]:
-                self.send(piece.chunk, 0, number, self.encode(number, self.own(number)))
+                self.send(piece.chunk, 0, number, self.contribute(number))
                 yield
 
     def take(self, frame: Frame) -> None:

@@ -35,6 +35,7 @@ class Codec(ABC):
         """Use native code if it can be built, unless `native` is False."""
         found = library() if native is True else native or None
         self._native = (found.encoder(self.kind), found.decoder(self.kind)) if found else None
+        self._encode_sum = found.sum_encoder(self.kind) if found else None
         self._num_threads = num_threads
 
     @abstractmethod
@@ -63,11 +64,26 @@ class Codec(ABC):
             if refused < 0:
                 self._encode(x, wire)
         if refused >= 0:
-            raise ElasticError(
-                f"delta: value {refused} of {x.size} is {x[refused]:g}; values must be finite and "
-                "at most 2^100; lower the inner learning rate, or resume from a checkpoint"
-            )
+            raise _refusal(x, refused)
         return wire
+
+    def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
+        """Return the bytes of share · x, plus the values of `added` if given, in `out`.
+
+        The bits are those of a product, `decode_add` and `encode`. NaN counts as 0 if share is 0.
+        """
+        if added is not None:
+            added = self._checked(added, x)
+        if self._encode_sum is None:
+            values = np.multiply(x, np.float32(share)) if share else np.zeros_like(x)
+            if added is not None:
+                self.decode_add(added, values)
+            return self.encode(values, out)
+        call, address = self._encode_sum, added.ctypes.data if added is not None else None
+        bad = self._run(x.size, lambda a, b: call(x, x.size, share, address, out, a, b))
+        if (refused := min((each for each in bad if each >= 0), default=-1)) >= 0:
+            raise _refusal(x, refused)
+        return out
 
     def decode(self, wire: Bytes, out: Floats) -> None:
         """Write the values to out [n]. Raise ElasticError if `wire` is not of n values."""
@@ -115,6 +131,13 @@ class Codec(ABC):
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="codec")
+
+
+def _refusal(x: Floats, refused: int) -> ElasticError:
+    return ElasticError(
+        f"delta: value {refused} of {x.size} is {x[refused]:g}; values must be finite and at most "
+        "2^100; lower the inner learning rate, or resume from a checkpoint"
+    )
 
 
 def _floats(x: Floats, name: str) -> Floats:

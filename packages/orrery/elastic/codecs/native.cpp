@@ -198,7 +198,7 @@ void int8_block_decode(const uint8_t *wire, int64_t n, float *out, float factor,
         emit(out + 256 * b, std::min<int64_t>(256, n - 256 * b), factor, adds,
              [=](int64_t i) { return (float)q[i] * scale; });
     }
-    end_stream();
+    if (!adds) end_stream();
 }
 
 void int4_block_decode(const uint8_t *wire, int64_t n, float *out, float factor, int32_t adds,
@@ -213,7 +213,7 @@ void int4_block_decode(const uint8_t *wire, int64_t n, float *out, float factor,
         emit(out + 256 * b + half, m - half, factor, adds,
              [=](int64_t i) { return (float)((int32_t)(q[i] >> 4) - 8) * scale; });
     }
-    end_stream();
+    if (!adds) end_stream();
 }
 
 constexpr int64_t BOOK_BLOCK = 65536;
@@ -277,7 +277,7 @@ void int8_codebook_decode(const uint8_t *wire, int64_t n, float *out, float fact
         emit(out + BOOK_BLOCK * b, std::min<int64_t>(BOOK_BLOCK, n - BOOK_BLOCK * b), factor, adds,
              [&](int64_t i) { return book[q[i]]; });
     }
-    end_stream();
+    if (!adds) end_stream();
 }
 
 int64_t top_k_2bit_encode(const float *x, int64_t n, uint8_t *wire, int64_t first, int64_t last) {
@@ -308,5 +308,45 @@ void top_k_2bit_decode(const uint8_t *wire, int64_t n, float *out, float factor,
         }
     }
 }
+
+} // extern "C"
+
+namespace {
+
+using Encode = decltype(int8_block_encode);
+using Decode = decltype(int8_block_decode);
+
+// Encode share · x + the values of `added`, a block at a time, so that sums stay in the caches.
+template <int64_t BLOCK, Encode encode, Decode decode>
+int64_t encode_sum(const float *x, int64_t n, float share, const uint8_t *added, uint8_t *wire,
+                   int64_t first, int64_t last) {
+    alignas(64) static thread_local float block[BLOCK];
+    for (int64_t b = first; b < last; b++) {
+        int64_t m = std::min<int64_t>(BLOCK, n - BLOCK * b);
+        const float *from = x + BLOCK * b;
+        for (int64_t i = 0; i < m; i++) block[i] = share == 0.0f ? 0.0f : from[i] * share;
+        float *at = block - BLOCK * b; // both functions count from the first block
+        if (added) decode(added, n, at, 1.0f, 1, b, b + 1);
+        int64_t bad = encode(at, n, wire, b, b + 1);
+        if (bad >= 0) return bad;
+    }
+    return -1;
+}
+
+} // namespace
+
+extern "C" {
+
+#define ENCODE_SUM(kind, BLOCK)                                                                    \
+    int64_t kind##_encode_sum(const float *x, int64_t n, float share, const uint8_t *added,       \
+                              uint8_t *wire, int64_t first, int64_t last) {                       \
+        return encode_sum<BLOCK, kind##_encode, kind##_decode>(x, n, share, added, wire, first,   \
+                                                               last);                             \
+    }
+
+ENCODE_SUM(int8_block, 256)
+ENCODE_SUM(int4_block, 256)
+ENCODE_SUM(int8_codebook, BOOK_BLOCK)
+ENCODE_SUM(top_k_2bit, TOP_BLOCK)
 
 } // extern "C"

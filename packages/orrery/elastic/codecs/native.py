@@ -44,6 +44,14 @@ class Library:
         call.restype = ctypes.c_int64
         return call  # type: ignore[no-any-return]
 
+    def sum_encoder(self, kind: str) -> Callable[..., int]:
+        """Return `encode(x, n, share, address of the added bytes, wire, first, last)`."""
+        call = self._library[f"{kind}_encode_sum"]
+        added = (ctypes.c_float, ctypes.c_void_p)
+        call.argtypes = (_READ, ctypes.c_int64, *added, _WIRE, ctypes.c_int64, ctypes.c_int64)
+        call.restype = ctypes.c_int64
+        return call  # type: ignore[no-any-return]
+
     def decoder(self, kind: str) -> Callable[..., None]:
         """Return `decode(wire, n, out, scale, adds, first, last)`."""
         call = self._library[f"{kind}_decode"]
