@@ -54,6 +54,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
     lora: null,
     indexer: 'frozen',
     indexer_choice: 'own',
+    expert_bias_rate: null,
     elastic: null,
     // Far above the values of tokens up to eight versions old, far below those of forged answers. In float32 engine and
     // trainer agree on a canary to rounding. bfloat16 and FP8 round more, and a mixture may choose other experts for a token.

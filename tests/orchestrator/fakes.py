@@ -82,7 +82,7 @@ def manifest(**orchestrator: Any) -> Manifest:
             "ep_backend": "torch", "deepep_num_sms": None, "deepep_token_chunk_size": None},
             "fsdp": {"reshard_after_forward": True, "reduce_gradients": "step",
             "cpu_offload": False}, "attention": "auto", "lora": None, "indexer": "frozen",
-            "indexer_choice": "own", "elastic": None,
+            "indexer_choice": "own", "expert_bias_rate": None, "elastic": None,
             "param_dtype": "float32", "compute_dtype": "float32",
             "reduce_dtype": "float32", "compile": False,
             "memory": {

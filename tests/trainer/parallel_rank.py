@@ -58,7 +58,9 @@ def one_step(learner: Learner, columns: Columns) -> tuple[dict, dict[str, torch.
     plan = pack(columns.lengths, learner.trainer.mesh.num_data_ranks, MAX_TOKENS)[world.data_rank]
     assert len(plan) > 1
     mine = [columns.select(samples) for samples in plan]
-    return learner.learn(mine, len(mine), count_totals(mine, world), 1.0).metrics, gradients
+    metrics = learner.learn(mine, len(mine), count_totals(mine, world), 1.0).metrics
+    biases = torch.cat([torch.empty(0), *learner.expert_load.biases.values()])
+    return metrics | {"biases": biases.tolist()}, gradients
 
 
 def do(name: str, fields: dict, folder: Path, world: World) -> dict:

@@ -102,6 +102,20 @@ def test_tokens_without_keys_are_counted_and_keep_the_own_choice(start):
     assert metrics["choices_missing"] == 2 * (columns.lengths[longest] - 1 - TOP_K) > 0
 
 
+def test_indexers_learn_as_much_from_a_batch_with_few_trained_tokens(start):
+    whole, few = batch(), batch()
+    few.token["trained"] &= np.arange(few.num_tokens) % 7 == 0
+    spec = manifest(model=GLM5, trainer={"indexer": "train"})
+    (metrics, gradients), (of_few, again) = (
+        stepped(make_learner(spec, start), columns) for columns in (whole, few)
+    )
+    assert of_few["num_trained_tokens"] < metrics["num_trained_tokens"] / 4
+    assert of_few["indexer_kl"] == metrics["indexer_kl"] > 0
+    learned = [name for name in gradients if ".indexer." in name]
+    assert len(learned) == 10
+    assert all(torch.equal(gradients[name], again[name]) for name in learned)
+
+
 def test_rows_of_another_size_end_the_run(start):
     columns = answered(start, batch())
     columns.token["routed_experts"] = columns.token["routed_experts"][..., :-1]

@@ -85,10 +85,12 @@ NETWORKS = {
     "replayed-latent": LATENT,
 }
 ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}}
+BALANCED = {"expert_bias_rate": 1e-3}
 REPLAYING = {"indexer_choice": "replay"}
 ROUTED = {"rollouts": "zmq", "weights": "files", "routed_experts": True}
 TRAINERS = {
     "adapted": ADAPTERS,
+    "glm": BALANCED,
     "indexing": {"indexer": "train"},
     "replayed-latent": REPLAYING,
 }
@@ -164,7 +166,7 @@ CASES = {
         for name in ("ep2", "fsdp2_ep2")
     },
     "replayed-glm_ep2_ring2": {"mesh": MESHES["ep2_ring2"], "model": GLM},
-    "glm_ep2_ulysses2": {"mesh": MESHES["ep2_ulysses2"], "model": GLM},
+    "glm_ep2_ulysses2": {"mesh": MESHES["ep2_ulysses2"], "model": GLM, "trainer": BALANCED},
     "adapted_fsdp2_ep2": {"mesh": MESHES["fsdp2_ep2"], "model": MIXTURE, "trainer": ADAPTERS},
     # Memory options on layouts, some beside adapters.
     "mixture_hsdp_ep2_reducing": {
@@ -345,6 +347,7 @@ def test_a_layout_makes_the_step_of_one_device(ran, alone, name):
     if name.startswith("replayed-latent"):
         assert 0.1 < metrics[name][0]["choices_differ"] < 0.9  # made-up keys
         assert metrics[name][0]["choices_missing"] == 0
+    assert any(metrics[name][0]["biases"]) == name.startswith("glm")
     learns = name.startswith("indexing")
     assert (metrics[name][0]["indexer_kl"] is not None) == learns
     assert any(".indexer." in each for each in found) == learns

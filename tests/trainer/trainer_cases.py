@@ -196,6 +196,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "lora": None,
                 "indexer": "frozen",
                 "indexer_choice": "own",
+                "expert_bias_rate": None,
                 "elastic": None,
                 "param_dtype": "float32",
                 "compute_dtype": "float32",

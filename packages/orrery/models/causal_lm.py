@@ -19,7 +19,13 @@ from orrery.kernels.token_logprob import ChunkTokens, token_logprob
 from orrery.manifest.schema import Model
 from orrery.manifest.schema.model import EXPERT_GROUPS
 from orrery.models.latent_attention import ChosenKeys, LatentAttention
-from orrery.models.layers import Attention, FeedForward, MixtureOfExperts, rotary_angles
+from orrery.models.layers import (
+    Attention,
+    FeedForward,
+    MixtureOfExperts,
+    RouteCounts,
+    rotary_angles,
+)
 
 # Our parameter name → HF's names, with `{layer}` in both. HF has one tensor per `{expert}`, an
 # index of our dimension 0. Several names divide the first dimension besides it evenly, in order.
@@ -57,7 +63,9 @@ class CausalLm(nn.Module):
     layers: nn.ModuleList
     lm_head: Any
     names: Names | None = None  # set if they depend on more than the family
-    num_routes_differ: Tensor | None = None  # i64 [], of the latest forward pass (see `Router`)
+    # Of the latest forward pass (see `Router` and `RouteCounts`):
+    num_routes_differ: Tensor | None = None  # i64 []
+    expert_load_LE: Tensor | None = None  # i64
     choices_differ: Tensor | None = None  # i64 [2], `ChosenKeys.differ` after the last layer
     indexer_kl: Tensor | None = None  # f32 [], `ChosenKeys.kl` after the last layer
 
@@ -85,7 +93,8 @@ class CausalLm(nn.Module):
         token_ids, positions i64 [T]. cu_seqlens i32 [n + 1] from 0 to T. `routed_experts`, integers
         [T, L, K], replays an engine's routes (see `Router`). `max_seqlen` saves a device-to-host
         copy. `engine_keys`, u8 [T, I, B], has the keys that an engine chose for each of I indexers
-        (`orrery.kernels.key_bits`). The indexers' loss leaves out `is_padding`, bool [T].
+        (`orrery.kernels.key_bits`). The indexers' loss and experts' load leave out `is_padding`,
+        bool [T].
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
         replayed = routed_experts_TLK, engine_keys_TIB
@@ -160,11 +169,8 @@ class TransformerBlock(nn.Module):
         replayed_TK: Tensor | None = None,
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, ChosenKeys | None]:
-        """Return the output [T, D], the number of differing routes, and the next block's `choice`.
-
-        The number is from `Router`, and None in a block without experts.
-        """
+    ) -> tuple[Tensor, RouteCounts | None, ChosenKeys | None]:
+        """Return the output [T, D], `RouteCounts` of experts, and the next block's `choice`."""
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
             out_TD, choice = self.self_attn(inner_TD, angles, documents, choice, engine_keys_TB)
@@ -173,8 +179,8 @@ class TransformerBlock(nn.Module):
         x_TD = x_TD + out_TD
         inner_TD = self.post_attention_layernorm(x_TD)
         if isinstance(self.mlp, MixtureOfExperts):
-            out_TD, num_differing = self.mlp(inner_TD, replayed_TK)
-            return x_TD + out_TD, num_differing, choice
+            out_TD, counts = self.mlp(inner_TD, replayed_TK, documents.is_padding)
+            return x_TD + out_TD, counts, choice
         return x_TD + self.mlp(inner_TD), None, choice
 
 
@@ -209,7 +215,7 @@ class Decoder(CausalLm):
             rotary_dim = config.mla.rope_head_dim
         rotary = (rotary_dim, config.rope_theta)
         angles = rotary_angles(positions_T, *rotary, hidden_TD.dtype, config.rope_scaling)
-        differ: list[Tensor] = []
+        counted: list[RouteCounts] = []
         choice: ChosenKeys | None = None
         first = config.num_layers if config.moe is None else config.moe.num_dense_layers
         of_indexers = iter(() if engine_keys_TIB is None else engine_keys_TIB.unbind(1))
@@ -218,10 +224,12 @@ class Decoder(CausalLm):
             has_indexer = getattr(layer.self_attn, "indexer", None) is not None
             keys_TB = next(of_indexers, None) if has_indexer else None
             given = (hidden_TD, angles, documents, replayed_TK, choice, keys_TB)
-            hidden_TD, num_differing, choice = layer(*given)
-            if num_differing is not None:
-                differ.append(num_differing)
+            hidden_TD, counts, choice = layer(*given)
+            if counts is not None:
+                counted.append(counts)
+        differ = [one.num_differing for one in counted if one.num_differing is not None]
         self.num_routes_differ = torch.stack(differ).sum() if differ else None
+        self.expert_load_LE = torch.stack([one.load_E for one in counted]) if counted else None
         self.indexer_kl = None if choice is None else choice.kl
         self.choices_differ = None if choice is None else choice.differ
         return self.norm(hidden_TD)

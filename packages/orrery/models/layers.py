@@ -8,7 +8,7 @@ One stacked tensor of all experts multiplies rows sorted by expert. Scores multi
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -300,6 +300,13 @@ class LocalExchange(nn.Module):
         return experts(x_TD, score_TK, rows)
 
 
+class RouteCounts(NamedTuple):
+    """Counts of one mixture in one forward pass."""
+
+    load_E: Tensor  # i64, each expert's tokens without padding
+    num_differing: Tensor | None  # i64 [], of `Router`
+
+
 class MixtureOfExperts(nn.Module):
     """Routed experts, plus all shared experts as one feed-forward."""
 
@@ -321,11 +328,22 @@ class MixtureOfExperts(nn.Module):
             self.shared_experts = FeedForward(hidden_size, shared, "feed_forward" in fp8)
 
     def forward(
-        self, x_TD: Tensor, replayed_TK: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [T, D] and the number of differing routes."""
+        self,
+        x_TD: Tensor,
+        replayed_TK: Tensor | None = None,
+        is_padding_T: Tensor | None = None,
+    ) -> tuple[Tensor, RouteCounts]:
         score_TK, expert_TK, num_differing = self.gate(x_TD, replayed_TK)
         out_TD = self.exchange(x_TD, score_TK, expert_TK, self.experts)
         if self.shared_experts is not None:
             out_TD = out_TD + self.shared_experts(x_TD)
-        return out_TD, num_differing
+        load_E = count_tokens(expert_TK, self.gate.weight.shape[0], is_padding_T)
+        return out_TD, RouteCounts(load_E, num_differing)
+
+
+def count_tokens(expert_TK: Tensor, num_experts: int, is_padding_T: Tensor | None) -> Tensor:
+    counted_TK = torch.ones_like(expert_TK)
+    if is_padding_T is not None:
+        counted_TK = counted_TK.masked_fill(is_padding_T[:, None], 0)
+    load_E = counted_TK.new_zeros(num_experts)
+    return load_E.scatter_add(0, expert_TK.flatten(), counted_TK.flatten())

@@ -7,7 +7,7 @@
         rank_<i>.sha256.json  size and sha256 of the two files above
         published.json        {version: digest} (`publish.py`)
 
-Names are `weight/<parameter>`, or `<key>/<parameter>` for optimizer state.
+Names are `weight/<parameter>`, `bias/<buffer>`, or `<key>/<parameter>` for optimizer state.
 `torch.distributed.checkpoint` is not used because it stores pickles.
 """
 
@@ -66,6 +66,9 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
         trained = state[f"weight/{name}"]
         shape, writes = (trained.shape, trained.writes) if box else ((), learner.world.is_first)
         state[f"{key}/{name}"] = StateTensor(shape, box, local, writes)
+    for name, bias in learner.expert_load.biases.items():
+        whole = tuple((0, size) for size in bias.shape)
+        state[f"bias/{name}"] = StateTensor(tuple(bias.shape), whole, bias, learner.world.is_first)
     for name, momentum in learner.outer_momentum.items():
         trained = state[f"weight/{name}"]
         state[f"outer_momentum/{name}"] = replace(trained, local=momentum)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Manifest, Optimizer, Schedule, Trainer
+from orrery.trainer.expert_load import ExpertLoad
 from orrery.trainer.heartbeat import mark_micro_batch
 from orrery.trainer.loss import COMPONENTS, StepSums, loss
 from orrery.trainer.micro_batch import MicroBatch, count_members, micro_batch
@@ -34,6 +36,8 @@ from orrery.trainer.policy import Policy
 from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import route_shape
 
+Metrics = dict[str, Any]  # numbers, None, and lists of numbers by layer
+TOTALS = (*COMPONENTS, "num_tokens")
 MIN_TOKENS = 256
 MEASURES = {
     "kl": "the KL from engines to trainer",
@@ -114,14 +118,14 @@ class MismatchGuard:
 class StepResult:
     """The metrics of a step, and the (begin, end) of its phases as `time.time()`."""
 
-    metrics: dict[str, float | int | None]
+    metrics: Metrics
     wait_s: float
     forward_backward: tuple[float, float]
     optimizer: tuple[float, float]
 
     @property
     def num_tokens(self) -> int:
-        return int(self.metrics["num_tokens"] or 0)
+        return self.metrics["num_tokens"]
 
 
 class Learner:
@@ -146,6 +150,7 @@ class Learner:
         self.state_stream = stream_state(self.optimizer.offload, policy.network, trainer)
         parameters = policy.named_parameters()
         self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
+        self.expert_load = ExpertLoad(policy, world, trainer.expert_bias_rate)
         self.step = 0
         self.outer_momentum: dict[str, torch.Tensor] = {}  # of the outer loop, on the host
         self.base_sha256: str | None = None  # sha256 of the frozen weights under adapters
@@ -167,7 +172,7 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch. `totals` has N_c of each loss component (`loss.py`).
+        """Train one batch. `totals` has N_c of each loss component (`loss.py`) and `num_tokens`.
 
         Raise RunFailed for a bad batch or number, and OrreryError if blocks do not compile.
         """
@@ -190,6 +195,7 @@ class Learner:
         self.optimizer.set_rate(lr_factor)
         self.optimizer.step(divisor)
         self.optimizer.zero_grad()
+        self.expert_load.balance()
         self.step = step
         rate = self.peak_lr * lr_factor
         values |= {"grad_norm": grad_norm, "learning_rate": rate, "settle_s": settle_s}
@@ -258,6 +264,7 @@ class Learner:
     ) -> tuple[StepSums, float]:
         sums, arrivals = StepSums.zero(self.world.device), _TimedIterator(micro_batches)
         self._max_gradients.clear()
+        self.expert_load.clear()
         if self.guard is not None:
             self.guard.clear()
         for index, columns in enumerate(arrivals):
@@ -270,11 +277,12 @@ class Learner:
             logprob, entropy = self.policy(batch)
             value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
             if (indexer_kl := self.policy.network.indexer_kl) is not None:
-                value = value + indexer_kl / max(1, *totals.values())
+                value = value + indexer_kl / max(1, totals["num_tokens"])
             if is_last:
                 self.optimizer.prefetch()
             value.backward()
             sums.add(part)
+            self.expert_load.add(self.policy.network.expert_load_LE)
             if self.guard is not None:
                 self.guard.add(batch, logprob)
             sums.count(
@@ -295,19 +303,22 @@ class Learner:
             )
         return sums, arrivals.wait_s
 
-    def _check_sums(
-        self, step: int, sums: StepSums, totals: dict[str, int]
-    ) -> dict[str, float | int | None]:
+    def _check_sums(self, step: int, sums: StepSums, totals: dict[str, int]) -> Metrics:
+        self.expert_load.reduce()
         values = self._add_up(f"step {step}", sums)
-        for name in COMPONENTS:
-            if (found := values[f"members_{name}"]) != totals[name]:
+        found = {name: values[f"members_{name}"] for name in COMPONENTS}
+        found["num_tokens"] = values["tokens"]
+        for name, count in found.items():
+            if count != totals[name]:
+                what = name if name in COMPONENTS else "packed"
                 raise RunFailed(
-                    f"step {step}: the batch announces {totals[name]} {name} tokens, but has "
-                    f"{found:.0f}, so its loss would be normalised wrongly"
+                    f"step {step}: the batch announces {totals[name]} {what} tokens, but has "
+                    f"{count:.0f}, so its loss would be normalised wrongly"
                 )
         has_kl = self.trainer.indexer == "train"
-        more: dict[str, float | int | None] = {
-            "indexer_kl": values["indexer_kl"] / values["tokens"] if has_kl else None
+        more: Metrics = {
+            "indexer_kl": values["indexer_kl"] / values["tokens"] if has_kl else None,
+            **self.expert_load.metrics(),
         }
         if self.num_indexers:
             known, sent = values["choices_known"], values["choices_sent"]
@@ -409,16 +420,19 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return N_c over all ranks. Each cp group counts once. A collective."""
+    """Return N_c and `num_tokens` over all ranks. Each cp group counts once. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
-        counts = [count_members(columns) for columns in micro_batches]
-    mine = [sum(count[name] for count in counts) for name in COMPONENTS]
+        counts = [
+            {**count_members(columns), "num_tokens": columns.num_tokens}
+            for columns in micro_batches
+        ]
+    mine = [sum(count[name] for count in counts) for name in TOTALS]
     totals = world.sum(torch.tensor(mine, dtype=torch.int64, device=world.device))
-    return dict(zip(COMPONENTS, totals.tolist(), strict=True))
+    return dict(zip(TOTALS, totals.tolist(), strict=True))
 
 
-def _metrics(sums: dict[str, float], peak: float) -> dict[str, float | int | None]:
+def _metrics(sums: dict[str, float], peak: float) -> Metrics:
 
     def mean(name: str, over: str) -> float | None:
         return sums[name] / sums[over] if sums[over] else None

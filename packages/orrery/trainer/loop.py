@@ -21,8 +21,7 @@ from orrery.trainer.checkpoint_writer import StageCheckpoints
 from orrery.trainer.elastic import SiteTraining
 from orrery.trainer.export import export_policy
 from orrery.trainer.heartbeat import io_stall_s, step_stall_s
-from orrery.trainer.learner import Learner, StepResult, learning_rate_factor
-from orrery.trainer.loss import COMPONENTS
+from orrery.trainer.learner import TOTALS, Learner, StepResult, learning_rate_factor
 from orrery.trainer.parallel.world import World
 from orrery.trainer.publish import Publisher
 from orrery.wire.rendezvous import canary_tokens
@@ -96,12 +95,12 @@ class RlLoop:
         step = self.learner.step + 1
         is_first = step == self.start_step + 1
         self.ctx.health.doing("training", step=step, still_s=self._step_stall_s(is_first))
-        if missing := [name for name in COMPONENTS if name not in batch.totals]:
+        if missing := [name for name in TOTALS if name not in batch.totals]:
             raise RunFailed(
                 f"batch {batch.step}: lacks the count of its {missing[0]} tokens, "
                 f"so its loss cannot be normalised"
             )
-        totals = {name: int(batch.totals[name]) for name in COMPONENTS}
+        totals = {name: int(batch.totals[name]) for name in TOTALS}
         schedule = self.ctx.manifest.trainer.schedule
         lr_factor = learning_rate_factor(schedule, step, self.num_steps)
         result = self.learner.learn(batch, batch.num_micro_batches, totals, lr_factor)

@@ -9,7 +9,8 @@ in the trainer, μ in the engine, ratio r = π/μ and advantage A:
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
     ℓ_rl = −keep · A · r + penalty · (log π − log μ)²      r: unclamped, with gradient
 `reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π.
-If `trainer.indexer` is "train", the learner adds Σ KL(attention ‖ indexer) / max_c N_c to L.
+If `trainer.indexer` is "train", the learner adds Σ KL(attention ‖ indexer) / N to L, both over all
+N tokens of the batch, because indexers choose keys for prompts too.
 """
 
 from dataclasses import dataclass

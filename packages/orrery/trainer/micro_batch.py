@@ -38,7 +38,7 @@ class MicroBatch:
     routes_missing: int = 0  # tokens without a route, except the last of each sample
     routes_replayed: int = 0  # K for each token and layer that has a route
     engine_keys: torch.Tensor | None = None  # u8 [T, I, B], as bits (`kernels.key_bits`)
-    is_padding: torch.Tensor | None = None  # bool [T], of context parallelism
+    is_padding: torch.Tensor | None = None  # bool [T], of context parallelism or no samples
     choices_sent: int = 0  # I for each token that sees more than `top_k` keys, except the last
 
 
@@ -184,7 +184,8 @@ def _name(columns: Columns, step: int) -> str:
 def unweighted_token() -> MicroBatch:
     token = {"token_id": np.zeros(1, dtype=np.int32), "trained": np.zeros(1, dtype=bool)}
     columns = Columns(np.array([0, 1], dtype=np.int64), token, {})
-    return replace(_whole(columns, 1), num_samples=0, num_tokens=0)
+    is_padding = torch.ones(1, dtype=torch.bool)
+    return replace(_whole(columns, 1), num_samples=0, num_tokens=0, is_padding=is_padding)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

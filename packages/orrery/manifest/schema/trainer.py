@@ -271,6 +271,8 @@ class Trainer(Record):
       (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
     - `indexer_choice`: "own" lets the trainer's indexers choose the keys. With the others, batches
       contain the keys that engines chose. "replay" attends to these, "compare" counts differences.
+    - `expert_bias_rate`: after each step, routers' biases move by this towards an equal load of all
+      experts (`trainer/expert_load.py`). Null: biases are frozen.
     - `elastic`: several sites train one model. Null: this site alone.
     """
 
@@ -285,6 +287,7 @@ class Trainer(Record):
     lora: Lora | None
     indexer: Literal["frozen", "train"]
     indexer_choice: Literal["own", "compare", "replay"]
+    expert_bias_rate: PositiveFloat | None
     optimizer: Optimizer
     schedule: Schedule
     max_grad_norm: PositiveFloat

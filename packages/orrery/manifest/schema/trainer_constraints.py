@@ -55,6 +55,7 @@ def trainer_misfits(
         return
     yield from context_misfits(trainer.mesh, model, devices)
     yield from _indexer_misfits(trainer, model)
+    yield from _bias_misfits(trainer, model)
     yield from _spread_misfits(trainer, model, accelerator)
     yield from _attention_misfits(trainer, model, accelerator)
     yield from _fp8_misfits(trainer, model, accelerator)
@@ -68,6 +69,19 @@ def _indexer_misfits(trainer: Trainer, model: Model) -> Iterator[str]:
         yield f"{what}: family {model.family!r} has no indexers; {off}"
     if trainer.lora is not None:
         yield f"{what} with trainer.lora: engines would get no indexers, only adapters; {off}"
+
+
+def _bias_misfits(trainer: Trainer, model: Model) -> Iterator[str]:
+    if trainer.expert_bias_rate is None:
+        return
+    what = f"trainer.expert_bias_rate {trainer.expert_bias_rate:g}"
+    off = "set trainer.expert_bias_rate to null"
+    if model.moe is None or model.moe.score != "sigmoid":
+        yield f"{what}: family {model.family!r} here has no routers with a bias; {off}"
+    if trainer.lora is not None:
+        yield f"{what} with trainer.lora: engines would get no biases, only adapters; {off}"
+    if trainer.elastic is not None:
+        yield f"{what} with trainer.elastic: sites do not exchange biases; {off}"
 
 
 def _fp8_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:

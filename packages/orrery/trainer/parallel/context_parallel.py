@@ -142,7 +142,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
         routes_missing=batch.routes_missing if is_first else 0,
         routes_replayed=batch.routes_replayed if is_first else 0,
         engine_keys=_routes(batch.engine_keys, source, torch.from_numpy(tokens.is_real)),
-        is_padding=torch.from_numpy(~tokens.is_real),
+        is_padding=torch.from_numpy(~tokens.is_real | (batch.num_samples == 0)),
         choices_sent=batch.choices_sent if is_first else 0,
     )
     if len(scored):
