@@ -140,11 +140,15 @@ class RunPlan:
     """The planned memory, times and traffic of a run. `plan_run` collects them."""
 
     def __init__(
-        self, manifest: Manifest, tokens: float | None = None, network: float | None = None
+        self,
+        manifest: Manifest,
+        tokens: float | None = None,
+        network: float | None = None,
+        counted: ParameterCounts | None = None,
     ) -> None:
         self.manifest, self.model = manifest, manifest.model
         self.trainer, self.inference = manifest.trainer, manifest.inference
-        self.counted = count_parameters(self.model, self.trainer.lora)
+        self.counted = counted or count_parameters(self.model, self.trainer.lora)
         self.rates: Rates = rates_of(manifest.hardware.accelerator)
         self.is_gpu = manifest.hardware.accelerator != "cpu"
         self.network = network or min(NETWORK_BYTES, self.rates.link_bytes)

@@ -5,6 +5,7 @@ planned peak is the same with and without it.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from orrery.manifest.budget.parameters import ParameterCounts
 from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory
@@ -57,13 +58,15 @@ def state_rooms(
     # Whole gradients that wait for later micro-batches are in the plan of many only.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
+    # The fullest moment from each moment on:
+    most = list(accumulate((used(last, name) for name in reversed(names)), max))[::-1]
     forward, backward, arriving = [], [], []
     for layer in range(model.num_layers):
         name = f"block {layer}, backward"
         position = names.index(name)
         forward.append(room(used(first, name, ("gradients", "reduction"))))
         backward.append(room(max(used(back, one) for one in names[position : position + 2])))
-        arriving.append(room(max(used(last, one) for one in names[position:])))
+        arriving.append(room(most[position]))
     return StateRooms(
         tuple(forward), room(used(first, "LM head")), tuple(backward), tuple(arriving)
     )

@@ -21,7 +21,7 @@ from orrery.manifest.check import with_values
 from orrery.manifest.devices import usable_bytes
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import check_built
-from orrery.manifest.schema import Manifest
+from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
 ROOM = 0.97  # share of usable device memory that a layout may fill
@@ -54,25 +54,38 @@ class Proposal:
 
 
 def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest trainer layouts that fit, at most one per mesh and checkpointing."""
-    room = _room(run)
+    """Return the fastest trainer layouts that fit, at most one per mesh and checkpointing.
+
+    The constraints of a run take the longest, so they are checked last.
+    """
+    room, now = _room(run), RunPlan(run, tokens)
     if run.hardware.shared_devices:
-        room -= sum(role.total_bytes for role in RunPlan(run, tokens).roles()[1:])
+        room -= sum(role.total_bytes for role in now.roles()[1:])
     timed = []
     for changes in _trainer_changes(run):
-        changed = _changed(run, changes)
-        if changed is not None:
-            timed.append((RunPlan(changed, tokens).trainer_s["step"], len(changes), changed))
+        plan = RunPlan(_with_trainer(run, changes), tokens, counted=now.counted)
+        timed.append((plan.trainer_s["step"], len(changes), changes, plan))
     timed.sort(key=lambda one: one[:2])
     found: dict[tuple[Any, ...], Proposal] = {}
-    for seconds, _, changed in timed:
-        trainer = changed.trainer
-        key = trainer.mesh, trainer.memory.activation_checkpointing.kind
-        if key not in found and (size := _trainer_bytes(changed)) <= room:
+    for seconds, _, changes, plan in timed:
+        key = plan.trainer.mesh, plan.trainer.memory.activation_checkpointing.kind
+        if key in found or (size := plan.roles()[0].total_bytes) > room:
+            continue
+        if (changed := _changed(run, changes)) is not None:
             found[key] = Proposal(seconds, size, _differences(run, changed), changed)
             if len(found) == NUM_LAYOUTS:
                 break
     return list(found.values())
+
+
+def _with_trainer(run: Manifest, changes: Changes) -> Manifest:
+    """Return the run with `changes` of its trainer, which its constraints may forbid."""
+    trainer = run.trainer.model_dump(mode="json")
+    for field, value in changes.items():
+        _, *section, name = field.split(".")
+        place = trainer[section[0]] if section else trainer
+        place[name] = value
+    return run.model_copy(update={"trainer": Trainer.model_validate(trainer)})
 
 
 def engine_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
@@ -137,10 +150,6 @@ def _meshes(world: int, experts: int) -> Iterator[dict[str, int]]:
             for ep in POWERS if experts else (1,):
                 if shard * cp % ep == 0 and (ep == 1 or experts % ep == 0):
                     yield {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "ep": ep}
-
-
-def _trainer_bytes(run: Manifest) -> int:
-    return RunPlan(run, None).roles()[0].total_bytes
 
 
 def _shapes(run: Manifest) -> Iterator[Changes]:

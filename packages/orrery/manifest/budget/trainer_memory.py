@@ -12,6 +12,7 @@ E experts · K experts per token · I expert intermediate
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from orrery.manifest.budget.parameters import (
     ParameterCounts,
@@ -100,6 +101,14 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     # Attention's inputs are recomputed after the feed-forward's backward pass.
     late = results.for_attention
     return ActivationBytes(kept, max(late + attention, again - late + feed_forward))
+
+
+def _activation_bytes_of_blocks(model: Model, trainer: Trainer) -> list[ActivationBytes]:
+    layers = range(model.num_layers)
+    kinds = [(is_sparse(model, i), trainer.memory.checkpoints(i)) for i in layers]
+    first = {kind: kinds.index(kind) for kind in kinds}
+    found = {kind: activation_bytes(model, trainer, layer) for kind, layer in first.items()}
+    return [found[kind] for kind in kinds]
 
 
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
@@ -360,7 +369,13 @@ class _StepPlan:
             self.copies = self.c * sum(unit.trained for unit in counted.units)
             self.copies += 2 * num_fp8_weights(model)  # FP8 weights and their transposes
         self.tokens = -(-load.tokens // mesh.cp)
-        self.blocks = [activation_bytes(model, trainer, i) for i in range(model.num_layers)]
+        self.blocks = _activation_bytes_of_blocks(model, trainer)
+        self.always = self.weights(), self.states()
+        self.kept_before = [0, *accumulate(block.kept for block in self.blocks)]
+        sizes = [self.gathered(unit) for unit in (counted.before, *counted.layers)]
+        self.gathered_until = list(accumulate(sizes))
+        if trainer.fsdp.reshard_after_forward:
+            self.gathered_until = sizes
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
         """Yield (moment, bytes by category). Weights, states and `waiting` gradients always count.
@@ -382,20 +397,22 @@ class _StepPlan:
         hidden = self.tokens * self.model.hidden_size
         head = counted.after if counted.after.total else root
         head_gathered = 0 if head is root else self.gathered(head)
+        waiting = sum(map(self.earlier_gradient, counted.units))
         yield (
             "LM head",
             self.moment(
-                gradients=self.waiting(()) + self.own(head),
+                gradients=waiting + self.own(head),
                 gathered=self.gathered_before(len(layers)) + head_gathered,
                 activations=self.activations(len(layers) - 1),
                 head=self.logits() + hidden * (3 * self.c + 4),
             ),
         )
         pairs = sparse_backward_bytes(self.model, self.trainer, self.tokens)
-        done: tuple[UnitParameters, ...] = (counted.after,)
+        done = counted.after
         for layer in reversed(range(len(layers))):
             unit = layers[layer]
-            gradients = self.waiting(done) + self.own(unit)
+            waiting += self.reduced_gradient(done) - self.earlier_gradient(done)
+            gradients = waiting + self.own(unit)
             gradients += self.own(head) if head is root else 0
             backward = self.tokens * self.blocks[layer].backward
             yield (
@@ -403,7 +420,7 @@ class _StepPlan:
                 self.moment(
                     gradients=gradients,
                     gathered=self.gathered(unit) + self.gathered_before(layer),
-                    reduction=self.reducing(done[-1]),
+                    reduction=self.reducing(done),
                     activations=self.activations(layer),
                     again=backward + 2 * self.c * hidden + pairs,
                 ),
@@ -419,20 +436,21 @@ class _StepPlan:
                     again=self.c * hidden,
                 ),
             )
-            done = (*done, unit)
+            done = unit
+        waiting += self.reduced_gradient(done) - self.earlier_gradient(done)
         embedding = counted.before if counted.before.total else root
         dense = self.own(embedding) * (2 if embedding is root else 1)
         yield (
             "embedding, backward",
             self.moment(
-                gradients=self.waiting(done) + dense,
+                gradients=waiting + dense,
                 gathered=self.gathered(embedding),
                 reduction=max(self.reducing(layers[0]), self.reducing(embedding)),
                 again=self.c * hidden,
             ),
         )
         muon = MUON_COPIES * 2 * BATCH_VALUES if self.trainer.optimizer.kind == "muon" else 0
-        gradients = self.waiting(counted.units)
+        gradients = sum(map(self.reduced_gradient, counted.units))
         yield "optimizer", self.moment(gradients=gradients, gathered=-self.copies, again=muon)
 
     def moment(
@@ -444,9 +462,8 @@ class _StepPlan:
         again: int = 0,
         head: int = 0,
     ) -> Bytes:
-        always = self.weights(), self.states()
         more = gradients, self.copies + gathered, reduction, activations, again, head
-        return dict(zip(CATEGORIES, (*always, *more), strict=True))
+        return dict(zip(CATEGORIES, (*self.always, *more), strict=True))
 
     def weights(self) -> int:
         if self.on_host:
@@ -493,10 +510,7 @@ class _StepPlan:
         return self.c * unit.gathered(self.ep) if self.is_sharded else 0
 
     def gathered_before(self, layer: int) -> int:
-        units: tuple[UnitParameters, ...] = (self.counted.before, *self.counted.layers[:layer])
-        if self.trainer.fsdp.reshard_after_forward:
-            units = units[-1:]
-        return self.gathered(self.counted.root) + sum(map(self.gathered, units))
+        return self.gathered(self.counted.root) + self.gathered_until[layer]
 
     def own(self, unit: UnitParameters) -> int:
         return (self.c if self.is_sharded else self.p) * unit.gathered_trained(self.ep)
@@ -504,29 +518,27 @@ class _StepPlan:
     def reducing(self, unit: UnitParameters) -> int:
         return self.r * unit.gathered_trained(self.ep) if self.is_sharded else 0
 
-    def waiting(self, done: tuple[UnitParameters, ...]) -> int:
-        """Return the bytes of gradients that wait for the optimizer, in the last micro-batch.
+    def reduced_gradient(self, unit: UnitParameters) -> int:
+        """Return the bytes of a gradient that waits for the optimizer: p·n / s."""
+        return 0 if self.on_host else self.p * unit.trained // self.shards
 
-        `done`: units after their backward pass, with reduced gradients (p·n / s). Other units have
-        gradients of earlier micro-batches: whole (r·n) with `reduce_gradients: step`, else reduced.
+    def earlier_gradient(self, unit: UnitParameters) -> int:
+        """Return the bytes that wait in the last micro-batch before the unit's backward pass.
+
+        They are whole (r·n) with `reduce_gradients: step`, else reduced.
         """
-        total = 0
-        for unit in self.counted.units:
-            reduced = 0 if self.on_host else self.p * unit.trained // self.shards
-            # Compare by identity, because blocks of equal size compare equal.
-            if any(unit is other for other in done):
-                total += reduced
-            elif self.load.micro_batches > 1:
-                are_whole = self.is_sharded and self.trainer.fsdp.reduce_gradients == "step"
-                total += self.r * unit.gathered_trained(self.ep) if are_whole else reduced
-        return total
+        if self.load.micro_batches == 1:
+            return 0
+        if self.is_sharded and self.trainer.fsdp.reduce_gradients == "step":
+            return self.r * unit.gathered_trained(self.ep)
+        return self.reduced_gradient(unit)
 
     def activations(self, last: int) -> int:
-        each = [one.kept for one in self.blocks[: last + 1]]
-        if self.trainer.memory.activation_offload:
+        first, memory = 0, self.trainer.memory
+        if memory.activation_offload:
             # The block that computes, and blocks whose copies are under way.
-            each = each[-1 - self.trainer.memory.activation_offload_max_in_flight :]
-        return self.tokens * sum(each)
+            first = max(0, last - memory.activation_offload_max_in_flight)
+        return self.tokens * (self.kept_before[last + 1] - self.kept_before[first])
 
     def logits(self) -> int:
         """Return the bytes of logits if all T tokens are scored, in tiles of the vocabulary.
