@@ -310,7 +310,7 @@ def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
     manifest["trainer"]["mesh"] |= mesh | (
         {"ep": args.trainers} if manifest["model"]["moe"] else {}
     )
-    manifest["trainer"]["memory"] |= {"optimizer_offload": False}
+    manifest["trainer"]["memory"] |= {"optimizer_offload": False, "optimizer_offload_resident": 0.0}
     manifest["inference"] |= ALONE | {
         "kv_cache_bytes": 2**32
     }  # one whole rollout, and more than what is in flight here

@@ -76,6 +76,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
       activation_offload_max_in_flight: 1,
       lm_head_keeps_logits: false,
       optimizer_offload: false,
+      optimizer_offload_resident: 0,
     },
     checkpoint: { interval_steps: error 'trainer.checkpoint.interval_steps: say it in the run file', keep: 2 },
   },

@@ -215,6 +215,11 @@ SENTENCES = [
         "already; set trainer.memory.optimizer_offload to false",
     ),
     (
+        broken(("trainer", "memory", "optimizer_offload_resident"), 0.5),
+        "trainer.memory.optimizer_offload_resident 0.5 without optimizer_offload: all state is on "
+        "the device; set it to 0",
+    ),
+    (
         broken(("stages", "sft"), None, broken(("trainer", "optimizer"), SIGN_SGD, OFFLOADED)),
         "trainer.memory.optimizer_offload: sign_sgd as written here keep no state; set "
         "trainer.memory.optimizer_offload to false",

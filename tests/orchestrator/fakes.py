@@ -89,6 +89,7 @@ def manifest(**orchestrator: Any) -> Manifest:
                 "activation_checkpointing": {"kind": "none"}, "activation_offload": False,
                 "activation_checkpointing_every": 1, "activation_offload_max_in_flight": 1,
                 "optimizer_offload": False,
+                "optimizer_offload_resident": 0.0,
                 "lm_head_chunk_tokens": 64, "lm_head_keeps_logits": False,
                 "max_tokens_per_micro_batch": 256,
             },

@@ -41,6 +41,7 @@ MEMORY = {
     "activation_offload": False,
     "activation_offload_max_in_flight": 1,
     "optimizer_offload": False,
+    "optimizer_offload_resident": 0.0,
     "lm_head_chunk_tokens": 16,
     "lm_head_keeps_logits": False,
     "max_tokens_per_micro_batch": 64,

@@ -146,7 +146,9 @@ class Learner:
         if trainer.indexer_choice != "own" and (mla := policy.network.config.mla) and mla.indexer:
             self.num_indexers, self.top_k = policy.network.config.num_indexers, mla.indexer.top_k
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
-        self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
+        memory = trainer.memory
+        away = memory.optimizer_offload, memory.optimizer_offload_resident
+        self.optimizer = make_optimizer(policy, optimizer, *away)
         self.state_stream = stream_state(self.optimizer.offload, policy.network, trainer)
         parameters = policy.named_parameters()
         self.weights = {name: weight for name, weight in parameters if weight.requires_grad}

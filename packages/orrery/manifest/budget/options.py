@@ -210,6 +210,9 @@ def _offload_options(
             "once a step, beside the last backward pass and the next step"
         )
         yield _change(trainer, load, "memory", "optimizer_offload", True, cost)
+    if memory.optimizer_offload_resident:
+        cost = "more state crosses to the host and back"
+        yield _change(trainer, load, "memory", "optimizer_offload_resident", 0.0, cost)
 
 
 def _mesh_options(model: Model, trainer: Trainer, load: Workload) -> Iterator[MemoryOption]:
@@ -239,7 +242,8 @@ def _mesh_options(model: Model, trainer: Trainer, load: Workload) -> Iterator[Me
             field = "trainer.memory.optimizer_offload"
             cost += f"; {field} has no more to move then: set it to false"
         one = _change(trainer, load, "fsdp", "cpu_offload", True, cost, tier=1)
-        kept = memory.model_copy(update={"optimizer_offload": False})
+        off = {"optimizer_offload": False, "optimizer_offload_resident": 0.0}
+        kept = memory.model_copy(update=off)
         yield replace(one, trainer=one.trainer.model_copy(update={"memory": kept}))
     one = _change(trainer, load, "mesh", "dp_shard", 2 * mesh.dp_shard, "twice the devices", tier=2)
     yield replace(one, load=replace(load, micro_batches=-(-load.micro_batches // 2)))

@@ -7,8 +7,8 @@ planned peak is the same with and without it.
 from dataclasses import dataclass
 from itertools import accumulate
 
-from orrery.manifest.budget.parameters import ParameterCounts
-from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory
+from orrery.manifest.budget.parameters import ParameterCounts, count_parameters
+from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory, state_bytes
 from orrery.manifest.schema import Model, Trainer
 
 SHARE = 0.9  # of the planned free memory, because plans have errors
@@ -47,7 +47,8 @@ def state_rooms(
     last = planned(micro_batches)
     first = planned(1) if micro_batches > 1 else last
     peak, names = last.peak_bytes, list(last.moments)
-    states = last.moments[last.fullest]["optimizer state"]
+    resident, _ = state_bytes(trainer, counted or count_parameters(model, trainer.lora))
+    states = last.moments[last.fullest]["optimizer state"] - resident
 
     def room(used: int) -> int:
         return states + int(SHARE * max(0, peak - used))

@@ -29,7 +29,8 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # each adds its fields to the fields ab
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
     {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},
-    {"memory.optimizer_offload": True},
+    {"memory.optimizer_offload": True, "memory.optimizer_offload_resident": 0.5},
+    {"memory.optimizer_offload_resident": 0.0},
     {"memory.activation_offload": True},
 )
 SIZES = (0.5, 1, 2)  # micro-batches to try / the run's `max_tokens_per_micro_batch`
@@ -137,6 +138,7 @@ def _trainer_changes(run: Manifest) -> Iterator[Changes]:
             "trainer.memory.activation_checkpointing": kind,
             "trainer.memory.activation_checkpointing_every": every,
             "trainer.memory.optimizer_offload": False,
+            "trainer.memory.optimizer_offload_resident": 0.0,
             "trainer.memory.activation_offload": False,
             **{f"trainer.{name}": value for name, value in saving.items()},
         }

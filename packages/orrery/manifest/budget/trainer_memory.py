@@ -335,6 +335,15 @@ def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
     return in_block * in_blocks + outside * (every - in_blocks)
 
 
+def state_bytes(trainer: Trainer, counted: ParameterCounts) -> tuple[int, int]:
+    """Return a rank's bytes of states that stay on the device and of those on the host."""
+    mesh = trainer.mesh
+    num_bytes = DTYPE_BYTES[trainer.param_dtype] * num_states(trainer.optimizer, counted)
+    num_bytes //= mesh.dp_shard * mesh.cp
+    resident = int(trainer.memory.optimizer_offload_resident * num_bytes)
+    return resident, num_bytes - resident
+
+
 def num_fp8_weights(model: Model) -> int:
     if not model.fp8:
         return 0
@@ -478,13 +487,13 @@ class _StepPlan:
         """Return the bytes of optimizer states on the device: p·n / s for each state."""
         if self.on_host:
             return 0
-        num_bytes = self.p * num_states(self.trainer.optimizer, self.counted) // self.shards
         if not self.trainer.memory.optimizer_offload:
-            return num_bytes
+            return self.p * num_states(self.trainer.optimizer, self.counted) // self.shards
+        resident, offloaded = state_bytes(self.trainer, self.counted)
         bucket = OFFLOADED_BYTES
         if self.trainer.optimizer.kind == "muon":
             bucket = max(WHOLE_BYTES, self.p * self.counted.largest_in_a_layer // self.shards)
-        return min(num_bytes, NUM_SLOTS * bucket)
+        return resident + min(offloaded, NUM_SLOTS * bucket)
 
     def host_bytes(self) -> int:
         """Return a rank's host bytes of offloaded activations, states and weights.
@@ -496,7 +505,7 @@ class _StepPlan:
         if self.trainer.memory.activation_offload:
             total = 2 * self.tokens * sum(one.kept for one in self.blocks[:-1])
         if self.on_host or self.trainer.memory.optimizer_offload:
-            total += self.p * num_states(self.trainer.optimizer, self.counted) // self.shards
+            total += state_bytes(self.trainer, self.counted)[1]
         if self.on_host:
             units = self.counted.units
             both = sum(2 * self.p * unit.trained + self.c * unit.frozen for unit in units)

@@ -100,7 +100,8 @@ def step_s(
     if num_states and trainer.memory.optimizer_offload:
         rooms = state_rooms(model, trainer, micro_batches, device_bytes, counted)
         window = computing / micro_batches, micro_batches > 1
-        offloaded_s = _state_copies_s(4 * num_states, rooms.arriving[0], *window, rates)
+        num_bytes = 4 * num_states * (1 - trainer.memory.optimizer_offload_resident)
+        offloaded_s = _state_copies_s(num_bytes, rooms.arriving[0], *window, rates)
     seconds["optimizer"] = max(computing_s, offloaded_s)
     # Muon's all-to-alls overlap with copies of offloaded states.
     exposed += max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]

@@ -510,6 +510,13 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
             "to 'files'"
         )
     used = [trainer.optimizer, *([] if sft is None else [sft.optimizer])]
+    if (share := trainer.memory.optimizer_offload_resident) and "muon" in [
+        one.kind for one in used
+    ]:
+        yield (
+            f"trainer.memory.optimizer_offload_resident {share:g} with optimizer 'muon': its state "
+            "is offloaded whole; set it to 0"
+        )
     if trainer.memory.optimizer_offload and not any(map(has_state, used)):
         kinds_used = " and ".join(sorted({one.kind for one in used}))
         yield (

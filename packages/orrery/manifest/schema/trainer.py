@@ -212,6 +212,7 @@ class Memory(Record):
     - `activation_offload_max_in_flight`: blocks whose copies may be under way at a time.
     - `optimizer_offload`: keep optimizer state in pinned host memory. It is copied beside
       computation, in memory that activations leave.
+    - `optimizer_offload_resident`: share of this state that stays on the device.
     - `lm_head_chunk_tokens`: tokens whose logits are in memory at a time. "auto" depends on
       vocabulary and device.
     - `lm_head_keeps_logits`: keep a micro-batch's float32 logits for the backward pass.
@@ -224,6 +225,7 @@ class Memory(Record):
     activation_offload: bool
     activation_offload_max_in_flight: PositiveInt
     optimizer_offload: bool
+    optimizer_offload_resident: Probability
     lm_head_chunk_tokens: PositiveInt | Literal["auto"]
     lm_head_keeps_logits: bool
     max_tokens_per_micro_batch: PositiveInt

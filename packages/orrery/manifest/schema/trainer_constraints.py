@@ -39,6 +39,10 @@ def trainer_field_misfits(trainer: Trainer) -> Iterator[str]:
             f"trainer.mesh.deepep_num_sms {mesh.deepep_num_sms}: DeepEP takes an even number; "
             f"set it to {mesh.deepep_num_sms + 1}"
         )
+    if share := trainer.memory.optimizer_offload_resident:
+        what = f"trainer.memory.optimizer_offload_resident {share:g}"
+        if not trainer.memory.optimizer_offload:
+            yield f"{what} without optimizer_offload: all state is on the device; set it to 0"
     if trainer.memory.optimizer_offload and trainer.fsdp.cpu_offload:
         yield (
             "trainer.memory.optimizer_offload with fsdp.cpu_offload: the state lives in host "

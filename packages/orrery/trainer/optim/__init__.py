@@ -22,9 +22,9 @@ __all__ = [
 
 
 def make_optimizer(
-    policy: nn.Module, spec: schema.Optimizer, offload: bool = False
+    policy: nn.Module, spec: schema.Optimizer, offload: bool = False, resident: float = 0.0
 ) -> BucketedOptimizer:
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     if isinstance(spec, schema.Muon):
         return BucketedOptimizer(muon.groups(spec, policy, weights), offload)
-    return BucketedOptimizer(elementwise.groups(spec, weights), offload)
+    return BucketedOptimizer(elementwise.groups(spec, weights), offload, resident=resident)

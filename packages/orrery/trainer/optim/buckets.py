@@ -4,7 +4,8 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,6 +58,15 @@ class ParamGroup:
     rule: UpdateRule
     lr: float
     weight_decay: float
+
+
+def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup]:
+    """Return the first weights with at most `share` of the group's local values, and the rest."""
+    sizes = [local_tensor(weight).numel() for weight in group.weights]
+    room = share * sum(sizes)
+    count = sum(size <= room for size in accumulate(sizes))
+    first, rest = group.weights[:count], group.weights[count:]
+    return replace(group, weights=first), replace(group, weights=rest)
 
 
 def is_bias(name: str) -> bool:

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from orrery.manifest.budget.trainer_memory import OFFLOADED_BYTES, WHOLE_BYTES
 from orrery.models.placement import Box, local_box, local_tensor
-from orrery.trainer.optim.buckets import Bucket, ParamGroup, ShardSlice, WeightPart, make_buckets
+from orrery.trainer.optim.buckets import (
+    Bucket,
+    ParamGroup,
+    ShardSlice,
+    WeightPart,
+    make_buckets,
+    split_group,
+)
 from orrery.trainer.optim.state_offload import StateOffload
 
 RESIDENT_BYTES = 1 << 30  # size of resident state's buckets, bounds temporary memory
@@ -24,21 +31,34 @@ class BucketedOptimizer:
     Call `set_rate` and `step` once per training step. `prefetch` and `prepare` are optional.
     """
 
-    def __init__(self, groups: list[ParamGroup], offload: bool, bucket_bytes: int | None = None):
-        self.groups = [group for group in groups if group.weights]
+    def __init__(
+        self,
+        groups: list[ParamGroup],
+        offload: bool,
+        bucket_bytes: int | None = None,
+        resident: float = 0.0,
+    ):
+        """`resident`: share of each group's state that stays on the device despite `offload`."""
         self._rate = 1.0
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
-        self._buckets: list[Bucket] = []
         self._prepared: list[list[WeightPart]] = []
+        parts = [split_group(group, resident if offload else 1.0) for group in groups]
+        staying = [stays for stays, _ in parts if stays.weights]
+        leaving = [leaves for _, leaves in parts if leaves.weights]
+        self.groups = staying + leaving
+
+        def buckets(group: ParamGroup, default: int) -> list[Bucket]:
+            default = WHOLE_BYTES if group.rule.needs_whole_shards else default
+            return make_buckets(group, bucket_bytes or default)
+
         with torch.no_grad():
-            for group in self.groups:
-                default = OFFLOADED_BYTES if offload else RESIDENT_BYTES
-                if group.rule.needs_whole_shards:
-                    default = WHOLE_BYTES
-                self._buckets += make_buckets(group, bucket_bytes or default)
-            self.offload = StateOffload(self._buckets) if offload and self._buckets else None
-            for group in self.groups:
-                self._make_state(group)
+            self._staying = [one for group in staying for one in buckets(group, RESIDENT_BYTES)]
+            self._leaving = [one for group in leaving for one in buckets(group, OFFLOADED_BYTES)]
+            self.offload = StateOffload(self._leaving) if self._leaving else None
+            for group in staying:
+                self._make_state(group, is_offloaded=False)
+            for group in leaving:
+                self._make_state(group, is_offloaded=True)
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
@@ -56,8 +76,7 @@ class BucketedOptimizer:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        if self.offload is None:
-            self._prepared = [self._parts(bucket, None) for bucket in self._buckets]
+        self._prepared = [self._parts(bucket, None) for bucket in self._staying]
 
     @torch.no_grad()
     def step(self, divisor: Tensor | None = None) -> None:
@@ -66,7 +85,8 @@ class BucketedOptimizer:
         prepared, self._prepared = self._prepared, []
         for index, (bucket, windows) in enumerate(self._visits()):
             group = bucket.group
-            parts = prepared[index] if prepared else self._parts(bucket, windows)
+            is_prepared = index < len(prepared)
+            parts = prepared[index] if is_prepared else self._parts(bucket, windows)
             if parts:
                 device = parts[0].weight.device
                 if device not in divisors:  # fused kernels would copy it with a sync
@@ -90,11 +110,10 @@ class BucketedOptimizer:
                 weight.grad = None
 
     def _visits(self) -> Iterator[tuple[Bucket, dict[str, Tensor] | None]]:
-        if self.offload is None:
-            yield from ((bucket, None) for bucket in self._buckets)
-        else:
+        yield from ((bucket, None) for bucket in self._staying)
+        if self.offload is not None:
             for index, windows in self.offload.visits():
-                yield self._buckets[index], windows
+                yield self._leaving[index], windows
 
     def _parts(self, bucket: Bucket, windows: dict[str, Tensor] | None) -> list[WeightPart]:
         return [
@@ -125,19 +144,20 @@ class BucketedOptimizer:
         assert weight.grad is not None
         return WeightPart(weight, part(shard), part(local_tensor(weight.grad)), state)
 
-    def _make_state(self, group: ParamGroup) -> None:
+    def _make_state(self, group: ParamGroup, is_offloaded: bool) -> None:
         rule = group.rule
         for weight in group.weights:
             own = self._state.setdefault(weight, {})
-            if self.offload is None:
+            if not is_offloaded:
                 for key in rule.keys:
                     own[key] = torch.zeros_like(weight, requires_grad=False)
             if rule.counts_steps:
                 device = local_tensor(weight).device
                 own["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        if self.offload is None:
+        if not is_offloaded:
             return
-        own_buckets = (bucket for bucket in self._buckets if bucket.group is group)
+        assert self.offload is not None
+        own_buckets = (bucket for bucket in self._leaving if bucket.group is group)
         for shards in {id(bucket.shards): bucket.shards for bucket in own_buckets}.values():
             for weight, start in zip(shards.weights, shards.starts, strict=True):
                 shard = local_tensor(weight)

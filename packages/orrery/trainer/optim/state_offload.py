@@ -4,6 +4,10 @@ A bucket's state is copied to a slot on the device before its update and back af
 direction on its own stream. `StateStream` copies in beside the backward pass of a step's last
 micro-batch, and out beside the first micro-batch of the next step. It uses device memory that the
 plan says is free then (`manifest/budget/state_rooms.py`), so most copies take no time.
+
+An AdamW step on the host would move 30 bytes a weight through host memory and 6 over PCIe. These
+copies move 16 through host memory and 8 over PCIe each way. The GPUs of a node share host memory,
+so the copies are faster, and `optimizer_offload_resident` shortens them further.
 """
 
 from collections import deque
