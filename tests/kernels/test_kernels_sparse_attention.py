@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from triton_marks import DEVICE, TRITON
+from triton_marks import DEVICE, NEEDS_TRITON, TRITON
 
 from orrery.kernels import flash_mla, sparse_index
 from orrery.kernels import sparse_mla as mla_module
@@ -223,6 +223,25 @@ def test_equal_inputs_give_equal_bits(backend):
     arguments = attended(16, half(backend), num_queries=25)
     first, second = (outcome(sparse_mla, *arguments, backend=backend) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@NEEDS_TRITON
+def test_layers_that_share_a_choice_sort_its_keys_once(monkeypatch):
+    from orrery.kernels import sparse_mla_triton as kernels
+
+    calls, order = [], kernels._order_of_keys
+    monkeypatch.setattr(kernels, "_order_of_keys", lambda *x: calls.append(x) or order(*x))
+    q, kv, indices = attended(16, half("triton"), num_queries=25)
+    shared = indices.clone()
+    q, kv = q.detach().requires_grad_(), kv.detach().requires_grad_()
+    outs = [sparse_mla(q, kv, each, 0.3, VALUE_WIDTH, "triton")[0] for each in (shared, shared)]
+    (outs[0] + outs[1]).sum().backward()
+    twice = kv.grad.clone()
+    assert len(calls) == 1
+    kv.grad = None
+    (2 * sparse_mla(q, kv, indices, 0.3, VALUE_WIDTH, "triton")[0]).sum().backward()
+    assert len(calls) == 2
+    assert_near([twice], [kv.grad], 2e-2)
 
 
 def test_both_bases_of_flash_mlas_log_sum_exp_are_known():

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from orrery.manifest.devices import SPARSE_PAIRS
 
@@ -106,10 +107,10 @@ def backward(
     grad_q_THD = torch.empty_like(q_THD)
     grad_kv_SD = torch.zeros_like(kv_SD, dtype=torch.float32)
     step = max(1, tiles.chunk_rows // max(1, indices_TK.shape[1]))
-    for start in range(0, q_THD.shape[0], step):
-        rows = slice(start, start + step)
+    for index, order in enumerate(_orders_of(indices_TK, kv_SD.shape[0], step)):
+        rows = slice(index * step, (index + 1) * step)
         queries = (grad_THV[rows], q_THD[rows], kv_SD, indices_TK[rows], out_THV[rows])
-        _chunk(*queries, lse_TH[rows], scale, tiles, grad_q_THD[rows], grad_kv_SD)
+        _chunk(*queries, lse_TH[rows], scale, tiles, order, grad_q_THD[rows], grad_kv_SD)
     return grad_q_THD, grad_kv_SD.to(kv_SD.dtype)
 
 
@@ -122,6 +123,7 @@ def _chunk(
     lse: Tensor,
     scale: float,
     tiles: Tiles,
+    order: tuple[Tensor, Tensor],
     grad_q: Tensor,
     grad_kv: Tensor,
 ) -> None:
@@ -151,7 +153,7 @@ def _chunk(
         **sizes, KEYS=keys, HEADS=heads, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
-    place, offset = _order_of_keys(indices, num_keys)
+    place, offset = order
     pair = q.new_empty(indices.numel(), width)
     keys, columns, warps, stages = tiles.pairs
     _pair_gradients[(triton.cdiv(num_chosen, keys), num_queries)](
@@ -171,6 +173,19 @@ def _chunk(
 def _columns(wanted: int, *parts: int) -> int:
     """Return the greatest power of two up to `wanted` that divides all `parts`."""
     return min(wanted, *(n & -n for n in parts))
+
+
+# Layers that share a choice share its order, which lives as long as the choice.
+_orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _orders_of(indices_TK: Tensor, num_keys: int, step: int) -> list[tuple[Tensor, Tensor]]:
+    """Return `_order_of_keys` of each chunk of `step` queries."""
+    sizes, found = _orders.get(indices_TK, (None, []))
+    if sizes != (num_keys, step):
+        found = [_order_of_keys(chunk, num_keys) for chunk in indices_TK.split(step)]
+        _orders[indices_TK] = (num_keys, step), found
+    return found
 
 
 def _order_of_keys(indices_CK: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:

@@ -243,14 +243,15 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     """Return the temporary bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
     `tokens`: queries of a rank. SPARSE_PAIRS limits the pairs at a time. A pair takes c·(C + R) for
-    its part of the key's gradient, 2·c·H for probabilities and gradients of logits, and 4 for its
-    row number. Return 0 in float32, whose plain backend holds no pairs.
+    its part of the key's gradient, and 2·c·H for probabilities and gradients of logits. All pairs
+    take 4 for their row numbers. Return 0 in float32, whose plain backend holds no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
         return 0
-    pairs = min(tokens * mla.indexer.top_k, SPARSE_PAIRS)
-    return pairs * (c * (mla.kv_lora_rank + mla.rope_head_dim + 2 * model.num_heads) + 4)
+    pairs = tokens * mla.indexer.top_k
+    width = mla.kv_lora_rank + mla.rope_head_dim + 2 * model.num_heads
+    return min(pairs, SPARSE_PAIRS) * c * width + 4 * pairs
 
 
 # Moments of a step
