@@ -536,12 +536,11 @@ def test_a_gradient_that_is_not_finite_is_named_and_no_weight_moves(start):
 def test_counts_that_were_announced_wrongly_end_the_run_before_the_step(start):
     learner, columns = make_learner(manifest(), start), batch_columns(1)
     before = whole_weights(learner)
-    true = count_totals([columns], learner.world)
-    totals = {**true, "rl": 5}
+    totals = {**count_members(columns), "rl": 5}
     with pytest.raises(RunFailed, match=r"step 1: the batch announces 5 rl tokens, but has \d+,"):
         learner.learn([columns], 1, totals, 1.0)
     with pytest.raises(RunFailed, match="rank 0 received 1 micro-batches, but 2 were announced"):
-        learner.learn([columns], 2, true, 1.0)
+        learner.learn([columns], 2, count_members(columns), 1.0)
     assert all(torch.equal(weight, before[name]) for name, weight in whole_weights(learner).items())
 
 
@@ -587,11 +586,11 @@ def test_the_members_of_every_component_are_counted_over_micro_batches():
     }
     supervised = Columns(columns.offsets, token, columns.sample)
     trained = int(columns.token["trained"].sum())
-    assert count_members(columns) == {"rl": trained, "cross_entropy": 0, "reference_kl": 0}
-    assert count_members(supervised) == {"rl": 0, "cross_entropy": trained, "reference_kl": 0}
-    assert count_members(columns.select([])) == dict.fromkeys(COMPONENTS, 0)
-    totals = {**count_members(columns), "num_tokens": columns.num_tokens}
-    assert count_totals(share(columns, 1, 0, 20), World(0, 1, CPU, None)) == totals
+    none = dict.fromkeys((*COMPONENTS, "num_tokens"), 0)
+    assert count_members(columns) == {**none, "rl": trained, "num_tokens": rows}
+    assert count_members(supervised) == {**none, "cross_entropy": trained, "num_tokens": rows}
+    assert count_members(columns.select([])) == none
+    assert count_totals(share(columns, 1, 0, 20), World(0, 1, CPU, None)) == count_members(columns)
 
 
 def test_packed_samples_do_not_see_one_another(start):

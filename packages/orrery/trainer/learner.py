@@ -26,7 +26,7 @@ from orrery.manifest.schema import Manifest, Optimizer, Schedule, Trainer
 from orrery.trainer.expert_load import ExpertLoad
 from orrery.trainer.heartbeat import mark_micro_batch
 from orrery.trainer.loss import COMPONENTS, StepSums, loss
-from orrery.trainer.micro_batch import MicroBatch, count_members, micro_batch
+from orrery.trainer.micro_batch import TOTALS, MicroBatch, count_members, micro_batch
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
 from orrery.trainer.optim.state_offload import stream_state
 from orrery.trainer.parallel import blocks, context_parallel
@@ -37,7 +37,6 @@ from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import route_shape
 
 Metrics = dict[str, Any]  # numbers, None, and lists of numbers by layer
-TOTALS = (*COMPONENTS, "num_tokens")
 MIN_TOKENS = 256
 MEASURES = {
     "kl": "the KL from engines to trainer",
@@ -425,10 +424,7 @@ def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, in
     """Return N_c and `num_tokens` over all ranks. Each cp group counts once. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
-        counts = [
-            {**count_members(columns), "num_tokens": columns.num_tokens}
-            for columns in micro_batches
-        ]
+        counts = [count_members(columns) for columns in micro_batches]
     mine = [sum(count[name] for count in counts) for name in TOTALS]
     totals = world.sum(torch.tensor(mine, dtype=torch.int64, device=world.device))
     return dict(zip(TOTALS, totals.tolist(), strict=True))

@@ -21,7 +21,8 @@ from orrery.trainer.checkpoint_writer import StageCheckpoints
 from orrery.trainer.elastic import SiteTraining
 from orrery.trainer.export import export_policy
 from orrery.trainer.heartbeat import io_stall_s, step_stall_s
-from orrery.trainer.learner import TOTALS, Learner, StepResult, learning_rate_factor
+from orrery.trainer.learner import Learner, StepResult, learning_rate_factor
+from orrery.trainer.micro_batch import TOTALS
 from orrery.trainer.parallel.world import World
 from orrery.trainer.publish import Publisher
 from orrery.wire.rendezvous import canary_tokens

@@ -16,6 +16,7 @@ from orrery.trainer.loss import COMPONENTS, Targets
 from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import COLUMN, RouteShape, check_routes, split_choices
 
+TOTALS = (*COMPONENTS, "num_tokens")
 _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 
 
@@ -53,10 +54,12 @@ def member_weights(columns: Columns) -> dict[str, np.ndarray]:
 
 
 def count_members(columns: Columns) -> dict[str, int]:
-    """Return N_c of each loss component in these columns."""
+    """Return N_c of each loss component in these columns, and `num_tokens`."""
     if not columns.num_samples:
-        return dict.fromkeys(COMPONENTS, 0)
-    return {name: int(np.count_nonzero(weight)) for name, weight in member_weights(columns).items()}
+        return dict.fromkeys(TOTALS, 0)
+    weights = member_weights(columns).items()
+    counts = {name: int(np.count_nonzero(weight)) for name, weight in weights}
+    return {**counts, "num_tokens": columns.num_tokens}
 
 
 def micro_batch(
