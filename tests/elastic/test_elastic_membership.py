@@ -255,6 +255,17 @@ def test_a_run_restarts_from_its_log_with_the_state_of_the_last_round():
     assert after.number == 1
 
 
+def test_a_site_with_an_old_state_waits_for_one_with_the_newest():
+    sites = ScriptedSites(2)
+    sites.play(0, 1)
+    sites.shared.set_live(())  # all leases end at once
+    late = call(sites.sites[0].join, member(0, 1), TERMS)
+    newest = msgspec.structs.replace(TERMS, round=0, digest="digest 0")
+    sites.sites[1].join(member(1, 1), newest)
+    assert late.result(20).members == (member(1, 1),)
+    assert [each.member for each in sites.ledger.joining] == [member(0, 1)]
+
+
 def test_an_exchange_whose_members_are_all_gone_is_gathered_from_the_sites_that_return():
     ledger, _ = exchanging(2)
     ledger = rules.admit(ledger, member(5), TERMS, frozenset())

@@ -31,6 +31,10 @@ class Behind(LeaseLost):
         self.committed = committed
 
 
+class StateLacking(ElasticError):
+    """No live site holds the newest state, nor does the one that joins."""
+
+
 class JoiningSite(msgspec.Struct, frozen=True):
     member: SiteMember
     has_weight: bool  # a straggler's tokens count, a newcomer's do not
@@ -93,7 +97,7 @@ class Ledger(msgspec.Struct, frozen=True):
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
     """Add a site: as a member if no round has started or no member is live, otherwise as joining.
 
-    Raise ElasticError if the run refuses the site, or no site has the newest state.
+    Raise ElasticError if the run refuses the site, and StateLacking if no live site has its state.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
@@ -108,7 +112,7 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
         digest = terms.digest
     holds_state = (terms.round, terms.digest) == (ledger.last, digest)
     if is_first and not holds_state:
-        raise ElasticError(
+        raise StateLacking(
             f"the run stands at round {ledger.last} and no site is live, but this site holds the "
             f"state of round {terms.round}; start the site with the newest checkpoint first, and "
             f"with --rewind if the run must go back to it"

@@ -89,8 +89,7 @@ class LogMembership:
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
         if site.id == self._id:
             raise ElasticError(f"site {site.id[:8]}: the id was used before; draw a new one")
-        view = self._log.read()
-        rules.admit(view.ledger, site, terms, view.live)  # refuse before taking a lease
+        self._await_state(site, terms)
         self._log.acquire(site.id)
         self._id = site.id
         try:
@@ -100,6 +99,22 @@ class LogMembership:
         except BaseException:
             self.leave()
             raise
+
+    def _await_state(self, site: SiteMember, terms: Terms) -> None:
+        """Refuse the site before it takes a lease.
+
+        If all sites have lost theirs at once, wait for one with the newest state to return.
+        """
+        end_s = self._log.now_s() + self._pace.grace_s
+        while True:
+            view = self._log.read()
+            try:
+                rules.admit(view.ledger, site, terms, view.live)
+                return
+            except rules.StateLacking:
+                if (left_s := end_s - self._log.now_s()) <= 0:
+                    raise
+            self._log.wait(view, left_s)
 
     def epoch(self) -> Epoch:
         return self._log.read().ledger.current
