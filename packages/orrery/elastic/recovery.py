@@ -34,6 +34,7 @@ from orrery.elastic.types import ElasticError
 HANDSHAKE_S = 5.0
 SILENCE_S = 20.0
 POLL_S = 0.2
+LANES = 2  # connections to a peer, so that one block arrives while another is hashed
 MAX_HEADER_BYTES = 64 << 20
 _BLOCK = re.compile(r"/block/([0-9a-f]{64})")
 
@@ -168,6 +169,7 @@ def fetch_state(
                 reason = f"{peer} has {has}, and the log is at round {number}"
             else:
                 headers.append(header)
+                sources += [PeerSource(peer, certificates) for _ in range(LANES - 1)]
         try:
             if headers:
                 return assemble(headers[0], folder, sources)
