@@ -68,7 +68,14 @@ def make_manifest(data: Path) -> Manifest:
     """Return the run elastic_text with a tiny network, constant rate and no end."""
     run = load(ROOT / "manifests/elastic_text.json")
     assert run.trainer.elastic is not None
-    spec = {"min_sites": 4, "max_sites": 12, "inner_steps": 20, "quorum": 2, "grace_s": 10.0}
+    spec = {
+        "min_sites": 4,
+        "max_sites": 12,
+        "inner_steps": 20,
+        "quorum": 2,
+        "grace_s": 10.0,
+        "dead_after_s": 15.0,
+    }
     elastic = run.trainer.elastic.model_copy(update=spec)
     saved = run.trainer.checkpoint.model_copy(update={"interval_steps": 2000})
     trainer = run.trainer.model_copy(update={"elastic": elastic, "checkpoint": saved})

@@ -18,7 +18,7 @@ A, B, C, D, E, F = "a", "b", "c", "d", "e", "f"
 
 @pytest.mark.slow
 def test_sites_go_on_without_any_one_coordinator_and_fence_a_paused_site(tmp_path):
-    with StoreSites(tmp_path, 3, founders=3, dead_s=6.0, heartbeat_s=0.5) as sites:
+    with StoreSites(tmp_path, 3, founders=3, dead_s=7.0, heartbeat_s=0.5) as sites:
         for index, skew_s in enumerate([0.0, 60.0, -60.0]):
             sites.start(index, skew_s=skew_s)
         sites.go_on(0, 1, 2)

@@ -31,7 +31,7 @@ def test_1_a_slow_peer_is_evicted_by_id_and_may_return():
 
 @pytest.mark.slow
 def test_2_the_first_site_and_its_coordinator_die_and_the_others_go_on(tmp_path):
-    with StoreSites(tmp_path, 3, founders=3, dead_s=6.0, heartbeat_s=0.5) as sites:
+    with StoreSites(tmp_path, 3, founders=3, dead_s=7.0, heartbeat_s=0.5) as sites:
         for index in range(3):
             sites.start(index)
         sites.until_voters(3)

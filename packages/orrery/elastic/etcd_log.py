@@ -31,7 +31,7 @@ from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
 ELECTION_S = 3.0  # longest election of a new leader
-EXPIRY_S = 1.0  # from a lease's end until etcd has removed its key
+EXPIRY_S = 2.0  # from a lease's end until the others have begun a round
 RETRY_WATCH_S = 0.5
 
 
