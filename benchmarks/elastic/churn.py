@@ -456,6 +456,7 @@ def main() -> None:
     parser.add_argument("--events", type=int)
     parser.add_argument("--seed", type=int, default=1)
     told = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: stopped by SIGTERM"))
     if told.mode == "calm":
         calm(told.rounds)
         return
