@@ -132,6 +132,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
     keep_batches: 500,
     // a run file may set the held-out reward at which RL ends early
     evaluation: { stop_at: null },
+    guests: null,
   },
 
   transport: { rollouts: 'zmq', weights: 'files', routed_experts: false },

@@ -31,6 +31,16 @@ SENTENCES = [
 ]
 
 
+GUESTS = {
+    "max_sites": 8, "lease_s": 10.0, "max_versions_behind": 1, "verified_share": 0.1,
+    "tolerance": 4.0, "min_logprob_difference": 1e-3, "block_bytes": 1 << 20,
+}  # fmt: skip
+SENTENCES += [
+    ("orchestrator.guests", GUESTS, "trainer.elastic with orchestrator.guests: engines of other"),
+    ("orchestrator.guests", GUESTS | {"max_versions_behind": 9}, "exceeds max_off_policy_steps"),
+]
+
+
 @pytest.mark.parametrize(("path", "value", "sentence"), SENTENCES, ids=[s[0] for s in SENTENCES])
 def test_a_wrong_field_gives_one_sentence(path, value, sentence):
     data = copy.deepcopy(GOOD)

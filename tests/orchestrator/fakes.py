@@ -122,7 +122,7 @@ def manifest(**orchestrator: Any) -> Manifest:
             "max_in_flight": max(max_in_flight, 4)},
             "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8}, "rollout_timeout_s": 30.0,
             "evaluation": {"interval_steps": interval_steps, "num_problems": 3,
-            "rollouts_per_problem": 2, "stop_at": stop_at},
+            "rollouts_per_problem": 2, "stop_at": stop_at}, "guests": None,
         } | orchestrator,
         "tasks": {"train": tasks, "evaluation": [tasks[0] | {"name": "held_out", "seed": 99}]},
         "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},

@@ -23,6 +23,7 @@ from orrery.elastic.certificates import Certificates, make_authority, make_site
 from orrery.elastic.etcd_client import EtcdClient, encode
 from orrery.elastic.etcd_log import EtcdLog, SiteServices
 from orrery.elastic.ledger import Ledger
+from orrery.elastic.types import SitePlace
 from orrery.manifest.identity import canonical_json, run_id
 from orrery.manifest.publish import sha256_of_data
 from orrery.runtime.metrics import rows
@@ -31,7 +32,7 @@ from orrery.runtime.run_directory import metrics_path
 from orrery.tasks.tokenizer import write_tokenizer
 from orrery.trainer.assemble import assemble_learner
 from orrery.trainer.checkpoint_writer import StageCheckpoints, resume
-from orrery.trainer.elastic import SitePlace, SiteTraining
+from orrery.trainer.elastic import SiteTraining
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel.world import World
 

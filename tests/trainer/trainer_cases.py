@@ -255,6 +255,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                     "rollouts_per_problem": 1,
                     "stop_at": None,
                 },
+                "guests": None,
             },
             "tasks": {"train": [task], "evaluation": [task | {"seed": 2}]},
             "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},

@@ -102,7 +102,7 @@ class PeerSource:
     """The snapshots of a peer at ADDRESS:PORT, over one connection."""
 
     def __init__(self, peer: str, certificates: Certificates, silence_s: float = SILENCE_S) -> None:
-        self.name = peer
+        self.name, self.num_bytes = peer, 0  # received as blocks
         address, _, port = peer.rpartition(":")
         self._connection = http.client.HTTPSConnection(
             address, int(port), timeout=silence_s, context=certificates.client()
@@ -121,6 +121,7 @@ class PeerSource:
         body = self._get(f"/block/{block.sha256}", block.size)
         if body is None:
             raise BlockLacking(block.sha256)
+        self.num_bytes += len(body)
         return body
 
     def close(self) -> None:

@@ -5,9 +5,12 @@
 - Weights are tokens trained since the site's last exchange. A site that joins has weight 0.
 """
 
+from pathlib import Path
+
 import msgspec
 
 from orrery.manifest.errors import OrreryError
+from orrery.runtime.run_directory import SITE_FILE
 
 
 class ElasticError(OrreryError):
@@ -57,3 +60,28 @@ class OuterRound(msgspec.Struct, frozen=True):
     number: int
     epoch: Epoch
     weights: tuple[int, ...]
+
+
+class SitePlace(msgspec.Struct, frozen=True):
+    """Where this site listens, the ADDRESS:PORT that it joins, and its certificates.
+
+    `listen` is "" if the site accepts no connections.
+    """
+
+    listen: str
+    join: str
+    certificates: str
+    name: str
+    shard: int | None = None
+    rewinds: bool = False
+
+
+def read_place(run_dir: Path) -> SitePlace:
+    path = run_dir / SITE_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SitePlace)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ElasticError(
+            f"{path}: cannot be read ({error}), and a run of several sites needs it; start the "
+            f"stage with `orrery join RUN ADDRESS:PORT`"
+        ) from error

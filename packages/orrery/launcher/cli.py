@@ -93,11 +93,32 @@ def join(
     stage: Annotated[str, typer.Option("--stage", help="sft or rl.")] = "sft",
     rewind: Annotated[bool, typer.Option("--rewind", help=REWIND_HELP)] = False,
 ) -> None:
-    """Train one site of a run with `trainer.elastic`, until the run ends."""
+    """Train one site of a run with `trainer.elastic` or `orchestrator.guests`, until it ends."""
     from orrery.launcher.runs import place_site
 
     place_site(word, address, listen, name, certificates, shard, rewind)
     run(word, stage)
+
+
+DOOR_HELP = "The trainer's site: the address and port at which it joined."
+BLOCKS_HELP = "Where this site serves weights to others. Without it: nowhere."
+
+
+@app.command()
+def lend(
+    word: RunWord,
+    address: Annotated[str, typer.Argument(metavar="ADDRESS:PORT", help=DOOR_HELP)],
+    listen: Annotated[str, typer.Option("--listen", metavar="ADDRESS:PORT", help=BLOCKS_HELP)] = "",
+    name: Annotated[str, typer.Option("--name", help="The certificate's name.")] = "site",
+    certificates: Annotated[Path, typer.Option("--certificates", help=CERTIFICATES_HELP)] = Path(
+        "certificates"
+    ),
+) -> None:
+    """Lend an engine here to a run with `orchestrator.guests`, until the run ends."""
+    from orrery.launcher.lend import lend
+    from orrery.manifest.identity import find_workspace
+
+    raise typer.Exit(lend(word, address, listen, name, certificates, find_workspace()))
 
 
 @app.command()

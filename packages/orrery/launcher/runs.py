@@ -140,20 +140,25 @@ def place_site(
 ) -> None:
     """Write the placement of this site, which is no part of the manifest, into the run's folder."""
     run = find(word)
-    if run.manifest.trainer.elastic is None:
+    if run.manifest.trainer.elastic is None and run.manifest.orchestrator.guests is None:
         raise OrreryError(
             f"trainer.elastic: null in {run.manifest.name}, so it has one site. Type "
             f"`orrery run {word} STAGE`, or choose a run with an axis of jsonnet/elastic"
         )
-    for field, value in (("ADDRESS:PORT", address), ("--listen", listen)):
-        if not re.fullmatch(r"\S+:[0-9]{1,5}", value) and (value or field == "ADDRESS:PORT"):
-            raise OrreryError(
-                f"{field} {value!r}: is no address and port. Type for example 10.0.0.1:29400"
-            )
+    check_address("ADDRESS:PORT", address)
+    if listen:
+        check_address("--listen", listen)
     place = {"listen": listen, "join": address, "name": name, "shard": shard, "rewinds": rewinds}
     begin(run.path)
     file = run.path / SITE_FILE
     write_atomic(file, json.dumps(place | {"certificates": str(certificates.resolve())}).encode())
+
+
+def check_address(field: str, value: str) -> None:
+    if not re.fullmatch(r"\S+:[0-9]{1,5}", value):
+        raise OrreryError(
+            f"{field} {value!r}: is no address and port. Type for example 10.0.0.1:29400"
+        )
 
 
 def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:

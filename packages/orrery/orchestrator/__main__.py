@@ -17,8 +17,11 @@ async def rl(ctx: RoleContext) -> None:
             pool = await assemble.engine_pool(ctx, assemble.leases(ctx, wire))
         except Preempted as preempted:
             await stop_trainer(ctx, wire, preempted.step)
-        async with pool as engines:
-            await (await assemble.loop(ctx, engines, wire)).run()
+        async with pool as engines, assemble.guests(ctx, pool):
+            loop = await assemble.loop(ctx, engines, wire)
+            if pool.guests is not None:
+                pool.guests.on_refused = loop.scheduler.drop_engine
+            await loop.run()
         with ctx.health.waiting("the trainer to take the last batch"):
             await wire.drained(None)
     finally:

@@ -99,6 +99,13 @@ class Groups:
         group.survivors.sort(key=lambda rollout: rollout.member)
         return group
 
+    def drop_engine(self, engine: int) -> int:
+        """Remove this engine's finished rollouts of incomplete groups. Return their number."""
+        before = self.num_rollouts
+        for group in self._groups.values():
+            group.survivors = [each for each in group.survivors if each.engine != engine]
+        return before - self.num_rollouts
+
     def drop(self, dropped: GroupDropped) -> int:
         group = self._groups.pop(dropped.group.key, None)
         return len(group.survivors) if group else 0

@@ -3,21 +3,23 @@
 import asyncio
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from orrery.manifest.json_file import read_object
+from orrery.elastic.types import read_place
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator import snapshot
 from orrery.orchestrator.engines.client import Canary
 from orrery.orchestrator.engines.pool import EnginePool
+from orrery.orchestrator.guests.host import GuestHost
 from orrery.orchestrator.loop import Loop, PreemptionWatch
 from orrery.orchestrator.rollout import WorkerThread
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
-from orrery.runtime.run_directory import SITE_FILE, weights_path
+from orrery.runtime.run_directory import weights_path
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import run_token
 from orrery.tasks import make
@@ -56,6 +58,17 @@ async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> En
         max_samples=inference.max_num_sequences,
         num_ranks=[inference.of_engine(i).data_parallel for i in range(inference.num_replicas)],
     )
+
+
+@asynccontextmanager
+async def guests(ctx: RoleContext, pool: EnginePool) -> AsyncIterator[None]:
+    """Open the door for engines of other sites, if the run takes them."""
+    if ctx.manifest.orchestrator.guests is None:
+        yield
+        return
+    async with GuestHost(ctx) as host:
+        pool.guests = host.pool
+        yield
 
 
 async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
@@ -129,9 +142,7 @@ def _first_problem(ctx: RoleContext) -> int:
     """Return a number for each name of a site, 2**20 apart, so that sites draw other problems."""
     if ctx.manifest.trainer.elastic is None:
         return 0
-    remedy = "start the stage with `orrery join RUN ADDRESS:PORT`"
-    place = read_object(ctx.run_dir / SITE_FILE, remedy)
-    return zlib.crc32(str(place["name"]).encode()) << 20
+    return zlib.crc32(read_place(ctx.run_dir).name.encode()) << 20
 
 
 async def read_in_thread(ctx: RoleContext, read: Callable[[], T]) -> T:

@@ -90,6 +90,17 @@ class RolloutBuffer:
                 groups.clear()
                 groups.extend(fresh)
 
+    def drop_engine(self, engine: int) -> int:
+        """Drop all groups with a rollout of this engine. Return the number of rollouts."""
+        num_dropped = 0
+        for groups in (self.queue, self.spare):
+            kept = [group for group in groups if all(each.engine != engine for each in group)]
+            num_dropped += _size(groups) - sum(map(len, kept))
+            groups.clear()
+            groups.extend(kept)
+        self.count("site_refused", num_dropped)
+        return num_dropped
+
     def take_batch(self, oldest_version: int) -> list[Rollout] | None:
         self.sweep(oldest_version)
         if not self.has_batch:

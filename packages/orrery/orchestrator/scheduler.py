@@ -387,6 +387,12 @@ class Scheduler:
         self.buffer.check_not_starved()
         return None
 
+    def drop_engine(self, engine: int) -> int:
+        """Drop the rollouts of an engine whose site is refused. Return their number."""
+        num_open = self.groups.drop_engine(engine)
+        self.buffer.count("site_refused", num_open)
+        return num_open + self.buffer.drop_engine(engine)
+
     def _give_up(self, dropped: Sequence[GroupDropped]) -> list[Request]:
         for group in dropped:
             self._open_train_rollouts -= group.group.size

@@ -31,12 +31,12 @@ from orrery.elastic.outer import Floats, OuterOptimizer
 from orrery.elastic.recovery import fetch_state
 from orrery.elastic.shards import ShardMap
 from orrery.elastic.snapshots import copy_state, read_header
-from orrery.elastic.types import ElasticError, LeaseLost, OuterRound, SiteMember
+from orrery.elastic.types import ElasticError, LeaseLost, OuterRound, SiteMember, read_place
 from orrery.manifest.identity import commit, run_id
 from orrery.manifest.schema import Elastic
 from orrery.manifest.schema.elastic import HOST_BYTES
 from orrery.runtime.role_context import RoleContext
-from orrery.runtime.run_directory import SHARED_MEMORY, SITE_FILE, memory_prefix
+from orrery.runtime.run_directory import SHARED_MEMORY, memory_prefix
 from orrery.runtime.timing import scaled
 from orrery.trainer.heartbeat import io_stall_s
 from orrery.trainer.host_memory import available_bytes
@@ -47,20 +47,6 @@ from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 FETCH_S = 60.0  # scaled, for each try
 ROUNDS = "rounds.json"  # of a checkpoint: `HeldRound`
 T = TypeVar("T")
-
-
-class SitePlace(msgspec.Struct, frozen=True):
-    """Where this site listens, the ADDRESS:PORT that it joins, and its certificates.
-
-    `listen` is "" if the site accepts no connections.
-    """
-
-    listen: str
-    join: str
-    certificates: str
-    name: str
-    shard: int | None = None
-    rewinds: bool = False
 
 
 class HeldRound(msgspec.Struct, frozen=True):
@@ -371,11 +357,6 @@ class SiteTraining:
 def _shifted(donor: str, rank: int) -> str:
     host, _, port = donor.rpartition(":")
     return f"{host}:{int(port) + rank}"
-
-
-def read_place(run_dir: Path) -> SitePlace:
-    remedy = "start the stage with `orrery join RUN ADDRESS:PORT`"
-    return _read_json(run_dir / SITE_FILE, SitePlace, remedy)
 
 
 def _read_json(path: Path, kind: type[T], remedy: str) -> T:

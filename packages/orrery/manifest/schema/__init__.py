@@ -34,6 +34,7 @@ from orrery.manifest.schema.orchestrator import (
     Evaluate,
     FixedAdmission,
     Grpo,
+    GuestEngines,
     MaxRl,
     Orchestrator,
     Sampling,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from orrery.manifest.devices import find_device
-from orrery.manifest.schema.elastic import elastic_misfits
+from orrery.manifest.schema.elastic import elastic_misfits, guest_misfits
 from orrery.manifest.schema.inference import (
     EngineShape,
     Inference,
@@ -104,6 +104,7 @@ def misfits(run: "Manifest") -> Iterator[str]:
     yield from _prefill_misfits(run)
     yield from group_misfits(run)
     yield from elastic_misfits(run)
+    yield from guest_misfits(run)
     mesh = run.trainer.mesh
     if found := list(
         trainer_misfits(run.trainer, run.model, run.hardware.accelerator, mesh.world_size)

@@ -1,5 +1,6 @@
 """Training at several sites, and its constraints."""
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -115,3 +116,29 @@ def elastic_misfits(run: "Manifest") -> Iterator[str]:
             f"stages.sft.data.num_shards {sft.data.num_shards} is below "
             f"trainer.elastic.max_sites {elastic.max_sites}; set it to at least that"
         )
+
+
+def guest_misfits(run: "Manifest") -> Iterator[str]:
+    """Yield a sentence for each broken constraint of `orchestrator.guests`."""
+    guests = run.orchestrator.guests
+    if guests is None:
+        return
+    most = run.orchestrator.max_off_policy_steps
+    if guests.max_versions_behind > most:
+        yield (
+            f"orchestrator.guests.max_versions_behind {guests.max_versions_behind} exceeds "
+            f"max_off_policy_steps {most}; set it to at most that"
+        )
+    for field, found, wanted in (
+        ("transport.weights", run.transport.weights, "files"),
+        ("transport.routed_experts", run.transport.routed_experts, False),
+        ("inference.prefill_replicas", run.inference.prefill_replicas, 0),
+        ("inference.nodes_per_replica", run.inference.nodes_per_replica, 1),
+        ("hardware.num_nodes", run.hardware.num_nodes, 1),
+        ("trainer.elastic", run.trainer.elastic, None),
+    ):
+        if found != wanted:
+            yield (
+                f"{field} with orchestrator.guests: engines of other sites need "
+                f"{json.dumps(wanted)}; set it to that, or orchestrator.guests to null"
+            )

@@ -11,6 +11,7 @@ from orrery.manifest.schema.model import (
     PositiveInt,
     Record,
     Sha256,
+    Size,
     Steps,
 )
 from orrery.manifest.schema.trainer import Optimizer, Schedule
@@ -80,6 +81,26 @@ class Evaluation(Record):
     stop_at: float | None
 
 
+class GuestEngines(Record):
+    """Engines of other sites, which come and go (`orrery lend`).
+
+    - At most `max_sites` at a time. A site is lost after `lease_s` without a request.
+    - They sample with versions up to `max_versions_behind` the newest.
+    - The trainer's site recomputes log-probs of `verified_share` of each site's rollouts. A site is
+      refused if the mean |difference| of a rollout exceeds `tolerance` times that of 90 % of the
+      trainer's own engines' rollouts, and `min_logprob_difference`.
+    - `block_bytes`: of the hashed blocks in which weights travel.
+    """
+
+    max_sites: Count
+    lease_s: Annotated[float, Field(gt=0.0, le=MAX_S)]
+    max_versions_behind: NonNegativeInt
+    verified_share: Annotated[float, Field(gt=0.0, le=1.0)]
+    tolerance: Annotated[float, Field(ge=1.0, le=1000.0)]
+    min_logprob_difference: PositiveFloat
+    block_bytes: Size
+
+
 class Orchestrator(Record):
     """Sampling of rollouts, and the selection of rollouts to train on.
 
@@ -102,6 +123,7 @@ class Orchestrator(Record):
     on_timeout: Literal["failure", "zero"]
     keep_batches: PositiveInt
     evaluation: Evaluation
+    guests: GuestEngines | None
 
 
 class Tasks(Record):

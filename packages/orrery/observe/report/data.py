@@ -205,6 +205,7 @@ KINDS = {  # process and event → the table of `RunData`
     ("orchestrator.0", "update"): "updates",
     ("orchestrator.0", "admission"): "admission",
     ("orchestrator.0", "engine"): "engines",
+    ("orchestrator.0", "guest_refused"): "refused_sites",
     ("launcher.0", "engine_restart"): "engine_restarts",
 }
 
@@ -223,6 +224,7 @@ class RunData:
     evaluations: Table
     updates: Table
     engine_restarts: Table
+    refused_sites: Table  # sites that lent an engine and lied
     admission: Table  # rollouts in flight and their adaptive limit
     engines: Mapping[int, Table]  # each engine's own measurements
     usage: Sequence[Row]

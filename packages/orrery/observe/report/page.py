@@ -111,6 +111,10 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
         tiles.append((overlapped, "of the training time an engine was generating too"))
     if run.engine_restarts:
         tiles.append((str(len(run.engine_restarts)), "times an engine was lost and started again"))
+    for row in run.refused_sites:
+        num_dropped = row["num_held"] + row["num_waiting"]
+        what = f"of site {row['site']} dropped, and the site refused: {row['why']}"
+        tiles.append((f"{num_dropped} rollouts", what))
     what = "all stages, all attempts"
     if missing := unfinished(run):
         what = f"finished stages, all attempts; not yet {', '.join(missing)}"

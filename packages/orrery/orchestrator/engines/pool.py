@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -44,6 +45,7 @@ from orrery.runtime.timing import scaled
 from orrery.wire.weight_wire.leases import ROUND_S, LeaseClient
 
 if TYPE_CHECKING:
+    from orrery.orchestrator.guests.pool import GuestPool
     from orrery.runtime.role_context import RoleContext
     from orrery.wire.weight_wire import Published
 
@@ -92,6 +94,11 @@ class EngineRegistry:
 
     def __getitem__(self, index: int) -> EngineState:
         return self._engines[index]
+
+    def add(self) -> int:
+        """Add an engine that has not listened yet. Return its index."""
+        self._engines.append(EngineState())
+        return len(self._engines) - 1
 
     def at(self, *phases: Phase) -> list[int]:
         return [index for index, engine in enumerate(self._engines) if engine.phase in phases]
@@ -202,6 +209,7 @@ class EnginePool:
         self._reports: dict[int, UpdateReport] = {}
         self._changed = asyncio.Event()
         self.recovery = None if restarting is None else EngineRecovery(self, restarting)
+        self.guests: GuestPool | None = None  # engines of other sites
         self._shared = SharedRequests(self.generate_each, self.abort, max_samples)
         self.disaggregated = None
         if handovers:
@@ -245,6 +253,8 @@ class EnginePool:
     def check(self) -> None:
         if self.recovery is not None:
             self.recovery.check()
+        if self.guests is not None:
+            self.guests.check()
 
     async def generate(
         self, token_ids: Sequence[int] | np.ndarray, *, share: str | None = None, **options: Any
@@ -257,7 +267,10 @@ class EnginePool:
         """
         if share is None or self.disaggregated is not None:
             return await self._asked(lambda front: front.generate(token_ids, **options))
-        return await self._shared.generate(share, token_ids, **options)
+        here = partial(self._shared.generate, share, token_ids, **options)
+        if self.guests is None:
+            return await here()
+        return await self.guests.draw(here, share, token_ids, **options)
 
     async def generate_each(self, *request: Any, **options: Any) -> None:
         """Run `EngineClient.generate_each` on the router or only engine, not with prefill."""
@@ -332,6 +345,8 @@ class EnginePool:
         if not self._reports:
             return None
         self.version = published.version
+        if self.guests is not None:
+            await asyncio.to_thread(self.guests.publish, published)
         return max(self._reports.values(), key=lambda report: report.paused_s)
 
     def _raise_if_fatal(self, failures: Mapping[int, BaseException], num_engines: int) -> None:

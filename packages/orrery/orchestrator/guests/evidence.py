@@ -1,0 +1,97 @@
+"""Judge from recomputed log-probs whether a site sampled with the weights that it names.
+
+- Bounds on a rollout's mean and largest |Δ log-prob| come from the trainer's own engines: a
+  multiple of the value below which 90 % of their rollouts are.
+- Honest tokens have E[log p] = −entropy. Tokens of another model differ from that over many
+  rollouts, even with true log-probs. The sum of log p + entropy, divided by its standard deviation,
+  must stay within MAX_DEVIATIONS. The deviation is at least the root of the summed squares, so that
+  a few unlikely tokens of a nearly certain policy are no evidence.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from orrery.manifest.schema import GuestEngines
+from orrery.wire.recompute import Recomputed
+
+NUM_HONEST = 16  # own rollouts before a bound exists
+NUM_KEPT = 256
+QUANTILE = 0.9
+PEAK = 10.0  # the least bound on the largest difference, in least bounds on the mean
+NUM_ROLLOUTS = 64  # of a site, whose tokens are judged together
+MAX_DEVIATIONS = 6.0
+
+
+@dataclass(frozen=True)
+class RolloutScore:
+    """Differences of a rollout's log-probs, and sums over its tokens of log p + entropy."""
+
+    mean: float
+    peak: float
+    surprise: float
+    variance: float
+    square: float
+
+    @classmethod
+    def of(cls, logprobs: np.ndarray, recomputed: Recomputed) -> "RolloutScore":
+        logprob, entropy, variance = recomputed.arrays()
+        difference = np.abs(logprobs.astype(np.float64) - logprob)
+        excess = logprob.astype(np.float64) + entropy
+        return cls(
+            float(difference.mean()),
+            float(difference.max()),
+            float(excess.sum()),
+            float(variance.sum()),
+            float(np.square(excess).sum()),
+        )
+
+
+class HonestSpread:
+    """The differences of the newest rollouts of the trainer's own engines."""
+
+    def __init__(self, spec: GuestEngines) -> None:
+        self._spec = spec
+        self._scores: deque[RolloutScore] = deque(maxlen=NUM_KEPT)
+
+    def add(self, score: RolloutScore) -> None:
+        self._scores.append(score)
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._scores) >= NUM_HONEST
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the bounds on the mean and on the largest difference."""
+        least, tolerance = self._spec.min_logprob_difference, self._spec.tolerance
+        usual = np.quantile([(each.mean, each.peak) for each in self._scores], QUANTILE, axis=0)
+        mean, peak = (tolerance * usual).tolist()
+        return max(mean, least), max(peak, PEAK * least)
+
+
+class SiteEvidence:
+    """A site's newest verified rollouts."""
+
+    def __init__(self) -> None:
+        self._scores: deque[RolloutScore] = deque(maxlen=NUM_ROLLOUTS)
+
+    def fault(self, score: RolloutScore, spread: HonestSpread) -> str:
+        """Add a verified rollout. Return what is wrong with it, or ""."""
+        self._scores.append(score)
+        mean, peak = spread.bounds
+        for name, found, bound in (("mean", score.mean, mean), ("largest", score.peak, peak)):
+            if not found <= bound:  # also true for NaN
+                return (
+                    f"the {name} difference of a rollout's log-probs to the trainer's is "
+                    f"{found:.3g}, more than {bound:.3g}"
+                )
+        sums = np.array([(s.surprise, s.variance, s.square) for s in self._scores]).sum(0)
+        deviations = sums[0] / np.sqrt(max(sums[1], sums[2], 1e-9))
+        if not abs(deviations) <= MAX_DEVIATIONS:
+            return (
+                f"its tokens were not drawn from the policy (log-probs {deviations:.1f} standard "
+                f"deviations from their mean)"
+            )
+        return ""

@@ -1,0 +1,132 @@
+"""The sites that lend engines: entry, leases, versions, and where each may fetch weights."""
+
+import asyncio
+import random
+import re
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from orrery.elastic.door import Terms, check_terms
+from orrery.elastic.types import ElasticError
+from orrery.manifest.schema import Manifest
+from orrery.orchestrator.engines.messages import START_VERSION, Generation
+from orrery.orchestrator.engines.pool import EngineRegistry, Phase
+from orrery.orchestrator.guests.evidence import SiteEvidence
+from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused, SampleJob
+
+MAX_CANCELLED = 4096  # ids to tell a site
+FETCH_S = 10.0
+OPEN_S = 2.5  # a site asks more often, even if it gets no job
+CHANCE = random.SystemRandom()  # sites must not foresee which answers are recomputed
+
+
+@dataclass(eq=False)
+class GuestJob:
+    job: SampleJob
+    prompt: np.ndarray
+    result: "asyncio.Future[Generation | None]"
+    version: int = START_VERSION  # of the site that took it
+    site: "GuestSite | None" = None
+
+    def give_back(self) -> None:
+        if not self.result.done():
+            self.result.set_result(None)
+
+
+@dataclass
+class GuestSite:
+    name: str
+    index: int  # in the registry
+    lease: int = 0
+    num_slots: int = 0
+    listen: str = ""
+    seen_s: float = 0.0
+    told: int = START_VERSION  # the newest version of which it has heard
+    told_s: float = 0.0
+    room: int = 0  # jobs that it would take
+    jobs: dict[str, GuestJob] = field(default_factory=dict)
+    cancelled: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CANCELLED))
+    arrived: list[tuple[GuestJob, Generation]] = field(default_factory=list)
+    evidence: SiteEvidence = field(default_factory=SiteEvidence)
+    checking: "asyncio.Task[None] | None" = None
+    num_accepted: int = 0
+
+
+class SiteTable:
+    """Sites by name. A site's index in `registry` stays when it enters again."""
+
+    def __init__(self, manifest: Manifest, terms: Terms, release: dict[str, str]) -> None:
+        spec = manifest.orchestrator.guests
+        assert spec is not None
+        self._spec, self._terms, self._release = spec, terms, release
+        self._num_slots = manifest.inference.max_num_sequences
+        self.registry = EngineRegistry(0, START_VERSION)
+        self.sites: dict[str, GuestSite] = {}
+
+    def check_entry(self, name: str, entry: Entry) -> None:
+        """Raise GuestRefused, in one sentence that names the field."""
+        try:
+            check_terms(self._terms, entry.terms)
+        except ElasticError as error:
+            raise GuestRefused(str(error)) from error
+        if self._release and entry.release != self._release:
+            raise GuestRefused(
+                f"engine: this site has {_words(entry.release)}, the run {_words(self._release)}; "
+                "type `make setup` at the run's commit"
+            )
+        if not 0 < entry.num_slots <= (most := self._num_slots):
+            raise GuestRefused(f"num_slots: {entry.num_slots}; send 1 to {most}")
+        if entry.listen and not re.fullmatch(r"[\w.:\[\]-]{1,255}:[0-9]{1,5}", entry.listen):
+            raise GuestRefused("--listen: is no address and port; type for example 10.0.0.1:29400")
+        up = [each for each in self.sites.values() if self.is_up(each) and each.name != name]
+        if len(up) >= self._spec.max_sites:
+            raise GuestRefused(
+                f"orchestrator.guests.max_sites {self._spec.max_sites}: as many sites take part; "
+                "enter when one has left"
+            )
+
+    def is_up(self, site: GuestSite) -> bool:
+        return self.registry[site.index].phase not in (Phase.STARTING, Phase.FENCED)
+
+    def is_fresh(self, site: GuestSite) -> bool:
+        engine = self.registry[site.index]
+        oldest = max(0, self.registry.wanted - self._spec.max_versions_behind)
+        return self.is_up(site) and engine.version is not None and engine.version >= oldest
+
+    def open_sites(self) -> list[GuestSite]:
+        """Return the fresh sites that have just asked for more jobs than they got."""
+        since_s = time.monotonic() - OPEN_S
+        sites = self.sites.values()
+        return [
+            each for each in sites if each.room and each.seen_s > since_s and self.is_fresh(each)
+        ]
+
+    def told(self, site: GuestSite) -> int:
+        """Return the newest version that the site may fetch now.
+
+        As many sites fetch at a time as hold the version and serve it, this one included. A fetch
+        counts for FETCH_S.
+        """
+        wanted, now_s = self.registry.wanted, time.monotonic()
+        if site.told >= wanted:
+            return wanted
+        others = [each for each in self.sites.values() if self.is_up(each) and each is not site]
+        holders = [each for each in others if self.registry[each.index].version == wanted]
+        num_fetching = sum(
+            each.told == wanted and each not in holders and now_s - each.told_s < FETCH_S
+            for each in others
+        )
+        num_serving = 1 + sum(bool(each.listen) for each in holders)
+        return wanted if num_fetching < num_serving else site.told
+
+    def peers(self, site: GuestSite, version: int) -> tuple[str, ...]:
+        others = [each for each in self.sites.values() if each is not site and each.listen]
+        held = [each for each in others if self.registry[each.index].version == version]
+        return tuple(each.listen for each in CHANCE.sample(held, min(len(held), 8)))
+
+
+def _words(release: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(release.items()))[:MAX_REASON]

@@ -1,0 +1,59 @@
+"""Recompute log-probs of sampled tokens in a child process, over its standard input and output.
+
+A frame is a length (u32, little endian) and a msgpack message. Frames alternate.
+"""
+
+import struct
+from typing import BinaryIO, TypeVar
+
+import msgspec
+import numpy as np
+
+from orrery.manifest.errors import RunFailed
+
+T = TypeVar("T")
+LENGTH = struct.Struct("<I")
+MODULE = "orrery.trainer.verifier"
+
+
+class Recompute(msgspec.Struct, frozen=True):
+    """Tokens i32 [n] that continue `prompt` i32 [p], and the folder of the sampling weights."""
+
+    folder: str
+    prompt: bytes
+    token_ids: bytes
+    temperature: float
+
+
+class Recomputed(msgspec.Struct, frozen=True):
+    """For each token f32 [n]: its log-prob, and entropy and variance of log p where it was drawn.
+
+    All are empty if the folder has been removed.
+    """
+
+    logprob: bytes = b""
+    entropy: bytes = b""
+    variance: bytes = b""
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        logprob, entropy, variance = (
+            np.frombuffer(each, np.float32) for each in (self.logprob, self.entropy, self.variance)
+        )
+        return logprob, entropy, variance
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(data)) + data
+
+
+def read_frame(stream: BinaryIO, kind: type[T]) -> T | None:
+    """Return the next message, or None at the end. Raise RunFailed if it is cut off."""
+    head = stream.read(LENGTH.size)
+    if not head:
+        return None
+    data = stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise RunFailed(f"verifier: a message was cut off or is malformed ({error})") from error
