@@ -32,7 +32,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 from orrery.models.weights import initialize
 from orrery.trainer.elastic import LearnerWeights
-from orrery.trainer.learner import Learner, learning_rate_factor
+from orrery.trainer.learner import Learner, count_totals, learning_rate_factor
 from orrery.trainer.optim import named_state
 from orrery.trainer.parallel import build_policy
 from orrery.trainer.parallel.world import World
@@ -129,8 +129,7 @@ class Arm:
 
 
 def learn(learner: Learner, batch: Columns, factor: float) -> None:
-    count = {"rl": 0, "cross_entropy": int(batch.token["trained"].sum()), "reference_kl": 0}
-    learner.learn([batch], 1, count, factor)
+    learner.learn([batch], 1, count_totals([batch], learner.world), factor)
 
 
 @torch.no_grad()
