@@ -58,7 +58,7 @@ class EtcdLog:
         self._site_id, self._lease, self._created = "", "", "0"
         self._changed = threading.Condition()
         self._revision = 0  # newest revision that a read has seen
-        self._news = 0  # newest revision of which the watch has told
+        self._news = 0  # newest revision that the watch has told of
         self._stop = threading.Event()
 
     def acquire(self, site_id: str) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) to (θ, m)
 BLOCK = 1 << 18  # numbers at a time, so that temporary arrays stay in the cache
-DOTTED = 1 << 12  # below the size at which BLAS starts threads, which cost more than they save
+DOTTED = 1 << 12  # below this size BLAS starts no threads. Starting them costs more than it saves
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Take θ_now, which stands in the place of Δ: θ_start − (θ_start − θ_now) would round."""
+    """Take θ_now from the place of Δ: θ_start − (θ_start − θ_now) would round."""
     return now, momentum
 
 
