@@ -112,7 +112,7 @@ def network(case: Case) -> Iterator[list[tuple[str, str]]]:
 def shape(networks: Networks, case: Case, found: list[tuple[str, str]]) -> None:
     for space, _ in found:
         if case.rate is not None:
-            networks.limit(space, case.rate)
+            networks.limit(space, case.rate, max(50, case.round_trip_ms))
         if case.loss:
             networks.lose(space, case.loss)
     for a, b, rate in case.slow:

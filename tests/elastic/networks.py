@@ -95,10 +95,10 @@ class Networks:
         )
         run("ip", "netns", "exec", space, "nft", rules)
 
-    def limit(self, space: str, rate: int) -> None:
-        """Let the namespace send `rate` Mb/s at most."""
+    def limit(self, space: str, rate: int, queue_ms: int = 50) -> None:
+        """Let the namespace send `rate` Mb/s at most, with a queue of `queue_ms` before drops."""
         burst = f"{max(70, rate // 4)}kb"  # of a packet before TCP is cut, at least
-        words = ("tbf", "rate", f"{rate}mbit", "burst", burst, "latency", "50ms")
+        words = ("tbf", "rate", f"{rate}mbit", "burst", burst, "latency", f"{queue_ms}ms")
         run("tc", "-n", space, "qdisc", "replace", "dev", "e0", "root", *words)
 
     def limit_edge(self, a: str, b: int, rate: int) -> None:

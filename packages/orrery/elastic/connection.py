@@ -108,11 +108,40 @@ class FrameSink(Protocol):
     def lost(self, peer: "PeerConnection", reason: str, is_bad: bool) -> None: ...
 
 
+class Backlog:
+    """The frames for one peer that no connection has taken. Each takes the next when it can.
+
+    A connection that is slower than its neighbours takes fewer.
+    """
+
+    def __init__(self) -> None:
+        self.frames: deque[Sequence[bytes | memoryview]] = deque()
+        self.wake = threading.Condition()
+
+    def put(self, header: Header, payload: Bytes) -> int:
+        """Queue a frame. Return its bytes."""
+        frame = (header._replace(length=len(payload)).pack(), payload.data)
+        with self.wake:
+            self.frames.append(frame)
+            self.wake.notify()
+        return LAYOUT.size + len(payload)
+
+    def clear(self) -> None:
+        with self.wake:
+            self.frames.clear()
+
+
 class PeerConnection:
     """`heard_s` is when bytes arrived last, by the monotonic clock. `ready`: the peer's round."""
 
     def __init__(
-        self, tls: ssl.SSLSocket, sink: FrameSink, rank: int, lane: int, ping_s: float
+        self,
+        tls: ssl.SSLSocket,
+        sink: FrameSink,
+        rank: int,
+        lane: int,
+        ping_s: float,
+        backlog: Backlog,
     ) -> None:
         tls.setblocking(False)
         self.rank, self.lane, self.ready, self.is_closed = rank, lane, -1, False
@@ -120,7 +149,7 @@ class PeerConnection:
         self._tls, self._sink, self._ping_s = tls, sink, ping_s
         self._tls_lock = threading.Lock()
         self._queue: deque[Sequence[bytes | memoryview]] = deque()
-        self._wake = threading.Condition()
+        self._backlog, self._wake = backlog.frames, backlog.wake
         self._closed_s = float("inf")
         self._threads = [
             threading.Thread(target=work, name=f"links-{rank}.{lane}{work.__name__}", daemon=True)
@@ -129,13 +158,12 @@ class PeerConnection:
         for thread in self._threads:
             thread.start()
 
-    def send(self, header: Header, payload: Bytes, urgent: bool = False) -> int:
-        """Queue a frame, in front of all others if urgent. Return its bytes."""
+    def send(self, header: Header, payload: Bytes, urgent: bool = False) -> None:
+        """Queue a frame of this connection, in front of all others if urgent."""
         frame = (header._replace(length=len(payload)).pack(), payload.data)
         with self._wake:
             self._queue.appendleft(frame) if urgent else self._queue.append(frame)
-            self._wake.notify()
-        return LAYOUT.size + len(payload)
+            self._wake.notify_all()
 
     @property
     def num_queued(self) -> int:
@@ -149,7 +177,7 @@ class PeerConnection:
         """End both threads, once the queued frames are sent or FLUSH_S is over."""
         with self._wake:
             self.is_closed, self._closed_s = True, time.monotonic()
-            self._wake.notify()
+            self._wake.notify_all()
 
     def join(self) -> None:
         for thread in self._threads:
@@ -159,7 +187,7 @@ class PeerConnection:
         with self._wake:
             was_closed, self.is_closed = self.is_closed, True
             self._closed_s = min(self._closed_s, time.monotonic() - FLUSH_S)
-            self._wake.notify()
+            self._wake.notify_all()
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._tls, socket.SHUT_RDWR)  # wakes both polls
         if not was_closed:
@@ -218,12 +246,16 @@ class PeerConnection:
         self._tls.close()
 
     def _next(self) -> Sequence[bytes | memoryview] | None:
+        end_s = time.monotonic() + self._ping_s
         with self._wake:
-            if not self._queue and not self.is_closed:
-                self._wake.wait(self._ping_s)
-            if self._queue:
-                return self._queue.popleft()
-            return None if self.is_closed else (self._sink.ping(self.lane).pack(),)
+            while True:
+                if frames := self._queue or self._backlog:
+                    return frames.popleft()
+                if self.is_closed:
+                    return None
+                if (left_s := end_s - time.monotonic()) <= 0:
+                    return (self._sink.ping(self.lane).pack(),)
+                self._wake.wait(left_s)
 
     def _write(self, view: memoryview) -> None:
         while True:

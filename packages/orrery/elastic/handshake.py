@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0  # scaled
 MAX_STRANGERS = 32  # connections in their handshake
+UNSENT = 1 << 17  # bytes in the kernel's queue, so that frames wait where all connections see them
 CONGESTION = b"bbr"  # keeps its rate under random loss
 
 
@@ -127,6 +128,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
         with contextlib.suppress(OSError):  # the kernel may lack it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
         return context.wrap_socket(sock, server_side=is_server)

@@ -2,8 +2,8 @@
 
 - Every frame starts with its run, epoch and round. They are checked before the payload is read. A
   frame of another epoch, round or run breaks the connection.
-- In a pair the lower rank dials, or both dial their relay. A lane is one connection with a reader
-  and a sender thread.
+- In a pair the lower rank dials, or both dial their relay. A pair has as many connections as lanes,
+  each with a reader and a sender thread. A frame takes the connection that is free.
 - `begin` waits until both ends of every connection are in the round. Until then, and after `end`,
   a lost connection is made again, and no other site hears of it.
 - In between it breaks the round, and so does silence: idle connections carry a ping every PING_S.
@@ -23,7 +23,7 @@ from enum import Enum, auto
 import numpy as np
 
 from orrery.elastic.certificates import Certificates
-from orrery.elastic.connection import BadFrame, Bytes, Frame, Header, Kind, PeerConnection
+from orrery.elastic.connection import Backlog, BadFrame, Bytes, Frame, Header, Kind, PeerConnection
 from orrery.elastic.handshake import Handshakes
 from orrery.elastic.probe import SpeedProbe
 from orrery.elastic.routes import relay
@@ -69,6 +69,7 @@ class PeerLinks:
         self._changed = threading.Condition()
         self._peers: dict[tuple[int, int], PeerConnection] = {}
         self._early: dict[tuple[int, int, int], ssl.SSLSocket] = {}  # by epoch, rank, lane
+        self._backlogs: list[Backlog] = []  # by rank
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
         self._broken: LinkBroken | None = None  # of the round, until the next
         self._told: tuple[int, LinkBroken] | None = None  # of a later round
@@ -92,6 +93,7 @@ class PeerLinks:
             if epoch.number != self.epoch:
                 self._close_peers()
                 self.epoch, self.rank, self._members, self._told = epoch.number, rank, epoch, None
+                self._backlogs = [Backlog() for _ in epoch.members]
             self.round, self._broken, self._phase = number, None, LinkPhase.BEGINNING
             self._inboxes = [queue.SimpleQueue() for _ in range(self.num_lanes)]
             self._adopt_early()
@@ -159,10 +161,9 @@ class PeerLinks:
     def send(self, rank: int, lane: int, hop: int, piece: int, payload: Bytes) -> int:
         """Queue a frame, and return its bytes. `payload` must not change until the round ends."""
         self._raise_if_broken()
-        peer = self._peers.get((rank, lane))
-        if peer is None:
+        if (rank, lane) not in self._peers:
             raise self.failed(rank, "its connection is lost")
-        return peer.send(self._header(Kind.DATA, lane, hop, piece), payload)
+        return self._backlogs[rank].put(self._header(Kind.DATA, lane, hop, piece), payload)
 
     def receive(self, lane: int, timeout_s: float) -> Frame | None:
         """Return the lane's next frame from any peer, or None after `timeout_s`."""
@@ -218,6 +219,8 @@ class PeerLinks:
         if self._broken is not None:
             return
         self._broken = LinkBroken(rank, reason)
+        for backlog in self._backlogs:
+            backlog.clear()
         for (_, lane), peer in self._peers.items():
             peer.drop_queued()
             if lane == 0 and tells:
@@ -247,11 +250,13 @@ class PeerLinks:
     def admit(self, peer: PeerConnection, header: Header) -> bool:
         """Return whether to keep the payload that follows. Raise BadFrame."""
         with self._changed:
-            mine = (self._run, self.epoch, peer.rank, self._shard, peer.lane)
-            if (header.run, header.epoch, header.source, header.shard, header.lane) != mine:
+            mine = (self._run, self.epoch, peer.rank, self._shard)
+            if (header.run, header.epoch, header.source, header.shard) != mine:
                 raise BadFrame(f"a frame of epoch {header.epoch} in epoch {self.epoch}")
             if header.kind != Kind.DATA:
                 return True
+            if header.lane >= self.num_lanes:
+                raise BadFrame(f"a frame of lane {header.lane} of {self.num_lanes}")
             if header.round != self.round:
                 raise BadFrame(f"a frame of round {header.round} in round {self.round}")
             return self._broken is None
@@ -376,7 +381,7 @@ class PeerLinks:
                 before.close()
                 if self._phase == LinkPhase.RUNNING:
                     self._fail(rank, "its connection was lost")
-            peer = PeerConnection(tls, self, rank, lane, scaled(PING_S))
+            peer = PeerConnection(tls, self, rank, lane, scaled(PING_S), self._backlogs[rank])
             self._peers[rank, lane] = peer
             if self._broken is not None:
                 self._tell(peer)
