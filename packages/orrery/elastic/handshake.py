@@ -59,7 +59,7 @@ class Handshakes:
     def dial(
         self, place: tuple[str, int], hello: Header, peer: int, is_relay: bool, end_s: float
     ) -> ssl.SSLSocket:
-        """Return a connection to rank `peer`, which listens at `place` or meets us there.
+        """Return a connection to rank `peer`. It listens at `place`, or also dials the relay there.
 
         Wait until `end_s`: the peer may begin its epoch later. Raise OSError.
         """
