@@ -90,6 +90,8 @@ def test_sites_without_a_listener_exchange_and_the_relay_reads_nothing(
             while data := source.recv(1 << 16):
                 seen.extend(data)
                 target.sendall(data)
+        relay_module._shut(source, target)
+        source.close()
 
     monkeypatch.setattr(relay_module.Relay, "_pass", spying)
     deltas = [delta_of(rank, 30_000) for rank in range(4)]
