@@ -20,11 +20,7 @@ from pathlib import Path
 from orrery.elastic.types import ElasticError
 
 AUTHORITY = "authority"
-<<<<<<< HEAD
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME. The module ssl does not name it
-=======
-NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME has no name in the module ssl
->>>>>>> dd04e0e0 (Use fewer clauses in the docs of links)
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 VALID = ("-startdate", "20200101000000Z", "-enddate", "21000101000000Z")
 SIGNING = """
