@@ -22,7 +22,13 @@ from power_cut import Disk, Found
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "trainer"))  # trainer_cases
-from trainer_cases import make_learner, manifest, write_start_weights  # noqa: E402
+from trainer_cases import (  # noqa: E402
+    SaverHere,
+    make_learner,
+    manifest,
+    save_checkpoint,
+    write_start_weights,
+)
 
 from orrery.inference.assemble import blank_adapter  # noqa: E402
 from orrery.launcher import containers  # noqa: E402
@@ -49,7 +55,7 @@ from orrery.orchestrator import snapshot  # noqa: E402
 from orrery.orchestrator.scheduler import Scheduler, Snapshot  # noqa: E402
 from orrery.runtime import run_directory  # noqa: E402
 from orrery.runtime.role_context import parse_role  # noqa: E402
-from orrery.trainer import checkpoint, checkpoint_writer, safetensors_file  # noqa: E402
+from orrery.trainer import checkpoint_writer, saver  # noqa: E402
 from orrery.trainer.__main__ import initialize  # noqa: E402
 from orrery.trainer.export import export_checkpoint, export_policy  # noqa: E402
 from orrery.trainer.parallel.world import World  # noqa: E402
@@ -118,7 +124,7 @@ def save_in_parts(root: Path) -> None:
 def trainers_half(root: Path) -> None:
     learner = make_learner(manifest(), root / "start")
     learner.step = 2
-    checkpoint_writer.save(learner, checkpoints.checkpoint_dir(root / "run", 2, 1) / "trainer")
+    save_checkpoint(learner, checkpoints.checkpoint_dir(root / "run", 2, 1) / "trainer")
 
 
 def whole_checkpoint(root: Path) -> None:
@@ -126,13 +132,9 @@ def whole_checkpoint(root: Path) -> None:
     for learner.step in (2, 4):
         folder = checkpoints.checkpoint_dir(root / "run", learner.step, 1)
         snapshot.write(root / "run", learner.step, 1, of_orchestrator(learner.step + 1), 1.0)
-        with checkpoint_writer.CheckpointWriter(ALONE) as saver:
-            saver.copy(learner, folder / "trainer", {"more.json": b"{}"})
-            saver.write(
-                lambda folder=folder: checkpoints.complete(
-                    folder, [f"trainer/{checkpoint.checksum_file(0)}"]
-                )
-            )
+        with checkpoint_writer.CheckpointWriter(ALONE, saver=SaverHere) as writer:
+            writer.copy(learner, folder / "trainer", {"more.json": b"{}"})
+            writer.write(completion=saver.Completion(str(root / "run"), "rl", 1, 2))
 
 
 def of_orchestrator(next_batch: int) -> Snapshot:
@@ -234,7 +236,7 @@ def a_ranks_file(root: Path) -> None:
     """Write a rank's file as on another node. Completing the checkpoint does not sync it."""
     folder = root / "run" / "checkpoints" / "step_1.attempt_1"
     make_folder(folder / "trainer")
-    written = safetensors_file.write(folder / "trainer" / "rank_1", [b"weights"])
+    written = saver.write(folder / "trainer" / "rank_1", [b"weights"])
     checkpoints.write_note(folder / "trainer" / "note", {"rank_1": written})
     checkpoints.complete(folder, ["trainer/note"])
 

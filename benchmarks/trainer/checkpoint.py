@@ -29,10 +29,11 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.schema import AdamW, Mesh
-from orrery.trainer.checkpoint import checksum_file, state_of
+from orrery.trainer.checkpoint import state_of
 from orrery.trainer.checkpoint_writer import CheckpointWriter
 from orrery.trainer.optim import make_optimizer
 from orrery.trainer.parallel.world import World, destroy_world, init_world
+from orrery.trainer.saver import checksum_file
 from orrery.wire import checkpoints
 from record import ROOT, record
 
@@ -82,6 +83,23 @@ class Steps:
         return time.perf_counter() - begin_s
 
 
+def one_copy_s(learner: Any, world: World) -> float:
+    """Return the seconds of a plain copy of the state into resident memory."""
+    tensors = [held.local for held in state_of(learner).values() if held.writes]
+    pinned = world.device.type == "cuda"
+    targets = [torch.zeros_like(one, device="cpu", pin_memory=pinned) for one in tensors]
+    found = []
+    for _ in range(NUM_SAVES):
+        world.barrier()
+        begin_s = time.perf_counter()
+        for target, one in zip(targets, tensors, strict=True):
+            target.copy_(one, non_blocking=True)
+        if pinned:
+            torch.cuda.synchronize(world.device)
+        found.append(time.perf_counter() - begin_s)
+    return statistics.median(found)
+
+
 def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> None:
     """Run one rank. The first writes the measurements as JSON."""
     if torch.cuda.is_available():
@@ -106,6 +124,7 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
     world = init_world(mesh, rank, device, store)
     learner, steps, saves = holder(num_bytes, world), Steps(device), []
     held = sum(held.local.nbytes for held in state_of(learner).values() if held.writes)
+    copy_s = one_copy_s(learner, world)
     with CheckpointWriter(world) as saver:
         begin_s = time.perf_counter()
         saver.reserve(learner)
@@ -139,6 +158,7 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
     if rank == 0:
         seen = {
             "bytes_a_rank": held,
+            "copy_s": copy_s,
             "reserve_s": reserve_s,
             "quiet_step_s": statistics.median(quiet),
             "saves": saves,
@@ -186,6 +206,8 @@ def main() -> None:
             "ranks": args.ranks,
             "gigabytes_a_rank": gigabytes,
             "blocked_s": blocked_s,
+            "one_copy_s": seen["copy_s"],
+            "blocked_by_copies": blocked_s / seen["copy_s"],
             "blocked_s_of_the_first": first["blocked_s"],
             "total_s": total_s,
             "gigabytes_per_s_to_disk": gigabytes * args.ranks / total_s,

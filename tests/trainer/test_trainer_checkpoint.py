@@ -1,11 +1,9 @@
 """Checkpoints: bitwise resume, other world sizes, and what a kill leaves behind."""
 
 import json
-import multiprocessing
 import re
 import resource
 import shutil
-import signal
 import threading
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,29 +11,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forked_roles import import_before
 from optim_cases import MUON
 from safetensors.torch import load_file, save_file
 from trainer_cases import (
     HOSTED,
     MOE,
     OFFLOADED,
-    PRELOADED,
+    SaverHere,
     make_learner,
     manifest,
     run_ranks,
+    save_checkpoint,
     whole_weights,
     write_start_weights,
 )
-from trainer_rank import die_in_the_middle, train
+from trainer_rank import train
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.publish import sha256
 from orrery.runtime.role_context import parse_role
-from orrery.runtime.run_directory import inputs_path
-from orrery.trainer import checkpoint, checkpoint_writer, heartbeat, safetensors_file
+from orrery.runtime.run_directory import SHARED_MEMORY, inputs_path, saves_prefix
+from orrery.trainer import checkpoint, checkpoint_writer, heartbeat, safetensors_file, saver
 from orrery.trainer.assemble import assemble_learner
+from orrery.trainer.checkpoint_writer import CheckpointWriter
 from orrery.trainer.export import export_checkpoint
 from orrery.trainer.parallel.world import World
 from orrery.wire import checkpoints
@@ -69,7 +68,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(start, tmp_pat
     straight, stopped, resumed = (make_learner(manifest(), start) for _ in range(3))
     train(straight, [1, 2, 3, 4])
     train(stopped, [1, 2])
-    checkpoint_writer.save(stopped, tmp_path / "step_2" / "trainer")
+    save_checkpoint(stopped, tmp_path / "step_2" / "trainer")
     drawn = torch.rand(3)
     checkpoint.load(resumed, tmp_path / "step_2" / "trainer")
     assert torch.equal(torch.rand(3), drawn)
@@ -84,7 +83,7 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
     alone = make_learner(manifest(), write_start_weights(manifest(), folder / "start"))
     train(alone, [1, 2])
-    checkpoint_writer.save(alone, folder / "by_one")
+    save_checkpoint(alone, folder / "by_one")
     shards, replicas = {"mesh": {"dp_shard": 2}}, {"mesh": {"dp_replicate": 2}}
     by_one, by_two = {"resume": folder / "by_one", "steps": []}, folder / "step_2" / "trainer"
     jobs = [
@@ -160,7 +159,7 @@ def test_replicas_that_differ_in_one_bit_are_named_and_nothing_of_them_is_stored
 def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_path, key, value):
     learner, again = (make_learner(manifest(), start) for _ in range(2))
     name = f"{key}/network.layers.1.mlp.up_proj.weight"
-    with checkpoint_writer.CheckpointWriter(learner.world) as saver:
+    with CheckpointWriter(learner.world, saver=SaverHere) as writer:
         for step in (1, 2):
             train(learner, [step])
             folder = checkpoints.checkpoint_dir(tmp_path, step, 1)
@@ -171,10 +170,10 @@ def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_
                     match=rf"^step 2: after its update {name} is not finite on rank 0, so no "
                     rf"checkpoint is written",
                 ):
-                    saver.copy(learner, folder / "trainer")
+                    writer.copy(learner, folder / "trainer")
             else:
-                saver.copy(learner, folder / "trainer")
-                saver.write(lambda folder=folder: checkpoints.complete(folder))
+                writer.copy(learner, folder / "trainer")
+                writer.write(lambda folder=folder: checkpoints.complete(folder))
     assert (
         checkpoints.steps(tmp_path)[-1] == 1
         and not checkpoints.checkpoint_dir(tmp_path, 2, 1).exists()
@@ -234,7 +233,7 @@ def travelled(tmp_path_factory):
     for route, (trainer, places) in ROUTES.items():
         alone = make_learner(manifest(model=MIXTURE, trainer=trainer), folder / "start")
         train(alone, [1, 2])
-        checkpoint_writer.save(alone, before := folder / route)
+        save_checkpoint(alone, before := folder / route)
         for (mesh, axes), place in zip(MESHES.items(), places, strict=True):
             job = {
                 "name": f"{route}_{mesh}",
@@ -285,7 +284,7 @@ def test_every_mesh_reads_what_every_other_wrote(travelled, route):
 def test_a_checkpoint_of_another_model_is_refused_by_tensor(start, tmp_path):
     learner = make_learner(manifest(), start)
     train(learner, [1])
-    checkpoint_writer.save(learner, tmp_path / "trainer")
+    save_checkpoint(learner, tmp_path / "trainer")
     model = {"intermediate_size": 64}
     other = make_learner(
         manifest(model=model), write_start_weights(manifest(model=model), tmp_path / "other")
@@ -307,7 +306,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor(start, tmp_path):
 def test_a_lost_rank_file_and_a_torn_one_are_named(start, tmp_path):
     learner = make_learner(manifest(), start)
     train(learner, [1])
-    checkpoint_writer.save(learner, tmp_path / "whole")
+    save_checkpoint(learner, tmp_path / "whole")
     breakages = {
         "rank_0.safetensors": lambda path: path.write_bytes(b"torn"),
         "rank_0.json": Path.unlink,
@@ -320,70 +319,22 @@ def test_a_lost_rank_file_and_a_torn_one_are_named(start, tmp_path):
             checkpoint.load(learner, tmp_path / "trainer")
 
 
-@pytest.mark.parametrize("after_file", ["half", "rank_0.safetensors", "state.json", "step_3"])
-def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written_again(
-    start, tmp_path, after_file
-):
-    learner = make_learner(manifest(), start)
-    train(learner, [1, 2])
-    checkpoint_writer.save(learner, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
-    checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 2, 1))
-    import_before(*PRELOADED)
-    process = multiprocessing.get_context("forkserver").Process(
-        target=die_in_the_middle, args=(start, tmp_path, after_file)
-    )
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    torn = checkpoints.checkpoint_dir(tmp_path, 3, 1)
-    assert (torn / "trainer").exists() == (after_file == "step_3")
-    assert (torn / "trainer.partial" / "state.json").exists() == (after_file == "state.json")
-    if after_file == "half":
-        whole = checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer" / "rank_0.safetensors"
-        assert (
-            0
-            < (torn / "trainer.partial" / "rank_0.safetensors").stat().st_size
-            < whole.stat().st_size
-        )
-    assert checkpoints.steps(tmp_path)[-1] == 2
-    checkpoints.verify(checkpoints.checkpoint_dir(tmp_path, 2, 1))
-    checkpoint.load(learner, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
-    train(learner, [3])
-    checkpoint_writer.save(learner, checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer")
-    checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 3, 1))
-    assert checkpoints.steps(tmp_path)[-1] == 3
-    assert (
-        json.loads(
-            (checkpoints.checkpoint_dir(tmp_path, 3, 1) / "trainer" / "state.json").read_text()
-        )["step"]
-        == 3
-    )
-    assert sorted(path.name for path in checkpoints.checkpoint_dir(tmp_path, 3, 1).iterdir()) == [
-        "COMPLETE",
-        "files.json",
-        "trainer",
-    ]
-
-
 class Gate:
-    """Holds back the thread that writes, until it is opened."""
+    """Holds back the saver until it is opened."""
 
-    def __init__(self, monkeypatch):
-        self.opened, self._write = threading.Event(), checkpoint_writer.write
-        monkeypatch.setattr(checkpoint_writer, "write", self)
+    def __init__(self):
+        self.opened = threading.Event()
 
-    def __call__(self, path, buffers, stop):
-        while not self.opened.wait(0.01):
-            if stop():
-                raise safetensors_file.Stopped(path)
-        return self._write(path, buffers, stop)
+    def saver(self, memory: Path) -> SaverHere:
+        one = SaverHere(memory)
+        save = one.save
+        one.save = lambda: self.opened.wait(60) and save()
+        return one
 
 
-def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(
-    start, tmp_path, monkeypatch
-):
+def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(start, tmp_path):
     learner, again = (make_learner(manifest(), start) for _ in range(2))
-    gate, waits, completed = Gate(monkeypatch), [], []
+    gate, waits, completed = Gate(), [], []
 
     @contextmanager
     def waiting(what, deadline_s, behind_s):
@@ -394,17 +345,17 @@ def test_a_checkpoint_holds_the_state_that_was_copied_while_training_goes_on(
 
     train(learner, [1, 2])
     expected = state_of(learner)
-    with checkpoint_writer.CheckpointWriter(learner.world, waiting) as saver:
-        saver.reserve(learner)
-        assert saver.copy(learner, tmp_path / "step_2" / "trainer", {"more.json": b"{}"}) > 0
-        saver.write(lambda: completed.append(2))
+    with CheckpointWriter(learner.world, waiting, saver=gate.saver) as writer:
+        writer.reserve(learner)
+        assert writer.copy(learner, tmp_path / "step_2" / "trainer", {"more.json": b"{}"}) > 0
+        writer.write(lambda: completed.append(2))
         train(learner, [3])
-        saver.check()
+        writer.check()
         assert not completed and not (tmp_path / "step_2" / "trainer").exists()
-        saver.copy(learner, tmp_path / "step_3" / "trainer")
+        writer.copy(learner, tmp_path / "step_3" / "trainer")
         assert completed == [2], "one at a time"
         assert waits[-1] == "the checkpoint in step_2"
-        saver.write(lambda: completed.append(3))
+        writer.write(lambda: completed.append(3))
     assert completed == [2, 3]
     checkpoint.load(again, tmp_path / "step_2" / "trainer")
     assert again.step == 2 and (tmp_path / "step_2" / "trainer" / "more.json").read_bytes() == b"{}"
@@ -418,59 +369,61 @@ def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start
     train(learner, [1, 2])
     two, three = (checkpoints.checkpoint_dir(tmp_path, step, 1) for step in (2, 3))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with checkpoint_writer.CheckpointWriter(learner.world) as saver:
-        saver.copy(learner, two / "trainer")
-        saver.write(lambda: checkpoints.complete(two, [f"trainer/{checkpoint.checksum_file(0)}"]))
+    with CheckpointWriter(learner.world, saver=SaverHere) as writer:
+        writer.copy(learner, two / "trainer")
+        writer.write(lambda: checkpoints.complete(two, [f"trainer/{saver.checksum_file(0)}"]))
         train(learner, [3])
-        saver.copy(learner, three / "trainer")
+        writer.copy(learner, three / "trainer")
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-            saver.write(lambda: checkpoints.complete(three))
+            writer.write(lambda: checkpoints.complete(three))
             with pytest.raises(
                 RunFailed,
                 match=r"rank_0\.safetensors: File too large; the run goes on from its newest "
                 r"whole checkpoint",
             ):
                 while True:
-                    saver.check()
+                    writer.check()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert checkpoints.steps(tmp_path)[-1] == 2
         checkpoints.verify(two)
         checkpoint.load(again, two / "trainer")
         assert again.step == 2
-        saver.copy(
+        writer.copy(
             learner, three / "trainer"
         )  # what is left of the first attempt is not in the way
-        saver.write(lambda: checkpoints.complete(three, [f"trainer/{checkpoint.checksum_file(0)}"]))
+        writer.write(lambda: checkpoints.complete(three, [f"trainer/{saver.checksum_file(0)}"]))
     assert checkpoints.steps(tmp_path)[-1] == 3
     checkpoints.verify(three)
     assert not list(three.glob("*.partial"))
 
 
-def test_a_run_that_fails_or_is_ended_gives_up_the_checkpoint_on_its_way(
-    start, tmp_path, monkeypatch
-):
-    learner, _ = make_learner(manifest(), start), Gate(monkeypatch)
+def test_a_run_that_fails_or_is_ended_leaves_the_copied_checkpoint_to_its_saver(start, tmp_path):
+    learner, again = (make_learner(manifest(), start) for _ in range(2))
 
     def ended(what, deadline_s, behind_s):
-        if "step_1" in what:
+        if "step_" in what:
             raise SystemExit(143)  # as SIGTERM does
         return nullcontext()
 
-    for error, work in [
-        (ZeroDivisionError, lambda saver: 1 / 0),
-        (SystemExit, checkpoint_writer.CheckpointWriter.wait),
+    for step, error, work in [
+        (1, ZeroDivisionError, lambda writer: 1 / 0),
+        (2, SystemExit, CheckpointWriter.wait),
     ]:
-        with (
-            pytest.raises(error),
-            checkpoint_writer.CheckpointWriter(learner.world, ended) as saver,
-        ):
-            saver.copy(learner, tmp_path / "step_1" / "trainer")
-            saver.write()
-            work(saver)
-        assert not (tmp_path / "step_1" / "trainer").exists()
-        assert not [thread for thread in threading.enumerate() if "step_1" in thread.name]
+        train(learner, [step])
+        memory = SHARED_MEMORY / f"{saves_prefix(tmp_path / 'run-1')}{step}"
+        folder = checkpoints.checkpoint_dir(tmp_path, step, 1)
+        with pytest.raises(error), CheckpointWriter(learner.world, ended, memory) as writer:
+            writer.copy(learner, folder / "trainer")
+            writer.write(completion=saver.Completion(str(tmp_path), "rl", 1, 2))
+            work(writer)
+        if (process := writer._saver._process) is not None:
+            saver._end(process)
+        assert not memory.exists()
+        checkpoints.verify(folder)
+    checkpoint.load(again, folder / "trainer")
+    assert_same(state_of(again), state_of(learner))
 
 
 def test_a_host_without_memory_for_the_copy_ends_the_run_at_its_first_step(start, monkeypatch):
@@ -481,19 +434,19 @@ def test_a_host_without_memory_for_the_copy_ends_the_run_at_its_first_step(start
             RunFailed,
             match=r"in this rank's copy take 0\.0 GB of host memory, of which 0\.0 GB are left",
         ),
-        checkpoint_writer.CheckpointWriter(learner.world) as saver,
+        CheckpointWriter(learner.world) as writer,
     ):
-        saver.reserve(learner)
+        writer.reserve(learner)
         while True:
-            saver.check()
+            writer.check()
 
 
 @pytest.mark.parametrize(("hosts", "fits"), [([7, 7, 8], False), ([7, 9, 8], True)])
 def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
     """Three ranks ask for 60 bytes each; their hosts have 100, and the second sees less of it."""
-    told = iter([hosts, [100, 90, 100], [60, 60, 60]])
+    told = iter([hosts, [100, 90, 100], [200, 200, 200], [60, 60, 60]])
     world = SimpleNamespace(rank=0, all_gather=lambda value: next(told))
-    copy = safetensors_file.HostCopy(torch.device("cpu"))
+    copy = safetensors_file.SharedCopy(Path("copy"), torch.device("cpu"))
     if fits:
         copy.check_room(60, world)
     else:
@@ -505,9 +458,23 @@ def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
             copy.check_room(60, world)
 
 
+def test_shared_memory_that_is_too_small_is_refused_at_the_first_step(start, monkeypatch):
+    learner = make_learner(manifest(), start)
+    monkeypatch.setattr(safetensors_file, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with (
+        pytest.raises(
+            RunFailed,
+            match=r"this rank's copy take 0\.0 GB of shared memory, of which 0\.0 GB are free in "
+            r"/dev/shm; enlarge it: `mount -o remount,size=\.\.\. /dev/shm`",
+        ),
+        CheckpointWriter(learner.world) as writer,
+    ):
+        writer.reserve(learner)
+
+
 def test_a_checkpoint_in_another_precision_is_refused_by_tensor(start, tmp_path):
     learner = make_learner(manifest(), start)
-    checkpoint_writer.save(learner, tmp_path / "trainer")
+    save_checkpoint(learner, tmp_path / "trainer")
     spec = manifest()
     dtypes = dict.fromkeys(
         ("param_dtype", "compute_dtype", "reduce_dtype"), "bfloat16"
@@ -544,19 +511,19 @@ class OfTwo:
 def second(start, tmp_path):
     """A learner, the second rank's world, and its writer, which has written step 0."""
     learner, world = make_learner(manifest(), start), OfTwo()
-    saver = checkpoint_writer.CheckpointWriter(world)
+    writer = CheckpointWriter(world, memory=tmp_path / "memory", saver=SaverHere)
     (tmp_path / "step_0" / "trainer.partial").mkdir(parents=True)  # as the first rank does
-    saver.copy(learner, tmp_path / "step_0" / "trainer")
-    saver.write(marker=tmp_path / "step_0" / "COMPLETE")
-    saver.wait()
+    writer.copy(learner, tmp_path / "step_0" / "trainer")
+    writer.write(marker=tmp_path / "step_0" / "COMPLETE")
+    writer.wait()
     world.said.clear()
-    return learner, world, saver
+    return learner, world, writer
 
 
 def test_a_rank_looks_for_the_whole_checkpoint_before_it_meets_the_first_in_a_collective(
     second, tmp_path
 ):
-    _, world, saver = second
+    _, world, writer = second
 
     @contextmanager
     def waiting(what, deadline_s, behind_s):
@@ -564,9 +531,9 @@ def test_a_rank_looks_for_the_whole_checkpoint_before_it_meets_the_first_in_a_co
         (tmp_path / "step_0" / "COMPLETE").touch()
         yield
 
-    saver._waiting = waiting
-    saver.finish()
-    saver.finish()
+    writer._waiting = waiting
+    writer.finish()
+    writer.finish()
     assert world.said == [
         ("the checkpoint in step_0", checkpoint_writer.WRITE_DEADLINE_S, heartbeat.IO_STALL_S),
         "barrier",
@@ -578,29 +545,31 @@ def test_a_rank_looks_for_the_whole_checkpoint_before_it_meets_the_first_in_a_co
 def test_a_rank_that_waits_too_long_for_the_first_says_so_and_meets_nobody(
     second, tmp_path, monkeypatch, call
 ):
-    learner, world, saver = second
+    learner, world, writer = second
     monkeypatch.setattr(checkpoint_writer, "WRITE_DEADLINE_S", 0.0)
     with pytest.raises(
         RunFailed,
         match=r"^the checkpoint in step_0: not done after 0 s; is the disk of this run "
         r"reachable, and fast",
     ):
-        saver.finish() if call == "finish" else saver.copy(learner, tmp_path / "step_2" / "trainer")
+        writer.finish() if call == "finish" else writer.copy(
+            learner, tmp_path / "step_2" / "trainer"
+        )
     assert not world.said
 
 
 def test_a_rank_that_does_not_write_its_part_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "WRITE_DEADLINE_S", 0.0)
-    (tmp_path / checkpoint.checksum_file(0)).touch()
+    monkeypatch.setattr(saver, "WRITE_DEADLINE_S", 0.0)
+    (tmp_path / saver.checksum_file(0)).touch()
     with pytest.raises(
         RunFailed, match=r"has no files of rank 1 after 0 s; see logs/trainer\.1\.log"
     ):
-        checkpoint_writer._await_checksums(tmp_path, 3, lambda: False)
+        saver._await_checksums(tmp_path, 3, lambda: True)
 
 
 def test_a_file_written_in_chunks_has_the_bytes_of_save_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_file, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(safetensors_file, "SYNC_BYTES", 128)
+    monkeypatch.setattr(saver, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(saver, "SYNC_BYTES", 128)
     tensors = {
         "b": torch.randn(3, 5),
         "a": torch.randn(7).bfloat16(),
@@ -611,13 +580,11 @@ def test_a_file_written_in_chunks_has_the_bytes_of_save_file(tmp_path, monkeypat
         "flag": torch.tensor([True, False]),
     }
     save_file(tensors, tmp_path / "one")
-    layout = safetensors_file.layout(
-        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    )
-    found = safetensors_file.write(
-        tmp_path / "other",
-        [layout.header, *(safetensors_file.content(tensors[name]) for name in layout.spans)],
-    )
+    copy = safetensors_file.SharedCopy(tmp_path / "memory" / "copy", torch.device("cpu"))
+    num_bytes = copy.fill(tensors)
+    content = (tmp_path / "memory" / "copy").read_bytes()
+    assert len(content) == num_bytes
+    found = saver.write(tmp_path / "other", [content])
     assert (tmp_path / "other").read_bytes() == (tmp_path / "one").read_bytes()
     checkpoints.note_digests(tmp_path / "note", [tmp_path / "one"])
     assert json.loads((tmp_path / "note").read_text()) == {
@@ -633,7 +600,7 @@ def test_under_adapters_only_they_are_stored_and_the_rest_is_named(tmp_path):
     )
     train(straight, [1, 2, 3])
     train(stopped, [1, 2])
-    checkpoint_writer.save(stopped, tmp_path / "trainer")
+    save_checkpoint(stopped, tmp_path / "trainer")
     checkpoint.load(resumed, tmp_path / "trainer")
     train(resumed, [3])
     assert_same(state_of(resumed), state_of(straight))
@@ -664,7 +631,7 @@ def test_adapters_go_on_over_the_weights_that_they_were_trained_on_alone(tmp_pat
         )
 
     train(first := begun(), [1, 2])
-    checkpoint_writer.save(first, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
+    save_checkpoint(first, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
     checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 2, 1))
     checkpoint.load(begun(), checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
     tensors = load_file(start / "model.safetensors")

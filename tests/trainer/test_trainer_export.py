@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_trainer_memory import MOE
-from trainer_cases import make_learner, manifest, write_start_weights
+from trainer_cases import make_learner, manifest, save_checkpoint, write_start_weights
 from trainer_rank import train
 
 from orrery.manifest.identity import canonical_json
 from orrery.models import weights
-from orrery.trainer import checkpoint_writer, export
+from orrery.trainer import export
 from orrery.trainer.checkpoint import CheckpointReader
 from orrery.wire import checkpoints
 
@@ -57,7 +57,7 @@ def run_with_checkpoints(run_dir, steps, **fields):
     for step in steps:
         train(learner, [step])
         folder = checkpoints.checkpoint_dir(run_dir, step, 1)
-        checkpoint_writer.save(learner, folder / "trainer")
+        save_checkpoint(learner, folder / "trainer")
         checkpoints.complete(folder)
     return spec, learner, run_dir
 

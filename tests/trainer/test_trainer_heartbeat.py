@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.callback import callback_handler
-from trainer_cases import make_learner, manifest, write_start_weights
+from trainer_cases import make_learner, manifest, save_checkpoint, write_start_weights
 
 from orrery.models.weights import hf_tensors
 from orrery.observe.hang_detector import STILL_S
-from orrery.trainer import assemble, checkpoint, checkpoint_writer, heartbeat
+from orrery.trainer import assemble, checkpoint, heartbeat, saver
 from orrery.trainer.checkpoint_writer import StageCheckpoints
 from orrery.trainer.loop import RlLoop
 from orrery.wire import checkpoints
@@ -124,9 +124,9 @@ def test_every_part_of_what_goes_through_files_is_progress(tmp_path, monkeypatch
         lambda: assemble.load_policy(spec.model, spec.trainer, learner.world, start)
     ) == len(hf_tensors(learner.policy.network))
     folder = checkpoints.checkpoint_dir(tmp_path, 0, 1)
-    assert parts(lambda: checkpoint_writer.save(learner, folder / "trainer")) > num_weights
+    assert parts(lambda: save_checkpoint(learner, folder / "trainer")) > num_weights
     assert parts(lambda: checkpoint.load(learner, folder / "trainer")) >= num_weights
-    checkpoints.complete(folder, [f"trainer/{checkpoint.checksum_file(0)}"])
+    checkpoints.complete(folder, [f"trainer/{saver.checksum_file(0)}"])
     monkeypatch.setattr(checkpoints, "CHUNK_BYTES", 1000)
     num_bytes = (folder / "trainer" / "rank_0.safetensors").stat().st_size
     assert parts(lambda: checkpoints.verify(folder, each=heartbeat.mark_part)) >= num_bytes / 1000

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from orrery.trainer.host_memory import available_bytes, host_block
-from orrery.trainer.safetensors_file import HostCopy
+from orrery.trainer.safetensors_file import SharedCopy
 
 GPU = torch.device("cuda", 0)
 
@@ -76,8 +76,8 @@ def test_what_cannot_be_registered_says_the_error_and_is_not_let_go_of(registere
     del block
 
 
-def test_a_checkpoints_copy_that_grows_or_goes_leaves_nothing_registered(registered):
-    copy = HostCopy(GPU)
+def test_a_checkpoints_copy_that_grows_or_goes_leaves_nothing_registered(registered, tmp_path):
+    copy = SharedCopy(tmp_path / "memory" / "copy", GPU)
     copy.reserve(5000)
     copy.reserve(50_000)
     assert list(registered.values()) == [50_000]

@@ -11,10 +11,13 @@ import numpy as np
 import torch
 from forked_roles import ForkedRole, import_before
 
+from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.models import build, weights
 from orrery.models.placement import full_tensor
+from orrery.trainer import saver
 from orrery.trainer.assemble import load_policy
+from orrery.trainer.checkpoint_writer import CheckpointWriter
 from orrery.trainer.learner import Learner
 from orrery.trainer.parallel.world import World
 from orrery.wire.columns import Columns
@@ -391,3 +394,18 @@ def run_script(
         text[-3000:] for text in (output.read_text(), *said["err"])
     )
     return [json.loads(text.splitlines()[-1]) for text in said["out"]]
+
+
+class SaverHere(saver.Saver):
+    """Saves in the thread that asks."""
+
+    def save(self) -> None:
+        if error := saver.failure(self._memory, lambda: True):
+            raise RunFailed(error)
+
+
+def save_checkpoint(learner: Learner, folder: Path) -> None:
+    """Write the state into `folder`. A collective."""
+    with CheckpointWriter(learner.world, saver=SaverHere) as writer:
+        writer.copy(learner, folder)
+        writer.write()

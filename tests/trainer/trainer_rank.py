@@ -9,8 +9,6 @@ Weights go to FOLDER/<name>.safetensors. The last line of stdout has the steps' 
 """
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from trainer_cases import (
     make_learner,
     manifest,
     rank_device,
+    save_checkpoint,
     share,
     whole_weights,
     write_start_weights,
@@ -30,11 +29,10 @@ from trainer_cases import (
 from orrery.manifest.errors import RunFailed
 from orrery.models import weights
 from orrery.models.placement import local_tensor
-from orrery.trainer import checkpoint, checkpoint_writer, safetensors_file
+from orrery.trainer import checkpoint
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel.world import World, destroy_world, init_world, make_world
 from orrery.trainer.publish import DirectPublisher
-from orrery.wire import checkpoints
 from orrery.wire.fingerprint import digest, tensor_fingerprint
 
 
@@ -59,46 +57,6 @@ def train(
             mine[0].token["advantage"][:] = float("nan")
         rows.append(learner.learn(mine, len(mine), totals, 1.0).metrics)
     return rows
-
-
-def die_in_the_middle(start: Path, run_dir: Path, after_file: str) -> None:
-    """Kill this process once its thread has written a file of step 3, or half of one."""
-    learner = make_learner(manifest(), start)
-    train(learner, [1, 2, 3])
-
-    def then_die(write):
-        def write_then_die(path: Path, *content):
-            written = write(path, *content)
-            if path.name == after_file:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return written
-
-        return write_then_die
-
-    def write_half(path: Path, buffers, stop):
-        def die_later() -> bool:
-            if path.exists() and path.stat().st_size > 20_000:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return False
-
-        return safetensors_file.write(path, buffers, die_later)
-
-    safetensors_file.CHUNK_BYTES = 4096
-    publish = checkpoint_writer.publish_folder
-
-    def publish_or_die(partial: Path, folder: Path) -> None:
-        if after_file == "step_3":
-            publish(partial, folder)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    checkpoint_writer.publish_folder = publish_or_die
-    checkpoint_writer.write = (
-        write_half if after_file == "half" else then_die(checkpoint_writer.write)
-    )
-    with checkpoint_writer.CheckpointWriter(learner.world) as saver:
-        saver.copy(learner, checkpoints.checkpoint_dir(run_dir, 3, 1) / "trainer")
-        saver.write()
-        train(learner, [4])
 
 
 class Captured:
@@ -163,7 +121,7 @@ def do(job: dict, folder: Path, world: World) -> dict:
                 if key.startswith("exp_avg/")
             ).local.view(-1)[0] = float("nan")
         if "save" in job:
-            checkpoint_writer.save(learner, Path(job["save"]))
+            save_checkpoint(learner, Path(job["save"]))
     except RunFailed as error:
         answer["error"] = str(error)
     if "compare" in job:

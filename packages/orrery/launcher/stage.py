@@ -5,11 +5,12 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,6 +240,19 @@ def end_leftovers(run_dir: Path, last: Status) -> None:
 
 def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
     return run_directory.disk_prefix(run_dir), run_directory.start_prefix(run_dir)
+
+
+def finish_saves(run_dir: Path, is_cut_short: Callable[[], bool]) -> None:
+    """Let savers of ended trainers finish on this node, and save what killed savers have left."""
+    found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
+    if not (folders := [str(path) for path in found]):
+        return
+    with open(log_path(run_dir, "trainer.0"), "ab") as log:
+        argv = [sys.executable, "-m", "orrery.trainer.saver", "finish", *folders]
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=log)
+    while process.poll() is None and not is_cut_short():
+        time.sleep(0.05)
+    process.kill()
 
 
 def remove_weights(run_dir: Path) -> None:

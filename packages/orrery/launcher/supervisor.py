@@ -38,6 +38,7 @@ from orrery.launcher.stage import (
     end_all,
     end_leftovers,
     end_strays,
+    finish_saves,
     remove_scratch,
     remove_weights,
     scratch_prefixes,
@@ -101,6 +102,7 @@ class Supervisor:
         self.scratch = scratch_prefixes(run_dir)
         if self.last is not None:
             end_leftovers(run_dir, self.last)
+        finish_saves(run_dir, lambda: bool(interrupts.received))
         self._remove_files()
         self.stage = RunningStage(job, interrupts, begin_attempt(run_dir))
         hide_memory()
@@ -170,6 +172,7 @@ class Supervisor:
         grace_s = {"done": SERVERS_END_S, "failed": FAILED_END_S}.get(outcome.state, STOPPED_END_S)
         if stuck := end_all(stage, grace_s):
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
+        outcome = self._finish_saves(outcome)
         if outcome.requeue == "ask" and allocation is not None:
             preemption.requeue(stage)  # first, as Slurm then ends this process soon
         observer.close()
@@ -177,7 +180,8 @@ class Supervisor:
         stage.metrics.close()
         end_strays(stage.processes, self.start)
         if allocation is not None:
-            allocation.clean(*self.scratch, run_directory.memory_prefix(stage.run_dir))
+            shared = run_directory.memory_prefix(stage.run_dir).removesuffix("-")
+            allocation.clean(*self.scratch, shared)  # copies for checkpoints too
         self._remove_files()
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
         with suppress(OSError):  # print the message also when the disk is full
@@ -190,6 +194,17 @@ class Supervisor:
                 why = explain_os_error(error) if isinstance(error, OSError) else repr(error)
                 stage.log(f"no receipt: {why}")
         return outcome
+
+    def _finish_saves(self, outcome: Outcome) -> Outcome:
+        """Wait for savers that have outlived their trainers, until the next Ctrl-C."""
+        stage, received = self.stage, len(self.stage.interrupts.received)
+        before = statuses.newest_checkpoint(stage.run_dir, stage.name)
+        finish_saves(stage.run_dir, lambda: len(stage.interrupts.received) > received)
+        after = statuses.newest_checkpoint(stage.run_dir, stage.name)
+        if after == before or outcome.state == "done":
+            return outcome
+        text = f"{outcome.message}; the checkpoint of step {after} was saved after that"
+        return replace(outcome, message=text)
 
     def _write_receipt(self, outcome: Outcome) -> None:
         stage, allocation = self.stage, self.job.allocation

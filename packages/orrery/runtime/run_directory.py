@@ -228,8 +228,10 @@ def whole_checkpoints(run_dir: Path, stage: str = "rl") -> list[Checkpoint]:
 # - Sockets of an engine: `<TMPDIR>/orrery-<place>-<engine>-*`. A path has at most 107 characters.
 # - The launcher removes all of these when a stage begins (on its node) and ends (on every node). An
 #   engine removes its own when it ends, and those of its killed starts when it begins.
+# - Copies for checkpoints: `/dev/shm/orrery-<id12>-<place>.saves-<rank>`, removed once saved.
 
 SHARED_MEMORY = Path("/dev/shm")
+ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
 
 
 def place(run_dir: Path) -> str:
@@ -238,6 +240,11 @@ def place(run_dir: Path) -> str:
 
 def memory_prefix(run_dir: Path) -> str:
     return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
+
+
+def saves_prefix(run_dir: Path) -> str:
+    """Return the prefix of copies for checkpoints, which outlive their trainer until saved."""
+    return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
 def role_memory_prefix(run_dir: Path, name: str) -> str:

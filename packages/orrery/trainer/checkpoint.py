@@ -36,10 +36,6 @@ FORMAT = 1
 REMEDY = "remove its step folder to go on from the checkpoint before it"
 
 
-def checksum_file(rank: int) -> str:
-    return f"rank_{rank}.sha256.json"
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -1,37 +1,36 @@
 """Write checkpoints during training, and resume from them. `checkpoint.py` describes the files.
 
-- Training waits only for the copy into host memory and for the previous checkpoint.
-- Each rank writes its files, then a checksum file, in a thread without collectives. The next step
-  raises that thread's error.
-- The first rank's thread waits for all checksum files, renames the folder, writes the marker and
+- Training waits only for the copy into shared memory and for the previous checkpoint.
+- A process of each rank writes the files, then a checksum file (`saver.py`). It finishes even if
+  the trainer is killed. Its error is raised at the next step.
+- The first rank's process waits for all checksum files, renames the folder, writes the marker and
   removes old checkpoints.
 - A step's metrics are written between `copy` and `write`, so a complete checkpoint has them.
 - Non-finite state is refused, because every attempt to resume from it would fail.
 """
 
 import json
-import logging
-import os
+import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from msgspec.structs import replace
 
 from orrery.manifest.errors import RunFailed, explain_os_error
-from orrery.manifest.publish import make_folder, publish_folder
+from orrery.manifest.publish import make_folder
 from orrery.models.placement import local_tensor
 from orrery.runtime.role_context import RoleContext
+from orrery.runtime.run_directory import SHARED_MEMORY, saves_prefix
 from orrery.runtime.timing import scaled
 from orrery.trainer import checkpoint
 from orrery.trainer.checkpoint import (
     StateTensor,
-    checksum_file,
     dtype_name,
     rng_state,
     state_header,
@@ -41,23 +40,19 @@ from orrery.trainer.heartbeat import io_stall_s, mark_part, step_stall_s
 from orrery.trainer.learner import Learner
 from orrery.trainer.optim import last_not_finite
 from orrery.trainer.parallel.world import World
-from orrery.trainer.safetensors_file import HostCopy, Stopped, write
+from orrery.trainer.safetensors_file import SharedCopy, layout
+from orrery.trainer.saver import (
+    COPY,
+    JOB,
+    WRITE_DEADLINE_S,
+    Completion,
+    SaveJob,
+    Saver,
+    partial_of,
+)
 from orrery.wire import checkpoints, nfs
 
-WRITE_DEADLINE_S = 1800.0
-ABANDON_S = 20.0
-POLL_S = 0.1
-
-Stop = Callable[[], bool]
 Waiting = Callable[[str, float, float | None], AbstractContextManager[object]]
-log = logging.getLogger(__name__)
-
-
-def save(learner: Learner, folder: Path) -> None:
-    """Write the state into `folder` and sync it. A collective."""
-    with CheckpointWriter(learner.world) as writer:
-        writer.copy(learner, folder)
-        writer.write()
 
 
 def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractContextManager:
@@ -65,17 +60,24 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """Write one rank's part of checkpoints in the background.
+    """Save one rank's part of checkpoints beside training.
 
     Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside the
     context manager `waiting(what, deadline_s, behind_s)`. Leaving the `with` block completes the
-    last checkpoint, except after an exception.
+    last checkpoint, except after an exception: then only its saver does.
     """
 
-    def __init__(self, world: World, waiting: Waiting = _no_wait):
+    def __init__(
+        self,
+        world: World,
+        waiting: Waiting = _no_wait,
+        memory: Path | None = None,
+        saver: Callable[[Path], Saver] = Saver,
+    ):
         self._world, self._waiting = world, waiting
-        self._host = HostCopy(world.device)
-        self._copied: _CopiedCheckpoint | None = None
+        self._memory = memory or SHARED_MEMORY / f"orrery.saves-{secrets.token_hex(8)}"
+        self._host, self._saver = SharedCopy(self._memory / COPY, world.device), saver(self._memory)
+        self._copied: SaveJob | None = None
         self._work: _BackgroundWork | None = None
         self._incomplete: tuple[str, Path] | None = None
 
@@ -83,66 +85,79 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finish()
-        elif self._work is not None:
-            self._work.abandon()
+        is_finished = False
+        try:
+            if kind is None:
+                self.finish()
+                is_finished = True
+        finally:
+            self._saver.close(waits=is_finished)
 
     def reserve(self, learner: Learner) -> None:
-        """Allocate host memory in the background. A collective."""
+        """Allocate shared memory in the background. A collective."""
         self.wait()
-        tensors = list(rng_state(self._world.device).values())
-        tensors += [tensor.local for tensor in state_of(learner).values() if tensor.writes]
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        state = {name: one.local for name, one in state_of(learner).items() if one.writes}
+        num_bytes = layout(state | rng_state(self._world.device)).file_bytes
         self._host.check_room(num_bytes, self._world)
-        self._work = _BackgroundWork(
-            lambda stop: self._host.reserve(num_bytes), _host_memory(num_bytes)
-        )
+        self._work = _BackgroundWork(lambda: self._host.reserve(num_bytes), _memory_of(num_bytes))
 
     def copy(
         self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None
     ) -> float:
-        """Copy the state and `files` into host memory, and return the seconds taken. A collective.
+        """Copy the state and `files` into shared memory, and return the seconds taken.
 
-        Raise RunFailed if replicas differ or a value is not finite.
+        A collective. Raise RunFailed if replicas differ or a value is not finite.
         """
         begin_s = time.monotonic()
         self._await_complete()
+        (self._memory / JOB).unlink(missing_ok=True)  # a copy that could not be saved
         _check_finite(learner)
-        partial = folder.with_name(f"{folder.name}.partial")
         if self._world.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-            make_folder(partial)
+            shutil.rmtree(partial_of(folder), ignore_errors=True)
+            make_folder(partial_of(folder))
         compare_replicas(learner.weights.values(), self._world, learner.step)
         self._world.barrier()
         state = state_of(learner).items()
         mine = {name: tensor for name, tensor in state if tensor.writes and tensor.local.numel()}
-        self._fill(
+        num_bytes = self._fill(
             {name: tensor.local for name, tensor in mine.items()} | rng_state(self._world.device)
         )
         files = dict(files or {}) | {"state.json": _json(state_header(learner))}
-        self._copied = _CopiedCheckpoint(folder, partial, _json(_index(mine)), files)
+        rank, size = self._world.rank, self._world.size
+        self._copied = SaveJob(str(folder), rank, size, num_bytes, _json(_index(mine)), files)
         return time.monotonic() - begin_s
 
-    def _fill(self, pieces: dict[str, torch.Tensor]) -> None:
-        num_bytes = sum(piece.nbytes for piece in pieces.values())
+    def _fill(self, pieces: dict[str, torch.Tensor]) -> int:
+        num_bytes = layout(pieces).file_bytes
         if not self._host.has_room(num_bytes):
-            with self._waiting(_host_memory(num_bytes), scaled(WRITE_DEADLINE_S), None):
+            with self._waiting(_memory_of(num_bytes), scaled(WRITE_DEADLINE_S), None):
                 self._host.reserve(num_bytes)
-        self._host.fill(pieces)
+        return self._host.fill(pieces)
 
     def write(
-        self, on_written: Callable[[], object] = lambda: None, marker: Path | None = None
+        self,
+        on_written: Callable[[], object] = lambda: None,
+        marker: Path | None = None,
+        completion: Completion | None = None,
     ) -> None:
-        """Write the copy in the background. The first rank calls `on_written` after the rename.
+        """Let the saver write the copy. Then the first rank calls `on_written`.
 
-        It must last create `marker` (default: the folder).
+        `marker` (default: the folder) is what the last of these two creates.
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
-        what = f"the checkpoint in {copied.folder.parent.name}"
-        self._incomplete = what, marker or copied.folder
-        self._work = _BackgroundWork(lambda stop: self._write(copied, on_written, stop), what)
+        folder, is_first = Path(copied.folder), self._world.is_first
+        job = replace(copied, completion=completion if is_first else None)
+        self._saver.offer(job)
+
+        def work() -> None:
+            self._saver.save()
+            if is_first:
+                on_written()
+
+        what = f"the checkpoint in {folder.parent.name}"
+        self._incomplete = what, marker or folder
+        self._work = _BackgroundWork(work, what)
 
     @property
     def is_idle(self) -> bool:
@@ -178,49 +193,19 @@ class CheckpointWriter:
                 if not nfs.appears(marker, deadline_s):
                     raise _too_slow(what, deadline_s)
 
-    def _write(
-        self, copied: "_CopiedCheckpoint", on_written: Callable[[], object], stop: Stop
-    ) -> None:
-        rank = self._world.rank
-        tensors, index = (
-            copied.partial / f"rank_{rank}.{suffix}" for suffix in ("safetensors", "json")
-        )
-        written = {
-            tensors.name: write(tensors, self._host.buffers(), stop),
-            index.name: write(index, [copied.index], stop),
-        }
-        checkpoints.write_note(copied.partial / checksum_file(rank), written)
-        if self._world.is_first:
-            for name, content in copied.files.items():
-                (copied.partial / name).write_bytes(content)
-            _await_checksums(copied.partial, self._world.size, stop)
-            publish_folder(copied.partial, copied.folder)
-            on_written()
-
-
-@dataclass(frozen=True)
-class _CopiedCheckpoint:
-    folder: Path
-    partial: Path
-    index: bytes
-    files: dict[str, bytes]
-
 
 class _BackgroundWork:
-    def __init__(self, work: Callable[[Stop], object], what: str):
-        self.what = what
-        self._work, self._stop = work, threading.Event()
+    def __init__(self, work: Callable[[], object], what: str):
+        self.what, self._work = what, work
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=what, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._work(self._stop.is_set)
+            self._work()
         except OSError as error:
-            self.error = RunFailed(
-                f"{explain_os_error(error)}; the run goes on from its newest whole checkpoint"
-            )
+            self.error = RunFailed(explain_os_error(error))
             self.error.__cause__ = error
         except Exception as error:
             self.error = error
@@ -233,29 +218,6 @@ class _BackgroundWork:
         self._thread.join(deadline_s)
         if not self.is_done:
             raise _too_slow(self.what, deadline_s)
-
-    def abandon(self) -> None:
-        self._stop.set()
-        self._thread.join(ABANDON_S)
-        if not self.is_done:
-            log.warning("%s: left unfinished", self.what)
-
-
-def _await_checksums(partial: Path, world_size: int, stop: Stop) -> None:
-    end_s = time.monotonic() + scaled(WRITE_DEADLINE_S)
-    while True:
-        found = set(os.listdir(partial))  # network file systems cache the absence of a name
-        missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
-        if not missing:
-            return
-        if stop():
-            raise Stopped(partial)
-        if time.monotonic() >= end_s:
-            raise RunFailed(
-                f"{partial}: has no files of rank {missing[0]} after {WRITE_DEADLINE_S:g} s; "
-                f"see logs/trainer.{missing[0]}.log"
-            )
-        time.sleep(POLL_S)
 
 
 def _check_finite(learner: Learner) -> None:
@@ -320,8 +282,8 @@ def _too_slow(what: str, deadline_s: float) -> RunFailed:
     )
 
 
-def _host_memory(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB of host memory for checkpoints"
+def _memory_of(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB of shared memory for checkpoints"
 
 
 def _json(content: dict[str, Any]) -> bytes:
@@ -339,7 +301,8 @@ class StageCheckpoints:
 
     def __init__(self, ctx: RoleContext, learner: Learner, stage: str, beside: str | None = None):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
-        self._writer = CheckpointWriter(learner.world, ctx.health.waiting)
+        memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}"
+        self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 
     def __enter__(self) -> Self:
         self._writer.__enter__()
@@ -368,22 +331,13 @@ class StageCheckpoints:
             return self._writer.copy(self._learner, self._folder / "trainer", files)
 
     def write(self) -> None:
-        ctx, folder = self._ctx, self._folder
-        step, num_ranks, begin_s = self._learner.step, self._learner.world.size, time.time()
-
-        def complete() -> None:
-            if self._beside is not None and not nfs.appears(folder / self._beside):
-                raise RunFailed(
-                    f"{folder}: the {self._beside} sent batch {step} without its half of the "
-                    f"checkpoint; read logs/{self._beside}.0.log"
-                )
-            notes = [f"trainer/{checkpoint.checksum_file(rank)}" for rank in range(num_ranks)]
-            checkpoints.complete(folder, notes)
-            keep = ctx.manifest.trainer.checkpoint.keep
-            checkpoints.prune(ctx.run_dir, keep, ctx.attempt, self._stage)
-            ctx.metrics.add_span("checkpoint_write", begin_s, time.time(), step=step)
-
-        self._writer.write(complete, marker=folder / checkpoints.MARKER)
+        ctx, step, begin_s = self._ctx, self._learner.step, time.time()
+        keep = ctx.manifest.trainer.checkpoint.keep
+        self._writer.write(
+            lambda: ctx.metrics.add_span("checkpoint_write", begin_s, time.time(), step=step),
+            self._folder / checkpoints.MARKER,
+            Completion(str(ctx.run_dir), self._stage, ctx.attempt, keep, self._beside),
+        )
 
     def finish(self) -> None:
         self._writer.finish()

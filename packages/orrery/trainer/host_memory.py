@@ -10,6 +10,7 @@
 
 import hashlib
 import mmap
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -107,11 +108,21 @@ class _Pages(mmap.mmap):
             self.unregister(self.address)
 
 
-def host_block(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return resident zeros u8 [num_bytes], and the CUDA error of registering them or 0."""
+def host_block(
+    num_bytes: int, device: torch.device, path: Path | None = None
+) -> tuple[Tensor, int]:
+    """Return resident zeros u8 [num_bytes], and the CUDA error of registering them or 0.
+
+    With `path` they are a new file in shared memory. Raise OSError if it does not fit.
+    """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
-    pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if path is None:
+        pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        with path.open("xb+") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a lack of room must not be SIGBUS
+            pages = _Pages(file.fileno(), num_bytes)
     # Zeroing maps the pages with many threads. Registration would map them with one.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":

@@ -17,13 +17,13 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.json_file import read_as
 from orrery.manifest.publish import sync, write_atomic
-from orrery.manifest.schema import Manifest
 from orrery.runtime.run_directory import (
     COMPLETE,
     Checkpoint,
@@ -32,6 +32,9 @@ from orrery.runtime.run_directory import (
     whole_checkpoints,
 )
 from orrery.wire import nfs
+
+if TYPE_CHECKING:
+    from orrery.manifest.schema import Manifest
 
 MARKER = COMPLETE
 FILES = "files.json"
@@ -54,7 +57,7 @@ def later_dir(checkpoint: Path, attempt: int) -> Path:
     return checkpoint / f"{LATER}.attempt_{attempt}"
 
 
-def is_due(step: int, manifest: Manifest, stage: str = "rl") -> bool:
+def is_due(step: int, manifest: "Manifest", stage: str = "rl") -> bool:
     """Return whether the stage leaves a checkpoint after `step`.
 
     RL also does after its last step. SFT exports its last weights instead.

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sync, write_atomic
-from orrery.runtime.run_directory import SHARED_MEMORY, WIRE, memory_prefix, weights_path
+from orrery.runtime.run_directory import ENLARGE, SHARED_MEMORY, WIRE, memory_prefix, weights_path
 from orrery.wire import nfs
 from orrery.wire.columns import split_header
 from orrery.wire.fingerprint import array_fingerprint, digest, tensor_fingerprint
@@ -59,9 +59,7 @@ def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> 
     where, enlarge = Path(run_dir), "free some there"
     if num_nodes == 1:
         where = SHARED_MEMORY
-        enlarge = (
-            f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
-        )
+        enlarge = ENLARGE
     needed, free = (keep + 1) * version_bytes, shutil.disk_usage(where).free
     if needed > free:
         raise OrreryError(

@@ -1,0 +1,329 @@
+"""Save a rank's copied state from shared memory to disk, in a process that outlives the trainer.
+
+    python -m orrery.trainer.saver serve MEMORY     save after each line of input
+    python -m orrery.trainer.saver finish MEMORY…   save copies that ended processes have left
+
+- MEMORY holds `copy`, which the trainer maps, and `job.json` while the copy waits to be saved.
+- All steps can be repeated. A killed process is started again by the trainer, or by the launcher.
+- After the end of the trainer it saves the copy, removes MEMORY and ends.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from orrery.manifest.errors import OrreryError, RunFailed, explain_os_error
+from orrery.manifest.publish import publish_folder, write_atomic
+from orrery.runtime.parent_watch import START
+from orrery.runtime.timing import scaled
+from orrery.wire import checkpoints, nfs
+
+COPY, JOB, LOCK = "copy", "job.json", ".lock"
+CHUNK_BYTES = 32 << 20
+SYNC_BYTES = 1 << 30
+WRITE_DEADLINE_S = 1800.0
+ORPHAN_S = 20.0  # longest wait for other ranks' files once the trainer has ended
+MAX_STARTS = 3
+POLL_S = 0.1
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """How the first rank completes the checkpoint after all ranks have saved it.
+
+    The role `beside` has written its half before.
+    """
+
+    run_dir: str
+    stage: str
+    attempt: int
+    keep: int
+    beside: str | None = None
+
+
+class SaveJob(msgspec.Struct, frozen=True):
+    """The copy of one rank. `files` and `completion` are the first rank's."""
+
+    folder: str
+    rank: int
+    world_size: int
+    num_bytes: int
+    index: bytes
+    files: dict[str, bytes]
+    completion: Completion | None = None
+
+
+def checksum_file(rank: int) -> str:
+    return f"rank_{rank}.sha256.json"
+
+
+def partial_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial")
+
+
+# The work
+
+
+def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
+    """Save the copy, if one waits. Raise RunFailed or OSError."""
+    if not (memory / JOB).exists():
+        return
+    job = msgspec.json.decode((memory / JOB).read_bytes(), type=SaveJob)
+    folder = Path(job.folder)
+    partial = partial_of(folder)
+    if is_new := _is_listed(partial):
+        _save_rank(job, memory / COPY, partial)
+        if job.rank == 0:
+            for name, content in job.files.items():
+                (partial / name).write_bytes(content)
+            _await_checksums(partial, job.world_size, has_trainer)
+            publish_folder(partial, folder)
+    elif not _is_listed(folder):
+        raise RunFailed(f"{folder}: was removed before it was saved")
+    if job.completion is not None:
+        _complete(job, job.completion, folder.parent, is_new)
+    (memory / JOB).unlink()
+
+
+def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
+    if (partial / (note := checksum_file(job.rank))).exists():
+        return  # another rank may have published these files
+    tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
+    with copy.open("rb") as file:
+        mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)
+    written = {tensors.name: write(tensors, [memoryview(mapped)])}
+    written[index.name] = write(index, [job.index])
+    checkpoints.write_note(partial / note, written)
+
+
+def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], bool]) -> None:
+    begin_s, size, grown_s = time.monotonic(), -1, time.monotonic()
+    while True:
+        found = set(os.listdir(partial))  # network file systems cache the absence of a name
+        missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
+        if not missing:
+            return
+        if (now := sum((partial / name).stat().st_size for name in found)) != size:
+            size, grown_s = now, time.monotonic()
+        limit_s, since_s = scaled(WRITE_DEADLINE_S), begin_s
+        if not has_trainer():
+            limit_s, since_s = scaled(ORPHAN_S), grown_s
+        if time.monotonic() - since_s >= limit_s:
+            raise RunFailed(
+                f"{partial}: has no files of rank {missing[0]} after {limit_s:g} s; "
+                f"see logs/trainer.{missing[0]}.log"
+            )
+        time.sleep(POLL_S)
+
+
+def _complete(job: SaveJob, completion: Completion, folder: Path, is_new: bool) -> None:
+    beside, run_dir = completion.beside, Path(completion.run_dir)
+    if beside is not None and not nfs.appears(folder / beside):
+        raise RunFailed(
+            f"{folder}: the {beside} sent the batch without its half of the checkpoint; read "
+            f"logs/{beside}.0.log"
+        )
+    if is_new or not _is_listed(folder / checkpoints.MARKER):
+        ranks = range(job.world_size)
+        checkpoints.complete(folder, [f"{Path(job.folder).name}/{checksum_file(r)}" for r in ranks])
+    checkpoints.prune(run_dir, completion.keep, completion.attempt, completion.stage)
+
+
+def _is_listed(path: Path) -> bool:
+    return nfs.appears(path, 0.0)
+
+
+def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write and sync `buffers`. Return (bytes, sha256). Remove the file on failure.
+
+    Big files are synced as they grow, because unwritten pages could fill memory.
+    """
+    digest, num_bytes, unsynced = sha256(), 0, 0
+    # Writing and hashing release the GIL, so both run in parallel.
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing,
+        path.open("wb", buffering=0) as file,
+        _removed_on_failure(path),
+    ):
+        for chunk in _chunks(buffers):
+            hashed = hashing.submit(digest.update, chunk)
+            try:
+                _write_all(file.fileno(), chunk)
+            finally:
+                hashed.result()
+            num_bytes, unsynced = num_bytes + len(chunk), unsynced + len(chunk)
+            if unsynced >= SYNC_BYTES:
+                os.fdatasync(file.fileno())
+                unsynced = 0
+        os.fsync(file.fileno())
+    return num_bytes, digest.hexdigest()
+
+
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    """On failure remove `path`, which frees space for logs, and name it in an OSError."""
+    try:
+        yield
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)
+        raise
+
+
+def _chunks(buffers: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    for buffer in buffers:
+        view = memoryview(buffer)
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
+
+
+def _write_all(file: int, chunk: memoryview) -> None:
+    while len(chunk):
+        chunk = chunk[os.write(file, chunk) :]
+
+
+# The trainer's end
+
+
+class Saver:
+    """Start the process of MEMORY, ask it to save, and leave it when the trainer ends."""
+
+    def __init__(self, memory: Path) -> None:
+        self._memory, self._is_closed = memory, False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starting = threading.Lock()  # `save` runs in a thread
+
+    def offer(self, job: SaveJob) -> None:
+        """Say that `copy` is whole. From here on the copy is saved, even if the trainer ends."""
+        write_atomic(self._memory / JOB, msgspec.json.encode(job))
+
+    def save(self) -> None:
+        """Wait until the copy is on disk. Raise RunFailed if it cannot be saved."""
+        for _ in range(MAX_STARTS):
+            with self._starting:
+                if self._is_closed:
+                    return
+                if self._process is None:
+                    self._process = _start(self._memory)
+            if answer := _ask(self._process):
+                if error := msgspec.json.decode(answer, type=str):
+                    raise RunFailed(error)
+                return
+            _end(self._process)
+            self._process = None
+        raise RunFailed(
+            f"{self._memory}: its saving process was ended {MAX_STARTS} times; see `dmesg` for "
+            f"lack of memory, then start the run again"
+        )
+
+    def close(self, waits: bool) -> None:
+        """Let the process finish and end. With `waits`, wait for that."""
+        with self._starting:
+            self._is_closed = True
+            if self._process is None:
+                if not (self._memory / JOB).exists():
+                    shutil.rmtree(self._memory, ignore_errors=True)
+                    return
+                self._process = _start(self._memory)
+        if waits:
+            _end(self._process)
+        elif self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Tell the process that its trainer has ended, and wait for its end."""
+    with suppress(BrokenPipeError), process:
+        pass
+
+
+def _start(memory: Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "orrery.trainer.saver", "serve", str(memory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        # The launcher ends all processes that have START.
+        env={name: value for name, value in os.environ.items() if name != START},
+    )
+
+
+def _ask(process: "subprocess.Popen[bytes]") -> bytes:
+    """Return the answer, or b"" if the process has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        return process.stdout.readline()
+    except (OSError, ValueError):  # ValueError: `close` was called
+        return b""
+
+
+# The process
+
+
+def serve(memory: Path, asked: IO[bytes], answers: IO[bytes]) -> None:
+    parent = os.getppid()
+    with suppress(FileNotFoundError), _locked(memory):  # without MEMORY nothing is left to save
+        while asked.readline():
+            error = failure(memory, lambda: os.getppid() == parent)
+            with suppress(OSError):
+                answers.write(msgspec.json.encode(error) + b"\n")
+                answers.flush()
+        if finish(memory):
+            shutil.rmtree(memory, ignore_errors=True)
+
+
+def finish(memory: Path) -> bool:
+    """Save a copy whose trainer has ended. Return whether none is left."""
+    if error := failure(memory, lambda: False):
+        print(f"checkpoint: {error}", file=sys.stderr, flush=True)
+    return not error
+
+
+def failure(memory: Path, has_trainer: Callable[[], bool]) -> str:
+    """Save the copy. Return the reason if that fails, or ""."""
+    try:
+        save(memory, has_trainer)
+    except OSError as error:
+        return f"{explain_os_error(error)}; the run goes on from its newest whole checkpoint"
+    except (OrreryError, msgspec.MsgspecError) as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def _locked(memory: Path) -> Iterator[Any]:
+    with (memory / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> None:
+    os.nice(10)  # writing must not slow the trainer
+    action, *folders = sys.argv[1:]
+    if action == "serve":
+        serve(Path(folders[0]), sys.stdin.buffer, sys.stdout.buffer)
+        return
+    for memory in map(Path, folders):
+        with suppress(FileNotFoundError), _locked(memory):  # a saver that still runs ends first
+            finish(memory)
+        shutil.rmtree(memory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
