@@ -129,7 +129,8 @@ def test_a_run_in_fp8_and_one_of_wide_engines_reach_the_command_line(tmp_path):
         and wide["--tensor-parallel-size"] == "1"
         and "--quantization" not in wide
     )
-    assert "--enable-expert-parallel" in wide and "--enable-expert-parallel" not in fp8
+    for flag in ("--enable-expert-parallel", "--enable-ep-weight-filter"):
+        assert flag in wide and flag not in fp8
 
 
 def test_a_gpu_engine_captures_steps_that_hold_prompts_too(tmp_path):

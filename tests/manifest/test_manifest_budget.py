@@ -218,3 +218,13 @@ def test_planning_imports_no_torch():
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_node_of_a_wide_engine_reads_its_experts_and_all_other_weights():
+    manifest = run("glm5_run")
+    found = plan_run(manifest).loading
+    prefill, decode = (found[name]["bytes"] for name in ("prefill", "decode"))
+    experts = (prefill - decode) / (1 / 2 - 1 / 8)  # engines of 2 and of 8 nodes
+    whole = 2 * count_parameters(manifest.model, manifest.trainer.lora).total
+    assert decode + experts * 7 / 8 == pytest.approx(whole)
+    assert found["trainer"]["bytes"] == pytest.approx(whole / 12)

@@ -111,7 +111,7 @@ def server_arguments(
     if manifest.transport.routed_experts:
         flags.append("--enable-return-routed-experts")
     if inference.expert_parallel:
-        flags.append("--enable-expert-parallel")
+        flags += ["--enable-expert-parallel", "--enable-ep-weight-filter"]
         arguments["--all2all-backend"] = inference.all2all_backend
     if inference.dual_batch_overlap:
         flags.append("--enable-dbo")

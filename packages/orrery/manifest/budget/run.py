@@ -79,6 +79,7 @@ class RunBudget:
     longest_step_s: float  # seconds of a step if all rollouts have the greatest length
     staleness: float
     update: dict[str, float]
+    loading: dict[str, dict[str, float]]  # of the start weights, by role
     checkpoint: dict[str, float]
     traffic_bytes: dict[str, float]  # of one step, by direction
     collective_bytes: dict[str, dict[str, float]]  # of the trainer's step, by link
@@ -113,6 +114,7 @@ def plan_run(
         longest_step_s=RunPlan(manifest, one.longest, network).pace()[0],
         staleness=staleness,
         update=one.update(),
+        loading=one.loading(),
         checkpoint=one.checkpoint(),
         traffic_bytes=one.traffic(),
         collective_bytes=one.collectives(),
@@ -297,6 +299,30 @@ class RunPlan:
         sent = replicas * whole / self.trainer.mesh.world_size
         seconds = UPDATE_S + max(received, sent) / link
         return {"bytes": replicas * whole, "seconds": seconds}
+
+    def loading(self) -> dict[str, dict[str, float]]:
+        """Return the bytes that a node reads of the start weights, and the seconds, by role.
+
+        A node reads each byte once, and its ranks share it in the page cache. Trainer ranks read
+        their slices, expert-parallel engine ranks their experts and all other weights.
+        """
+        manifest, mesh, counted = self.manifest, self.trainer.mesh, self.counted
+        is_whole = manifest.stage_before_rl == "init" and self.model.init.kind == "pretrained"
+        size = 2 if is_whole else DTYPE_BYTES[self.trainer.param_dtype]
+        ranks = min(manifest.hardware.devices_per_node, mesh.world_size)
+        shards = mesh.dp_shard * mesh.cp
+        found = {"trainer": counted.total * min(1.0, ranks / shards)}
+        experts = sum(unit.trained_experts + unit.frozen_experts for unit in counted.units)
+        shapes = {"engine": self.inference}
+        if self.inference.prefill is not None:
+            shapes = {"decode": self.inference, "prefill": self.inference.of_engine(0)}
+        for name, shape in shapes.items():
+            apart = shape.nodes_per_replica if shape.expert_parallel else 1
+            found[name] = counted.total - experts + experts / apart
+        return {
+            name: {"bytes": size * values, "seconds": size * values / FILE_BYTES}
+            for name, values in found.items()
+        }
 
     def checkpoint(self) -> dict[str, float]:
         """Return a checkpoint's bytes, the bytes of a rank, and the seconds that training waits.

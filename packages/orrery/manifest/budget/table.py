@@ -305,6 +305,9 @@ def _speed(budget: RunBudget) -> Iterator[str]:
     yield _line("longest rollouts only", f"{in_seconds(budget.longest_step_s)} a step")
     yield _line("mean staleness", f"about {budget.staleness:.1f} steps")
     yield _line("weight update", f"{in_seconds(update['seconds'])}")
+    for role, load in budget.loading.items():
+        size, time_s = _gb(load["bytes"]), in_seconds(load["seconds"])
+        yield _line(f"loading, {role} node", f"{time_s}, {size}")
     yield _line(
         "checkpoint",
         f"{_gb(checkpoint['bytes'])}, training waits {in_seconds(checkpoint['waits_s'])}, "
