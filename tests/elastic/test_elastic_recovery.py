@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from orrery.elastic.certificates import Certificates, make_authority, make_site
-from orrery.elastic.keeper import FsspecTarget, KeeperOptions, SnapshotKeeper
+from orrery.elastic.keeper import KeeperOptions, SnapshotKeeper
 from orrery.elastic.recovery import PeerSource, SnapshotServer, fetch_state
 from orrery.elastic.snapshots import (
     HEADER,
@@ -188,39 +188,9 @@ def test_a_copy_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypa
         "orrery.elastic.snapshots.shutil.disk_usage",
         lambda _: type("Usage", (), {"free": usage[2]}),
     )
-    with pytest.raises(ElasticError, match=r"^trainer.elastic.snapshots: a snapshot has"):
+    with pytest.raises(ElasticError, match=r"^trainer.elastic.snapshots: 1 of .* lower trainer"):
         copy_state(tmp_path, 1, "d", state())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_upload_resumes_and_keeps_the_newest(tmp_path, monkeypatch):
-    url = f"file://{tmp_path / 'far'}"
-    target, folder = FsspecTarget(url), tmp_path / "near"
-    written: list[str] = []
-    pipe = target._files.pipe_file
-
-    def broken(path: str, data: bytes) -> None:
-        if len(written) == 5:
-            raise OSError("the network is gone")
-        written.append(path)
-        pipe(path, data)
-
-    monkeypatch.setattr(target._files, "pipe_file", broken)
-    first = snapshot(folder, 3)
-    with pytest.raises(OSError, match="the network is gone"):
-        target.upload(first, keep=1)
-    assert target.newest() is None
-    monkeypatch.setattr(target._files, "pipe_file", lambda *a: (written.append(a[0]), pipe(*a)))
-    target.upload(first, keep=1)
-    assert len(written) == len(set(written)) == len(list(read_header(first).blocks())) + 1
-    changed = snapshot(folder, 4, theta=memoryview(b"y" * 5000))
-    target.upload(changed, keep=1)
-    header = target.newest()
-    assert header == read_header(changed)
-    verify(assemble(header, tmp_path / "again", [target]))
-    assert len(list((tmp_path / "far/blocks").iterdir())) == len(
-        {block.sha256 for block in header.blocks()}
-    )
 
 
 TRAINER = """
@@ -238,13 +208,8 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_killed_trainer_leaves_its_state_in_memory_on_disk_and_at_the_target(tmp_path):
-    options = KeeperOptions(
-        str(tmp_path / "memory"),
-        disk=str(tmp_path / "disk"),
-        target=f"file://{tmp_path / 'far'}",
-        linger_s=0.0,
-    )
+def test_a_killed_trainer_leaves_its_state_in_memory(tmp_path):
+    options = KeeperOptions(str(tmp_path / "memory"), linger_s=0.0)
     text = msgspec.json.encode(options).decode()
     # The keeper inherits stderr, so the pipe ends when the last process does.
     done = subprocess.run(
@@ -252,8 +217,6 @@ def test_a_killed_trainer_leaves_its_state_in_memory_on_disk_and_at_the_target(t
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert verify(published(tmp_path / "memory")[0]).round == 7
-    assert verify(published(tmp_path / "disk")[0]).round == 7
-    assert FsspecTarget(options.target).newest().round == 7
 
 
 def test_the_next_keeper_takes_over_and_publishes_a_copy_left_behind(tmp_path):

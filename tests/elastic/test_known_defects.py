@@ -8,9 +8,17 @@ import pytest
 from scripted_sites import HOUR_S, TERMS, ScriptedSites, call, member, results
 from store_sites import StoreSites
 
-from orrery.elastic.keeper import save
 from orrery.elastic.scripted import ScriptedEvent, ScriptedMembership
-from orrery.elastic.snapshots import copy_state, publish_copies, published, verify
+from orrery.elastic.snapshots import (
+    FolderSource,
+    assemble,
+    copy_state,
+    publish_copies,
+    published,
+    read_header,
+    remove_old,
+    verify,
+)
 from orrery.elastic.types import ElasticError, LeaseLost, OuterRound
 
 
@@ -92,16 +100,19 @@ def test_8_a_killed_save_leaves_the_newest_complete_snapshot_and_old_ones_go(tmp
         copy_state(memory, number, "d", {"theta": bytes([number]) * 9000}, block_bytes=1000)
         return publish_copies(memory, keep=2)[0]
 
+    def save(found: Path) -> None:
+        assemble(read_header(found), disk, [FolderSource(found)])
+        remove_old(disk, keep=2)
+
     for number in range(1, 4):
-        snapshot(number)
-        save(memory, disk, keep=2)
+        save(snapshot(number))
     newest = snapshot(4)
     (newest / "theta").write_bytes(bytes(9000))  # the save ends before its last rename
     with pytest.raises(ElasticError):
-        save(memory, disk, keep=2)
+        save(newest)
     assert [verify(each).round for each in published(disk)] == [2, 3]
     (newest / "theta").write_bytes(bytes([4]) * 9000)
-    save(memory, disk, keep=2)
+    save(newest)
     assert [verify(each).round for each in published(disk)] == [3, 4]
 
 

@@ -3,10 +3,11 @@
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from orrery.runtime.run_directory import SHARED_MEMORY, saves_prefix
-from orrery.trainer import saver
+from orrery.trainer import saver, uploader
 from orrery.wire import checkpoints
 
 
@@ -37,8 +38,8 @@ def folder(run_dir: Path, step: int) -> Path:
     return checkpoints.checkpoint_dir(run_dir, step, 1)
 
 
-def save_until(memory: Path, number: int) -> None:
-    """Save, and die before change `number` of the file system."""
+def die_before(number: int, work: Callable[..., object], *args: object) -> None:
+    """Work, and die before change `number` of the file system."""
     changes = 0
 
     def count(event: str, args: tuple) -> None:
@@ -50,4 +51,8 @@ def save_until(memory: Path, number: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
-    assert saver.finish(memory)
+    work(*args)
+
+
+def upload_to(url: str, run_dir: Path) -> None:
+    uploader.upload(uploader.target_of(url, run_dir, "rl"), run_dir, "rl", keep=1)

@@ -76,7 +76,7 @@ def deeds():
 )
 def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_nodes, limit_s):
     ctx, said = deeds()
-    world = SimpleNamespace(size=2, device=CPU)
+    world = SimpleNamespace(size=2, rank=0, device=CPU)
     learner = SimpleNamespace(
         step=7, world=world, logprobs=lambda token_ids: (0.0,) * len(token_ids)
     )

@@ -8,18 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 from forked_roles import import_before
-from saver_cases import content, copied, folder, offered, save_until
+from saver_cases import content, copied, die_before, folder, offered
 
 from orrery.launcher.stage import finish_saves
 from orrery.manifest.errors import RunFailed
-from orrery.runtime.run_directory import SHARED_MEMORY, saves_prefix
+from orrery.runtime.run_directory import CHECKPOINT_TARGET, SHARED_MEMORY, saves_prefix
 from orrery.trainer import saver
+from orrery.trainer.uploader import target_of
 from orrery.wire import checkpoints
 
 
@@ -51,7 +50,7 @@ def test_a_kill_before_any_change_of_a_file_leaves_a_readable_checkpoint_and_sav
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
         assert saver.finish(offered(run_dir, 1))
         memory = offered(run_dir, 2, keep=1)
-        process = context.Process(target=save_until, args=(memory, kills + 1))
+        process = context.Process(target=die_before, args=(kills + 1, saver.finish, memory))
         process.start()
         process.join(60)
         seen.add(newest(run_dir))
@@ -77,17 +76,18 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_killed_trainer_leaves_its_copy_to_the_saver(run_dir):
-    here = str(Path(__file__).parent)
+def test_a_killed_trainer_leaves_its_copy_to_the_saver_and_the_uploader(run_dir, tmp_path):
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", TRAINER, str(run_dir)],
-        env=os.environ | {"PYTHONPATH": here},
+        env=os.environ | {"PYTHONPATH": path, CHECKPOINT_TARGET: f"file://{tmp_path}/far"},
         capture_output=True,
         timeout=60,
-    )  # the saver inherits stderr, so the pipe ends when the saver does
+    )  # saver and uploader inherit stderr, so the pipe ends when they do
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert newest(run_dir) == 2
     assert not list(SHARED_MEMORY.glob(f"{saves_prefix(run_dir)}*"))
+    assert target_of(f"file://{tmp_path}/far", run_dir, "rl").newest().round == 2
 
 
 def test_a_killed_saver_is_started_again(run_dir):
@@ -101,13 +101,10 @@ def test_a_killed_saver_is_started_again(run_dir):
     one.close(waits=True)
 
 
-def test_the_next_start_waits_for_a_saver_and_saves_what_killed_savers_have_left(run_dir):
+def test_the_next_start_saves_what_killed_savers_of_several_ranks_have_left(run_dir):
     offered(run_dir, 1, rank=0, size=2)
-    memory = offered(run_dir, 1, rank=1, size=2)
-    slow = threading.Thread(target=lambda: (time.sleep(0.5), saver.finish(memory)))
-    slow.start()
-    finish_saves(run_dir, lambda: False)
-    slow.join()
+    offered(run_dir, 1, rank=1, size=2)
+    finish_saves(run_dir, "", lambda: False)
     assert newest(run_dir) == 1
     assert (folder(run_dir, 1) / "trainer" / "rank_1.safetensors").read_bytes() == content(1, 1)
     assert not list(SHARED_MEMORY.glob(f"{saves_prefix(run_dir)}*"))

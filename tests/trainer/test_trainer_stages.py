@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer_cases import GLM5, batch_columns, forked_rank, fresh_rank, manifest
+from trainer_cases import GLM5, SaverHere, batch_columns, forked_rank, fresh_rank, manifest
 
+from orrery.launcher.stage import finish_saves
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.models import build, weights
@@ -35,6 +36,7 @@ from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import Publisher
+from orrery.trainer.saver import Saver
 from orrery.trainer.sft_data import endless_order, load_examples
 from orrery.wire import checkpoints, rendezvous
 from orrery.wire.packing import pack
@@ -58,7 +60,7 @@ class Stage:
     def __init__(
         self, run_dir: Path, stage: str, num_ranks: int = 1, attempt: int = 1, fresh: bool = False
     ):
-        start = fresh_rank if fresh else forked_rank
+        self.run_dir, start = run_dir, fresh_rank if fresh else forked_rank
         options = ["--run-dir", str(run_dir), "--stage", stage, "--attempt", str(attempt)]
         self.outputs = [
             run_dir.with_name(f"{run_dir.name}.{stage}.{attempt}.{rank}.log")
@@ -82,6 +84,7 @@ class Stage:
             if rank.poll() is None:
                 rank.kill()
                 rank.wait()
+        finish_saves(self.run_dir, "", lambda: False)  # as the launcher does
 
 
 def start_run(folder: Path, spec, stages=()) -> Path:
@@ -530,6 +533,7 @@ def test_a_steps_row_is_written_before_its_checkpoint_counts(
         raise RunFailed("killed")
 
     monkeypatch.setattr(checkpoints, "complete", complete)
+    monkeypatch.setattr(Saver, "save", SaverHere.save)
 
     def train():
         with assemble_world(ctx) as world, assemble_rl(ctx, world) as loop:

@@ -1,4 +1,4 @@
-"""Keep a site's state as folders of hashed blocks, in shared memory, on disk or anywhere.
+"""Keep a state as folders of hashed blocks, in shared memory, on disk or anywhere.
 
 - A snapshot is a folder `round_N` with a file for each part, and `snapshot.json` with the sha256 of
   each block. It appears by a rename, so a reader sees a complete folder or none.
@@ -22,11 +22,12 @@ import msgspec
 
 from orrery.elastic.types import ElasticError
 from orrery.manifest.publish import make_folder, publish_folder, write_atomic
+from orrery.runtime.run_directory import ENLARGE
 
 BLOCK_BYTES = 16 << 20
 HEADER = "snapshot.json"
 _PUBLISHED = re.compile(r"round_([0-9]{9})")
-_PART = re.compile(r"[\w-][\w.-]*")
+_PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # no name leaves the folder
 Buffer = bytes | bytearray | memoryview
 
 
@@ -115,6 +116,16 @@ def check_header(header: StateSnapshot, place: str) -> None:
             )
 
 
+def check_room(folder: Path, num_bytes: int, count: int) -> None:
+    """Raise ElasticError if `count` snapshots of `num_bytes` do not fit into shared memory."""
+    if count * num_bytes > (free := shutil.disk_usage(folder).free):
+        raise ElasticError(
+            f"trainer.elastic.snapshots: {count} of {num_bytes / 1e9:.1f} GB need "
+            f"{count * num_bytes / 1e9:.1f} GB of shared memory, and {folder} has "
+            f"{free / 1e9:.1f} GB free; lower trainer.elastic.snapshots.keep, or {ENLARGE}"
+        )
+
+
 def copy_state(
     folder: Path,
     number: int,
@@ -124,13 +135,8 @@ def copy_state(
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
     """Copy the state into `folder`, to be published by another process. The trainer's only wait."""
-    num_bytes = sum(memoryview(part).nbytes for part in parts.values())
     make_folder(folder)
-    if num_bytes > (free := shutil.disk_usage(folder).free):
-        raise ElasticError(
-            f"trainer.elastic.snapshots: a snapshot has {num_bytes / 1e9:.1f} GB, and {folder} has "
-            f"{free / 1e9:.1f} GB free; free some, or lower trainer.elastic.snapshots.keep"
-        )
+    check_room(folder, sum(memoryview(part).nbytes for part in parts.values()), 1)
 
     def write(partial: Path) -> dict[str, int]:
         for name, part in parts.items():
@@ -187,7 +193,7 @@ def publish_copies(folder: Path, keep: int) -> list[Path]:
     for copied in sorted(folder.glob("round_*.copied")):
         header = msgspec.json.decode((copied / HEADER).read_bytes(), type=StateSnapshot)
         parts = {
-            name: SnapshotPart(part.num_bytes, _hashes(copied / name, header.block_bytes))
+            name: SnapshotPart(part.num_bytes, hashes(copied / name, header.block_bytes))
             for name, part in header.parts.items()
         }
         header = msgspec.structs.replace(header, parts=parts)
@@ -213,7 +219,7 @@ def verify(snapshot: Path) -> StateSnapshot:
     header = read_header(snapshot)
     for name, part in header.parts.items():
         path = snapshot / name
-        found = _hashes(path, header.block_bytes) if path.is_file() else ()
+        found = hashes(path, header.block_bytes) if path.is_file() else ()
         if found != part.blocks:
             wrong = next(
                 (i for i, (a, b) in enumerate(zip(found, part.blocks, strict=False)) if a != b),
@@ -236,6 +242,7 @@ def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]
     partial = place.with_name(f".{place.name}.{_digest_of(header)[:12]}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     for name, part in header.parts.items():
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
         with (partial / name).open("ab") as file:
             file.truncate(part.num_bytes)
     queue = _BlockQueue([b for b in header.blocks() if not _has(partial, b)])
@@ -319,7 +326,7 @@ def _has(partial: Path, block: Block) -> bool:
     return hashlib.sha256(data).hexdigest() == block.sha256
 
 
-def _hashes(path: Path, block_bytes: int) -> tuple[str, ...]:
+def hashes(path: Path, block_bytes: int) -> tuple[str, ...]:
     found = []
     with path.open("rb", buffering=0) as file:
         while data := file.read(block_bytes):

@@ -282,6 +282,31 @@ def stop(
     print(stop_run(find(word, workspace).path, load_site(workspace).slurm is not None, checkpoint))
 
 
+RESTORE_STAGE_HELP = "The stage to resume: rl or sft."
+
+
+@app.command()
+def restore(
+    word: RunWord,
+    stage: Annotated[str, typer.Option("--stage", help=RESTORE_STAGE_HELP)] = "rl",
+) -> None:
+    """Fetch the newest checkpoint from the site's checkpoint_target, after a loss of the disk."""
+    import subprocess
+
+    from orrery.launcher.runs import find
+    from orrery.launcher.site import load_site
+    from orrery.manifest.identity import find_workspace
+    from orrery.runtime.run_directory import begin
+
+    workspace = find_workspace()
+    found = find(word, workspace)
+    if not (target := load_site(workspace).roles.checkpoint_target):
+        raise OrreryError("[roles] checkpoint_target: not set in the site file; set it to fetch")
+    begin(found.path)
+    argv = [sys.executable, "-m", "orrery.trainer.uploader", "restore", target]
+    raise typer.Exit(subprocess.run([*argv, str(found.path), stage]).returncode)
+
+
 SUMMARY_HELP = "Print the result and the weights' folder of the run, or of each run of a group."
 
 

@@ -22,7 +22,7 @@ from orrery.manifest.plan import ENGINE_ROLES, ProcessPlan
 from orrery.runtime.network import INTERFACE, free_ports
 from orrery.runtime.parent_watch import LAUNCHER_PID, START
 from orrery.runtime.role_context import LOG_LEVEL, log_level
-from orrery.runtime.run_directory import log_path
+from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
@@ -251,5 +251,6 @@ def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
         TOKEN_FILE: STANDARD_INPUT,
         **({LOG_LEVEL: level} if (level := log_level()) else {}),
         SCALE: str(site.roles.deadline_scale),
+        CHECKPOINT_TARGET: site.roles.checkpoint_target,
         **site.environment,
     }

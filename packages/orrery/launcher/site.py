@@ -122,9 +122,14 @@ class Network(Record):
 
 
 class Roles(Record):
-    """Settings of all roles. `deadline_scale` multiplies deadlines (`timing.scaled`)."""
+    """Settings of all roles.
+
+    `deadline_scale` multiplies deadlines (`timing.scaled`). Complete checkpoints are copied to
+    `checkpoint_target`, a folder of fsspec.
+    """
 
     deadline_scale: PositiveFloat = 1.0
+    checkpoint_target: Annotated[str, Field(pattern=r"^([a-z0-9]+://\S+)?$")] = ""
 
 
 class Site(Record):

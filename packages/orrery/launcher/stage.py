@@ -24,6 +24,7 @@ from orrery.launcher.site import Site
 from orrery.launcher.slurm.allocation import Allocation
 from orrery.launcher.slurm.job import SlurmTask
 from orrery.launcher.status import RoleStatus, State, Status, newest_checkpoint
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.manifest.plan import StagePlan
 from orrery.observe.hang_detector import HealthView
@@ -32,7 +33,13 @@ from orrery.runtime.health import FAILED, Health, read_health
 from orrery.runtime.metrics import MetricsFile
 from orrery.runtime.parent_watch import START
 from orrery.runtime.preemption import EXIT_PREEMPTED
-from orrery.runtime.run_directory import WIRE, endpoints_dir, log_path, weights_path
+from orrery.runtime.run_directory import (
+    CHECKPOINT_TARGET,
+    WIRE,
+    endpoints_dir,
+    log_path,
+    weights_path,
+)
 
 KILLED_S = 10.0  # longest wait for the kernel to end a killed process
 # Exit codes after SIGTERM, which Slurm sends to all ranks of a step when one fails.
@@ -242,17 +249,31 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
     return run_directory.disk_prefix(run_dir), run_directory.start_prefix(run_dir)
 
 
-def finish_saves(run_dir: Path, is_cut_short: Callable[[], bool]) -> None:
-    """Let savers of ended trainers finish on this node, and save what killed savers have left."""
+def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
+    """Let savers of ended trainers finish on this node, and save what killed savers have left.
+
+    The checkpoint is copied to `target` too, unless it is "".
+    """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
-    if not (folders := [str(path) for path in found]):
+    # The first rank waits for the files of the others, so it comes last.
+    if not (folders := sorted(map(str, found), reverse=True)):
         return
+    log_path(run_dir, "trainer.0").parent.mkdir(exist_ok=True)
     with open(log_path(run_dir, "trainer.0"), "ab") as log:
         argv = [sys.executable, "-m", "orrery.trainer.saver", "finish", *folders]
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=log)
+        env = os.environ | {CHECKPOINT_TARGET: target}
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=log, env=env)
     while process.poll() is None and not is_cut_short():
         time.sleep(0.05)
     process.kill()
+
+
+def check_target(target: str) -> None:
+    """Raise OrreryError if checkpoints cannot be copied to `target`."""
+    argv = [sys.executable, "-m", "orrery.trainer.uploader", "check", target]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise OrreryError(done.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
 
 
 def remove_weights(run_dir: Path) -> None:

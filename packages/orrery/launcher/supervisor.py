@@ -35,6 +35,7 @@ from orrery.launcher.stage import (
     Job,
     Outcome,
     RunningStage,
+    check_target,
     end_all,
     end_leftovers,
     end_strays,
@@ -102,7 +103,10 @@ class Supervisor:
         self.scratch = scratch_prefixes(run_dir)
         if self.last is not None:
             end_leftovers(run_dir, self.last)
-        finish_saves(run_dir, lambda: bool(interrupts.received))
+        target = job.site.roles.checkpoint_target
+        finish_saves(run_dir, target, lambda: bool(interrupts.received))
+        if target and job.site.containers is None:
+            check_target(target)
         self._remove_files()
         self.stage = RunningStage(job, interrupts, begin_attempt(run_dir))
         hide_memory()
@@ -199,7 +203,8 @@ class Supervisor:
         """Wait for savers that have outlived their trainers, until the next Ctrl-C."""
         stage, received = self.stage, len(self.stage.interrupts.received)
         before = statuses.newest_checkpoint(stage.run_dir, stage.name)
-        finish_saves(stage.run_dir, lambda: len(stage.interrupts.received) > received)
+        target = self.job.site.roles.checkpoint_target
+        finish_saves(stage.run_dir, target, lambda: len(stage.interrupts.received) > received)
         after = statuses.newest_checkpoint(stage.run_dir, stage.name)
         if after == before or outcome.state == "done":
             return outcome

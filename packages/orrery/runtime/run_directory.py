@@ -234,6 +234,10 @@ SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
 
 
+# The folder of fsspec to which complete checkpoints are copied. Empty: none.
+CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
+
+
 def place(run_dir: Path) -> str:
     return hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
 

@@ -52,6 +52,8 @@ from orrery.trainer.saver import (
 )
 from orrery.wire import checkpoints, nfs
 
+UPLOAD_DEADLINE_S = 6 * 3600.0
+
 Waiting = Callable[[str, float, float | None], AbstractContextManager[object]]
 
 
@@ -85,13 +87,13 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        is_finished = False
         try:
             if kind is None:
                 self.finish()
-                is_finished = True
+                with self._waiting("the saver to end", scaled(UPLOAD_DEADLINE_S), None):
+                    self._saver.close(waits=True)
         finally:
-            self._saver.close(waits=is_finished)
+            self._saver.close(waits=False)
 
     def reserve(self, learner: Learner) -> None:
         """Allocate shared memory in the background. A collective."""

@@ -30,7 +30,7 @@ from orrery.elastic.membership import RoundPace
 from orrery.elastic.outer import Floats, OuterOptimizer
 from orrery.elastic.recovery import fetch_state
 from orrery.elastic.shards import ShardMap
-from orrery.elastic.snapshots import copy_state, read_header
+from orrery.elastic.snapshots import check_room, copy_state, read_header
 from orrery.elastic.types import ElasticError, LeaseLost, OuterRound, SiteMember, read_place
 from orrery.manifest.identity import commit, run_id
 from orrery.manifest.schema import Elastic
@@ -39,7 +39,7 @@ from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import SHARED_MEMORY, memory_prefix
 from orrery.runtime.timing import scaled
 from orrery.trainer.heartbeat import io_stall_s
-from orrery.trainer.host_memory import available_bytes
+from orrery.trainer.host_memory import available_bytes, host_number
 from orrery.trainer.learner import Learner
 from orrery.trainer.optim import named_state
 from orrery.trainer.site_weights import LearnerWeights, WorldRanks
@@ -187,6 +187,7 @@ class SiteTraining:
         port, is_founder = int(text or 0), place.join == place.listen
         snapshots, links_port = (f"{host}:{port + 2}", port + 2 + size) if host else ("", 0)
         self._folder = SHARED_MEMORY / f"{memory_prefix(self._ctx.run_dir)}site-{rank}"
+        self._check_room()
         self._links = PeerLinks(self._run, self._files, host, links_port, shard=rank)
         self._stack.callback(self._links.close)
         keeping = KeeperOptions(
@@ -224,6 +225,14 @@ class SiteTraining:
             )
             self._loop.rounds = self._site.membership
             self._site.membership.measured = self._links.speeds
+
+    def _check_room(self) -> None:
+        """Raise ElasticError if the snapshots of this host's ranks do not fit. A collective."""
+        hosts = self._learner.world.all_gather(host_number())
+        state = HOST_BYTES // 3 * 2 * self._weights.num_parameters  # θ and the outer momentum
+        num_bytes = state + sum(tensor.nbytes for tensor in self._inner())
+        count = (self._spec.snapshots.keep + 1) * hosts.count(host_number())
+        check_room(SHARED_MEMORY, num_bytes, count)
 
     def _join(self) -> None:
         """Join with a new id. Take the newest state from peers if this site does not hold it."""

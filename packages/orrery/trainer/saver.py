@@ -28,6 +28,7 @@ import msgspec
 from orrery.manifest.errors import OrreryError, RunFailed, explain_os_error
 from orrery.manifest.publish import publish_folder, write_atomic
 from orrery.runtime.parent_watch import START
+from orrery.runtime.run_directory import CHECKPOINT_TARGET
 from orrery.runtime.timing import scaled
 from orrery.wire import checkpoints, nfs
 
@@ -232,6 +233,8 @@ class Saver:
     def close(self, waits: bool) -> None:
         """Let the process finish and end. With `waits`, wait for that."""
         with self._starting:
+            if self._is_closed:
+                return
             self._is_closed = True
             if self._process is None:
                 if not (self._memory / JOB).exists():
@@ -277,22 +280,58 @@ def _ask(process: "subprocess.Popen[bytes]") -> bytes:
 
 
 def serve(memory: Path, asked: IO[bytes], answers: IO[bytes]) -> None:
-    parent = os.getppid()
+    parent, uploads = os.getppid(), Uploads()
     with suppress(FileNotFoundError), _locked(memory):  # without MEMORY nothing is left to save
         while asked.readline():
+            uploads.note(memory)
             error = failure(memory, lambda: os.getppid() == parent)
+            uploads.begin()
             with suppress(OSError):
                 answers.write(msgspec.json.encode(error) + b"\n")
                 answers.flush()
-        if finish(memory):
+        if finish(memory, uploads):
             shutil.rmtree(memory, ignore_errors=True)
 
 
-def finish(memory: Path) -> bool:
-    """Save a copy whose trainer has ended. Return whether none is left."""
+def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
+    """Save a copy whose trainer has ended, and upload it. Return whether none is left."""
+    uploads = uploads or Uploads()
+    uploads.note(memory)
     if error := failure(memory, lambda: False):
         print(f"checkpoint: {error}", file=sys.stderr, flush=True)
+    else:
+        (memory / COPY).unlink(missing_ok=True)  # an upload may take long
+    uploads.finish()
     return not error
+
+
+class Uploads:
+    """Uploads of complete checkpoints, by a process that reads the disk alone."""
+
+    def __init__(self) -> None:
+        self._command: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def note(self, memory: Path) -> None:
+        """Remember the stage of the job in MEMORY."""
+        with suppress(OSError):
+            job = msgspec.json.decode((memory / JOB).read_bytes(), type=SaveJob)
+            if (url := os.environ.get(CHECKPOINT_TARGET)) and (to := job.completion) is not None:
+                program = [sys.executable, "-m", "orrery.trainer.uploader", "upload", url]
+                self._command = [*program, to.run_dir, to.stage, str(to.keep)]
+
+    def begin(self) -> None:
+        """Start an upload of the newest checkpoint, unless one is running."""
+        if self._command and (self._process is None or self._process.poll() is not None):
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=2)
+
+    def finish(self) -> None:
+        """Upload what is newest, and wait."""
+        if self._process is not None:
+            self._process.wait()  # it may have missed the newest
+        self.begin()
+        if self._process is not None:
+            self._process.wait()
 
 
 def failure(memory: Path, has_trainer: Callable[[], bool]) -> str:

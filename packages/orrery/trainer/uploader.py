@@ -1,0 +1,179 @@
+"""Copy complete checkpoints to an object store or another host, and fetch the newest back.
+
+    python -m orrery.trainer.uploader check TARGET
+    python -m orrery.trainer.uploader upload TARGET RUN_DIR STAGE KEEP
+    python -m orrery.trainer.uploader restore TARGET RUN_DIR STAGE
+
+- TARGET is a folder of fsspec, such as `s3://bucket/runs`. Files lie below `<run>/<stage>`.
+- `blocks/<sha256>` is a block of a file. `round_<step>.json` lists the blocks of a checkpoint.
+- An upload writes the missing blocks, then the list. So it resumes, and a killed one leaves the
+  checkpoint before it.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from orrery.elastic.snapshots import (
+    BLOCK_BYTES,
+    HEADER,
+    Block,
+    BlockLacking,
+    FolderSource,
+    SnapshotPart,
+    StateSnapshot,
+    assemble,
+    check_header,
+    hashes,
+    snapshot_dir,
+)
+from orrery.elastic.types import ElasticError
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import publish_folder
+from orrery.runtime.run_directory import checkpoint_named, checkpoints_dir
+from orrery.wire import checkpoints
+
+FIELD = "[roles] checkpoint_target"
+FETCHED = ".fetched"
+
+
+class FsspecTarget:
+    """A folder of blocks by sha256 and of headers, on any file system of fsspec."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec  # a dependency of torch
+
+        self.name = url
+        self._files, root = fsspec.core.url_to_fs(url)
+        self._root = root.rstrip("/")
+        self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
+
+    def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
+        """Write the missing blocks, then the header. Remove all but the newest `keep`."""
+        have = self._sizes()
+        blocks = {block.sha256: block for block in header.blocks()}
+        for block in blocks.values():
+            if have.get(block.sha256) != block.size:
+                data = source.read(block)
+                if hashlib.sha256(data).hexdigest() != block.sha256:
+                    raise ElasticError(f"{source.name}: {block.part} was changed during the upload")
+                self._files.pipe_file(f"{self._root}/blocks/{block.sha256}", data)
+        name = snapshot_dir(Path(), header.round).name
+        self._files.pipe_file(f"{self._root}/{name}.json", msgspec.json.encode(header))
+        headers = self._headers()
+        for path in headers[:-keep]:
+            self._files.rm_file(path)
+        used = {b.sha256 for path in headers[-keep:] for b in self._header(path).blocks()}
+        for sha in self._sizes().keys() - used:
+            self._files.rm_file(f"{self._root}/blocks/{sha}")
+
+    def newest(self) -> StateSnapshot | None:
+        """Return the newest header that can be read."""
+        for path in reversed(self._headers()):
+            with suppress(OSError, msgspec.MsgspecError, ElasticError):
+                return self._header(path)
+        return None
+
+    def read(self, block: Block) -> bytes:
+        try:
+            found: bytes = self._files.cat_file(f"{self._root}/blocks/{block.sha256}")
+        except FileNotFoundError:
+            raise BlockLacking(block.sha256) from None
+        return found
+
+    def _headers(self) -> list[str]:
+        return sorted(self._files.glob(f"{self._root}/round_*.json"))
+
+    def _header(self, path: str) -> StateSnapshot:
+        header = msgspec.json.decode(self._files.cat_file(path), type=StateSnapshot)
+        check_header(header, path)
+        return header
+
+    def _sizes(self) -> dict[str, int]:
+        self._files.invalidate_cache()
+        listed: list[dict[str, Any]] = self._files.ls(f"{self._root}/blocks", detail=True)
+        return {each["name"].rpartition("/")[2]: each["size"] for each in listed}
+
+
+def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
+    return FsspecTarget(f"{url.rstrip('/')}/{run_dir.resolve().name}/{stage}")
+
+
+def describe(folder: Path, step: int) -> StateSnapshot:
+    """Return the header of a complete checkpoint. It reads all files."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    parts = {
+        path.relative_to(folder).as_posix(): SnapshotPart(
+            path.stat().st_size, hashes(path, BLOCK_BYTES)
+        )
+        for path in sorted(files)
+    }
+    return StateSnapshot(step, _digest(folder), BLOCK_BYTES, parts, {"checkpoint": folder.name})
+
+
+def _digest(folder: Path) -> str:
+    return hashlib.sha256((folder / checkpoints.FILES).read_bytes()).hexdigest()
+
+
+def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
+    """Upload the newest checkpoint, and then newer ones that appeared meanwhile."""
+    done = None
+    while (newest := checkpoints.latest(run_dir, stage)) not in (None, done):
+        assert newest is not None
+        folder, there = checkpoints_dir(run_dir, stage) / newest.name, target.newest()
+        if there is None or there.digest != _digest(folder):
+            target.upload(describe(folder, newest.step), FolderSource(folder), keep)
+        done = newest
+
+
+def restore(target: FsspecTarget, run_dir: Path, stage: str) -> str:
+    """Fetch the newest checkpoint. Return a sentence. Raise OrreryError if the run has one."""
+    folder = checkpoints_dir(run_dir, stage)
+    if checkpoints.latest(run_dir, stage) is not None:
+        raise OrreryError(
+            f"{folder}: has a checkpoint, which the run goes on from; remove its step folders to "
+            f"fetch the newest of {target.name}"
+        )
+    header = target.newest()
+    if header is None or checkpoint_named(str(header.facts.get("checkpoint"))) is None:
+        raise OrreryError(
+            f"{target.name}: has no checkpoint; correct {FIELD} in the site file, or start anew"
+        )
+    place = folder / str(header.facts["checkpoint"])
+    fetched = assemble(header, folder / FETCHED, [target])
+    (fetched / HEADER).unlink()
+    publish_folder(fetched, place)
+    shutil.rmtree(folder / FETCHED)
+    checkpoints.verify(place)
+    return f"{place}: fetched from {target.name}"
+
+
+def main() -> None:
+    action, url, *rest = sys.argv[1:]
+    try:
+        if action == "check":
+            FsspecTarget(url)
+            return
+        target = target_of(url, Path(rest[0]), rest[1])
+        if action == "upload":
+            os.nice(10)
+            upload(target, Path(rest[0]), rest[1], int(rest[2]))
+        else:
+            print(restore(target, Path(rest[0]), rest[1]))
+    except OrreryError as error:
+        raise SystemExit(f"error: {error}") from None
+    except (ElasticError, OSError, ImportError, ValueError, msgspec.MsgspecError) as error:
+        raise SystemExit(
+            f"error: {FIELD} {url!r}: {error or type(error).__name__}; check the address and its "
+            f"credentials, or set it to ''"
+        ) from None
+
+
+if __name__ == "__main__":
+    main()
