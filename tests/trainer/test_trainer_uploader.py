@@ -89,7 +89,7 @@ def test_a_damaged_block_is_found_and_a_run_with_a_checkpoint_takes_no_other(run
     url = f"file://{tmp_path}/far"
     upload_to(url, run_dir)
     target = uploader.target_of(url, run_dir, "rl")
-    with pytest.raises(OrreryError, match=r"checkpoints: has a checkpoint, which the run goes on"):
+    with pytest.raises(OrreryError, match=r"checkpoints: has a checkpoint, and the run resumes"):
         uploader.restore(target, run_dir, "rl")
     block = next(each for each in target.newest().blocks() if each.part.endswith("safetensors"))
     path = tmp_path / "far" / run_dir.name / "rl" / "blocks" / block.sha256

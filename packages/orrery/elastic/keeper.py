@@ -2,8 +2,8 @@
 
 python -m orrery.elastic.keeper OPTIONS    OPTIONS: `KeeperOptions` as JSON
 
-- The trainer copies its state into shared memory and writes a line to the process, which hashes
-  the copy, publishes it, and serves it to peers.
+- The trainer copies its state into shared memory and writes a line to the process. The process
+  hashes the copy, publishes it, and serves it to peers.
 - After the trainer's end it serves on for `linger_s`, or until the folder's next keeper starts.
 - Checkpoints on disk are the trainer's (`trainer/saver.py`).
 """

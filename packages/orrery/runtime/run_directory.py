@@ -247,7 +247,7 @@ def memory_prefix(run_dir: Path) -> str:
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the prefix of copies for checkpoints, which outlive their trainer until saved."""
+    """Return the prefix of copies for checkpoints. They outlive their trainer until saved."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 

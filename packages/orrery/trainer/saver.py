@@ -3,7 +3,7 @@
     python -m orrery.trainer.saver serve MEMORY     save after each line of input
     python -m orrery.trainer.saver finish MEMORY…   save copies that ended processes have left
 
-- MEMORY holds `copy`, which the trainer maps, and `job.json` while the copy waits to be saved.
+- MEMORY holds `copy`, mapped by the trainer, and `job.json` while the copy waits to be saved.
 - All steps can be repeated. A killed process is started again by the trainer, or by the launcher.
 - After the end of the trainer it saves the copy, removes MEMORY and ends.
 """
@@ -174,7 +174,7 @@ def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
 
 @contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
-    """On failure remove `path`, which frees space for logs, and name it in an OSError."""
+    """On failure remove `path`, to free space for logs, and name it in an OSError."""
     try:
         yield
     except BaseException as error:

@@ -137,7 +137,7 @@ def restore(target: FsspecTarget, run_dir: Path, stage: str) -> str:
     folder = checkpoints_dir(run_dir, stage)
     if checkpoints.latest(run_dir, stage) is not None:
         raise OrreryError(
-            f"{folder}: has a checkpoint, which the run goes on from; remove its step folders to "
+            f"{folder}: has a checkpoint, and the run resumes from it; remove its step folders to "
             f"fetch the newest of {target.name}"
         )
     header = target.newest()
