@@ -25,4 +25,16 @@
         evaluate+: { num_problems: 128 },
       },
     },
+  // One engine prefills on a node, one decodes on two nodes with a rank each, and the trainer has the fourth node.
+  reverse_text_moe_wide: self.reverse_text_moe {
+    layout+:: { engines: 2, prefill_engines: 1, devices_per_engine: 2 },
+    hardware+: { num_nodes: 4, devices_per_node: 1 },
+    inference+: {
+      nodes_per_replica: 2,
+      data_parallel: 2,
+      max_restarts: 2,
+      prefill: self.shape { nodes_per_replica: 1, data_parallel: 1, expert_parallel: false },
+    },
+    transport+: { routed_experts: true },
+  },
 })

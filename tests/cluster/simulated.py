@@ -6,6 +6,7 @@
 - `wait_until` polls. When it gives up, it prints what it waited for and Slurm's queue.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -16,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orrery.runtime.run_directory import whole_checkpoints
+
 SCRIPT = Path(__file__).with_name("cluster.sh")
+SLURM = ("snakemake", "--profile", "slurm")
 NODES = ("node1", "node2", "node3", "node4", "node5")
 
 
@@ -223,6 +227,73 @@ class Cluster:
             lambda: not self.queue() and set(self.node_states().values()) == {"idle"},
             60,
         )
+
+
+class Run:
+    """A run of the user's checkout, by name."""
+
+    def __init__(self, cluster: Cluster, name: str):
+        self.cluster, self.name = cluster, name
+
+    @property
+    def path(self) -> Path:
+        return max(
+            self.cluster.checkout.glob(f"runs/{self.name}-*"), key=lambda path: path.stat().st_mtime
+        )
+
+    def remove(self) -> None:
+        for path in self.cluster.checkout.glob(f"runs/{self.name}-*"):
+            self.cluster.run("rm", "-rf", str(path))
+
+    def start(self, *more: str, **env: str) -> Terminal:
+        return self.cluster.start(*SLURM, *more, self.name, env=env)
+
+    def status(self) -> dict:
+        try:
+            return json.loads((self.path / "status.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def rows(self, process: str) -> list[dict]:
+        path = self.path / "metrics" / f"{process}.jsonl"
+        return (
+            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            if path.exists()
+            else []
+        )
+
+    def steps(self) -> list[int]:
+        return [
+            row["step"]
+            for row in self.rows("trainer.0")
+            if "loss" in row and row.get("stage") == "rl"
+        ]
+
+    def checkpoints(self) -> list[int]:
+        return [one.step for one in whole_checkpoints(self.path)]
+
+    def is_in(self, stage: str, terminal: Terminal) -> bool:
+        if terminal.process.poll() is not None:
+            raise AssertionError(f"the run ended before {stage}\n{terminal.output[-3000:]}")
+        return self.status().get("stage") == stage and self.status().get("state") == "running"
+
+    def health(self, process: str) -> dict:
+        try:
+            return json.loads(
+                (self.path / "stages" / "rl" / "health" / f"{process}.json").read_text()
+            )
+        except (OSError, ValueError):
+            return {}
+
+    def job(self) -> str:
+        return self.status()["slurm_job"]
+
+    def receipt(self) -> dict:
+        return json.loads((self.path / "receipt.json").read_text())
+
+    def user(self, *argv: str) -> str:
+        done = self.cluster.run(*argv, check=False)
+        return done.stdout + done.stderr
 
 
 def _with(env: Mapping[str, str]) -> list[str]:

@@ -6,79 +6,11 @@ Where it can, each test finishes its run after the failure.
 import json
 import re
 import time
-from pathlib import Path
 
 import pytest
-from simulated import NODES, Cluster, Terminal
-
-from orrery.runtime.run_directory import whole_checkpoints
+from simulated import NODES, SLURM, Cluster, Run
 
 pytestmark = pytest.mark.timeout(420)
-
-SLURM = ("snakemake", "--profile", "slurm")
-
-
-class Run:
-    """A run of the user's checkout, by name."""
-
-    def __init__(self, cluster: Cluster, name: str):
-        self.cluster, self.name = cluster, name
-
-    @property
-    def path(self) -> Path:
-        return max(
-            self.cluster.checkout.glob(f"runs/{self.name}-*"), key=lambda path: path.stat().st_mtime
-        )
-
-    def start(self, *more: str, **env: str) -> Terminal:
-        return self.cluster.start(*SLURM, *more, self.name, env=env)
-
-    def status(self) -> dict:
-        try:
-            return json.loads((self.path / "status.json").read_text())
-        except (OSError, ValueError):
-            return {}
-
-    def rows(self, process: str) -> list[dict]:
-        path = self.path / "metrics" / f"{process}.jsonl"
-        return (
-            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-            if path.exists()
-            else []
-        )
-
-    def steps(self) -> list[int]:
-        return [
-            row["step"]
-            for row in self.rows("trainer.0")
-            if "loss" in row and row.get("stage") == "rl"
-        ]
-
-    def checkpoints(self) -> list[int]:
-        return [one.step for one in whole_checkpoints(self.path)]
-
-    def is_in(self, stage: str, terminal: Terminal) -> bool:
-        if terminal.process.poll() is not None:
-            raise AssertionError(f"the run ended before {stage}\n{terminal.output[-3000:]}")
-        return self.status().get("stage") == stage and self.status().get("state") == "running"
-
-    def health(self, process: str) -> dict:
-        try:
-            return json.loads(
-                (self.path / "stages" / "rl" / "health" / f"{process}.json").read_text()
-            )
-        except (OSError, ValueError):
-            return {}
-
-    def job(self) -> str:
-        return self.status()["slurm_job"]
-
-    def receipt(self) -> dict:
-        return json.loads((self.path / "receipt.json").read_text())
-
-    def user(self, *argv: str) -> str:
-        done = self.cluster.run(*argv, check=False)
-        return done.stdout + done.stderr
 
 
 @pytest.fixture
@@ -86,9 +18,9 @@ def fresh(cluster: Cluster):
     """A run before its start."""
 
     def made(name: str) -> Run:
-        for path in cluster.checkout.glob(f"runs/{name}-*"):
-            cluster.run("rm", "-rf", str(path))
-        return Run(cluster, name)
+        run = Run(cluster, name)
+        run.remove()
+        return run
 
     return made
 
