@@ -271,7 +271,6 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("manifest/render", "Render, check and hash 100 runs"),
             Line("pipeline/dry_run", "`snakemake -n reverse_text_seeds`"),
             Line("cluster/gpu_slurm", "The GPU demo as Slurm jobs on one H100, without containers"),
-            Line("cluster/wide", "Reward of a mixture trained with an engine over two nodes"),
             Line("cluster/overhead", "What jobs in containers add to the demo's local processes"),
             Line("images/build", "Build all CPU images again, packages fetched before"),
         ],

@@ -53,7 +53,7 @@ LATER_FIELDS = {
     "inference.all2all_backend": "allgather_reducescatter",
     "inference.dual_batch_overlap": False,
     "inference.environment": {},
-    "inference.expert_balancing": None,
+    "inference.max_local_prefill_tokens": 0,
     "inference.nodes_per_replica": 1,
     "inference.prefill": None,
     "model.fp8": None,

@@ -49,10 +49,10 @@ def lose_parts(cluster: Cluster, run: Run, terminal: Terminal) -> dict[str, Any]
     wait("the engine serves again", lambda: rl_rows(run, "orchestrator.0", "engine_healthy"))
     back_s = rl_rows(run, "orchestrator.0", "engine_healthy")[0]["time_s"] - killed_s
     wait("RL trains on", lambda: steps() >= CRASH_AT)
-    attempt, crashed_s = run.status()["attempt"], time.time()
+    attempt, done, crashed_s = run.status()["attempt"], max(run.steps()), time.time()
     cluster.crash(node)
     wait("Slurm starts the job again", lambda: run.status().get("attempt", 0) > attempt)
-    wait("RL trains again", lambda: steps() > CRASH_AT)
+    wait("RL trains again", lambda: steps() and max(run.steps()) > done)
     again = {role["name"]: role["node"] for role in run.status()["roles"]}
     return {
         "nodes": placed,
@@ -70,7 +70,7 @@ def seen(run: Run) -> dict[str, Any]:
         for span in run.rows("orchestrator.0.spans")
         if span["name"] == "update" and span["stage"] == "rl"
     ]
-    trained = [row for row in run.rows("trainer.0") if "routes_differ" in row]
+    trained = [row for row in run.rows("trainer.0") if row.get("routes_differ") is not None]
     return {
         "reward_before": result["before"]["reward_mean"],
         "reward_after": result["after"]["reward_mean"],
@@ -78,7 +78,7 @@ def seen(run: Run) -> dict[str, Any]:
         "updates": len(updates),
         "updates_with_requests_in_flight": sum(span["num_in_flight"] > 0 for span in updates),
         "steps_with_replayed_routes": len(trained),
-        "routes_missing": sum(row.get("routes_missing", 0) for row in trained),
+        "routes_missing": sum(row.get("routes_missing") or 0 for row in trained),
     }
 
 

@@ -29,7 +29,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 from orrery.models import build
 from orrery.models.weights import initialize, save
-from orrery.orchestrator.engines.choice import Address, EngineChoice
+from orrery.orchestrator.engines.choice import Chosen, EngineChoice
 from orrery.orchestrator.engines.pool import EnginePool
 from record import record
 
@@ -47,9 +47,9 @@ class RoundRobin(EngineChoice):
         self._next = count()
 
     @contextmanager
-    def using(self, token_ids: Any, salt: str, among: Any) -> Iterator[Address]:
+    def using(self, token_ids: Any, salt: str, among: Any) -> Iterator[Chosen]:
         places = [address for address in self.addresses if address.engine in among]
-        yield places[next(self._next) % len(places)]
+        yield Chosen(places[next(self._next) % len(places)], cached_tokens=0)
 
 
 def make_run(folder: Path) -> Manifest:

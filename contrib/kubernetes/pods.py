@@ -8,7 +8,7 @@ from typing import Any
 from orrery.inference.assemble import engine_variables, server_arguments
 from orrery.inference.kv_connectors import (
     HASH_SEED,
-    offload_config,
+    connector_config,
     routes_environment,
     transfer_environment,
 )
@@ -88,10 +88,10 @@ def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine
         proxied = behind_proxy and part == "decode"
         # A proxy reaches its engine on loopback, other callers on the pod's address.
         host, port = ("0.0.0.0", BEHIND_PROXY_PORT) if proxied else (ADDRESS, PORT)
-        tiers = offload_config(manifest, TIERS)
-        arguments = _of_any_start(server_arguments(manifest, WEIGHTS, index, host, port))
-        if tiers is not None:
-            arguments += ["--kv-transfer-config", json.dumps(tiers)]
+        arguments = server_arguments(manifest, WEIGHTS, index, host, port)
+        if (config := connector_config(manifest, index, TIERS)) is not None:
+            config.pop("engine_id", None)  # it is for one start, and a pod may start several times
+            arguments += ["--kv-transfer-config", json.dumps(config)]
         container: dict[str, Any] = {
             "name": "engine",
             "image": place.image,
@@ -114,7 +114,7 @@ def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine
             token,
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ]
-        if tiers is not None:
+        if manifest.inference.kv_offload.kind == "tiers":
             container["volumeMounts"].append({"name": "tiers", "mountPath": str(TIERS)})
             volumes.append({"name": "tiers", "emptyDir": {}})
         made.append(Engine(index, part, container, volumes))
@@ -126,15 +126,6 @@ def weights_volume(place: Place) -> dict[str, Any]:
         "name": "weights",
         "persistentVolumeClaim": {"claimName": place.claim, "readOnly": True},
     }
-
-
-def _of_any_start(arguments: list[str]) -> list[str]:
-    """Remove the `engine_id`. It is for one start, and a pod may start several times."""
-    if "--kv-transfer-config" not in arguments:
-        return arguments
-    at = arguments.index("--kv-transfer-config") + 1
-    config = {key: value for key, value in json.loads(arguments[at]).items() if key != "engine_id"}
-    return [*arguments[:at], json.dumps(config), *arguments[at + 1 :]]
 
 
 def _environment(manifest: Manifest) -> list[dict[str, Any]]:

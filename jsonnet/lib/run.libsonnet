@@ -87,6 +87,8 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
     nodes_per_replica: 1,
     // prefill engines have the shape of the others, or their own: prefill: self.shape { data_parallel: 8 }
     prefill: null,
+    // prompts that lack more tokens than this in a decode engine's cache go to a prefill engine
+    max_local_prefill_tokens: 0,
     local engine = self,
     shape:: {
       nodes_per_replica: engine.nodes_per_replica,
@@ -99,12 +101,10 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
       enforce_eager: engine.enforce_eager,
       all2all_backend: engine.all2all_backend,
       dual_batch_overlap: engine.dual_batch_overlap,
-      expert_balancing: engine.expert_balancing,
       environment: engine.environment,
     },
     all2all_backend: 'allgather_reducescatter',
     dual_batch_overlap: false,
-    expert_balancing: null,
     environment: {},
     data_parallel: 1,
     tensor_parallel: run.layout.devices_per_engine / self.data_parallel,

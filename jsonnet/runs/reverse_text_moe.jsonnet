@@ -36,5 +36,6 @@
       prefill: self.shape { nodes_per_replica: 1, data_parallel: 1, expert_parallel: false },
     },
     transport+: { routed_experts: true },
+    stages+: { sft+: { num_steps: 70 } },
   },
 })

@@ -183,6 +183,31 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
     assert not list((run.path / "weights" / "wire").glob("*"))
 
 
+def test_an_engine_over_two_nodes_returns_routes_and_comes_back(cluster: Cluster, fresh):
+    """reverse_text_moe_wide has a node that prefills, two that decode, and one that trains."""
+    run = fresh("reverse_text_moe_wide")
+    terminal = run.start()
+
+    def trained() -> list[dict]:
+        rows = run.rows("trainer.0") if run.is_in("rl", terminal) else []
+        return [row for row in rows if row.get("routes_differ") is not None]
+
+    def wait(what: str, condition) -> None:
+        cluster.wait_until(what, condition, 180, lambda: terminal.output[-2000:])
+
+    wait("RL trains", lambda: len(trained()) >= 2)
+    nodes = {role["name"]: role["node"] for role in run.status()["roles"]}
+    assert len({nodes[name] for name in ("inference.0", "inference.1", "headless.0")}) == 3
+    cluster.on(nodes["headless.0"], "kill", "-9", str(run.health("headless.0")["pid"]))
+    events = lambda: [row.get("event") for row in run.rows("orchestrator.0")]  # noqa: E731
+    wait("the engine serves again", lambda: "engine_healthy" in events())
+    before = len(trained())
+    wait("RL trains on", lambda: len(trained()) > before + 1)
+    assert not any(row.get("routes_missing") for row in trained())
+    terminal.interrupt()
+    assert terminal.wait(60) != 0
+
+
 SOCKETS = """
 import json, sys, psutil, socket
 sys.path.insert(0, sys.argv[2])

@@ -26,6 +26,7 @@ import dynamo
 import llm_d
 from dynamo import SERVER_FLAGS, without_server_flags
 from orrery.inference.assemble import server_arguments
+from orrery.inference.kv_connectors import connector_config
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from pods import Place
@@ -204,16 +205,9 @@ def test_engines_have_the_flags_of_the_launchers_command(name):
                     for flag, value in theirs.items()
                     if flag not in ("--kv-events-config", "--disaggregation-mode")
                 }
-            if manifest.inference.prefill_replicas:
-                for each in (ours, theirs):
-                    config = json.loads(each["--kv-transfer-config"])
-                    config.pop("engine_id", None)
-                    each["--kv-transfer-config"] = config
-            if manifest.inference.kv_offload.kind == "tiers":
-                assert (
-                    json.loads(theirs.pop("--kv-transfer-config"))["kv_connector"]
-                    == "OffloadingConnector"
-                )
+            if (config := connector_config(manifest, index, Path("/tiers"))) is not None:
+                config.pop("engine_id", None)
+                assert json.loads(theirs.pop("--kv-transfer-config")) == config
             assert {flag: value for flag, value in theirs.items() if flag not in addresses} == {
                 flag: value for flag, value in ours.items() if flag not in addresses
             }
@@ -247,12 +241,6 @@ def test_vllms_own_parsers_take_every_engines_arguments():
         ("dynamo", routed("round_robin", num_replicas=25), PLACE, "Set it to at most 24"),
         ("llm_d", routed("round_robin", kv_offload=STORE), PLACE, "which does not run here"),
         (
-            "llm_d",
-            apart({"kind": "nixl"}, kv_offload=TIERS),
-            PLACE,
-            "engines that hand caches over keep none elsewhere yet",
-        ),
-        (
             "dynamo",
             run(name="qwen3_30b_a3b_16k", kv_cache_bytes=120 << 30),
             PLACE,
@@ -263,7 +251,6 @@ def test_vllms_own_parsers_take_every_engines_arguments():
         "no proxy",
         "too many",
         "store",
-        "tiers with prefill apart",
         "too large for a device",
     ],
 )

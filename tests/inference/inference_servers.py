@@ -40,7 +40,6 @@ PRELOADED = (
 EXCHANGE = {
     "all2all_backend": "allgather_reducescatter",
     "dual_batch_overlap": False,
-    "expert_balancing": None,
 }
 DENSE = {
     "family": "qwen3",

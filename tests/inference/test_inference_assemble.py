@@ -29,8 +29,8 @@ from orrery.inference.assemble import (
 )
 from orrery.inference.front import RequireToken
 from orrery.inference.kv_connectors import (
+    connect,
     lease_s,
-    offload,
     refuse_missing_rdma,
     refuse_open_interfaces,
     store_environment,
@@ -40,7 +40,7 @@ from orrery.manifest.budget.engine import MAX_GRAPH_TOKENS, graph_sizes
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
-from orrery.manifest.schema.inference import EngineShape, ExpertBalancing
+from orrery.manifest.schema.inference import EngineShape
 from orrery.runtime import network
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import Purpose, authorization
@@ -196,21 +196,18 @@ def test_vllm_takes_the_fields_of_the_exchange(make_manifest, tmp_path):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     manifest = make_manifest()
-    balancing = ExpertBalancing(num_redundant_experts=8, window_steps=100, interval_steps=300)
     ours = get_args(EngineShape.model_fields["all2all_backend"].annotation)
     assert set(ours) <= set(get_args(All2AllBackend))
     for backend in ours:
         exchange = {"expert_parallel": True, "data_parallel": 2, "all2all_backend": backend}
-        exchange |= {"dual_batch_overlap": True, "expert_balancing": balancing}
+        exchange["dual_batch_overlap"] = True
         one = manifest.model_copy(
             update={"inference": manifest.inference.model_copy(update=exchange)}
         )
         arguments = server_arguments(one, tmp_path, 0, "127.0.0.1", 1)
         parser = make_arg_parser(FlexibleArgumentParser())
         found = parser.parse_args([*arguments, *node_arguments(one.inference, 1, "h", 9)])
-        assert (found.all2all_backend, found.enable_dbo, found.enable_eplb) == (backend, True, True)
-        eplb = found.eplb_config
-        assert (eplb.num_redundant_experts, eplb.window_size, eplb.step_interval) == (8, 100, 300)
+        assert (found.all2all_backend, found.enable_dbo) == (backend, True)
         assert found.headless and found.data_parallel_rpc_port == 9
 
 
@@ -389,7 +386,7 @@ def test_engines_that_ask_for_rdma_do_not_start_without(
         else:
             (tmp_path / "manifest.json").touch()
             manifest = make_manifest(kv_offload=mooncake | {"segment_bytes": 1 << 24})
-            offload(
+            connect(
                 SimpleNamespace(
                     manifest=manifest,
                     run_dir=tmp_path,
@@ -397,7 +394,8 @@ def test_engines_that_ask_for_rdma_do_not_start_without(
                     attempt=1,
                     role="inference",
                     index=0,
-                )
+                ),
+                0,
             )
 
 

@@ -4,6 +4,7 @@ The decode engine also serves whole requests, as the reference.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import time
@@ -518,13 +519,18 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
 
 
 def test_prefill_and_decode_of_different_shapes_exchange_caches_between_their_ranks(tmp_path):
-    """One engine of two ranks prefills. One of two "nodes", with a rank each, decodes."""
+    """One engine of two ranks prefills. One of two "nodes", with a rank each, decodes.
+
+    Both have a host tier, from which the prefill engine reads prompts again. The decode engine
+    computes the few tokens of a next turn itself.
+    """
     wide = {"data_parallel": 2, "nodes_per_replica": 2, "expert_parallel": True}
     shape = {"nodes_per_replica": 1, "data_parallel": 2, "tensor_parallel": 1, "environment": {}}
     shape |= EXCHANGE
     shape |= {"expert_parallel": True, "enforce_eager": True, "kv_cache_bytes": 1 << 24}
     shape |= {"max_num_sequences": 8, "max_batched_tokens": 300}
     apart = {"prefill_replicas": 1, "prefill": shape, "kv_transfer": KINDS["nixl"]}
+    apart["kv_offload"] = {"kind": "tiers", "host_bytes": 1 << 25, "disk_bytes": 0}
     run_dir = make_run(
         tmp_path / "run", MIXTURE, 2, wide | apart | {"router": {"kind": "none"}}, True
     )
@@ -532,24 +538,41 @@ def test_prefill_and_decode_of_different_shapes_exchange_caches_between_their_ra
     parts = [("orrery.inference", 0), ("orrery.inference", 1), ("orrery.inference.headless", 0)]
     processes = [start_role(module, run_dir, index) for module, index in parts]
 
+    prompts = [np.append(PROMPT, 3 + session) for session in range(4)]
+
+    async def turn(fleet, name, prompts, **options):
+        asked = [ask(fleet, f"{name}-{i}", "0", each, **options) for i, each in enumerate(prompts)]
+        answers = await asyncio.gather(*asked)
+        for prompt, found in zip(prompts, answers, strict=True):
+            difference = our_logprobs(module, prompt, found, 1.0) - found.logprobs
+            assert np.abs(difference).max() <= 1e-4
+            told = options.get("routes_from", 0)
+            assert len(routes_of(found)) == len(prompt) + len(found.token_ids) - 1 - told
+        return answers
+
     async def scenario(fleet):
-        for turn in range(2):
-            prompts = [np.append(PROMPT, 3 + session) for session in range(4)]
-            asked = [
-                ask(fleet, f"{turn}-{session}", "0", prompt, session=f"{session}")
-                for session, prompt in enumerate(prompts)
-            ]
-            for prompt, found in zip(prompts, await asyncio.gather(*asked), strict=True):
-                difference = our_logprobs(module, prompt, found, 1.0) - found.logprobs
-                assert np.abs(difference).max() <= 1e-4
-                assert len(routes_of(found)) == len(prompt) + len(found.token_ids) - 1
-                assert (found.cached_tokens >= 192) or not turn
+        await turn(fleet, "first", prompts)
+        async with asyncio.timeout(30):  # blocks reach the tier beside the work
+            for attempt in itertools.count():
+                await fleet.engines[0]._control("/reset_prefix_cache")
+                again = await turn(fleet, f"again-{attempt}", prompts)
+                if all(found.cached_tokens >= 192 for found in again):
+                    break
+        before = (await fleet.metrics())[0]
+        assert before.external_hit_tokens_total >= 192
+        both = zip(prompts, again, strict=True)
+        longer = [np.concatenate([prompt, found.token_ids, [5, 6]]) for prompt, found in both]
+        told = len(longer[0]) - 3
+        for found in await turn(fleet, "next", longer, routes_from=told):
+            assert found.cached_tokens >= 192
+        assert (await fleet.metrics())[0].generation_tokens_total == before.generation_tokens_total
 
     try:
         urls = [
             await_published(run_dir, "inference", index, processes[index]) for index in range(2)
         ]
-        with_fleet(scenario, urls, handovers=[{}], num_ranks=[2, 2])
+        local = {"max_local_prefill_tokens": 64}
+        with_fleet(scenario, urls, handovers=[{}], num_ranks=[2, 2], **local)
     finally:
         for process in processes:
             stop(process)

@@ -29,7 +29,7 @@ SHAPE = {
     "nodes_per_replica": 1, "tensor_parallel": 1, "data_parallel": 1, "expert_parallel": False,
     "kv_cache_bytes": 1 << 28, "max_num_sequences": 8, "max_batched_tokens": 512,
     "enforce_eager": True, "all2all_backend": "allgather_reducescatter",
-    "dual_batch_overlap": False, "expert_balancing": None, "environment": {},
+    "dual_batch_overlap": False, "environment": {},
 }  # fmt: skip
 ADAPTERS = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
 SGD = {"kind": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
@@ -387,12 +387,9 @@ SENTENCES = [
         "inference.dual_batch_overlap to false",
     ),
     (
-        broken(
-            ("inference", "expert_balancing"),
-            {"num_redundant_experts": 8, "window_steps": 10, "interval_steps": 10},
-        ),
-        "inference.expert_balancing: no device has whole experts; set "
-        "inference.expert_parallel to true, or inference.expert_balancing to null",
+        broken(("inference", "max_local_prefill_tokens"), 64),
+        "inference.max_local_prefill_tokens 64 without engines that only prefill; set it to 0, or "
+        "inference.prefill_replicas to 1 or more",
     ),
     (
         broken(("inference", "prefill"), SHAPE),

@@ -49,9 +49,13 @@ REFUSED = [
         "to true or data_parallel to 1. For as many engines, set inference.num_replicas to 2",
     ),
     (
-        changed("reverse_text_smoke", **APART, inference__kv_offload=TIERS),
-        "inference.kv_offload.kind 'tiers': engines that hand caches over keep none elsewhere "
-        "yet. Set inference.kv_offload.kind to 'none', or inference.prefill_replicas to 0",
+        changed(
+            "reverse_text_smoke",
+            inference__kv_offload=STORE,
+            **APART | {"inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"}},
+        ),
+        "inference.kv_offload.kind 'mooncake': engines that hand caches over use no store. Set "
+        "inference.kv_offload.kind to 'tiers' or 'none', or inference.prefill_replicas to 0",
     ),
     (
         changed("reverse_text_moe", transport__routed_experts=True, inference__kv_offload=STORE),

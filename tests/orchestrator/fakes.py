@@ -105,7 +105,7 @@ def manifest(**orchestrator: Any) -> Manifest:
         "inference": {
             "num_replicas": 1, "prefill_replicas": 0, "nodes_per_replica": 1,
             "prefill": None, "environment": {}, "all2all_backend": "allgather_reducescatter",
-            "dual_batch_overlap": False, "expert_balancing": None,
+            "dual_batch_overlap": False, "max_local_prefill_tokens": 0,
             "tensor_parallel": 1, "data_parallel": 1, "expert_parallel": False,
             "dtype": "float32", "quantization": "none", "kv_transfer": {"kind": "none"},
             "kv_offload": {"kind": "none"}, "max_restarts": 0,

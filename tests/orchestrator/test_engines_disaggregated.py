@@ -145,20 +145,20 @@ TURN = np.arange(256)
 
 
 def chosen(choice, tokens, among=(0, 1), salt="0"):
-    with choice.using(tokens, salt, among) as address:
-        return address
+    with choice.using(tokens, salt, among) as found:
+        return found.address
 
 
 def test_a_turn_goes_where_the_last_one_is_cached_and_a_new_prompt_where_least_is_owed():
     choice = EngineChoice([1, 2])
     with choice.using(TURN, "0", [0, 1]) as first:
-        assert first == (0, 0) and choice.owed_tokens == [256, 0, 0]
+        assert first.address == (0, 0) and choice.owed_tokens == [256, 0, 0]
         with choice.using(TURN + 1000, "0", [0, 1]) as second:
-            assert second == (1, 0)
+            assert second.address == (1, 0)
             assert chosen(choice, TURN + 2000) == (1, 1)
         more = np.append(TURN, range(100))
         with choice.using(more, "0", [0, 1]) as third:
-            assert third == (0, 0)  # 100 tokens and 256 owed there, 356 tokens elsewhere
+            assert third.address == (0, 0)  # 100 tokens and 256 owed there, 356 tokens elsewhere
             assert chosen(choice, more) == (1, 0)  # 36 tokens and 356 owed, 356 tokens elsewhere
     assert choice.owed_tokens == [0, 0, 0]
     assert chosen(choice, TURN) == (0, 0) and chosen(choice, TURN + 1000) == (1, 0)
@@ -189,6 +189,35 @@ async def test_a_group_shares_one_prefill_and_each_rank_gets_its_requests():
     assert len(prefill.asked) == len(decode.asked) == 3
     assert [asked["rank"] for asked in prefill.asked] == [0, 0, 0]
     assert "rank" not in decode.asked[0]
+
+
+async def test_a_decode_engine_computes_a_short_prompt_and_the_rest_of_a_turn_itself():
+    prefill, decode = StandIn("p", WHERE), StandIn("d")
+    apart = DisaggregatedEngines([prefill, decode], [{}], max_local_prefill_tokens=64)
+    await ask(apart, "short", prompt=TURN[:64])
+    assert not prefill.asked and "kv_transfer" not in decode.asked[0]
+    await ask(apart, "long", prompt=TURN)
+    await ask(apart, "turn", prompt=np.append(TURN, range(64)))
+    await ask(apart, "long turn", prompt=np.append(TURN, range(1, 66)))
+    await ask(apart, "first of its salt", prompt=TURN + 1)
+    found = [asked["request_id"] for asked in prefill.asked]
+    assert found == ["long", "long turn", "first of its salt"]
+
+
+async def test_a_decode_engine_computes_no_prompt_whose_routes_only_a_prefill_engine_has():
+    prefill, decode = StandIn("p", WHERE), StandIn("d")
+    apart = DisaggregatedEngines([prefill, decode], [{}], max_local_prefill_tokens=64)
+    for member in range(2):  # a group whose prompt the decode engine computes
+        await ask(apart, f"short {member}", prompt=TURN[:64], routes_from=0)
+    assert not prefill.asked and [asked["routes_from"] for asked in decode.asked] == [0, 0]
+    prefill.go.clear()
+    long = (ask(apart, f"long {member}", prompt=TURN + 1, routes_from=0) for member in range(2))
+    reading = asyncio.gather(*long)  # a group whose prompt the decode engine reads
+    await asyncio.sleep(0)
+    prefill.go.set()
+    await reading
+    await ask(apart, "turn", prompt=np.append(TURN + 1, range(64)), routes_from=256)
+    assert [asked["request_id"] for asked in prefill.asked] == ["long 0", "long 1"]
 
 
 # Engines that are lost

@@ -223,7 +223,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "environment": {},
                 "all2all_backend": "allgather_reducescatter",
                 "dual_batch_overlap": False,
-                "expert_balancing": None,
+                "max_local_prefill_tokens": 0,
                 "tensor_parallel": 1,
                 "data_parallel": 1,
                 "expert_parallel": False,

@@ -19,7 +19,7 @@ from orrery.inference.assemble import (
     weights_dir,
 )
 from orrery.inference.front import INDEX
-from orrery.inference.kv_connectors import disk_folder, offload
+from orrery.inference.kv_connectors import connect, disk_folder
 from orrery.inference.patches import registry
 from orrery.runtime.role_context import role_process
 from orrery.runtime.token import run_token
@@ -43,7 +43,7 @@ def run(role: str) -> None:
         adapter = blank_adapter(ctx.run_dir, manifest, ctx.stage, ctx.name)
         weights = weights_dir(ctx.run_dir, manifest)
         arguments = server_arguments(manifest, weights, engine, ctx.host, ctx.port, adapter)
-        arguments += offload(ctx)
+        arguments += connect(ctx, engine)
         if inference.nodes_per_replica > 1:
             arguments += node_arguments(inference, part, *meeting_point(ctx, engine, part))
         registry.import_vllm(manifest.inference.enforce_eager)

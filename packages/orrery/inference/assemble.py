@@ -17,7 +17,6 @@ from safetensors.numpy import save_file
 from orrery.inference.kv_connectors import (
     refuse_missing_rdma,
     refuse_open_interfaces,
-    transfer_config,
     transfer_environment,
 )
 from orrery.inference.patches import registry
@@ -115,15 +114,6 @@ def server_arguments(
         arguments["--all2all-backend"] = inference.all2all_backend
     if inference.dual_batch_overlap:
         flags.append("--enable-dbo")
-    if (balancing := inference.expert_balancing) is not None:
-        flags.append("--enable-eplb")
-        arguments["--eplb-config"] = json.dumps(
-            {
-                "num_redundant_experts": balancing.num_redundant_experts,
-                "window_size": balancing.window_steps,
-                "step_interval": balancing.interval_steps,
-            }
-        )
     if is_cpu:
         check_cpu_shape(inference)
         arguments |= _spread(manifest) | {"--distributed-executor-backend": UNIPROC}
@@ -136,8 +126,6 @@ def server_arguments(
             flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
     if adapter is not None:
         flags += _adapter_arguments(manifest, adapter)
-    if (transfer := transfer_config(manifest, index)) is not None:
-        arguments["--kv-transfer-config"] = json.dumps(transfer)
     if not is_cpu:
         # `kv_cache_bytes` sets the cache. vLLM only checks that this share is free.
         arguments |= {"--gpu-memory-utilization": "0.05"}
@@ -218,7 +206,7 @@ def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
 
 
 def node_arguments(inference: Inference, part: int, host: str, port: int) -> list[str]:
-    """Return the arguments for the ranks on node `part` of an engine, which meet at host and port.
+    """Return the arguments for the ranks on node `part` of an engine. They meet at host and port.
 
     Only the first node has a server. All ranks have the same other arguments.
     """

@@ -1,4 +1,4 @@
-"""Check credentials in front of vllm-router, which would let any caller add engines.
+"""Check credentials in front of vllm-router. Without them any caller could add engines.
 
 - Forward the paths in `ROUTES` and the headers in `ASKED` and `PASSED` to vllm-router on loopback,
   with the credential `generate` only, and stream the answers.

@@ -2,6 +2,7 @@
 
 - Transfer: the first `prefill_replicas` engines produce blocks, the others read them. A block's
   lease outlasts any request: after its end, NIXL could send another request's cache.
+- vLLM loads from the first connector that has a request's tokens. That is the transfer.
 - Tiers: caches and routes on disk together take at most `disk_bytes`. vLLM recomputes a block that
   is unreadable, or lacks routes that must be returned.
 - `BoundedFolder` removes the least recently used files before a write. Readers expect gaps.
@@ -46,7 +47,21 @@ def lease_s(manifest: Manifest) -> int:
     return int(request_s(manifest) + scaled(LEASE_MARGIN_S))
 
 
-def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
+def connector_config(manifest: Manifest, index: int, disk: Path) -> dict[str, Any] | None:
+    """Return vLLM's config of engine `index` for transfer, tiers or both. `disk`: the tiers'."""
+    transfer, tiers = _transfer_config(manifest, index), _offload_config(manifest, disk)
+    if transfer is None or tiers is None:
+        return transfer or tiers
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": tiers["kv_load_failure_policy"],
+        "engine_id": transfer.pop("engine_id"),
+        "kv_connector_extra_config": {"connectors": [transfer, tiers]},
+    }
+
+
+def _transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     inference, transfer = manifest.inference, manifest.inference.kv_transfer
     if transfer.kind == "none":
         return None
@@ -81,7 +96,7 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 
 
 def handover(config: Any, host: str) -> dict[str, str]:
-    if config is None or config.kv_connector != "MooncakeConnector":
+    if config is None or "VLLM_MOONCAKE_BOOTSTRAP_PORT" not in os.environ:
         return {}  # NIXL's producer sends them with each answer
     return {
         "kv_engine_id": config.engine_id,
@@ -96,7 +111,7 @@ def disk_folder(ctx: RoleContext) -> Path:
     return folder / f"attempt_{ctx.attempt}" / name
 
 
-def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
+def _offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
     offload = manifest.inference.kv_offload
     if offload.kind == "none":
         return None
@@ -125,20 +140,22 @@ def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
     }
 
 
-def offload(ctx: RoleContext) -> list[str]:
+def connect(ctx: RoleContext, engine: int) -> list[str]:
     """Prepare the disk folder, the store and the variables. Return arguments for `vllm serve`."""
     disk = disk_folder(ctx)
-    config = offload_config(ctx.manifest, disk)
+    config = connector_config(ctx.manifest, engine, disk)
     if config is None:
         return []
-    os.environ["PYTHONHASHSEED"] = HASH_SEED
-    if ctx.manifest.inference.kv_offload.kind == "mooncake":
+    offload = ctx.manifest.inference.kv_offload
+    if offload.kind != "none":
+        os.environ["PYTHONHASHSEED"] = HASH_SEED
+    if offload.kind == "mooncake":
         refuse_open_interfaces("inference.kv_offload.kind 'mooncake'")
-        refuse_missing_rdma("inference.kv_offload", ctx.manifest.inference.kv_offload.protocol)
+        refuse_missing_rdma("inference.kv_offload", offload.protocol)
         store = rendezvous.await_endpoints(ctx, "kv_store", 1, scaled(STORE_DEADLINE_S))[0]
         disk.mkdir(parents=True, exist_ok=True)
         os.environ.update(store_environment(ctx.manifest, disk, store.info["rpc"]))
-    else:
+    elif offload.kind == "tiers":
         prefix = run_directory.role_memory_prefix(ctx.run_dir, ctx.name)
         config["engine_id"] = f"{prefix}{uuid.uuid4()}"  # a part of the host tier's file name
         prepare_disk(disk)

@@ -112,4 +112,5 @@ def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
 def _connector_worker() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group().connector_worker  # type: ignore[attr-defined]
+    group: Any = get_kv_transfer_group()
+    return getattr(group, "sub_connectors", [group])[0].connector_worker

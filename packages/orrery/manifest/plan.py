@@ -220,21 +220,15 @@ def check_built(manifest: Manifest) -> None:
         for shape in (inference, inference.of_engine(0)):
             check_cpu_shape(shape)
     _check_adapters(manifest)
-    if inference.prefill_replicas and inference.kv_offload.kind != "none":
+    if inference.prefill_replicas and inference.kv_offload.kind == "mooncake":
         raise OrreryError(
-            f"inference.kv_offload.kind {inference.kv_offload.kind!r}: engines that hand caches "
-            "over keep none elsewhere yet. Set inference.kv_offload.kind to 'none', or "
-            "inference.prefill_replicas to 0"
+            "inference.kv_offload.kind 'mooncake': engines that hand caches over use no store. Set "
+            "inference.kv_offload.kind to 'tiers' or 'none', or inference.prefill_replicas to 0"
         )
     if manifest.transport.routed_experts and inference.kv_offload.kind == "mooncake":
         raise OrreryError(
             "inference.kv_offload.kind 'mooncake': the store keeps no routes of experts. Set "
             "inference.kv_offload.kind to 'tiers' or 'none', or transport.routed_experts to false"
-        )
-    if any(each.expert_balancing for each in (inference, inference.of_engine(0))):
-        raise OrreryError(
-            "inference.expert_balancing: a weight update reaches experts where they were at the "
-            "start, and vLLM would have moved them. Set inference.expert_balancing to null"
         )
     most = max(inference.data_parallel, inference.of_engine(0).data_parallel)
     if inference.kv_transfer.kind == "mooncake" and most > 1:

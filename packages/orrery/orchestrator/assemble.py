@@ -57,6 +57,7 @@ async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> En
         leases=leases,
         max_samples=inference.max_num_sequences,
         num_ranks=[inference.of_engine(i).data_parallel for i in range(inference.num_replicas)],
+        max_local_prefill_tokens=inference.max_local_prefill_tokens,
     )
 
 

@@ -223,6 +223,11 @@ def _inference_misfits(inference: Inference) -> Iterator[str]:
             f"inference.kv_transfer {transfer!r} without engines that only prefill; set "
             "inference.prefill_replicas, or inference.kv_transfer.kind to 'none'"
         )
+    if not prefill and inference.max_local_prefill_tokens:
+        yield (
+            f"inference.max_local_prefill_tokens {inference.max_local_prefill_tokens} without "
+            "engines that only prefill; set it to 0, or inference.prefill_replicas to 1 or more"
+        )
 
 
 def _orchestrator_misfits(orchestrator: Orchestrator) -> Iterator[str]:

@@ -97,18 +97,6 @@ KvOffload = Annotated[
 ]
 
 
-class ExpertBalancing(Record):
-    """Copy busy experts and move experts between devices, as vLLM's EPLB does.
-
-    `num_redundant_experts`: copies over all layers' experts. vLLM moves experts every
-    `interval_steps` engine steps, by the load of the last `window_steps`.
-    """
-
-    num_redundant_experts: NonNegativeInt
-    window_steps: PositiveInt
-    interval_steps: PositiveInt
-
-
 class EngineShape(Record):
     """What engines that prefill and engines that decode may have differently.
 
@@ -132,7 +120,6 @@ class EngineShape(Record):
         "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"
     ]
     dual_batch_overlap: bool
-    expert_balancing: ExpertBalancing | None
     environment: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], str]
 
     @property
@@ -150,6 +137,8 @@ class Inference(EngineShape):
 
     - With 0 prefill replicas every engine serves whole requests.
     - `prefill`: the shape of the engines that prefill. None: that of the others.
+    - `max_local_prefill_tokens`: a decode engine computes a prompt itself if its cache lacks at
+      most so many tokens of it.
     - `quantization` "fp8": engines quantize dense layers and experts to FP8.
     - `max_restarts`: restarts of all engines within a day. One more failure ends the stage.
     """
@@ -157,6 +146,7 @@ class Inference(EngineShape):
     num_replicas: Count
     prefill_replicas: NonNegativeInt
     prefill: EngineShape | None
+    max_local_prefill_tokens: NonNegativeInt
     dtype: DType
     quantization: Literal["none", "fp8"]
     max_model_len_tokens: PositiveInt

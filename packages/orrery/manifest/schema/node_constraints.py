@@ -27,11 +27,6 @@ def span_misfits(run: "Manifest") -> Iterator[str]:
             "inference.all2all_backend to 'deepep_high_throughput' or 'deepep_low_latency', or "
             "inference.dual_batch_overlap to false"
         )
-    if inference.expert_balancing is not None and not inference.expert_parallel:
-        yield (
-            "inference.expert_balancing: no device has whole experts; set "
-            "inference.expert_parallel to true, or inference.expert_balancing to null"
-        )
     if (nodes := inference.nodes_per_replica) > 1:
         if inference.data_parallel % nodes:
             yield (

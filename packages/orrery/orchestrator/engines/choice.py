@@ -27,6 +27,13 @@ class Address(NamedTuple):
     rank: int
 
 
+class Chosen(NamedTuple):
+    """A rank, and how many of the request's tokens its cache probably has."""
+
+    address: Address
+    cached_tokens: int
+
+
 class EngineChoice:
     def __init__(self, num_ranks: Sequence[int], is_decoding: bool = False):
         """Take the number of ranks of each engine.
@@ -40,7 +47,7 @@ class EngineChoice:
         self._holders: OrderedDict[int, int] = OrderedDict()  # block → bits of its ranks
 
     @contextmanager
-    def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Address]:
+    def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Chosen]:
         """Choose a rank of the engines `among`. It owes the request's tokens in the `with` body."""
         blocks = _blocks(token_ids, salt)
         cached = self._cached_tokens(blocks)
@@ -51,9 +58,12 @@ class EngineChoice:
         self.owed_tokens[place] += owed
         self._hold(blocks, place)
         try:
-            yield self.addresses[place]
+            yield Chosen(self.addresses[place], cached[place])
         finally:
             self.owed_tokens[place] -= owed
+
+    def cached_tokens(self, token_ids: TokenIds, salt: str, address: Address) -> int:
+        return self._cached_tokens(_blocks(token_ids, salt))[self.addresses.index(address)]
 
     def holds(self, token_ids: TokenIds, salt: str, address: Address) -> None:
         """Record that a rank caches these tokens, such as a prompt with its answer."""
@@ -84,7 +94,7 @@ class EngineChoice:
 
 
 def _blocks(token_ids: TokenIds, salt: str) -> list[int]:
-    """Return a key for each whole block, which depends on the salt and all earlier tokens."""
+    """Return a key for each whole block. It depends on the salt and all earlier tokens."""
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     key, keys = hash(salt), []
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

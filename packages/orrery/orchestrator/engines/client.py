@@ -184,8 +184,8 @@ class EngineClient:
         if rank is not None or len(self._ranks.addresses) == 1:
             yield rank
             return
-        with self._ranks.using(token_ids, salt, [0]) as address:
-            yield address.rank
+        with self._ranks.using(token_ids, salt, [0]) as chosen:
+            yield chosen.address.rank
 
     async def prompt_logprobs(
         self, token_ids: Sequence[int], request_id: str, timeout_s: float

@@ -8,6 +8,7 @@
 - `choice` picks a rank of a prefill and of a decode engine, mostly those that cache earlier turns.
   A router is unfit: it drops request ids and credentials.
 - Requests with the same prompt, such as a group's, share one prefill.
+- A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
 - A cancelled request still finishes its handover, because a cut connection could leave blocks until
   their lease expires.
 - A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
@@ -23,11 +24,13 @@ from typing import Any
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
-from orrery.orchestrator.engines.choice import Address, EngineChoice
+from orrery.orchestrator.engines.choice import Address, Chosen, EngineChoice
 from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
+# Added to a salt: blocks that a decode engine certainly has, and those that it computes itself.
+ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0  # scaled
 ABORT_AGAIN_S = 0.5
@@ -63,6 +66,7 @@ class DisaggregatedEngines:
         admitted: Collection[int] | None = None,
         look: Callable[[], Awaitable[None]] = _do_not_look,
         num_ranks: Sequence[int] = (),
+        max_local_prefill_tokens: int = 0,
     ):
         """Share `engines` and `admitted` (by index, all by default) with the pool.
 
@@ -73,7 +77,7 @@ class DisaggregatedEngines:
         """
         self.engines, self.handovers = engines, list(handovers)
         self._admitted = range(len(engines)) if admitted is None else admitted
-        self._look = look
+        self._look, self._max_local_tokens = look, max_local_prefill_tokens
         self.producers, self.consumers = range(len(handovers)), range(len(handovers), len(engines))
         ranks = num_ranks or [1] * len(engines)
         self._prefill_of = EngineChoice(ranks)
@@ -98,7 +102,9 @@ class DisaggregatedEngines:
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
-        """Run `EngineClient.generate` on two engines. `cached_tokens` is the prefill engine's.
+        """Run `EngineClient.generate` on two engines, or a short prompt on a decode engine alone.
+
+        `cached_tokens` is that of the engine that computes the prompt.
 
         `session` is not used, because the prompt shows which ranks cache earlier turns.
         """
@@ -108,14 +114,43 @@ class DisaggregatedEngines:
             )
         options |= {"request_id": request_id, "max_tokens": max_tokens}
         salt, prompt = options["cache_salt"], np.asarray(token_ids)
-        with (
-            self._prefill_of.using(prompt, salt, self._serving(self.producers)) as prefill,
-            self._decode_of.using(prompt, salt, self._serving(self.consumers)) as decode,
-        ):
-            peers = self.peer(prefill), self.peer(decode)
-            found = await self._generate(*peers, token_ids, routes_from, timeout_s, options)
-        self._decode_of.holds(np.append(prompt, found.token_ids), salt, decode)
+        with self._decode_of.using(prompt, salt, self._serving(self.consumers)) as decode:
+            consumer = self.peer(decode.address)
+            if self._is_local(prompt, salt, decode, routes_from):
+                options |= consumer.at_rank(self._decode_of)
+                limits = {"routes_from": routes_from, "timeout_s": timeout_s}
+                found = await consumer.client.generate(token_ids, **options, **limits)
+            else:
+                with self._prefill_of.using(prompt, salt, self._serving(self.producers)) as prefill:
+                    peers = self.peer(prefill.address), consumer
+                    found = await self._generate(*peers, token_ids, routes_from, timeout_s, options)
+        # The last token is sampled, but not computed.
+        tokens = np.append(prompt, found.token_ids[:-1])
+        for record in (salt, salt + ARRIVED):
+            self._decode_of.holds(tokens, record, decode.address)
         return found
+
+    def _is_local(
+        self, prompt: np.ndarray, salt: str, decode: Chosen, routes_from: int | None
+    ) -> bool:
+        """Return whether the decode engine computes the prompt, and record its blocks if so.
+
+        It has no routes of tokens that it read from a prefill engine.
+        """
+        if not self._max_local_tokens:
+            return False
+        address, cached = decode
+        arrived, computed = (
+            self._decode_of.cached_tokens(prompt, salt + kind, address)
+            for kind in (ARRIVED, COMPUTED)
+        )
+        if len(prompt) - arrived > self._max_local_tokens:
+            return False
+        if routes_from is not None and cached > max(routes_from, computed):
+            return False
+        if cached <= computed:
+            self._decode_of.holds(prompt, salt + COMPUTED, address)
+        return True
 
     async def _generate(
         self,

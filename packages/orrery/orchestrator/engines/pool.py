@@ -171,14 +171,14 @@ class EnginePool:
         leases: LeaseClient | None = None,
         max_samples: int = 1,
         num_ranks: Sequence[int] = (),
+        max_local_prefill_tokens: int = 0,
     ) -> None:
         """Raise OrreryError for several engines without a router.
 
         - `restarting`: this process's context, if the launcher restarts engines.
-        - `handovers`: one per prefill engine, see `DisaggregatedEngines`. `model`: see
-          `EngineClient`.
-        - `canary`: the prompt to answer after an update. `leases`: the lease client of a direct
-          wire.
+        - `handovers` (one per prefill engine), `max_local_prefill_tokens`: see
+          `DisaggregatedEngines`. `model`: see `EngineClient`.
+        - `canary`: prompt to answer after an update. `leases`: lease client of a direct wire.
         - `max_samples`: largest number of samples in one engine request.
         - `num_ranks`: data-parallel ranks of each engine. Empty: one each.
         """
@@ -192,9 +192,9 @@ class EnginePool:
         self._token, self._model, self._canary = token, model, canary
         self._leases, self._num_ranks = leases, num_ranks or [1] * len(engine_urls)
         self.engines = [self.client(index, url) for index, url in enumerate(engine_urls)]
-        self.router = None
-        if router_url is not None:
-            self.router = RouterClient(router_url, token, "router", model)
+        self.router = (
+            None if router_url is None else RouterClient(router_url, token, "router", model)
+        )
         self.registry = EngineRegistry(len(engine_urls), START_VERSION)
         for index, incarnation in enumerate(incarnations or [0] * len(engine_urls)):
             self.registry.listens(index, incarnation)
@@ -214,8 +214,9 @@ class EnginePool:
         self.disaggregated = None
         if handovers:
             self.disaggregated = DisaggregatedEngines(
-                self.engines, handovers, self.admitted, self._look_for_losses, self._num_ranks
-            )
+                self.engines, handovers, self.admitted, self._look_for_losses,
+                self._num_ranks, max_local_prefill_tokens,
+            )  # fmt: skip
 
     def client(self, index: int, url: str) -> EngineClient:
         ranks = self._num_ranks[index]
