@@ -1,6 +1,6 @@
 """Train at one site, and sample there and at three sites that come and go, with a liar among them.
 
-    python benchmarks/elastic/guests.py              # about 8 minutes on two quiet cores
+    python benchmarks/elastic/guests.py              # about 6 minutes on two quiet cores
     python benchmarks/elastic/guests.py --steps 6    # a try, without a record
 
 - Each site is a process of `orrery lend` with a vLLM engine, on loopback. In turn one is killed and
@@ -224,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lie", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()

@@ -52,6 +52,7 @@ WEIGHTS_PATH = "/weights"
 READ_S = 60.0  # longest time to send a message
 MAX_OPEN = 4  # requests of a site at a time
 TEND_S = 0.2
+PUBLISH_S = 30.0  # longest wait for a snapshot to be hashed
 LINGER_S = 5.0  # the snapshots' server and the door, after the last batch
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,12 @@ def engine_release() -> dict[str, str]:
     return found if len(found) > 1 else {}
 
 
+def newest_version(folder: Path) -> int:
+    """Return the number of the newest snapshot, or −1."""
+    newest = next(reversed(published(folder)), None)
+    return -1 if newest is None else int(newest.name.rpartition("_")[2])
+
+
 class Verifier:
     """The child process that recomputes log-probs, one request at a time."""
 
@@ -77,9 +84,13 @@ class Verifier:
     async def __call__(
         self, version: int, prompt: np.ndarray, token_ids: np.ndarray, temperature: float
     ) -> Recomputed:
-        """Raise RunFailed if the process has ended."""
-        folder = str(snapshot_dir(self._folder, version))
-        request = Recompute(folder, prompt.tobytes(), token_ids.tobytes(), temperature)
+        """Wait for the version's snapshot. Raise RunFailed if the process has ended."""
+        folder, end_s = snapshot_dir(self._folder, version), time.monotonic() + PUBLISH_S
+        while not folder.is_dir() and version > newest_version(self._folder):
+            if time.monotonic() > end_s:
+                return Recomputed()
+            await asyncio.sleep(TEND_S)
+        request = Recompute(str(folder), prompt.tobytes(), token_ids.tobytes(), temperature)
         async with self._lock:
             assert self._process is not None
             ends, answers = self._process.stdin, self._process.stdout
@@ -266,21 +277,16 @@ class GuestHost:
         )
         self._keeper.copied()
 
-    def _newest(self) -> Path | None:
-        return next(reversed(published(self._folder)), None)
-
     def _newest_header(self) -> bytes | None:
-        newest = self._newest()
-        return None if newest is None else (newest / HEADER).read_bytes()
+        version = newest_version(self._folder)
+        return None if version < 0 else (snapshot_dir(self._folder, version) / HEADER).read_bytes()
 
     async def _tend(self) -> None:
         try:
             while True:
                 await asyncio.sleep(TEND_S)
                 self.pool.expire(time.monotonic())
-                if (newest := self._newest()) is None:
-                    continue
-                version = int(newest.name.rpartition("_")[2])
+                version = newest_version(self._folder)
                 if version > self.pool.registry.wanted:
                     self.pool.want(version, self._digests[version])
                     self._write_row(version)
