@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.elastic.loop import OuterLoop
-from orrery.elastic.outer import Floats, OuterOptimizer
+from orrery.elastic.outer import Floats, Fragment, OuterOptimizer
 from orrery.elastic.snapshots import copy_state
 from orrery.elastic.types import Epoch, OuterRound, SiteMember
 from record import record
@@ -51,10 +51,10 @@ class Alone:
     def __init__(self) -> None:
         self.values = np.random.default_rng(1).standard_normal(SAMPLE, dtype=np.float32)
 
-    def parts(self) -> Iterator[tuple[slice, Floats]]:
+    def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
         yield slice(0, SAMPLE), self.values
 
-    def write(self, values: Floats) -> None:
+    def write(self, values: Floats, within: Fragment | None = None) -> None:
         self.values[:] = values
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:

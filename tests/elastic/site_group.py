@@ -1,14 +1,14 @@
 """Sites in the threads of one process: a membership and an exchange without sockets or clocks."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from orrery.elastic.loop import OuterLoop, RoundRow
-from orrery.elastic.outer import Floats, OuterOptimizer, weighted_mean
+from orrery.elastic.outer import Floats, Fragment, OuterOptimizer, is_within, weighted_mean
 from orrery.elastic.types import Epoch, OuterRound, SiteMember
 
 NESTEROV = OuterOptimizer(0.7, 0.9, True)
@@ -24,14 +24,16 @@ class ArrayWeights:
         self._names = sorted(arrays.keys() - set(frozen))
         self.num_parameters = sum(arrays[name].size for name in self._names)
 
-    def parts(self) -> Iterator[tuple[slice, Floats]]:
+    def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
         begin = 0
         for name in self._names:
             values = self.arrays[name].ravel()
-            yield slice(begin, begin := begin + values.size), values
+            part = slice(begin, begin := begin + values.size)
+            if is_within(part, within):
+                yield part, values
 
-    def write(self, values: Floats) -> None:
-        for part, own in self.parts():
+    def write(self, values: Floats, within: Fragment | None = None) -> None:
+        for part, own in self.parts(within):
             own[:] = values[part]
 
 
@@ -74,8 +76,11 @@ class GroupSite:
     def id(self) -> str:
         return self._group.epoch.members[self.rank].id
 
-    def loop(self, optimizer: OuterOptimizer, weights: ArrayWeights) -> OuterLoop:
-        return OuterLoop(optimizer, weights, self, self.exchange, self.id, DEADLINE_S)
+    def loop(
+        self, optimizer: OuterOptimizer, weights: ArrayWeights, fragments: Sequence[Fragment] = ()
+    ) -> OuterLoop:
+        parts = [optimizer, weights, self, self.exchange, self.id, DEADLINE_S]
+        return OuterLoop(*parts, fragments=fragments)
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
         self._attempt = self._attempt + 1 if number == self._number else 0
@@ -106,6 +111,6 @@ def run_rounds(loop: OuterLoop, num_rounds: int, inner: Callable[[int], int]) ->
     """Run round 0, then `inner(number)` (which returns tokens) before every further round."""
     rows = [loop.exchange()]
     for number in range(1, num_rounds + 1):
-        loop.tokens += inner(number)
+        loop.count(inner(number))
         rows.append(loop.exchange())
     return rows

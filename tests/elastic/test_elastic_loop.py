@@ -148,7 +148,7 @@ def test_an_unfinished_round_never_forks_the_replicas():
         weights = ArrayWeights(start())
         loop = group.site(rank).loop(NESTEROV, weights)
         rows = run_rounds(loop, 1, lambda number: inner_step(weights.arrays, rank, number))
-        loop.tokens += inner_step(weights.arrays, rank, 2)
+        loop.count(inner_step(weights.arrays, rank, 2))
         trained_alone = weights.arrays["a"].copy()
         with pytest.raises(ElasticError, match="round 2: broke 16 times"):
             loop.exchange()

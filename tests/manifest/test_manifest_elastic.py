@@ -23,6 +23,8 @@ SENTENCES = [
     (f"{ELASTIC}.quorum", 4, "quorum 4 exceeds min_sites 3; set it to at most that"),
     (f"{ELASTIC}.dead_after_s", 2.0, "heartbeat_s 2 is not below dead_after_s 2"),
     (f"{ELASTIC}.codec", "int7", 'codec = "int7": '),
+    (f"{ELASTIC}.fragments", 4, "must divide inner_steps 10 and be at most model.num_layers 2"),
+    (f"{ELASTIC}.delay_steps", 10, "10 is not below inner_steps / fragments 10; set it to at most"),
     ("trainer.mesh.dp_replicate", 2, "replicas would exchange the same weights twice; set it to 1"),
     ("stages.sft.num_steps", 119, "119 is not a multiple of trainer.elastic.inner_steps 10; set"),
     ("trainer.checkpoint.interval_steps", 5, "interval_steps 5 is not a multiple of"),

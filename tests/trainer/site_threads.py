@@ -23,6 +23,7 @@ from orrery.elastic.certificates import Certificates, make_authority, make_site
 from orrery.elastic.etcd_client import EtcdClient, encode
 from orrery.elastic.etcd_log import EtcdLog, SiteServices
 from orrery.elastic.ledger import Ledger
+from orrery.elastic.outer import OuterState
 from orrery.elastic.types import SitePlace
 from orrery.manifest.identity import canonical_json, run_id
 from orrery.manifest.publish import sha256_of_data
@@ -43,6 +44,9 @@ ELASTIC = {
     "min_sites": 2,
     "max_sites": 4,
     "inner_steps": INNER_STEPS,
+    "fragments": 1,
+    "delay_steps": 0,
+    "delay_merge": 0.0,
     "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
     "codec": "float32",
     "error_feedback": False,
@@ -60,7 +64,13 @@ ELASTIC = {
 }
 
 
-def spec_of(folder: Path, mesh: dict | None = None, trainer: dict | None = None, **elastic: Any):
+def spec_of(
+    folder: Path,
+    mesh: dict | None = None,
+    trainer: dict | None = None,
+    num_phases: int = 4,
+    **elastic: Any,
+):
     """Return a tiny run of several sites on text, which is written into `folder`."""
     path = folder / "text.jsonl"
     draw = np.random.default_rng(0)
@@ -69,9 +79,12 @@ def spec_of(folder: Path, mesh: dict | None = None, trainer: dict | None = None,
     text = {"kind": "text", "path": str(path), "split": None, "column": "text", "num_shards": 4}
     text["sha256"] = sha256_of_data(path)
     plain = manifest()
-    sft = plain.sft.model_dump(mode="json") | {"data": text, "num_steps": 8}
+    every = elastic.get("inner_steps", INNER_STEPS)
+    sft = plain.sft.model_dump(mode="json") | {"data": text, "num_steps": num_phases * every}
+    stages = {"sft": sft | {"examples_per_batch": 4}, "rl": {"num_steps": 2 * every}}
     fields = {"elastic": ELASTIC | elastic, **(trainer or {})}
-    return manifest(mesh=mesh, trainer=fields, stages={"sft": sft | {"examples_per_batch": 4}})
+    fields["checkpoint"] = {"interval_steps": 2 * every, "keep": 2}
+    return manifest(mesh=mesh, trainer=fields, stages=stages)
 
 
 def free_block(size: int) -> int:
@@ -157,23 +170,28 @@ class ThreadSite:
     def leave(self) -> None:
         self._stack.close()
 
-    def learn(self, num_steps: int = INNER_STEPS) -> int:
+    def learn(self, num_steps: int | None = None) -> int:
         """Train without an exchange. Return the tokens."""
         num_tokens = 0
-        for _ in range(num_steps):
+        elastic = self.spec.trainer.elastic
+        for _ in range(num_steps or elastic.inner_steps // elastic.fragments):
             batch = batch_columns(self.learner.step + 1, seed=ord(self.name))
             totals = count_totals([batch], self.learner.world)
             num_tokens += self.learner.learn([batch], 1, totals, 1.0).num_tokens
         return num_tokens
 
-    def train(self) -> None:
-        """Train the inner steps and exchange."""
-        self.training.after_step(self.learn())
+    def train(self, num_steps: int | None = None) -> None:
+        """Train steps, by default those of a phase, then exchange."""
+        self.training.after_step(self.learn(num_steps))
 
     def save(self) -> None:
         with StageCheckpoints(self.ctx, self.learner, self.ctx.stage) as checkpoints:
             checkpoints.copy(self.training.checkpoint_files())
             checkpoints.write()
+
+    @property
+    def state(self) -> OuterState:
+        return self.training._loop.state
 
     def weights(self) -> np.ndarray:
         return flat({name: each.detach() for name, each in self.learner.weights.items()})

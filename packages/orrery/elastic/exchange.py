@@ -47,8 +47,9 @@ class ErrorFeedback:
         self.lost, self.pending = np.zeros(n, np.float32), np.zeros(n, np.float32)
         self.decay = np.float32(decay)
 
-    def commit(self) -> None:
-        self.lost, self.pending = self.pending, self.lost
+    def commit(self, parts: Iterable[slice] = (slice(None),)) -> None:
+        for part in parts:
+            self.lost[part] = self.pending[part]
 
 
 def exchange(

@@ -7,18 +7,31 @@
 - No site steps alone with its Δ. After MAX_ATTEMPTS the site ends, with θ_start and m as before.
 - Round 0 exchanges nothing. It shows that all sites start from equal weights.
 - All ranks of a site call `exchange` in lock-step. The first talks to the membership.
+- Round n exchanges fragment (n − 1) mod F, with the tokens since that fragment's last round.
+- `send` runs the round in a thread, with a copy of Δ, and `apply` takes the result inner steps
+  later: θ_now ← αθ_now + (1 − α)θ (arXiv 2501.18512). θ_start and m change in `apply`.
 """
 
 import hashlib
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from orrery.elastic.outer import Floats, OuterOptimizer, OuterState, Step, dot, no_step, take_step
+from orrery.elastic.outer import (
+    Floats,
+    Fragment,
+    OuterOptimizer,
+    OuterState,
+    Step,
+    dot,
+    no_step,
+    take_step,
+)
 from orrery.elastic.types import ElasticError, LinkBroken, OuterRound, SiteMember
 
 MAX_ATTEMPTS = 16
@@ -30,15 +43,16 @@ class Weights(Protocol):
 
     num_parameters: int
 
-    def parts(self) -> Iterator[tuple[slice, Floats]]:
-        """Yield each part of the weights as they are now, on the host."""
+    def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
+        """Yield each part (of a fragment) of the weights as they are now, on the host."""
 
-    def write(self, values: Floats) -> None: ...
+    def write(self, values: Floats, within: Fragment | None = None) -> None:
+        """Replace the weights, or those of a fragment, by `values` f32[n]."""
 
 
 class Exchange(Protocol):
     def __call__(self, delta: Floats, outer_round: OuterRound, rank: int) -> int:
-        """Replace `delta` by the weighted mean over sites. Return the bytes sent.
+        """Replace the round's fragment of `delta` by the weighted mean. Return the bytes sent.
 
         Raise LinkBroken if a peer is lost.
         """
@@ -91,8 +105,15 @@ class RoundRow(msgspec.Struct, frozen=True):
     digest: str
 
 
+class _Result(NamedTuple):
+    """A committed round, and the step that it allows."""
+
+    row: RoundRow
+    step: Step
+
+
 class OuterLoop:
-    """`round` is the number of the next round. `tokens` were trained since the last commit."""
+    """`round` is the number of the next round, which exchanges `fragment`."""
 
     def __init__(
         self,
@@ -103,18 +124,43 @@ class OuterLoop:
         site_id: str,
         deadline_s: float,
         ranks: Ranks | None = None,
+        fragments: Sequence[Fragment] = (),
     ) -> None:
-        self.state = OuterState(weights.num_parameters)
-        self.round, self.tokens = 0, 0
+        self.state = OuterState(weights.num_parameters, fragments)
+        self.round, self.fragment_tokens = 0, [0] * len(self.state.fragments)
         self._optimizer, self._weights, self.rounds = optimizer, weights, rounds
         self._exchange, self.site_id, self._deadline_s = exchange, site_id, deadline_s
         self._ranks = ranks or OneRank()
+        self._sent: list[tuple[slice, Floats]] | None = None  # Δ of this site, in flight
+        self._sent_tokens = 0
+        self._thread: threading.Thread | None = None
+        self._outcome: _Result | Exception | None = None
         self.read_weights()
+
+    def fragment_of(self, number: int) -> int:
+        return (number - 1) % len(self.state.fragments) if number > 0 else 0
+
+    @property
+    def fragment(self) -> Fragment:
+        return self.state.fragments[self.fragment_of(self.round)]
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens since the last round of the next round's fragment."""
+        return self.fragment_tokens[self.fragment_of(self.round)]
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self._thread is not None
+
+    def count(self, num_tokens: int) -> None:
+        self.fragment_tokens = [each + num_tokens for each in self.fragment_tokens]
 
     def read_weights(self) -> None:
         """Take the weights as they are now as θ_start."""
         for part, values in self._weights.parts():
             self.state.start[part] = values
+        self.state.forget()
 
     def digest(self) -> str:
         """Return the digest of θ_start and m. All ranks call it."""
@@ -126,9 +172,55 @@ class OuterLoop:
         Raise LeaseLost if this site must take the state of its peers, and ElasticError if the
         round cannot be finished.
         """
+        return self._apply(self._run(self.tokens), 0.0)
+
+    def send(self) -> None:
+        """Begin a round in a thread. Inner steps go on until `apply`."""
+        assert self._thread is None, "one round at a time"
+        start, within = self.state.start, self.fragment
+        self._sent = [(part, start[part] - now) for part, now in self._weights.parts(within)]
+        self._sent_tokens, self.fragment_tokens[self.fragment_of(self.round)] = self.tokens, 0
+
+        def run() -> None:
+            try:
+                self._outcome = self._run(self._sent_tokens)
+            except Exception as error:
+                self._outcome = error
+
+        self._thread = threading.Thread(target=run, name="outer round", daemon=True)
+        self._thread.start()
+
+    def apply(self, merge: float) -> RoundRow:
+        """Wait for the round that was sent, and step. Raise as `exchange` does."""
+        assert self._thread is not None, "send first"
+        self._thread.join()
+        outcome, self._thread, self._outcome, self._sent = self._outcome, None, None, None
+        if isinstance(outcome, _Result):
+            return self._apply(outcome, merge, is_late=True)
+        assert outcome is not None
+        self.fragment_tokens[self.fragment_of(self.round)] += self._sent_tokens
+        raise outcome
+
+    def _apply(self, result: _Result, merge: float, is_late: bool = False) -> RoundRow:
+        state, within, index = self.state, self.fragment, self.fragment_of(self.round)
+        state.step(result.step, index)
+        if result.step == self._optimizer.step:
+            values = state.start
+            if merge:
+                values, kept = state.delta, np.float32(merge)
+                for part, now in self._weights.parts(within):
+                    values[part] = kept * now + (np.float32(1) - kept) * state.start[part]
+            self._weights.write(values, within)
+        if not is_late:
+            self.fragment_tokens[index] = 0
+        self.round = result.row.round + 1
+        return result.row
+
+    def _run(self, tokens: int) -> _Result:
+        """Begin, exchange and commit the round `self.round`. Change no weight."""
         begin_s, num_bytes = time.monotonic(), 0
         number = self.round
-        outer_round = self._begin()
+        outer_round = self._begin(tokens)
         num_attempts, is_committed = 0, False
         while not is_committed:
             if (num_attempts := num_attempts + 1) > MAX_ATTEMPTS:
@@ -141,19 +233,15 @@ class OuterLoop:
             lost, sent = self._try_exchange(outer_round, rank)
             num_bytes += sent
             digest, cosine = "", None
+            step: Step = no_step
             if not lost:
                 cosine, step = self._cosine(squared_norm), self._step_of(outer_round)
                 digest = self._digest(step)
                 commit = self._commit(outer_round, digest)
                 is_committed = self._ranks.from_first(commit, bool)
-            if is_committed:
-                self.state.step(step)
-                if step == self._optimizer.step:
-                    self._weights.write(self.state.start)
-                self.round, self.tokens = number + 1, 0
-            else:
-                outer_round = self._aborted(outer_round, lost) if lost else self._begin()
-        return RoundRow(
+            if not is_committed:
+                outer_round = self._aborted(outer_round, lost) if lost else self._begin(tokens)
+        row = RoundRow(
             round=number,
             epoch=outer_round.epoch.number,
             members=outer_round.epoch.members,
@@ -165,9 +253,10 @@ class OuterLoop:
             sync_s=time.monotonic() - begin_s,
             digest=digest,
         )
+        return _Result(row, step)
 
-    def _begin(self) -> OuterRound:
-        return self._agreed(lambda it: it.begin_round(self.round, self.tokens, self._deadline_s))
+    def _begin(self, tokens: int) -> OuterRound:
+        return self._agreed(lambda it: it.begin_round(self.round, tokens, self._deadline_s))
 
     def _agreed(self, call: Callable[[Rounds], OuterRound]) -> OuterRound:
         def make() -> OuterRound:
@@ -188,10 +277,18 @@ class OuterLoop:
 
     def _read_delta(self) -> float:
         """Compute Δ of this rank. Return ‖Δᵢ‖² over all ranks of the site."""
-        state = self.state
-        for part, values in self._weights.parts():
-            np.subtract(state.start[part], values, out=state.delta[part])
-        return sum(self._ranks.gather(dot(state.delta, state.delta), float))
+        norm = 0.0
+        for part, values in self._own_delta():
+            self.state.delta[part] = values
+            norm += dot(values, values)
+        return sum(self._ranks.gather(norm, float))
+
+    def _own_delta(self) -> Iterator[tuple[slice, Floats]]:
+        if self._sent is not None:
+            yield from self._sent
+            return
+        for part, values in self._weights.parts(self.fragment):
+            yield part, self.state.start[part] - values
 
     def _try_exchange(self, outer_round: OuterRound, rank: int) -> tuple[list[int], int]:
         """Return (ranks of lost sites, bytes sent). Sites need no links if one alone has weight."""
@@ -208,20 +305,23 @@ class OuterLoop:
         if not any(outer_round.weights):
             return no_step
         is_mean = self._optimizer.lr == 1 and self._optimizer.momentum == 0
-        if is_mean and len(outer_round.weights) == 1:
-            for part, values in self._weights.parts():
+        if is_mean and len(outer_round.weights) == 1 and self._sent is None:
+            for part, values in self._weights.parts(self.fragment):
                 self.state.delta[part] = values
             return take_step
         return self._optimizer.step
 
     def _digest(self, step: Step) -> str:
         """Return the digest of θ and m after `step`, the same on every rank."""
-        every = self._ranks.gather(self.state.digest(step), str)
+        own = self.state.digest(step, self.fragment_of(self.round))
+        every = self._ranks.gather(own, str)
         return every[0] if len(every) == 1 else hashlib.sha256("".join(every).encode()).hexdigest()
 
     def _cosine(self, squared_norm: float) -> float | None:
-        state, products = self.state, [0.0, dot(self.state.delta, self.state.delta)]
-        for part, values in self._weights.parts():
-            products[0] += dot(state.start[part] - values, state.delta[part])
-        both, mean = map(sum, zip(*self._ranks.gather(products, list[float]), strict=True))
-        return both / math.sqrt(squared_norm * mean) if squared_norm * mean > 0 else None
+        mean, products = self.state.delta, [0.0, 0.0]
+        for part, values in self._own_delta():
+            products[0] += dot(values, mean[part])
+            products[1] += dot(mean[part], mean[part])
+        both, squared = map(sum, zip(*self._ranks.gather(products, list[float]), strict=True))
+        scale = squared_norm * squared
+        return both / math.sqrt(scale) if scale > 0 else None

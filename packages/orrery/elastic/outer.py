@@ -8,7 +8,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) to (θ, m)
+Fragment = tuple[slice, ...]
 BLOCK = 1 << 18  # numbers at a time, so that temporary arrays stay in the cache
 DOTTED = 1 << 12  # below this size BLAS starts no threads. Starting them costs more than it saves
 
@@ -44,22 +45,44 @@ def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Flo
 
 
 class OuterState:
-    """θ_start, the outer momentum and Δ of one shard, each f32[n]."""
+    """θ_start, the outer momentum and Δ of one shard, each f32[n].
 
-    def __init__(self, num_parameters: int) -> None:
+    `fragments` cover the shard. The state's digest is that of its fragments, or of the only one.
+    """
+
+    def __init__(self, num_parameters: int, fragments: Sequence[Fragment] = ()) -> None:
         self.start, self.momentum, self.delta = (
             np.zeros(num_parameters, dtype=np.float32) for _ in range(3)
         )
+        self.fragments = fragments or [(slice(0, num_parameters),)]
+        self._next = ""
+        self.forget()
 
-    def step(self, step: Step) -> None:
-        """Replace θ_start and m."""
-        for block in self._blocks():
+    def step(self, step: Step, fragment: int = 0) -> None:
+        """Replace θ_start and m of a fragment. Call `digest` with the same step before."""
+        for block in self._blocks(fragment):
             self.start[block], self.momentum[block] = self._stepped(step, block)
+        self._digests[fragment], self._next = self._next, ""
 
-    def digest(self, step: Step) -> str:
-        """Return the sha256 of θ and m as `step` would make them, and change nothing."""
+    def forget(self) -> None:
+        """Forget the digests, because the arrays were filled."""
+        self._digests = [""] * len(self.fragments)
+
+    def digest(self, step: Step, fragment: int = 0) -> str:
+        """Return the sha256 of θ and m as `step` of a fragment would make them.
+
+        This changes no value. Only that fragment is read again.
+        """
+        for other, known in enumerate(self._digests):
+            if not known and other != fragment:
+                self._digests[other] = self._digest(no_step, other)
+        found = [*self._digests]
+        found[fragment] = self._next = self._digest(step, fragment)
+        return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
+
+    def _digest(self, step: Step, fragment: int) -> str:
         digest = hashlib.sha256()
-        for block in self._blocks():
+        for block in self._blocks(fragment):
             for part in self._stepped(step, block):
                 digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
@@ -67,9 +90,19 @@ class OuterState:
     def _stepped(self, step: Step, block: slice) -> tuple[Floats, Floats]:
         return step(self.start[block], self.momentum[block], self.delta[block])
 
-    def _blocks(self) -> Iterator[slice]:
-        for begin in range(0, len(self.start), BLOCK):
-            yield slice(begin, begin + BLOCK)
+    def _blocks(self, fragment: int) -> Iterator[slice]:
+        for part in self.fragments[fragment]:
+            for begin in range(part.start, part.stop, BLOCK):
+                yield slice(begin, min(begin + BLOCK, part.stop))
+
+
+def make_fragments(layers: Sequence[slice], count: int) -> list[Fragment]:
+    """Return `count` fragments: layer i is in fragment i mod count (arXiv 2501.18512, strided)."""
+    return [tuple(layers[first::count]) for first in range(count)]
+
+
+def is_within(part: slice, within: Fragment | None) -> bool:
+    return within is None or any(each.start <= part.start < each.stop for each in within)
 
 
 def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:

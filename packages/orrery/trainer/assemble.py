@@ -31,7 +31,7 @@ from orrery.trainer.parallel.world import (
 )
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
-from orrery.trainer.site_weights import outer_momentum
+from orrery.trainer.site_weights import fresh_outer
 from orrery.wire.rendezvous import await_endpoints
 from orrery.wire.rollout_wire import RolloutReceiver
 from orrery.wire.weight_wire import (
@@ -78,8 +78,9 @@ def assemble_learner(
     learner = Learner(policy, world, ctx.manifest.trainer, optimizer, max_grad_norm)
     if ctx.manifest.trainer.lora is not None:
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
-    if ctx.manifest.trainer.elastic is not None:
-        learner.outer_momentum = outer_momentum(learner)
+    if (elastic := ctx.manifest.trainer.elastic) is not None:
+        learner.outer_momentum = fresh_outer(learner)
+        learner.outer_start = fresh_outer(learner) if elastic.fragments > 1 else {}
     return learner
 
 

@@ -65,9 +65,10 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
     for name, bias in learner.expert_load.biases.items():
         whole = tuple((0, size) for size in bias.shape)
         state[f"bias/{name}"] = StateTensor(tuple(bias.shape), whole, bias, learner.world.is_first)
-    for name, momentum in learner.outer_momentum.items():
-        trained = state[f"weight/{name}"]
-        state[f"outer_momentum/{name}"] = replace(trained, local=momentum)
+    outer = {"outer_momentum": learner.outer_momentum, "outer_start": learner.outer_start}
+    for key, tensors in outer.items():
+        for name, local in tensors.items():
+            state[f"{key}/{name}"] = replace(state[f"weight/{name}"], local=local)
     return state
 
 

@@ -9,6 +9,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self, TypeVar
@@ -27,14 +28,14 @@ from orrery.elastic.ledger import Behind
 from orrery.elastic.links import PeerLinks
 from orrery.elastic.loop import OuterLoop, RoundRow
 from orrery.elastic.membership import RoundPace
-from orrery.elastic.outer import Floats, OuterOptimizer
+from orrery.elastic.outer import Floats, OuterOptimizer, make_fragments
 from orrery.elastic.recovery import fetch_state
 from orrery.elastic.shards import ShardMap
 from orrery.elastic.snapshots import check_room, copy_state, read_header
 from orrery.elastic.types import ElasticError, LeaseLost, OuterRound, SiteMember, read_place
 from orrery.manifest.identity import commit, run_id
 from orrery.manifest.schema import Elastic
-from orrery.manifest.schema.elastic import HOST_BYTES
+from orrery.manifest.schema.elastic import host_bytes
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import SHARED_MEMORY, memory_prefix
 from orrery.runtime.timing import scaled
@@ -43,6 +44,7 @@ from orrery.trainer.host_memory import available_bytes, host_number
 from orrery.trainer.learner import Learner
 from orrery.trainer.optim import named_state
 from orrery.trainer.site_weights import LearnerWeights, WorldRanks
+from orrery.wire.checkpoints import is_due
 
 FETCH_S = 60.0  # scaled, for each try
 ROUNDS = "rounds.json"  # of a checkpoint: `HeldRound`
@@ -54,6 +56,7 @@ class HeldRound(msgspec.Struct, frozen=True):
 
     round: int
     shards: ShardMap
+    tokens: list[int] = []  # of each fragment
 
 
 class SiteTraining:
@@ -66,7 +69,8 @@ class SiteTraining:
         self, ctx: RoleContext, learner: Learner, spec: Elastic, resumed: Path | None = None
     ) -> None:
         self._ctx, self._learner, self._spec = ctx, learner, spec
-        self._ranks, self._weights = WorldRanks(learner.world), LearnerWeights(learner)
+        self._ranks = WorldRanks(learner.world, in_thread=spec.delay_steps > 0)
+        self._weights = LearnerWeights(learner)
         self._place = read_place(ctx.run_dir)
         self._run = run_id(ctx.manifest)
         self._files = Certificates.of(Path(self._place.certificates), self._place.name)
@@ -78,21 +82,28 @@ class SiteTraining:
         if spec.error_feedback:
             self._feedback = ErrorFeedback(self._weights.num_parameters)
         optimizer = OuterOptimizer(spec.outer.lr, spec.outer.momentum, spec.outer.nesterov)
+        self._layers = layer_buckets(self._weights.sizes)
+        fragments = make_fragments(self._layers, spec.fragments) if spec.fragments > 1 else ()
+        times = "", spec.store_timeout_s
         self._loop = OuterLoop(
-            optimizer, self._weights, None, self._exchange, "", spec.store_timeout_s, self._ranks
+            optimizer, self._weights, None, self._exchange, *times, self._ranks, fragments
         )
-        momentum = self._weights.views(self._loop.state.momentum)
-        for name, held in learner.outer_momentum.items():
-            momentum[name].copy_(held)
-        learner.outer_momentum = momentum
+        learner.outer_momentum = self._weights.filled(
+            self._loop.state.momentum, learner.outer_momentum
+        )
+        learner.outer_start = self._weights.filled(self._loop.state.start, learner.outer_start)
         sft = ctx.manifest.stages.sft if ctx.stage == "sft" else None
         data = getattr(sft, "data", None)
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
-        self._round_documents = spec.inner_steps * (sft.examples_per_batch if sft else 0)
+        self._phase = spec.inner_steps // spec.fragments  # steps from round to round
+        self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
+        self._step_documents = sft.examples_per_batch if sft else 0
         self._held = NO_ROUND
         if resumed is not None:
             held = _read_json(resumed / "trainer" / ROUNDS, HeldRound, "resume another checkpoint")
             self._held, self._shards.trained = held.round, held.shards.trained
+            if spec.fragments > 1:
+                self._loop.fragment_tokens = held.tokens
         self._inner_begin_s = time.monotonic()
 
     @property
@@ -101,7 +112,15 @@ class SiteTraining:
 
     @property
     def start(self) -> int:
-        return self._shards.trained[self.shard]
+        """Return this site's place in its shard, also after steps beyond the last round."""
+        num_beyond = self._learner.step - (self._loop.round - 1) * self._phase
+        return self._shards.trained[self.shard] + num_beyond * self._step_documents
+
+    @property
+    def next_round_step(self) -> int:
+        """Return the step after which the next round ends."""
+        sent = (self._learner.step // self._phase + 1) * self._phase
+        return sent + self._delay(sent)
 
     def __enter__(self) -> Self:
         """Join the run and finish this site's first round, in which it has no weight."""
@@ -109,7 +128,8 @@ class SiteTraining:
         with waiting, ExitStack() as on_failure:
             on_failure.callback(self._stack.close)
             self._open()
-            self._loop.read_weights()
+            if self._held == NO_ROUND or self._spec.fragments == 1:
+                self._loop.read_weights()
             self._loop.round = self._held + 1
             self._join()
             self._finish_round()
@@ -120,24 +140,49 @@ class SiteTraining:
         self._stack.close()
 
     def after_step(self, num_tokens: int) -> None:
-        """Count the tokens of a step, and exchange after every `inner_steps`."""
-        self._loop.tokens += num_tokens if self._spec.weights == "tokens" else 1
-        if self._learner.step % self._spec.inner_steps == 0:
+        """Count the tokens of a step. Exchange a fragment after every phase."""
+        self._loop.count(num_tokens if self._spec.weights == "tokens" else 1)
+        beyond = self._learner.step % self._phase
+        if beyond == 0 and self._delay(self._learner.step):
+            self._loop.send()
+        elif beyond == (self._spec.delay_steps if self._loop.is_in_flight else 0):
             with self._ctx.health.waiting("a round with other sites", deadline_s=self._limit_s()):
                 self._finish_round()
+                while (
+                    self._learner.step == self._num_steps and self._loop.round <= self._last_round
+                ):
+                    self._finish_round()
+
+    @property
+    def _last_round(self) -> int:
+        """Return the last round's number. After the last step every fragment has a round."""
+        return self._num_steps // self._phase + self._spec.fragments - 1
+
+    def _delay(self, step: int) -> int:
+        """Return the steps from sending to applying. A checkpoint or the end waits for the round.
+
+        In RL no round is delayed, because a published version must not change.
+        """
+        is_sft = self._ctx.stage == "sft"
+        if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
+            return 0
+        return self._spec.delay_steps
 
     def checkpoint_files(self) -> dict[str, bytes]:
-        return {ROUNDS: msgspec.json.encode(HeldRound(self._loop.round - 1, self._shards))}
+        held = HeldRound(self._loop.round - 1, self._shards, self._loop.fragment_tokens)
+        return {ROUNDS: msgspec.json.encode(held)}
 
     # Rounds
 
     def _finish_round(self) -> None:
         inner_s, row = time.monotonic() - self._inner_begin_s, self._round()
         if self._feedback is not None:
-            self._feedback.commit()
-        self._shards.finish_round(row.members, self._round_documents * (row.round > 0))
-        if self._ctx.stage == "sft":  # in RL the step is that of this site's rollouts
-            self._learner.step = row.round * self._spec.inner_steps
+            self._feedback.commit(self._loop.state.fragments[self._loop.fragment_of(row.round)])
+        num_documents = self._phase * self._step_documents
+        self._shards.finish_round(row.members, num_documents * (row.round > 0))
+        step = min(row.round * self._phase, self._num_steps)
+        if self._ctx.stage == "sft" and not step <= self._learner.step < step + self._phase:
+            self._learner.step = step  # in RL the step is that of this site's rollouts
         self._copy(row)
         if self._ranks.is_first:
             self._record(row, inner_s)
@@ -146,6 +191,8 @@ class SiteTraining:
     def _round(self) -> RoundRow:
         while True:
             try:
+                if self._loop.is_in_flight:
+                    return self._loop.apply(self._spec.delay_merge)
                 return self._loop.exchange()
             except Behind as behind:
                 # A straggler's Δ counts in the next round, if it missed this round alone.
@@ -155,6 +202,9 @@ class SiteTraining:
                 self._join()
 
     def _exchange(self, delta: Floats, outer_round: OuterRound, rank: int) -> int:
+        buckets: Sequence[slice] = self._layers
+        if self._spec.fragments > 1:
+            buckets = self._loop.state.fragments[self._loop.fragment_of(outer_round.number)]
         stats = exchange(
             delta,
             outer_round,
@@ -163,7 +213,7 @@ class SiteTraining:
             self._codec,
             self._spec.topology,
             error_feedback=self._feedback,
-            buckets=layer_buckets(self._weights.sizes),
+            buckets=buckets,
             timeout_s=self._spec.exchange_timeout_s,
         )
         return stats.bytes_sent
@@ -270,7 +320,7 @@ class SiteTraining:
 
     def _terms(self, held: int, digest: str) -> Terms:
         assert self._site is not None
-        needed = HOST_BYTES * self._weights.num_parameters
+        needed = host_bytes(self._spec, self._weights.num_parameters)
         is_first = self._site.log.read().ledger.terms is None
         return Terms(
             manifest=self._run,
@@ -337,17 +387,19 @@ class SiteTraining:
 
     def _load(self, snapshot: Path, keeps_delta: bool) -> None:
         loop, state, facts = self._loop, self._loop.state, read_header(snapshot).facts
+        missed = loop.fragment
         if keeps_delta:
-            for part, values in self._weights.parts():
+            for part, values in self._weights.parts(missed):
                 np.subtract(state.start[part], values, out=state.delta[part])
         for name, values in (("theta", state.start), ("momentum", state.momentum)):
             values[:] = np.fromfile(snapshot / name, dtype=np.float32)
+        state.forget()
         if keeps_delta:
             np.subtract(state.start, state.delta, out=state.delta)
-            self._weights.write(state.delta)
+            self._weights.write(state.delta, missed)
         else:
             self._weights.write(state.start)
-            loop.tokens = 0
+            loop.fragment_tokens = [0] * len(state.fragments)
             with torch.no_grad():
                 for number, tensor in enumerate(self._inner()):
                     data = np.fromfile(snapshot / f"inner.{number}", dtype=np.uint8)

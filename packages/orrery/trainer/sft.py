@@ -64,8 +64,8 @@ class _SftLoop:
         ctx, learner, checkpoints = self.ctx, self.learner, self.checkpoints
         manifest, spec, world = ctx.manifest, ctx.manifest.sft, learner.world
         last_step = spec.num_steps
-        if manifest.trainer.elastic is not None:
-            last_step = learner.step + manifest.trainer.elastic.inner_steps
+        if self.site is not None:
+            last_step = self.site.next_round_step
         items = batches(self.examples, manifest, learner.step)
         if isinstance(self.examples, Texts):
             items = text_batches(self.examples, manifest, learner.step, self.site)
@@ -88,7 +88,7 @@ class _SftLoop:
                 if self.site is not None:
                     self.site.after_step(result.num_tokens)
                 is_due = checkpoints.is_due(step)
-                files = self.site.checkpoint_files() if self.site is not None else None
+                files = self.site.checkpoint_files() if self.site and is_due else None
                 blocked_s = checkpoints.copy(files) if is_due else 0.0
                 if world.is_first:
                     _record(ctx, step, result, time.monotonic() - begin_s, blocked_s, wait_s)

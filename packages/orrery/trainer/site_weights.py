@@ -1,6 +1,6 @@
 """The weights and ranks of one site, as the outer loop sees them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from orrery.elastic.ledger import Behind
-from orrery.elastic.outer import Floats
+from orrery.elastic.outer import Floats, Fragment, is_within
 from orrery.elastic.types import ElasticError, LeaseLost
 from orrery.models.placement import local_tensor
 from orrery.trainer.learner import Learner
@@ -27,8 +27,8 @@ class LearnerWeights:
         self.sizes = {name: weight.numel() for name, weight in self._weights}
         self.num_parameters = sum(self.sizes.values())
 
-    def parts(self) -> Iterator[tuple[slice, Floats]]:
-        for part, weight in self._placed():
+    def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
+        for part, weight in self._placed(within):
             yield part, weight.float().cpu().reshape(-1).numpy()
 
     def read(self, out: Floats) -> None:
@@ -36,8 +36,8 @@ class LearnerWeights:
             out[part] = values
 
     @torch.no_grad()
-    def write(self, values: Floats) -> None:
-        for part, weight in self._placed():
+    def write(self, values: Floats, within: Fragment | None = None) -> None:
+        for part, weight in self._placed(within):
             weight.copy_(torch.from_numpy(values[part]).view(weight.shape))
 
     def views(self, values: Floats) -> dict[str, torch.Tensor]:
@@ -48,17 +48,32 @@ class LearnerWeights:
             for name, (part, weight) in names
         }
 
-    def _placed(self) -> Iterator[tuple[slice, torch.Tensor]]:
+    def filled(self, values: Floats, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy `held` into f32[n], and return its views of the same names."""
+        views = self.views(values)
+        for name, tensor in held.items():
+            views[name].copy_(tensor)
+        return {name: views[name] for name in held}
+
+    def _placed(self, within: Fragment | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
         begin = 0
         for _, weight in self._weights:
-            yield slice(begin, begin := begin + weight.numel()), weight
+            part = slice(begin, begin := begin + weight.numel())
+            if is_within(part, within):
+                yield part, weight
 
 
 class WorldRanks:
-    """The ranks of this site, over the trainer's process group. Messages are msgpack."""
+    """The ranks of this site, over the trainer's process group. Messages are msgpack.
 
-    def __init__(self, world: World) -> None:
+    With `in_thread` they have a group on CPUs of their own, beside the trainer's collectives.
+    """
+
+    def __init__(self, world: World, in_thread: bool = False) -> None:
         self._world, self.is_first = world, world.is_first
+        self._group, self._device = None, world.device
+        if in_thread and world.size > 1:
+            self._group, self._device = dist.new_group(backend="gloo"), torch.device("cpu")
 
     def from_first(self, make: Callable[[], T], kind: type[T]) -> T:
         if self._world.size == 1:
@@ -87,17 +102,22 @@ class WorldRanks:
         return msgspec.msgpack.decode(data, type=kind)
 
     def _all(self, value: Any) -> list[bytes]:
-        data, world = msgspec.msgpack.encode(value), self._world
-        sizes = world.all_gather(len(data))
-        own = torch.zeros(max(sizes), dtype=torch.uint8, device=world.device)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(world.device)
-        every = [torch.empty_like(own) for _ in sizes]
-        dist.all_gather(every, own)
+        data = msgspec.msgpack.encode(value)
+        sizes = [int(each) for each in self._gathered(torch.tensor([len(data)]))]
+        own = torch.zeros(max(sizes), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        every = self._gathered(own)
         pairs = zip(every, sizes, strict=True)
         return [bytes(each[:size].cpu().numpy()) for each, size in pairs]
 
+    def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
+        own = own.to(self._device)
+        every = [torch.empty_like(own) for _ in range(self._world.size)]
+        dist.all_gather(every, own, group=self._group)
+        return every
 
-def outer_momentum(learner: Learner) -> dict[str, torch.Tensor]:
-    """Return the outer momentum of a fresh site, to be filled from a checkpoint."""
+
+def fresh_outer(learner: Learner) -> dict[str, torch.Tensor]:
+    """Return θ_start or the outer momentum of a fresh site, to be filled from a checkpoint."""
     weights = LearnerWeights(learner)
     return weights.views(np.zeros(weights.num_parameters, dtype=np.float32))

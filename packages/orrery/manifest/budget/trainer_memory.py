@@ -24,7 +24,7 @@ from orrery.manifest.budget.parameters import (
 )
 from orrery.manifest.devices import SPARSE_PAIRS, auto_chunk_tokens, blocks
 from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
-from orrery.manifest.schema.elastic import HOST_BYTES
+from orrery.manifest.schema.elastic import host_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
@@ -513,7 +513,7 @@ class _StepPlan:
             total += both // self.shards
         if self.trainer.elastic is not None:
             trained = sum(unit.trained for unit in self.counted.units)
-            total += HOST_BYTES * trained // self.shards
+            total += host_bytes(self.trainer.elastic, trained) // self.shards
         return total
 
     def gathered(self, unit: UnitParameters) -> int:

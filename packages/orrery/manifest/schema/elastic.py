@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
-from orrery.manifest.schema.model import MAX_S, Count, Decay, Record, Size, Steps
+from orrery.manifest.schema.model import MAX_S, Count, Decay, NonNegativeInt, Record, Size, Steps
 
 if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Manifest
@@ -44,12 +44,19 @@ class Elastic(Record):
     - A round starts when all sites have arrived, or `grace_s` after `quorum` of them. Stragglers
       add their Δ to the next round.
     - A site is dead without a heartbeat for `dead_after_s`. Up to `voters` sites keep the log.
+    - `fragments` F: layer i belongs to fragment i mod F, and a fragment is exchanged after every
+      `inner_steps` / F steps, in turn (Streaming DiLoCo, arXiv 2501.18512).
+    - `delay_steps` inner steps go on while a fragment is exchanged. Then its weights become
+      `delay_merge` · own + (1 − `delay_merge`) · common. 0: the site waits.
     - `snapshots` are copies of the state in shared memory, from which other sites recover.
     """
 
     min_sites: Count
     max_sites: Count
     inner_steps: Steps
+    fragments: Count
+    delay_steps: NonNegativeInt
+    delay_merge: Decay
     outer: OuterSgd
     codec: Literal["float32", "int8_block", "int8_codebook", "int4_block", "top_k_2bit"]
     error_feedback: bool
@@ -64,6 +71,12 @@ class Elastic(Record):
     store_timeout_s: Seconds
     exchange_timeout_s: Seconds
     snapshots: Snapshots
+
+
+def host_bytes(elastic: Elastic, num_parameters: int) -> int:
+    """Return the host bytes of the outer loop: its state, and Δ of a fragment in flight."""
+    sent = 4 * num_parameters // elastic.fragments if elastic.delay_steps else 0
+    return HOST_BYTES * num_parameters + sent
 
 
 def elastic_misfits(run: "Manifest") -> Iterator[str]:
@@ -92,6 +105,17 @@ def elastic_misfits(run: "Manifest") -> Iterator[str]:
         yield (
             f"trainer.elastic with trainer.mesh.dp_replicate {trainer.mesh.dp_replicate}: replicas "
             f"would exchange the same weights twice; set it to 1, {OFF}"
+        )
+    if run.model.num_layers < elastic.fragments or elastic.inner_steps % elastic.fragments:
+        yield (
+            f"trainer.elastic.fragments {elastic.fragments}: it must divide inner_steps "
+            f"{elastic.inner_steps} and be at most model.num_layers {run.model.num_layers}; "
+            f"set it to 1"
+        )
+    elif elastic.delay_steps >= (phase := elastic.inner_steps // elastic.fragments):
+        yield (
+            f"trainer.elastic.delay_steps {elastic.delay_steps} is not below inner_steps / "
+            f"fragments {phase}; set it to at most {phase - 1}"
         )
     steps = {
         "trainer.checkpoint.interval_steps": trainer.checkpoint.interval_steps,
