@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from site_group import NESTEROV, PLAIN, ArrayWeights, SiteGroup, run_rounds
 
 from orrery.elastic.loop import MAX_ATTEMPTS
@@ -68,6 +69,25 @@ def test_the_first_step_moves_against_the_mean_delta_by_lr_times_one_plus_moment
     state.delta[:] = delta = start(1)["a"]
     state.step(NESTEROV.step)
     np.testing.assert_allclose(state.start, before - 0.7 * 1.9 * delta, atol=1e-6)
+
+
+def test_the_outer_step_is_that_of_prime_with_equal_weights():
+    """Its Δ is old minus new, divided by n before the sum, and a gradient of torch's SGD."""
+    ours = OuterState(SIZE)
+    ours.start[:] = start()["a"]
+    theirs = torch.from_numpy(start()["a"].copy()).requires_grad_()
+    sgd = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
+    for number in range(1, 6):
+        before = theirs.detach().numpy().copy()
+        sites = [{"a": before.copy()} for _ in range(3)]
+        for site, arrays in enumerate(sites):
+            inner_step(arrays, site, number)
+        deltas = [before - arrays["a"] for arrays in sites]
+        theirs.grad = torch.from_numpy(sum(each / np.float32(3) for each in deltas))
+        sgd.step()
+        ours.delta[:] = weighted_mean([ours.start - arrays["a"] for arrays in sites], [7, 7, 7])
+        ours.step(NESTEROV.step)
+        np.testing.assert_allclose(ours.start, theirs.detach().numpy(), atol=2e-6)
 
 
 def test_momentum_without_nesterov_is_sgd_with_momentum():

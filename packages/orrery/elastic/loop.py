@@ -113,7 +113,7 @@ class _Result(NamedTuple):
 
 
 class OuterLoop:
-    """`round` is the number of the next round, which exchanges `fragment`."""
+    """`round` is the number of the next round. It exchanges `fragment`."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
 
 
 def _frozen_names(learner: Learner) -> frozenset[str]:
-    """Return the names of frozen weights, which checkpoints do not store."""
+    """Return the names of frozen weights. Checkpoints do not store them."""
     parameters = learner.policy.named_parameters()
     return frozenset(name for name, weight in parameters if not weight.requires_grad)
 

@@ -35,7 +35,7 @@ from orrery.elastic.snapshots import check_room, copy_state, read_header
 from orrery.elastic.types import ElasticError, LeaseLost, OuterRound, SiteMember, read_place
 from orrery.manifest.identity import commit, run_id
 from orrery.manifest.schema import Elastic
-from orrery.manifest.schema.elastic import host_bytes
+from orrery.manifest.schema.elastic import HOST_BYTES, host_bytes
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import SHARED_MEMORY, memory_prefix
 from orrery.runtime.timing import scaled
@@ -97,6 +97,8 @@ class SiteTraining:
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
         self._phase = spec.inner_steps // spec.fragments  # steps from round to round
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
+        # After the last step every fragment has a round.
+        self._last = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
         self._held = NO_ROUND
         if resumed is not None:
@@ -118,7 +120,7 @@ class SiteTraining:
 
     @property
     def next_round_step(self) -> int:
-        """Return the step after which the next round ends."""
+        """Return the last step before the next segment of the data."""
         sent = (self._learner.step // self._phase + 1) * self._phase
         return sent + self._delay(sent)
 
@@ -148,15 +150,8 @@ class SiteTraining:
         elif beyond == (self._spec.delay_steps if self._loop.is_in_flight else 0):
             with self._ctx.health.waiting("a round with other sites", deadline_s=self._limit_s()):
                 self._finish_round()
-                while (
-                    self._learner.step == self._num_steps and self._loop.round <= self._last_round
-                ):
+                while self._learner.step == self._num_steps and self._loop.round <= self._last:
                     self._finish_round()
-
-    @property
-    def _last_round(self) -> int:
-        """Return the last round's number. After the last step every fragment has a round."""
-        return self._num_steps // self._phase + self._spec.fragments - 1
 
     def _delay(self, step: int) -> int:
         """Return the steps from sending to applying. A checkpoint or the end waits for the round.

@@ -199,6 +199,7 @@ Interval = tuple[float, float]
 KINDS = {  # process and event → the table of `RunData`
     ("trainer.0", "validation"): "validation",
     ("trainer.0", "compare"): "compared",
+    ("trainer.0", "round"): "rounds",
     ("orchestrator.0", "batch"): "batches",
     ("orchestrator.0", "stopped_early"): "stopped_early",
     ("orchestrator.0", "evaluation"): "evaluations",
@@ -219,6 +220,7 @@ class RunData:
     sft: Table
     validation: Table  # losses on examples that SFT never trains
     compared: Table  # log-probs of the last version, trainer against engine
+    rounds: Table  # exchanges with other sites
     batches: Table
     stopped_early: Table  # the end of an RL stage at `evaluation.stop_at`
     evaluations: Table

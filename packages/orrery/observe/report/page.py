@@ -48,6 +48,7 @@ SECTIONS = (
 )
 WIDE = {figures.reward, figures.timeline, figures.agreement, figures.admission, figures.processors}
 MAX_PAIRS = 8
+MAX_ROUNDS = 500
 
 
 def summary(run: RunData, wall_s: float, page: Path) -> str:
@@ -153,6 +154,25 @@ def _pairs(run: RunData) -> list[dict]:
     return [pair for pair in by_problem.values() if pair.keys() >= {"before", "after"}][:MAX_PAIRS]
 
 
+def _rounds(run: RunData) -> list[tuple[int, str, str, int, str, str]]:
+    """Return (round, members, tokens of each, bytes sent, loss, seconds) of the newest rounds."""
+    tables = {"sft": run.sft, "rl": run.rl}
+    losses = {
+        (stage, step): loss
+        for stage, table in tables.items()
+        for step, loss in table.each("step", "loss")
+        if loss is not None
+    }
+    found = []
+    for row in run.rounds[-MAX_ROUNDS:]:
+        loss = losses.get((row["stage"], row["step"]))
+        tokens = " · ".join(f"{each:,}" for each in row["weights"])
+        shown = "" if loss is None else f"{loss:.3f}"
+        values = " ".join(row["members"]), tokens, row["num_bytes"], shown
+        found.append((row["round"], *values, f"{row['sync_s']:.2f}"))
+    return found
+
+
 def render(run: RunData, wall_s: float) -> str:
     sections, plots = [], 0
     for title, entries in SECTIONS:
@@ -191,6 +211,7 @@ def render(run: RunData, wall_s: float) -> str:
             pairs=_pairs(run),
             stages=sorted(run.stages.items(), key=lambda item: item[1]["started_s"]),
             planned=comparison(run),
+            rounds=_rounds(run),
             pauses_s=run.updates.column("pause_s"),
             manifest=json.dumps(json.loads(canonical_json(run.manifest)), indent=2),
         )
