@@ -5,10 +5,11 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 
+from scripted import ScriptedEvent, ScriptedMembership, SharedLedger
+
 from orrery.elastic.door import Terms
 from orrery.elastic.ledger import Ledger
 from orrery.elastic.membership import RoundPace
-from orrery.elastic.scripted import ScriptedEvent, ScriptedMembership, SharedLedger
 from orrery.elastic.types import OuterRound, SiteMember
 
 TERMS = Terms(manifest="m" * 64, code="c" * 40, codec="int8_block", memory_bytes=1 << 30)
@@ -20,7 +21,7 @@ def member(index: int, life: int = 0) -> SiteMember:
 
 
 class ScriptedSites:
-    """Sites that have joined before round 1, each with a thread for its blocking calls."""
+    """Sites that joined before round 1, each with a thread for its blocking calls."""
 
     def __init__(
         self, count: int, pace: RoundPace | None = None, trace: Sequence[ScriptedEvent] = ()
@@ -65,7 +66,7 @@ class ScriptedSites:
         return [call(self.sites[i].commit, each, digest) for i, each in rounds.items()]
 
     def play(self, *sites: int) -> None:
-        """Play a whole round of these sites, which must be all live members."""
+        """Play a whole round. `sites` must be all live members."""
         number = self.ledger.number
         rounds = dict(zip(sites, self.rounds(*sites), strict=True))
         assert results(self.commit(rounds, f"digest {number}")) == [True] * len(sites)

@@ -6,6 +6,7 @@ from functools import partial
 
 import msgspec
 import pytest
+from scripted import ScriptedEvent, ScriptedLog, SiteCrashed
 from scripted_sites import TERMS, ScriptedSites, call, member, results
 
 from orrery.elastic import ledger as rules
@@ -14,7 +15,6 @@ from orrery.elastic.etcd_site import EtcdSite
 from orrery.elastic.ledger import Behind, Ledger
 from orrery.elastic.membership import RoundPace
 from orrery.elastic.routes import ring_order
-from orrery.elastic.scripted import ScriptedEvent, ScriptedLog, SiteCrashed
 from orrery.elastic.types import ElasticError, LeaseLost, OuterRound
 
 IDS = [member(i).id for i in range(8)]

@@ -1,14 +1,14 @@
-"""The defects of prime's elastic training, one test each. Numbers are those of the notes."""
+"""The defects of prime's elastic training, one test each. Numbers are as in the notes."""
 
 import ast
 import time
 from pathlib import Path
 
 import pytest
+from scripted import ScriptedEvent, ScriptedMembership
 from scripted_sites import HOUR_S, TERMS, ScriptedSites, call, member, results
 from store_sites import StoreSites
 
-from orrery.elastic.scripted import ScriptedEvent, ScriptedMembership
 from orrery.elastic.snapshots import (
     FolderSource,
     assemble,

@@ -1,4 +1,4 @@
-"""Run a membership from a script instead of leases and clocks, for repeatable runs and tests.
+"""Run a membership from a script instead of leases and clocks.
 
 - Sites are threads of one process, and a `SharedLedger` is their log. Time passes in `advance`.
 - Events name a site by its index, a round and a moment, so that a trace repeats to the bit.
@@ -111,7 +111,7 @@ class ScriptedLog:
 
 
 class ScriptedMembership(LogMembership):
-    """The membership of site number `index`, to which the events of `trace` happen."""
+    """The membership of site number `index`, with the events of `trace`."""
 
     def __init__(
         self,
