@@ -11,13 +11,14 @@ from trainer_cases import (
     batch_columns,
     make_learner,
     manifest,
+    save_checkpoint,
     write_start_weights,
 )
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 from orrery.models.weights import named_hf_tensors
-from orrery.trainer import checkpoint, checkpoint_writer
+from orrery.trainer import checkpoint
 from orrery.trainer.learner import count_totals
 
 RATE = 0.125  # a power of two, so that its multiples are exact
@@ -85,7 +86,7 @@ def test_biases_move_by_the_rate_and_engines_and_checkpoints_get_them(start, tmp
         found = published[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
         assert found.dtype == torch.float32
         np.testing.assert_array_equal(found, wanted)
-    checkpoint_writer.save(learner, tmp_path / "step")
+    save_checkpoint(learner, tmp_path / "step")
     again = make_learner(spec_of(RATE), start)
     checkpoint.load(again, tmp_path / "step")
     for name, bias in learner.expert_load.biases.items():
