@@ -21,7 +21,7 @@ def run(command: list[str], env: dict[str, str], **_options: bool) -> subprocess
     _python, _m, module, *words = command
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        arguments = (module, words, (out, err), env, "", Path.cwd())
+        arguments = (module, words, (out, err), env, "", Path.cwd(), "/proc/self/ns/net")
         process = multiprocessing.Process(target=be, args=arguments)
         process.start()
         process.join()
