@@ -9,6 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -35,6 +36,7 @@ STATES: dict[str, JobState] = {
 }  # fmt: skip
 
 COMMAND_S = 60.0
+CANCEL_S, CANCEL_POLL_S = 20.0, 0.5
 REQUEUE_PAUSES_S = (2.0,) * 4
 
 
@@ -190,8 +192,24 @@ def hostnames(listed: str) -> list[str]:
 
 
 def cancel(ids: Sequence[str]) -> None:
-    if ids:
+    """Let the launchers of running jobs end their steps and clean the nodes, then cancel the rest.
+
+    Slurm starts no step in a cancelled job, so its scratch would stay on the other nodes.
+    """
+    if not ids:
+        return
+    try:
+        with suppress(OrreryError):  # no job runs
+            call("scancel", "--batch", "--signal=TERM", "--state=RUNNING", *ids)
+            limit_s = time.monotonic() + CANCEL_S
+            while time.monotonic() < limit_s and _any_runs(ids):
+                time.sleep(CANCEL_POLL_S)
+    finally:  # also after a second Ctrl-C
         call("scancel", *ids)
+
+
+def _any_runs(ids: Sequence[str]) -> bool:
+    return "running" in {state_of(state, id) for id, state in slurm_states(ids).items()}
 
 
 def requeue(job: str) -> None:
