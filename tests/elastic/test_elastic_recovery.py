@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -172,6 +173,71 @@ def test_a_stranger_gets_nothing_and_disturbs_no_fetch(tmp_path, files, serve):
         silent.sendall(b"GET /newest HTTP/1.1\r\n\r\n")
         got = fetch_state(lambda: [peer], lambda: (3, "digest 3"), tmp_path / "b", files, 0.0)
     assert verify(got).round == 3
+
+
+def test_strangers_hold_no_more_threads_than_allowed(tmp_path, serve, monkeypatch):
+    monkeypatch.setattr("orrery.elastic.recovery.MAX_STRANGERS", 2)
+    address, _, port = serve(tmp_path).rpartition(":")
+    with ExitStack() as stack:
+        for _ in range(3):
+            last = stack.enter_context(socket.create_connection((address, int(port)), 3.0))
+        with suppress(ConnectionResetError):
+            assert last.recv(1) == b""
+
+
+ENDLESS = b"".join(b"3e8\r\n" + bytes(1000) + b"\r\n" for _ in range(100))
+BAD_ANSWERS = {
+    "no length": b"\r\n" + bytes(1000),
+    "a negative length": b"Content-Length: -1\r\n\r\n" + bytes(5000),
+    "chunks without end": b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n" + ENDLESS,
+    "too few bytes": b"Content-Length: 1000\r\n\r\n" + bytes(10),
+    "silence": b"",
+}
+
+
+@pytest.mark.parametrize("name", BAD_ANSWERS)
+def test_a_peer_that_answers_badly_is_left_and_holds_up_no_other(
+    tmp_path, files, name, monkeypatch
+):
+    monkeypatch.setattr("orrery.elastic.recovery.ANSWER_S", 0.3)
+    header = read_header(snapshot(tmp_path / "a"))
+    listener = socket.create_server(("127.0.0.1", 0))
+    is_left = threading.Event()
+
+    def answer() -> None:
+        with listener, files.server().wrap_socket(listener.accept()[0], True) as tls:
+            tls.recv(1000)
+            tls.sendall(b"HTTP/1.1 200 OK\r\n" + BAD_ANSWERS[name])
+            if name == "silence":
+                is_left.wait(10)
+
+    threading.Thread(target=answer, daemon=True).start()
+    peer = PeerSource(f"127.0.0.1:{listener.getsockname()[1]}", files)
+    sources = [peer, FolderSource(tmp_path / "a/round_000000003")]
+    assert verify(assemble(header, tmp_path / "b", sources)) == header
+    assert not is_left.is_set() and peer.num_bytes <= BLOCK
+    is_left.set()
+    peer.close()
+
+
+class Broken(FolderSource):
+    def read(self, block: Block) -> bytes:
+        raise TypeError("no block")
+
+
+def test_a_fetch_ends_when_a_source_has_a_defect(tmp_path):
+    found, ends = snapshot(tmp_path / "a"), []
+
+    def fetch() -> None:
+        try:
+            assemble(read_header(found), tmp_path / "b", [Broken(found), FolderSource(found)])
+        except TypeError as error:
+            ends.append(str(error))
+
+    thread = threading.Thread(target=fetch, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert ends == ["no block"]
 
 
 def test_a_header_that_names_a_file_elsewhere_is_refused(tmp_path):

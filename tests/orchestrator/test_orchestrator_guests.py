@@ -196,12 +196,20 @@ def not_a_number(home, job):
     return msgspec.structs.replace(honest, logprobs=logprobs.tobytes())
 
 
+def too_unlikely(home, job):
+    honest = home.honest(job)
+    logprobs = np.frombuffer(honest.logprobs, np.float32).copy()
+    logprobs[-1] = -np.inf
+    return msgspec.structs.replace(honest, logprobs=logprobs.tobytes())
+
+
 LIES = [
     (other_model, "difference of a rollout's log-probs"),
     (edited, "the mean difference"),
     (one_edited, "difference of a rollout's log-probs"),
     (old_version, "difference of a rollout's log-probs"),
-    (not_a_number, "a log-prob that is not a number or is above 0"),
+    (not_a_number, "a log-prob that is not between -50 and 0"),
+    (too_unlikely, "with a log-prob that is not between"),
     (lambda home, job: home.honest(job, version=3), "version 3 instead of 4"),
     (lambda home, job: home.honest(job, token_ids=bytes(4 * 7)), "7 tokens instead of 1 to 6"),
     (lambda home, job: home.honest(job, token_ids=b"abc"), "an array of 3 bytes"),
@@ -252,6 +260,39 @@ def test_tokens_of_another_model_with_true_log_probs_are_found():
                 break
         assert home.pool.sites["lima"].num_accepted < NUM_ROLLOUTS - 1
         assert "its tokens were not drawn from the policy" in home.refusals()[0]
+
+    scenario(test())
+
+
+def test_answers_of_a_removed_version_do_not_count():
+    async def test():
+        home = Home(verified_share=0.1)
+        await home.learn()
+        home.pool._num_home = home.pool._manifest.inference.max_num_sequences  # busy
+
+        async def removed(version, *_):
+            return Recomputed()
+
+        home.pool._check = removed
+        lease = home.enter()
+        await home.pool.ask("lima", Ask(lease, 4, "digest 4", 8), 0)
+        calls = [home.generate() for _ in range(8)]
+        told = await home.pool.ask("lima", Ask(lease, 4, "digest 4", 8), 1.0)
+        assert len(told.jobs) == 8
+        answers = tuple(other_model(home, job) for job in told.jobs)
+        home.pool.answer("lima", Answers(lease, answers))
+        assert await asyncio.gather(*calls) == [None] * 8
+        assert home.pool.sites["lima"].num_accepted == 0 and not home.refusals()
+
+    scenario(test())
+
+
+def test_a_site_that_holds_weights_of_an_earlier_attempt_is_no_liar():
+    async def test():
+        home = Home()
+        lease = home.enter()
+        told = await home.pool.ask("lima", Ask(lease, 12, "digest 12", 8), 0)
+        assert told.version == 4 and not told.jobs and not home.refusals()
 
     scenario(test())
 
@@ -437,7 +478,7 @@ class SteadyEngine:
         pass
 
     async def generate_each(self, token_ids, num_samples, deliver, *, request_id, **options):
-        assert (token_ids == PROMPT).all() and options["cache_salt"] == "4"
+        assert (token_ids == PROMPT).all() and options["cache_salt"] == "digest 4"
         for index in range(num_samples):
             await asyncio.sleep(0.03 * self.draw.random())
             tokens = drawn(4, self.draw)
@@ -473,7 +514,8 @@ def test_a_site_fetches_a_version_and_lends_its_engine_over_tls(tmp_path):
         door = GuestDoor(pool, (newest / HEADER).read_bytes, "127.0.0.1", port, ours)
         ctx = RoleContext("orchestrator", tmp_path / "lent-run", "rl", 0, 1, 0)
         async with door:
-            lending = asyncio.create_task(Lender(ctx, SteadyEngine()).run())
+            engine = SteadyEngine()
+            lending = asyncio.create_task(Lender(ctx, engine).run())
             made = None
             while made is None:
                 assert not lending.done() or lending.result()
@@ -486,6 +528,11 @@ def test_a_site_fetches_a_version_and_lends_its_engine_over_tls(tmp_path):
                     await asyncio.sleep(0.01)
                 every = await asyncio.gather(*(home.generate() for _ in range(8)))
                 assert None not in every
+            engine.published, pool._attempt = None, "the next"
+            pool._fence(pool.sites["lima"], "the run began again")
+            while engine.published is None:  # an attempt's version may have other weights
+                assert not lending.done() or lending.result()
+                await asyncio.sleep(0.01)
             await pool.close()
             await lending
         assert not home.refusals()

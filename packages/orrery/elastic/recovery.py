@@ -9,10 +9,11 @@
 import http.client
 import http.server
 import re
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from orrery.elastic.types import ElasticError
 
 HANDSHAKE_S = 5.0
 SILENCE_S = 20.0
+ANSWER_S = 300.0  # longest answer, so that a peer that sends a byte at a time is left
+MAX_STRANGERS = 64  # connections in their handshake
 POLL_S = 0.2
 LANES = 2  # connections to a peer, so that one block arrives while another is hashed
 MAX_HEADER_BYTES = 64 << 20
@@ -49,6 +52,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         self._blocks: dict[str, tuple[Path, Block]] = {}
         self._indexed: set[Path] = set()
         self._indexing = threading.Lock()
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         super().__init__((host, port), _Handler)
 
     def newest(self) -> Path | None:
@@ -73,9 +77,18 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Shake hands in the connection's own thread."""
         request.settimeout(HANDSHAKE_S)
-        with suppress(OSError), self._tls.wrap_socket(request, server_side=True) as wrapped:
-            wrapped.settimeout(SILENCE_S)
-            _Handler(wrapped, client_address, self)
+        with suppress(OSError):
+            try:
+                wrapped = self._tls.wrap_socket(request, server_side=True)
+            finally:
+                self._strangers.release()
+            with wrapped:
+                wrapped.settimeout(SILENCE_S)
+                _Handler(wrapped, client_address, self)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Turn away connections above MAX_STRANGERS, before they have a thread."""
+        return self._strangers.acquire(blocking=False)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -128,16 +141,36 @@ class PeerSource:
         self._connection.close()
 
     def _get(self, path: str, most: int) -> bytes | None:
+        """Return the body, or None if the peer has none. Hold no more than `most` bytes of it."""
         try:
             self._connection.request("GET", path)
-            answer = self._connection.getresponse()
-            size = int(answer.headers["Content-Length"])
-            if size > most:
-                raise ValueError(f"{size} bytes instead of at most {most}")
-            body = answer.read()
+            with _limited(self._connection.sock):
+                answer = self._connection.getresponse()
+                size = int(answer.headers.get("Content-Length", -1))
+                if not 0 <= size <= most:
+                    raise ValueError(f"{size} bytes instead of at most {most}")
+                if len(body := answer.read(size)) < size:
+                    raise ConnectionResetError(f"closed after {len(body)} of {size} bytes")
         except http.client.HTTPException as error:
             raise OSError(str(error) or type(error).__name__) from error
         return body if answer.status == http.HTTPStatus.OK else None
+
+
+@contextmanager
+def _limited(sock: socket.socket) -> Iterator[None]:
+    """Shut the socket after ANSWER_S."""
+    timer = threading.Timer(ANSWER_S, _shut, (sock,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _shut(sock: socket.socket) -> None:
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # wakes the thread that reads
 
 
 def fetch_state(

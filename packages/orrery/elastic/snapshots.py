@@ -275,19 +275,21 @@ class _BlockQueue:
     def drain(self, source: BlockSource, partial: Path) -> None:
         lacking: set[str] = set()
         while (block := self._take(lacking)) is not None:
-            fault = ""
+            fault = "failed"
             try:
                 data = source.read(block)
                 if hashlib.sha256(data).hexdigest() != block.sha256:
                     fault = f"{source.name}: a block of {block.part} has another sha256"
                 else:
                     _write(partial / block.part, data, block.offset)
+                    fault = ""
             except BlockLacking:
                 lacking.add(block.sha256)
                 fault = "lacking"
             except (OSError, ValueError) as error:
                 fault = f"{source.name}: {error or type(error).__name__}"
-            self._done(block if fault else None)
+            finally:  # other threads wait for the block
+                self._done(block if fault else None)
             if fault and fault != "lacking":
                 with self._changed:
                     self.faults.append(fault)

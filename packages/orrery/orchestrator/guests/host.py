@@ -314,4 +314,4 @@ class GuestHost:
             self._ctx.log.warning(text, site, num, why)
             write_atomic(self._refused, msgspec.json.encode(self.pool.refused))
         else:
-            self._ctx.log.warning("site %s: %s", site, why)
+            self._ctx.log.warning("site %s: %r", site, why)  # its words must not look like lines

@@ -67,7 +67,8 @@ class Lender:
         self._tls.check_hostname = True
         self._folder = SHARED_MEMORY / f"{memory_prefix(ctx.run_dir)}lent"
         self._num_slots = ctx.manifest.inference.max_num_sequences
-        self._lease, self._version, self._digest = 0, START_VERSION, ""
+        self._lease, self._attempt = 0, ""
+        self._version, self._digest = START_VERSION, ""
         self._shared = SharedRequests(engine.generate_each, engine.abort, self._num_slots)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._answers: list[GuestAnswer] = []
@@ -151,7 +152,10 @@ class Lender:
         entry = Entry(
             own_terms(self._ctx.manifest), engine_release(), self._num_slots, self._place.listen
         )
-        self._lease = (await self._call("enter", entry, Entered)).lease
+        entered = await self._call("enter", entry, Entered)
+        if entered.attempt != self._attempt:
+            self._attempt, self._version, self._digest = entered.attempt, START_VERSION, ""
+        self._lease = entered.lease
         self._ctx.log.info("lends its engine to %s as %s", self._place.join, self._place.name)
 
     async def _ask(self) -> None:
@@ -216,14 +220,14 @@ class Lender:
             self._wake()
 
     async def _answer(self, job: SampleJob) -> GuestAnswer:
-        version = self._version
+        version, salt = self._version, self._digest
         try:
             made = await self._shared.generate(
                 f"{version}/{job.prompt.hex()}/{job.max_tokens}/{job.temperature}",
                 np.frombuffer(job.prompt, np.int32),
                 max_tokens=job.max_tokens,
                 temperature=job.temperature,
-                cache_salt=str(version),
+                cache_salt=salt,
                 request_id=job.id,
                 stop_token_ids=job.stop_token_ids,
                 ignore_eos=job.ignore_eos,
@@ -246,6 +250,7 @@ class Lender:
 
     async def _renew(self, peers: Sequence[str]) -> None:
         """Fetch, load and attest the newest version."""
+        attempt = self._attempt
         body = await self._request("GET", WEIGHTS_PATH)
         header = msgspec.json.decode(body, type=StateSnapshot)
         check_header(header, self._place.join)
@@ -266,7 +271,8 @@ class Lender:
             await update_engine(self._engine, published, Canary.of(self._ctx.manifest))
         finally:
             self._is_draining = False
-        self._version, self._digest = header.round, header.digest
+        if attempt == self._attempt:  # else the weights may be of the attempt before
+            self._version, self._digest = header.round, header.digest
         self._wake()
         remove_old(self._folder, 2)
         self._ctx.metrics.write(

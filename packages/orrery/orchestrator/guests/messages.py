@@ -13,6 +13,7 @@ from orrery.manifest.errors import OrreryError
 MAX_ANSWERS = 32  # in a message
 MAX_REASON = 300  # characters
 POLL_S = 1.0  # longest wait for jobs
+LEAST_LOGPROB = -50.0  # of a vocabulary of 10^6, an engine draws such a token once in 10^15
 
 
 class GuestRefused(OrreryError):
@@ -33,7 +34,10 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Entered(msgspec.Struct, frozen=True):
+    """`attempt` names the run's attempt. Versions of another have other weights."""
+
     lease: int
+    attempt: str
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -107,7 +111,10 @@ def check_answer(
         (not 0 < num <= job.max_tokens, f"{num} tokens instead of 1 to {job.max_tokens}"),
         (len(logprobs) != num, f"{len(logprobs)} log-probs of {num} tokens"),
         (((tokens < 0) | (tokens >= vocab_size)).any(), "a token outside the vocabulary"),
-        (not (logprobs <= 0).all(), "a log-prob that is not a number or is above 0"),
+        (
+            not ((logprobs >= LEAST_LOGPROB) & (logprobs <= 0)).all(),
+            f"a log-prob that is not between {LEAST_LOGPROB:g} and 0",
+        ),
         (not (is_whole or is_stopped), f"the end {answer.finish_reason[:20]!r} at token {num}"),
     ):
         if is_wrong:

@@ -6,7 +6,8 @@
 - A site asks for jobs under a lease, which each message renews. Messages of older leases, unknown
   jobs and repeated answers have no effect.
 - All answers of a site that arrive during a check form the next window. A random share of it is
-  recomputed, at least one answer, and all wait for the result.
+  recomputed, at least one answer of each version, and all wait for the result.
+- If a version is removed before that, its answers do not count.
 - A lie drops the window and the site's rollouts that wait for a batch. The site is refused until
   its line in `refused_sites.json` is removed.
 - No job is given before the spread of the own engines' log-probs is known.
@@ -81,6 +82,7 @@ class GuestPool:
         self.spread, self.is_over = HonestSpread(spec), False
         self.error: Exception | None = None
         self.num_dropped = 0
+        self._attempt = secrets.token_hex(8)
         self._waiting: deque[GuestJob] = deque()
         self._changed = asyncio.Event()
         self._num_home = 0
@@ -197,7 +199,7 @@ class GuestPool:
         site.num_slots, site.listen, site.told = entry.num_slots, entry.listen, START_VERSION
         self.registry.listens(site.index, site.lease)
         self._note(event="guest_entered", site=name, engine=self.first_index + site.index)
-        return Entered(site.lease)
+        return Entered(site.lease, self._attempt)
 
     async def ask(self, name: str, ask: Ask, poll_s: float) -> Told:
         """Return jobs, at the latest after `poll_s`."""
@@ -249,9 +251,9 @@ class GuestPool:
 
     def _attest(self, site: GuestSite, ask: Ask) -> None:
         """Record the site's weights. Refuse the site if it names a version that they are not."""
-        if ask.version == START_VERSION or ask.version == self.registry[site.index].version:
+        if ask.version not in self.digests or ask.version == self.registry[site.index].version:
             return
-        if self.digests.get(ask.version) != ask.digest:
+        if self.digests[ask.version] != ask.digest:
             self._refuse(site, f"it holds other weights than those of version {ask.version}")
         if self.registry.took(site.index, site.lease, ask.version):
             self.registry.serves(site.index, site.lease)
@@ -339,17 +341,16 @@ class GuestPool:
         try:
             while site.arrived:
                 lease, window = site.lease, list(site.arrived)
-                num = math.ceil(self._spec.verified_share * len(window))
-                for own, made in CHANCE.sample(window, num):
-                    if fault := await self._fault(site, own, made):
-                        self._refuse(site, fault)
+                removed = await self._verify(site, window)
                 if site.lease != lease or not self._table.is_up(site):
                     continue
                 del site.arrived[: len(window)]
-                site.num_accepted += len(window)
                 for own, made in window:
-                    if not own.result.done():
+                    if own.version in removed:
+                        own.give_back()
+                    elif not own.result.done():
                         own.result.set_result(made)
+                        site.num_accepted += 1
         except GuestRefused:
             pass
         except Exception as error:
@@ -357,12 +358,22 @@ class GuestPool:
         finally:
             site.checking = None
 
-    async def _fault(self, site: GuestSite, own: GuestJob, made: Generation) -> str:
-        score = await self._score(own.prompt, made, own.job.temperature)
-        if score is None:  # the version was removed meanwhile
-            own.give_back()
-            return ""
-        return site.evidence.fault(score, self.spread)
+    async def _verify(
+        self, site: GuestSite, window: Sequence[tuple[GuestJob, Generation]]
+    ) -> set[int]:
+        """Refuse the site for a lie. Return the versions whose weights have been removed."""
+        removed: set[int] = set()
+        for version in {own.version for own, _ in window}:
+            group = [each for each in window if each[0].version == version]
+            num = math.ceil(self._spec.verified_share * len(group))
+            for own, made in CHANCE.sample(group, num):
+                score = await self._score(own.prompt, made, own.job.temperature)
+                if score is None:
+                    removed.add(version)
+                    break
+                if fault := site.evidence.fault(score, self.spread):
+                    self._refuse(site, fault)
+        return removed
 
     async def _learn(self, prompt: np.ndarray, made: Generation, temperature: float) -> None:
         try:
