@@ -37,6 +37,7 @@ from orrery.orchestrator.guests.messages import (
     LeaseOver,
 )
 from orrery.orchestrator.guests.pool import GuestPool
+from orrery.orchestrator.guests.sites import FETCH_S
 from orrery.runtime.network import adjoining_ports
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import memory_prefix, remove_memory
@@ -351,6 +352,11 @@ def test_as_many_sites_fetch_a_version_as_serve_it():
         leases = {name: home.enter(name, listen=f"{name}:1") for name in ("a", "b", "c")}
         assert (await told("a", leases["a"], -1)).version == 4
         assert (await told("b", leases["b"], -1)).version == -1
+        home.pool.sites["a"].told_s -= FETCH_S
+        leases["a"] = home.enter("a", listen="a:1")  # which takes no second turn
+        assert (await told("a", leases["a"], -1)).version == 4
+        assert (await told("b", leases["b"], -1)).version == 4
+        home.pool.sites["b"].told = -1
         await told("a", leases["a"], 4)
         assert (await told("b", leases["b"], -1)).peers == ("a:1",)
         assert (await told("c", leases["c"], -1)).version == 4

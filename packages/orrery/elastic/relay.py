@@ -1,4 +1,4 @@
-"""Pass the bytes of a pair of sites through a third site. It cannot read them.
+"""Pass the encrypted bytes of a pair of sites through a third site.
 
 - Both ends dial the third site, prove themselves to it over TLS, name their pair, and end that TLS.
 - The third site then joins the two TCP connections. The ends make their own TLS inside.

@@ -26,7 +26,7 @@ import numpy as np
 
 from orrery.elastic.door import Terms
 from orrery.manifest.schema import Manifest
-from orrery.orchestrator.engines.messages import START_VERSION, Generation
+from orrery.orchestrator.engines.messages import Generation
 from orrery.orchestrator.engines.pool import Phase
 from orrery.orchestrator.guests.evidence import NUM_HONEST, HonestSpread, RolloutScore
 from orrery.orchestrator.guests.messages import (
@@ -196,7 +196,7 @@ class GuestPool:
         if self._table.is_up(site):
             self._fence(site, "it entered again")
         site.lease, site.seen_s = site.lease + 1, now_s
-        site.num_slots, site.listen, site.told = entry.num_slots, entry.listen, START_VERSION
+        site.num_slots, site.listen = entry.num_slots, entry.listen
         self.registry.listens(site.index, site.lease)
         self._note(event="guest_entered", site=name, engine=self.first_index + site.index)
         return Entered(site.lease, self._attempt)

@@ -108,7 +108,7 @@ class SiteTable:
         """Return the newest version that the site may fetch now.
 
         As many sites fetch at a time as hold the version and serve it, this one included. A fetch
-        counts for FETCH_S.
+        counts for FETCH_S, and not again if the site enters again.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:
