@@ -45,7 +45,7 @@ _BLOCK = re.compile(r"/block/([0-9a-f]{64})")
 class SnapshotServer(http.server.ThreadingHTTPServer):
     """Serve the snapshots below `folder`. Call `serve_forever`."""
 
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 128
 
     def __init__(self, folder: Path, host: str, port: int, certificates: Certificates) -> None:
         self._folder, self._tls = folder, certificates.server()
