@@ -4,8 +4,8 @@
   authority's key stays where it was made. A site takes `authority.pem` and its two files.
 - Both ends of a connection must hold a certificate of this authority. No name is compared, because
   sites move. TLS 1.3 only, without session tickets.
-- Clocks are never compared across hosts: validity spans 2020 to 2100, and links ignore it. etcd
-  does not, so `door.check_clock` reads it first.
+- Certificates are valid from 2020 to 2100. Links ignore it, so clocks may differ. etcd does not, so
+  `door.check_clock` checks the clock first.
 """
 
 import re
@@ -20,7 +20,7 @@ from pathlib import Path
 from orrery.elastic.types import ElasticError
 
 AUTHORITY = "authority"
-NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME. The module ssl does not name it
+NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which the module ssl lacks
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 VALID = ("-startdate", "20200101000000Z", "-enddate", "21000101000000Z")
 SIGNING = """

@@ -34,7 +34,7 @@ class BadFrame(Exception):
 
 
 class Slab:
-    """Hand out arrays of one large one, because large ones cost few page faults."""
+    """Cut arrays out of a large one, because that costs fewer page faults."""
 
     def __init__(self) -> None:
         self._free = np.empty(0, np.uint8)
@@ -53,7 +53,7 @@ class Kind(IntEnum):
     BROKEN = 3  # `piece` is the rank that failed, the payload the reason
     READY = 4  # the sender has begun the round
     RELAY = 5  # the first frame to a relay. `piece` is the rank at the other end
-    PROBE = 6  # `hop` is 1 in the last of a measurement
+    PROBE = 6  # `hop` is 1 in a measurement's last frame
     PROBED = 7  # `piece` is the measured speed in Mb/s
 
 
@@ -109,10 +109,7 @@ class FrameSink(Protocol):
 
 
 class Backlog:
-    """The frames for one peer that no connection has taken. Each takes the next when it can.
-
-    A connection that is slower than its neighbours takes fewer.
-    """
+    """Frames for one peer that wait for a free connection. A slow connection thus takes fewer."""
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[bytes | memoryview]] = deque()
@@ -132,7 +129,7 @@ class Backlog:
 
 
 class PeerConnection:
-    """`heard_s` is when bytes arrived last, by the monotonic clock. `ready`: the peer's round."""
+    """`heard_s`: monotonic time of the last bytes. `ready`: the round that the peer has begun."""
 
     def __init__(
         self,
@@ -159,7 +156,7 @@ class PeerConnection:
             thread.start()
 
     def send(self, header: Header, payload: Bytes, urgent: bool = False) -> None:
-        """Queue a frame of this connection, in front of all others if urgent."""
+        """Queue a frame for this connection alone, in front of all others if urgent."""
         frame = (header._replace(length=len(payload)).pack(), payload.data)
         with self._wake:
             self._queue.appendleft(frame) if urgent else self._queue.append(frame)

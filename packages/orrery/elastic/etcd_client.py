@@ -23,7 +23,7 @@ from orrery.elastic.types import ElasticError
 REQUEST_S = 2.0
 RETRY_S = 0.1
 NOT_FOUND = 5  # gRPC's codes
-FINAL = (3, NOT_FOUND, 6, 9, 11)  # about the request, so another endpoint would answer the same
+FINAL = (3, NOT_FOUND, 6, 9, 11)  # faulty requests: every endpoint would answer the same
 BROKEN = (OSError, http.client.HTTPException, ValueError)
 
 

@@ -58,7 +58,7 @@ class EtcdLog:
         self._site_id, self._lease, self._created = "", "", "0"
         self._changed = threading.Condition()
         self._revision = 0  # newest revision that a read has seen
-        self._news = 0  # newest revision that the watch has told of
+        self._news = 0  # newest revision that the watch has reported
         self._stop = threading.Event()
 
     def acquire(self, site_id: str) -> None:
@@ -68,7 +68,7 @@ class EtcdLog:
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
         self._site_id, self._created = site_id, ""
-        while not self._created:  # a lease ends before its key is written, if etcd is that slow
+        while not self._created:  # a slow etcd can end a lease before its key is written
             self._created = self._take_lease(ttl_s)
         self._stop = threading.Event()
         for body in (self._beat, self._watch):

@@ -87,9 +87,9 @@ class EtcdServer:
         return self._process.pid
 
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
-        """Start etcd: from its data if there are any, else in the cluster `names` or a new one.
+        """Start etcd from its data. Without data, join the cluster `names` or begin a new one.
 
-        Without data, names and `is_new` etcd ends. So half-written data never become a new log.
+        Without data, names and `is_new` etcd ends, so half-written data never become a new log.
         """
         others = set(names) - {self.name}
         files = self._certificates
@@ -164,7 +164,7 @@ class EtcdSite:
         store_s: float = 300.0,
         coordinators: int = 5,
     ) -> None:
-        check_clock(*certificates.validity())  # etcd would refuse it without a reason
+        check_clock(*certificates.validity())  # etcd would refuse a wrong clock without a reason
         self._folder, self._name, self._most = folder, name, coordinators
         self._heartbeat_s, self._is_first = heartbeat_s, not join
         known = [join] if join else [name]

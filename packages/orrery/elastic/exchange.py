@@ -66,7 +66,7 @@ def exchange(
 ) -> ExchangeStats:
     """Replace delta f32[n] by the weighted mean over sites, zeros if no site has weight.
 
-    `buckets` cover delta, the same at all sites.
+    `buckets` cover delta and are the same at all sites.
     Raise LinkBroken if a peer fails, ElasticError if this site's values cannot be encoded.
     """
     if topology not in TOPOLOGIES:

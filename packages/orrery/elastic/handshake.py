@@ -1,6 +1,6 @@
 """Make connections between sites, and accept them: mutual TLS, then one HELLO each way.
 
-A site without a listener dials all others. Two such sites meet over a relay, with TLS of their own.
+A site without a listener dials all others. Two such sites meet over a relay, with TLS end to end.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from orrery.runtime.timing import scaled
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0  # scaled
-MAX_STRANGERS = 32  # connections in their handshake
-UNSENT = 1 << 17  # bytes in the kernel's queue, so that frames wait where all connections see them
+MAX_STRANGERS = 32  # accepted connections in their handshake
+UNSENT = 1 << 17  # unsent bytes in the kernel; other connections can take the rest
 CONGESTION = b"bbr"  # keeps its rate under random loss
 
 
 class Handshakes:
-    """`arrived(tls, hello)` takes accepted connections. The answer to `hello` is its to send."""
+    """Call `arrived(tls, hello)` for each accepted connection. It has to answer `hello`."""
 
     def __init__(
         self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]
@@ -59,9 +59,10 @@ class Handshakes:
     def dial(
         self, place: tuple[str, int], hello: Header, peer: int, is_relay: bool, end_s: float
     ) -> ssl.SSLSocket:
-        """Return a connection to rank `peer`. It listens at `place`, or also dials the relay there.
+        """Return a connection to rank `peer`. Raise OSError on failure.
 
-        Wait until `end_s`: the peer may begin its epoch later. Raise OSError.
+        The peer listens at `place`, or with `is_relay` the relay, which the peer dials too. Wait
+        until `end_s`, because the peer may begin its epoch later.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:

@@ -4,7 +4,7 @@ python -m orrery.elastic.keeper OPTIONS    OPTIONS: `KeeperOptions` as JSON
 
 - The trainer copies its state into shared memory and writes a line to the process. The process
   hashes the copy, publishes it, and serves it to peers.
-- After the trainer's end it serves on for `linger_s`, or until the folder's next keeper starts.
+- Once the trainer has ended, it serves for `linger_s`, or until the folder's next keeper starts.
 - Checkpoints on disk are the trainer's (`trainer/saver.py`).
 """
 
@@ -45,14 +45,14 @@ class KeeperOptions(msgspec.Struct, frozen=True):
 
 
 class SnapshotKeeper:
-    """The trainer's end: start the process, tell it of copies, and leave it."""
+    """The trainer's side: start the process, announce copies, and let it go on alone."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
         self.process = _start(options)
 
     def copied(self) -> None:
-        """Say that `copy_state` has made a copy. Start the process again if it has ended."""
+        """Announce a copy of `copy_state`. Start the process again if it has ended."""
         if self.process.poll() is not None:
             self.__exit__()
             self.process = _start(self._options)

@@ -32,7 +32,7 @@ class Behind(LeaseLost):
 
 
 class StateLacking(ElasticError):
-    """No live site holds the newest state, nor does the one that joins."""
+    """Signal that neither a live site nor the joining site holds the newest state."""
 
 
 class JoiningSite(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class Ledger(msgspec.Struct, frozen=True):
     broken: dict[str, tuple[str, ...]] = {}  # by member that aborted: the peers it lost
     strikes: tuple[tuple[str, str], ...] = ()  # links that broke in the round's last attempt
     measured: dict[str, dict[str, int]] = {}  # Mb/s by site and peer
-    speeds: tuple[tuple[int, ...], ...] = ()  # those of the epoch
+    speeds: tuple[tuple[int, ...], ...] = ()  # by rank, fixed for the epoch
     committed: CommittedRound | None = None
 
     @property
@@ -106,7 +106,7 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
     digest = ledger.committed.digest if ledger.committed else ""
     is_first = not ledger.ids & live
     if is_first and terms.rewinds and terms.round > NO_ROUND:
-        # A later epoch, so that messages of the rounds that are lost are refused.
+        # A later epoch, so that messages of the lost rounds are refused.
         row = CommittedRound(terms.round, ledger.epoch, (), (), terms.digest)
         ledger = _gather(_with_members(msgspec.structs.replace(ledger, committed=row), ()), {})
         digest = terms.digest

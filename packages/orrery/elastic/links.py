@@ -5,9 +5,9 @@
 - In a pair the lower rank dials, or both dial their relay. A pair has as many connections as lanes,
   each with a reader and a sender thread. A frame takes the connection that is free.
 - `begin` waits until both ends of every connection are in the round. Until then, and after `end`,
-  a lost connection is made again, and no other site hears of it.
-- In between it breaks the round, and so does silence: idle connections carry a ping every PING_S.
-  The first rank that notices tells all others. It also tells those that connect later.
+  a lost connection is made again.
+- In between, a lost or silent connection breaks the round. Idle connections carry a ping every
+  PING_S. The first rank that notices tells all others, also when they connect later.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ CONNECT_S = 60.0  # scaled, like the next two
 PING_S = 2.0
 SILENCE_S = 15.0
 RETRY_S = 0.2
-QUIET_S = 1.0  # from a round's end to the measurements, while others may still exchange
+QUIET_S = 1.0  # pause after a round, because others may still exchange
 MAX_REFUSALS = 10  # a site listens before it joins, so a refusing port belongs to a dead process
 NOTHING = np.empty(0, np.uint8)
 
@@ -57,9 +57,9 @@ class PeerLinks:
         host: str,
         port: int = 0,
         shard: int = 0,
-        num_lanes: int = 4,  # TCP's window limits one on a long link
+        num_lanes: int = 4,  # connections of a pair: TCP's window limits one on a long link
     ) -> None:
-        """Listen on `port` + `shard`, or on any port if `port` is 0. `host` "" accepts nothing.
+        """Listen on `port` + `shard`, or on any port if `port` is 0. Without `host` do not listen.
 
         `shard` is the rank in the site. Raise ElasticError if the port is taken.
         """
@@ -71,8 +71,8 @@ class PeerLinks:
         self._early: dict[tuple[int, int, int], ssl.SSLSocket] = {}  # by epoch, rank, lane
         self._backlogs: list[Backlog] = []  # by rank
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
-        self._broken: LinkBroken | None = None  # of the round, until the next
-        self._told: tuple[int, LinkBroken] | None = None  # of a later round
+        self._broken: LinkBroken | None = None  # in this round
+        self._told: tuple[int, LinkBroken] | None = None  # reported for a later round
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
@@ -113,12 +113,12 @@ class PeerLinks:
             self._phase = LinkPhase.RUNNING
 
     def end(self) -> None:
-        """End the round: this rank has all of its frames. Measure speeds until the next."""
+        """End the round, once all frames have arrived here. Measure speeds until the next round."""
         assert self._members is not None
         with self._changed:
             self._phase = LinkPhase.IDLE
             is_new = {each.id for each in self._members.members} - self._probe.found.keys()
-            if self._shard == 0 and len(is_new) > 1:  # this site is one
+            if self._shard == 0 and len(is_new) > 1:  # one of them is this site
                 args = self.epoch, self.round
                 threading.Thread(
                     target=self._measure, args=args, name="links-probe", daemon=True
@@ -299,9 +299,10 @@ class PeerLinks:
     # Connections
 
     def _dials(self, rank: int) -> bool:
-        """Return whether this end dials: both ends dial their relay, else the lower rank.
+        """Return whether this end dials.
 
-        A site that accepts no connections dials the others.
+        Both ends of a relayed pair dial. Otherwise the end that accepts no connections dials, or
+        the lower rank if both accept.
         """
         assert self._members is not None
         members = self._members.members
@@ -348,7 +349,7 @@ class PeerLinks:
                 self._fail(rank, reason)
 
     def _met(self, tls: ssl.SSLSocket, hello: Header) -> None:
-        """Take a connection that was accepted, now or once its epoch begins."""
+        """Use an accepted connection, now or once its epoch begins."""
         if (hello.run, hello.shard) != (self._run, self._shard):
             tls.close()
             return

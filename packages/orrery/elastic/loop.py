@@ -1,4 +1,4 @@
-"""Exchange what a site has learned after every H inner steps, and step the outer optimizer.
+"""Exchange the change of a site's weights every H inner steps, and step the outer optimizer.
 
 - A round begins, exchanges Δ, and commits the digest of the next θ and m. Only then do they
   change. Inner optimizer state stays.
@@ -44,7 +44,7 @@ class Weights(Protocol):
     num_parameters: int
 
     def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield each part (of a fragment) of the weights as they are now, on the host."""
+        """Yield the current weights, or those of a fragment, part by part, on the host."""
 
     def write(self, values: Floats, within: Fragment | None = None) -> None:
         """Replace the weights, or those of a fragment, by `values` f32[n]."""
@@ -146,7 +146,7 @@ class OuterLoop:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens since the last round of the next round's fragment."""
+        """Return the tokens since the last round of the fragment that is next."""
         return self.fragment_tokens[self.fragment_of(self.round)]
 
     @property

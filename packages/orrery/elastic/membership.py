@@ -101,9 +101,9 @@ class LogMembership:
             raise
 
     def _await_state(self, site: SiteMember, terms: Terms) -> None:
-        """Refuse the site before it takes a lease.
+        """Raise ElasticError if the run refuses the site, before it takes a lease.
 
-        If all sites have lost theirs at once, wait for one with the newest state to return.
+        If all sites have lost their leases, wait for one that has the newest state.
         """
         end_s = self._log.now_s() + self._pace.grace_s
         while True:

@@ -40,14 +40,14 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Take θ_now from the place of Δ: θ_start − (θ_start − θ_now) would round."""
+    """Return θ_now, given in place of Δ, because θ_start − (θ_start − θ_now) would round."""
     return now, momentum
 
 
 class OuterState:
     """θ_start, the outer momentum and Δ of one shard, each f32[n].
 
-    `fragments` cover the shard. The state's digest is that of its fragments, or of the only one.
+    `fragments` cover the shard. The digest of several fragments is the hash of their digests.
     """
 
     def __init__(self, num_parameters: int, fragments: Sequence[Fragment] = ()) -> None:
@@ -65,13 +65,13 @@ class OuterState:
         self._digests[fragment], self._next = self._next, ""
 
     def forget(self) -> None:
-        """Forget the digests, because the arrays were filled."""
+        """Drop the kept digests. Call it after the arrays were filled."""
         self._digests = [""] * len(self.fragments)
 
     def digest(self, step: Step, fragment: int = 0) -> str:
-        """Return the sha256 of θ and m as `step` of a fragment would make them.
+        """Return the sha256 of θ and m after `step` of a fragment, without taking it.
 
-        This changes no value. Only that fragment is read again.
+        The digests of the other fragments are kept, so they are not read again.
         """
         for other, known in enumerate(self._digests):
             if not known and other != fragment:
@@ -118,6 +118,6 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product: float32 in runs of DOTTED, whose sums are added in float64."""
+    """Return the inner product: float32 within runs of DOTTED numbers, float64 across runs."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)

@@ -14,12 +14,12 @@ from orrery.elastic.connection import Bytes, Header, PeerConnection
 PROBE_S = 0.5
 PROBE_BYTES = 1 << 26  # most for one peer
 FRAME = np.zeros(1 << 16, np.uint8)
-ANSWER_S = 5.0  # a slow link empties its buffers
+ANSWER_S = 5.0  # a slow link first empties its buffers
 FASTEST = 4000  # Mb/s; above it the processors are the limit
 
 
 class SpeedProbe:
-    """`found` are the speeds so far, in Mb/s by the site's id."""
+    """`found` has the speeds so far, in Mb/s by the site's id."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
@@ -44,7 +44,7 @@ class SpeedProbe:
             time.sleep(1e-2)
 
     def arrived(self, header: Header, payload: Bytes) -> int | None:
-        """Note a frame. Return the speed with the last of a measurement."""
+        """Count a frame. Return the speed after a measurement's last frame, otherwise None."""
         now_s = time.monotonic()
         found = self._arrivals.setdefault(header.source, [])
         found.append((now_s, len(payload)))

@@ -16,7 +16,7 @@ Pair = tuple[int, int, int, int]  # epoch, lower rank, higher rank, lane
 
 
 class Relay:
-    """The connections that this site passes on. An end that waits is replaced by its next."""
+    """Joined connections, and ends that wait. An end's newer connection replaces its older one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

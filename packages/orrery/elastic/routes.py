@@ -12,7 +12,7 @@ from functools import cache
 from orrery.elastic.types import Epoch
 
 GAIN = 1.25  # smallest gain for which a path changes
-MOST_EXACT = 10  # sites whose orders are searched
+MOST_EXACT = 10  # sites for which all orders are searched
 
 
 @cache
@@ -40,12 +40,13 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
         for a in range(num)
     ]
     most = max(map(max, rows))
-    rows = [[each or most for each in row] for row in rows]  # not measured yet
+    # Pairs that are not measured count as the fastest.
+    rows = [[each or most for each in row] for row in rows]
     return _exact(rows) if num <= MOST_EXACT else _greedy(rows)
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
-    """Return the slowest edge by the speeds of `newest`, of the ring and relays by `chosen`'s.
+    """Return the slowest edge's speed in `newest`, for the ring and the relays of `chosen`.
 
     Edges that are not measured do not count.
     """
@@ -72,7 +73,7 @@ def _path(epoch: Epoch, a: int, over: int | None, b: int) -> float:
 
 
 def _exact(rows: list[list[float]]) -> tuple[int, ...]:
-    """Return the best ring, by the sets of ranks that a path from rank 0 visits."""
+    """Return the best ring, by dynamic programming over the ranks that a path has visited."""
     num = len(rows)
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(1, 0): (float("inf"), (0,))}
     for visited in range(1, 1 << num, 2):

@@ -27,7 +27,7 @@ from orrery.runtime.run_directory import ENLARGE
 BLOCK_BYTES = 16 << 20
 HEADER = "snapshot.json"
 _PUBLISHED = re.compile(r"round_([0-9]{9})")
-_PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # no name leaves the folder
+_PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # no name leads out of the folder
 Buffer = bytes | bytearray | memoryview
 
 
@@ -155,7 +155,7 @@ def link_files(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Like `copy_state`, with hard links to finished files of the same file system as parts."""
+    """Like `copy_state`. The parts are hard links to finished files of the same file system."""
     make_folder(folder)
 
     def write(partial: Path) -> dict[str, int]:

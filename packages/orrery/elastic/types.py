@@ -44,7 +44,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
     number: int
     members: tuple[SiteMember, ...]
-    speeds: tuple[tuple[int, ...], ...] = ()  # Mb/s by rank and rank, 0 if not measured
+    speeds: tuple[tuple[int, ...], ...] = ()  # Mb/s from rank to rank, 0 if not measured
 
     def rank(self, site_id: str) -> int:
         """Return the site's rank. Raise LeaseLost if it is not a member."""
@@ -63,7 +63,7 @@ class OuterRound(msgspec.Struct, frozen=True):
 
 
 class SitePlace(msgspec.Struct, frozen=True):
-    """Where this site listens, the ADDRESS:PORT that it joins, and its certificates.
+    """This site's listener, the ADDRESS:PORT that it joins, and its certificates.
 
     `listen` is "" if the site accepts no connections.
     """

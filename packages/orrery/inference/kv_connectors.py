@@ -2,7 +2,7 @@
 
 - Transfer: the first `prefill_replicas` engines produce blocks, the others read them. A block's
   lease outlasts any request: after its end, NIXL could send another request's cache.
-- vLLM loads from the first connector that has a request's tokens. That is the transfer.
+- vLLM loads from the first connector that has a request's tokens, so the transfer comes first.
 - Tiers: caches and routes on disk together take at most `disk_bytes`. vLLM recomputes a block that
   is unreadable, or lacks routes that must be returned.
 - `BoundedFolder` removes the least recently used files before a write. Readers expect gaps.
@@ -48,7 +48,7 @@ def lease_s(manifest: Manifest) -> int:
 
 
 def connector_config(manifest: Manifest, index: int, disk: Path) -> dict[str, Any] | None:
-    """Return vLLM's config of engine `index` for transfer, tiers or both. `disk`: the tiers'."""
+    """Return vLLM's config of engine `index` for transfer, tiers or both. `disk`: tiers' folder."""
     transfer, tiers = _transfer_config(manifest, index), _offload_config(manifest, disk)
     if transfer is None or tiers is None:
         return transfer or tiers

@@ -72,10 +72,12 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
-JOIN_HELP = "The site to join. The first site names its own address."
-LISTEN_HELP = "Where this site listens: the first of a few ports. Without it the site only dials."
+JOIN_HELP = "The --listen of any site that runs. The first site names its own."
+LISTEN_HELP = "This site's address, and the first of its ports. Without it the site only dials."
 REWIND_HELP = "If no site runs, take the run back to the round of this site's checkpoint."
-CERTIFICATES_HELP = "The folder of the run's authority and of this site's certificate."
+CERTIFICATES_HELP = "The folder of authority.pem, NAME.pem and NAME.key."
+NAME_HELP = "This site's name, as in its certificate."
+SHARD_HELP = "The shard of the data to train. Without it: the lowest free shard."
 
 
 @app.command()
@@ -83,25 +85,27 @@ def join(
     word: RunWord,
     address: Annotated[str, typer.Argument(metavar="ADDRESS:PORT", help=JOIN_HELP)],
     listen: Annotated[str, typer.Option("--listen", metavar="ADDRESS:PORT", help=LISTEN_HELP)] = "",
-    name: Annotated[str, typer.Option("--name", help="The certificate's name.")] = "site",
+    name: Annotated[str, typer.Option("--name", help=NAME_HELP)] = "site",
     certificates: Annotated[Path, typer.Option("--certificates", help=CERTIFICATES_HELP)] = Path(
         "certificates"
     ),
-    shard: Annotated[
-        int | None, typer.Option("--shard", min=0, help="The shard of the data to train.")
-    ] = None,
-    stage: Annotated[str, typer.Option("--stage", help="sft or rl.")] = "sft",
+    shard: Annotated[int | None, typer.Option("--shard", min=0, help=SHARD_HELP)] = None,
+    stage: Annotated[str, typer.Option("--stage", help="The stage to train: sft or rl.")] = "sft",
     rewind: Annotated[bool, typer.Option("--rewind", help=REWIND_HELP)] = False,
 ) -> None:
-    """Train one site of a run with `trainer.elastic` or `orchestrator.guests`, until it ends."""
+    """Train at this site, in a run of several sites.
+
+    With `trainer.elastic` every site trains. With `orchestrator.guests` one site trains, and the
+    others type `orrery lend`.
+    """
     from orrery.launcher.runs import place_site
 
     place_site(word, address, listen, name, certificates, shard, rewind)
     run(word, stage)
 
 
-DOOR_HELP = "The trainer's site: the address and port at which it joined."
-BLOCKS_HELP = "Where this site serves weights to others. Without it: nowhere."
+DOOR_HELP = "The site that trains: its --listen in `orrery join`."
+BLOCKS_HELP = "Where this site serves weights to other sites. Without it, it serves none."
 
 
 @app.command()
@@ -109,12 +113,15 @@ def lend(
     word: RunWord,
     address: Annotated[str, typer.Argument(metavar="ADDRESS:PORT", help=DOOR_HELP)],
     listen: Annotated[str, typer.Option("--listen", metavar="ADDRESS:PORT", help=BLOCKS_HELP)] = "",
-    name: Annotated[str, typer.Option("--name", help="The certificate's name.")] = "site",
+    name: Annotated[str, typer.Option("--name", help=NAME_HELP)] = "site",
     certificates: Annotated[Path, typer.Option("--certificates", help=CERTIFICATES_HELP)] = Path(
         "certificates"
     ),
 ) -> None:
-    """Lend an engine here to a run with `orchestrator.guests`, until the run ends."""
+    """Lend an engine of this machine to a run elsewhere, until that run or this command ends.
+
+    The run has `orchestrator.guests`.
+    """
     from orrery.launcher.lend import lend
     from orrery.manifest.identity import find_workspace
 
@@ -290,7 +297,10 @@ def restore(
     word: RunWord,
     stage: Annotated[str, typer.Option("--stage", help=RESTORE_STAGE_HELP)] = "rl",
 ) -> None:
-    """Fetch the newest checkpoint from the site's checkpoint_target, after a loss of the disk."""
+    """Fetch the newest checkpoint from `checkpoint_target` of the site file.
+
+    Use it after a loss of the disk, once the earlier stages have run again.
+    """
     import subprocess
 
     from orrery.launcher.runs import find
@@ -301,7 +311,9 @@ def restore(
     workspace = find_workspace()
     found = find(word, workspace)
     if not (target := load_site(workspace).roles.checkpoint_target):
-        raise OrreryError("[roles] checkpoint_target: not set in the site file; set it to fetch")
+        raise OrreryError(
+            "[roles] checkpoint_target: not set in the site file; set it to the copies' folder"
+        )
     begin(found.path)
     argv = [sys.executable, "-m", "orrery.trainer.uploader", "restore", target]
     raise typer.Exit(subprocess.run([*argv, str(found.path), stage]).returncode)

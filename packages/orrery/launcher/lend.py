@@ -1,7 +1,7 @@
-"""Lend an engine of this machine to a run that trains elsewhere: an engine and its agent.
+"""Lend an engine of this machine to a run that trains elsewhere.
 
-Both are roles in a temporary run directory, which stays with its logs after a failure. Its manifest
-is the run's, and its weights are links to the first weights here. The agent fetches newer weights.
+The engine and its agent are roles in a temporary run directory, which keeps their logs after a
+failure. It has the run's manifest and links to weights of this site. The agent fetches newer ones.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from orrery.launcher.preemption import catch_signals
 from orrery.launcher.process import Process, environment
-from orrery.launcher.runs import Run, check_address, find, resume_command
+from orrery.launcher.runs import Run, check_address, find
 from orrery.launcher.serve import CUDA, STOP_S
 from orrery.launcher.site import load_site
 from orrery.launcher.stage import Interrupts, end_strays
@@ -59,7 +59,7 @@ def lend(
         check_address("--listen", listen)
     place = {"listen": listen, "join": address, "name": name, "shard": None}
     place |= {"certificates": str(certificates.resolve())}
-    weights = _first_weights(run, workspace)
+    weights = _first_weights(run)
     run_dir = Path(tempfile.mkdtemp(prefix="orrery-lend-"))
     has_failed, processes = True, list[Process]()
     start = secrets.token_hex(8)
@@ -80,13 +80,13 @@ def lend(
             shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _first_weights(run: Run, workspace: Workspace) -> Path:
+def _first_weights(run: Run) -> Path:
     for stage in (run.manifest.stage_before_rl, "init"):
         if ((path := weights_path(run.path, stage)) / "config.json").is_file():
             return path
     raise OrreryError(
-        f"{run.path.name}: no weights to start an engine with; type "
-        f"`{resume_command(run, 'init', workspace)}`, or only `orrery run {run.manifest.name} init`"
+        f"{run.path.name}: no weights to start an engine with; type `orrery run "
+        f"{run.manifest.name} init`"
     )
 
 

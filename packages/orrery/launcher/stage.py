@@ -250,9 +250,9 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 
 
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
-    """Let savers of ended trainers finish on this node, and save what killed savers have left.
+    """Save the copies that ended trainers and killed savers have left on this node.
 
-    The checkpoint is copied to `target` too, unless it is "".
+    Savers that still run finish first. Then copy the checkpoint to `target`, unless it is "".
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
     # The first rank waits for the files of the others, so it comes last.

@@ -185,7 +185,7 @@ class Supervisor:
         end_strays(stage.processes, self.start)
         if allocation is not None:
             shared = run_directory.memory_prefix(stage.run_dir).removesuffix("-")
-            allocation.clean(*self.scratch, shared)  # copies for checkpoints too
+            allocation.clean(*self.scratch, shared)  # removes copies for checkpoints too
         self._remove_files()
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
         with suppress(OSError):  # print the message also when the disk is full

@@ -304,7 +304,7 @@ class RouteCounts(NamedTuple):
     """Counts of one mixture in one forward pass."""
 
     load_E: Tensor  # i64, each expert's tokens without padding
-    num_differing: Tensor | None  # i64 [], of `Router`
+    num_differing: Tensor | None  # i64 [], see `Router`
 
 
 class MixtureOfExperts(nn.Module):

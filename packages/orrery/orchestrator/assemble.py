@@ -140,7 +140,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 def _first_problem(ctx: RoleContext) -> int:
-    """Return a number for each name of a site, 2**20 apart, so that sites draw other problems."""
+    """Return the first problem of this site: a hash of its name, so that sites draw others."""
     if ctx.manifest.trainer.elastic is None:
         return 0
     return zlib.crc32(read_place(ctx.run_dir).name.encode()) << 20

@@ -77,7 +77,7 @@ class GroupDropped:
 
 
 class Source:
-    """`first_problem` is where this site's problems begin."""
+    """`first_problem` is the number of this site's first problem."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class CheckpointWriter:
 
     Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside the
     context manager `waiting(what, deadline_s, behind_s)`. Leaving the `with` block completes the
-    last checkpoint, except after an exception: then only its saver does.
+    last checkpoint, except after an exception. Then only the saver does.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class CheckpointWriter:
     ) -> None:
         """Let the saver write the copy. Then the first rank calls `on_written`.
 
-        `marker` (default: the folder) is what the last of these two creates.
+        `marker` (default: the folder) exists once both are done.
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"

@@ -47,7 +47,7 @@ from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
 FETCH_S = 60.0  # scaled, for each try
-ROUNDS = "rounds.json"  # of a checkpoint: `HeldRound`
+ROUNDS = "rounds.json"  # file of a checkpoint, a `HeldRound`
 T = TypeVar("T")
 
 
@@ -114,13 +114,13 @@ class SiteTraining:
 
     @property
     def start(self) -> int:
-        """Return this site's place in its shard, also after steps beyond the last round."""
+        """Return this site's place in its shard, counting steps since the last round."""
         num_beyond = self._learner.step - (self._loop.round - 1) * self._phase
         return self._shards.trained[self.shard] + num_beyond * self._step_documents
 
     @property
     def next_round_step(self) -> int:
-        """Return the last step before the next segment of the data."""
+        """Return the step after which the next round is finished."""
         sent = (self._learner.step // self._phase + 1) * self._phase
         return sent + self._delay(sent)
 
@@ -154,7 +154,9 @@ class SiteTraining:
                     self._finish_round()
 
     def _delay(self, step: int) -> int:
-        """Return the steps from sending to applying. A checkpoint or the end waits for the round.
+        """Return the inner steps between sending a round and applying it.
+
+        It is 0 at a checkpoint and at the end, which wait for the round.
 
         In RL no round is delayed, because a published version must not change.
         """

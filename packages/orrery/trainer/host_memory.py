@@ -121,7 +121,7 @@ def host_block(
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
         with path.open("xb+") as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a lack of room must not be SIGBUS
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # without room fail here, not by SIGBUS
             pages = _Pages(file.fileno(), num_bytes)
     # Zeroing maps the pages with many threads. Registration would map them with one.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()

@@ -39,7 +39,7 @@ class MicroBatch:
     routes_missing: int = 0  # tokens without a route, except the last of each sample
     routes_replayed: int = 0  # K for each token and layer that has a route
     engine_keys: torch.Tensor | None = None  # u8 [T, I, B], as bits (`kernels.key_bits`)
-    is_padding: torch.Tensor | None = None  # bool [T], of context parallelism or no samples
+    is_padding: torch.Tensor | None = None  # bool [T]: for context parallelism, or no samples
     choices_sent: int = 0  # I for each token that sees more than `top_k` keys, except the last
 
 

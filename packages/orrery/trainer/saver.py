@@ -5,7 +5,7 @@
 
 - MEMORY holds `copy`, mapped by the trainer, and `job.json` while the copy waits to be saved.
 - All steps can be repeated. A killed process is started again by the trainer, or by the launcher.
-- After the end of the trainer it saves the copy, removes MEMORY and ends.
+- Once the trainer has ended, the process saves the copy, removes MEMORY and ends.
 """
 
 import fcntl
@@ -44,7 +44,7 @@ POLL_S = 0.1
 class Completion(msgspec.Struct, frozen=True):
     """How the first rank completes the checkpoint after all ranks have saved it.
 
-    The role `beside` has written its half before.
+    `beside`: the role that wrote the checkpoint's other half.
     """
 
     run_dir: str
@@ -100,7 +100,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
 
 def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
     if (partial / (note := checksum_file(job.rank))).exists():
-        return  # another rank may have published these files
+        return  # saved by an earlier process; another rank may publish it now
     tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
     with copy.open("rb") as file:
         mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)
@@ -196,7 +196,7 @@ def _write_all(file: int, chunk: memoryview) -> None:
         chunk = chunk[os.write(file, chunk) :]
 
 
-# The trainer's end
+# The trainer's side
 
 
 class Saver:
@@ -208,7 +208,7 @@ class Saver:
         self._starting = threading.Lock()  # `save` runs in a thread
 
     def offer(self, job: SaveJob) -> None:
-        """Say that `copy` is whole. From here on the copy is saved, even if the trainer ends."""
+        """Record that `copy` is whole. From now on it is saved, even if the trainer ends."""
         write_atomic(self._memory / JOB, msgspec.json.encode(job))
 
     def save(self) -> None:
@@ -226,8 +226,8 @@ class Saver:
             _end(self._process)
             self._process = None
         raise RunFailed(
-            f"{self._memory}: its saving process was ended {MAX_STARTS} times; see `dmesg` for "
-            f"lack of memory, then start the run again"
+            f"{self._memory}: the process that saves it ended {MAX_STARTS} times; look in `dmesg` "
+            f"for a lack of memory, then start the run again"
         )
 
     def close(self, waits: bool) -> None:
@@ -294,7 +294,7 @@ def serve(memory: Path, asked: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
-    """Save a copy whose trainer has ended, and upload it. Return whether none is left."""
+    """Save and upload the copy of an ended trainer. Return whether no copy is left."""
     uploads = uploads or Uploads()
     uploads.note(memory)
     if error := failure(memory, lambda: False):
@@ -306,7 +306,7 @@ def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
 
 
 class Uploads:
-    """Uploads of complete checkpoints, by a process that reads the disk alone."""
+    """Uploads of complete checkpoints, by a process that reads only the disk."""
 
     def __init__(self) -> None:
         self._command: list[str] = []
@@ -326,7 +326,7 @@ class Uploads:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=2)
 
     def finish(self) -> None:
-        """Upload what is newest, and wait."""
+        """Upload the newest checkpoint, and wait."""
         if self._process is not None:
             self._process.wait()  # it may have missed the newest
         self.begin()

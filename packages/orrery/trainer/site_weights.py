@@ -49,7 +49,7 @@ class LearnerWeights:
         }
 
     def filled(self, values: Floats, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy `held` into f32[n], and return its views of the same names."""
+        """Copy `held` into `values` f32[n]. Return the views of the same names."""
         views = self.views(values)
         for name, tensor in held.items():
             views[name].copy_(tensor)
@@ -66,7 +66,7 @@ class LearnerWeights:
 class WorldRanks:
     """The ranks of this site, over the trainer's process group. Messages are msgpack.
 
-    With `in_thread` they have a group on CPUs of their own, beside the trainer's collectives.
+    With `in_thread` they use another group, on CPUs, beside the trainer's collectives.
     """
 
     def __init__(self, world: World, in_thread: bool = False) -> None:

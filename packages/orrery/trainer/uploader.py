@@ -6,8 +6,8 @@
 
 - TARGET is a folder of fsspec, such as `s3://bucket/runs`. Files lie below `<run>/<stage>`.
 - `blocks/<sha256>` is a block of a file. `round_<step>.json` lists the blocks of a checkpoint.
-- An upload writes the missing blocks, then the list. So it resumes, and a killed one leaves the
-  checkpoint before it.
+- An upload writes the missing blocks, then the list. So a killed upload resumes, and until then the
+  checkpoint before it stays.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Recompute log-probs of sampled tokens in a child process, over its standard input and output.
 
-A frame is a length (u32, little endian) and a msgpack message. Frames alternate.
+A frame is a length (u32, little endian) and a msgpack message. Requests and answers alternate.
 """
 
 import struct

@@ -68,9 +68,9 @@ class Codec(ABC):
         return wire
 
     def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
-        """Return the bytes of share · x, plus the values of `added` if given, in `out`.
+        """Encode share · x plus the values of `added`, if given, into `out`. Return `out`.
 
-        The bits are those of a product, `decode_add` and `encode`. NaN counts as 0 if share is 0.
+        The bits equal a product, `decode_add` and `encode`. NaN counts as 0 if share is 0.
         """
         if added is not None:
             added = self._checked(added, x)

@@ -79,7 +79,7 @@ class RunBudget:
     longest_step_s: float  # seconds of a step if all rollouts have the greatest length
     staleness: float
     update: dict[str, float]
-    loading: dict[str, dict[str, float]]  # of the start weights, by role
+    loading: dict[str, dict[str, float]]  # reading of the start weights, by role
     checkpoint: dict[str, float]
     traffic_bytes: dict[str, float]  # of one step, by direction
     collective_bytes: dict[str, dict[str, float]]  # of the trainer's step, by link

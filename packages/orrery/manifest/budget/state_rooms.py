@@ -59,7 +59,7 @@ def state_rooms(
     # Whole gradients that wait for later micro-batches are in the plan of many only.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
-    # The fullest moment from each moment on:
+    # For each moment: the most memory used from then on.
     most = list(accumulate((used(last, name) for name in reversed(names)), max))[::-1]
     forward, backward, arriving = [], [], []
     for layer in range(model.num_layers):

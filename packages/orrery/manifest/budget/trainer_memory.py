@@ -242,9 +242,9 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     """Return the temporary bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    `tokens`: queries of a rank. SPARSE_PAIRS limits the pairs at a time. A pair takes c·(C + R) for
-    its part of the key's gradient, and 2·c·H for probabilities and gradients of logits. All pairs
-    take 4 for their row numbers. Return 0 in float32, whose plain backend holds no pairs.
+    `tokens`: queries of a rank. At most SPARSE_PAIRS pairs are held at a time. Each takes c·(C + R)
+    bytes for its part of the key's gradient, and 2·c·H for probabilities and gradients of logits.
+    Row numbers take 4 bytes for every pair. Return 0 in float32, whose backend holds no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
@@ -337,7 +337,7 @@ def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
 
 
 def state_bytes(trainer: Trainer, counted: ParameterCounts) -> tuple[int, int]:
-    """Return a rank's bytes of states that stay on the device and of those on the host."""
+    """Return a rank's bytes of optimizer state on the device, and on the host."""
     mesh = trainer.mesh
     num_bytes = DTYPE_BYTES[trainer.param_dtype] * num_states(trainer.optimizer, counted)
     num_bytes //= mesh.dp_shard * mesh.cp
@@ -535,7 +535,7 @@ class _StepPlan:
     def earlier_gradient(self, unit: UnitParameters) -> int:
         """Return the bytes that wait in the last micro-batch before the unit's backward pass.
 
-        They are whole (r·n) with `reduce_gradients: step`, else reduced.
+        With `reduce_gradients: step` these are whole gradients (r·n), otherwise reduced ones.
         """
         if self.load.micro_batches == 1:
             return 0

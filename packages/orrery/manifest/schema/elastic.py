@@ -36,9 +36,9 @@ class Elastic(Record):
     """Training of one model at several sites, each with this manifest's mesh.
 
     - Training starts when `min_sites` have joined. At most `max_sites` take part at a time.
-    - Sites exchange Δ after every `inner_steps` optimizer steps, as `codec` and over `topology`.
+    - Sites exchange Δ after every `inner_steps` optimizer steps, in `codec`, over `topology`.
     - `error_feedback`: add the codec's error of a round to the next Δ.
-    - `weights` "tokens": a site weighs as many tokens as it trained since its last exchange.
+    - `weights` "tokens": a site's weight is its number of tokens since its last exchange.
     - `admission` "open": sites may join before any round. "closed": new sites only before the
       first.
     - A round starts when all sites have arrived, or `grace_s` after `quorum` of them. Stragglers

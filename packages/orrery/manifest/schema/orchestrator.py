@@ -85,11 +85,11 @@ class GuestEngines(Record):
     """Engines of other sites, which come and go (`orrery lend`).
 
     - At most `max_sites` at a time. A site is lost after `lease_s` without a request.
-    - They sample with versions up to `max_versions_behind` the newest.
-    - The trainer's site recomputes log-probs of `verified_share` of each site's rollouts. A site is
-      refused if the mean |difference| of a rollout exceeds `tolerance` times that of 90 % of the
-      trainer's own engines' rollouts, and `min_logprob_difference`.
-    - `block_bytes`: of the hashed blocks in which weights travel.
+    - They sample with versions at most `max_versions_behind` behind the newest.
+    - The trainer's site recomputes log-probs of `verified_share` of each site's rollouts. It
+      refuses a site if a rollout's mean |difference| exceeds both `min_logprob_difference` and
+      `tolerance` times the value below which 90 % of its own engines' rollouts are.
+    - `block_bytes`: size of the hashed blocks in which weights travel.
     """
 
     max_sites: Count

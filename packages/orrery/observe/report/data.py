@@ -226,7 +226,7 @@ class RunData:
     evaluations: Table
     updates: Table
     engine_restarts: Table
-    refused_sites: Table  # sites that lent an engine and lied
+    refused_sites: Table  # sites refused for false answers
     admission: Table  # rollouts in flight and their adaptive limit
     engines: Mapping[int, Table]  # each engine's own measurements
     usage: Sequence[Row]

@@ -29,7 +29,7 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Added to a salt: blocks that a decode engine certainly has, and those that it computes itself.
+# Suffixes of a salt: blocks that a decode engine holds for sure, and blocks that it computed.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0  # scaled
@@ -135,7 +135,7 @@ class DisaggregatedEngines:
     ) -> bool:
         """Return whether the decode engine computes the prompt, and record its blocks if so.
 
-        It has no routes of tokens that it read from a prefill engine.
+        It lacks routes of tokens that it read from a prefill engine, so it cannot return these.
         """
         if not self._max_local_tokens:
             return False

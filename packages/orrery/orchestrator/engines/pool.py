@@ -96,7 +96,7 @@ class EngineRegistry:
         return self._engines[index]
 
     def add(self) -> int:
-        """Add an engine that has not listened yet. Return its index."""
+        """Add an engine that does not listen yet. Return its index."""
         self._engines.append(EngineState())
         return len(self._engines) - 1
 

@@ -41,7 +41,7 @@ class EngineRecovery:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._tend(), name="tend")
-        # Waiting calls then raise its error through `check`.
+        # If the task fails, waiting calls wake up, and `check` raises its error.
         self._task.add_done_callback(lambda _: self.pool.wake())
 
     async def close(self) -> None:

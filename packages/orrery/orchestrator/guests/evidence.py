@@ -2,10 +2,10 @@
 
 - Bounds on a rollout's mean and largest |Δ log-prob| come from the trainer's own engines: a
   multiple of the value below which 90 % of their rollouts are.
-- Honest tokens have E[log p] = −entropy. Tokens of another model differ from that over many
-  rollouts, even with true log-probs. The sum of log p + entropy, divided by its standard deviation,
-  must stay within MAX_DEVIATIONS. The deviation is at least the root of the summed squares, so that
-  a few unlikely tokens of a nearly certain policy are no evidence.
+- Honest tokens have E[log p] = −entropy. Over many rollouts, tokens of another model differ from
+  that, even if their log-probs are true. The sum of log p + entropy, divided by its standard
+  deviation, must stay within MAX_DEVIATIONS. The deviation is at least the root of the summed
+  squares, so that a few unlikely tokens of a nearly certain policy are no evidence.
 """
 
 from collections import deque
@@ -19,8 +19,8 @@ from orrery.wire.recompute import Recomputed
 NUM_HONEST = 16  # own rollouts before a bound exists
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # the least bound on the largest difference, in least bounds on the mean
-NUM_ROLLOUTS = 64  # of a site, whose tokens are judged together
+PEAK = 10.0  # least bound on the largest difference / least bound on the mean
+NUM_ROLLOUTS = 64  # newest rollouts of a site, judged together
 MAX_DEVIATIONS = 6.0
 
 
@@ -78,20 +78,20 @@ class SiteEvidence:
         self._scores: deque[RolloutScore] = deque(maxlen=NUM_ROLLOUTS)
 
     def fault(self, score: RolloutScore, spread: HonestSpread) -> str:
-        """Add a verified rollout. Return what is wrong with it, or ""."""
+        """Add a recomputed rollout. Return the evidence against the site, or ""."""
         self._scores.append(score)
         mean, peak = spread.bounds
         for name, found, bound in (("mean", score.mean, mean), ("largest", score.peak, peak)):
             if not found <= bound:  # also true for NaN
                 return (
-                    f"the {name} difference of a rollout's log-probs to the trainer's is "
+                    f"the {name} difference between a rollout's log-probs and the trainer's is "
                     f"{found:.3g}, more than {bound:.3g}"
                 )
         sums = np.array([(s.surprise, s.variance, s.square) for s in self._scores]).sum(0)
         deviations = sums[0] / np.sqrt(max(sums[1], sums[2], 1e-9))
         if not abs(deviations) <= MAX_DEVIATIONS:
             return (
-                f"its tokens were not drawn from the policy (log-probs {deviations:.1f} standard "
-                f"deviations from their mean)"
+                f"its tokens were not drawn from the policy (the sum of their log-probs is "
+                f"{deviations:.1f} standard deviations from its mean)"
             )
         return ""

@@ -3,7 +3,7 @@
 - The door is at the port P of `site.json`, and P + 1 serves the blocks of snapshots. Both speak TLS
   with certificates of the run's authority. A stranger gets no answer.
 - A site's name is that of its certificate. A refused site's message is not read.
-- Every loaded version is linked into a snapshot of its own. These are also the verifier's versions.
+- Every loaded version is linked into a snapshot, from which the verifier reads it too.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ READ_S = 60.0  # longest time to send a message
 MAX_OPEN = 4  # requests of a site at a time
 TEND_S = 0.2
 PUBLISH_S = 30.0  # longest wait for a snapshot to be hashed
-LINGER_S = 5.0  # the snapshots' server and the door, after the last batch
+LINGER_S = 5.0  # the server of snapshots, after the last batch
 log = logging.getLogger(__name__)
 
 

@@ -1,9 +1,9 @@
 """Lend this site's engine to a run elsewhere: `python -m orrery.orchestrator.guests.lend`.
 
-- All connections go out, to the run's door at the port P and to servers of blocks: P + 1, and other
-  sites. With `listen` this site serves its blocks too.
-- A new version is fetched while samples of the old version go on. No new job is taken until they
-  have ended, so that each sample is of one version. Then the engine loads and attests it.
+- All connections go out: to the run's door at the port P, and for blocks to P + 1 and other sites.
+  With `listen` this site serves its blocks too.
+- A new version is fetched beside sampling. Then no job is taken until all samples have ended, so
+  that each is of one version. Then the engine loads and attests it.
 - Only the door's certificate is compared with its address. Blocks are checked by their hashes.
 """
 
@@ -53,8 +53,8 @@ from orrery.wire.rendezvous import request_s
 from orrery.wire.weight_wire import Published
 
 T = TypeVar("T")
-START_S = 600.0  # scaled, of the engine
-AWAY_S = 120.0  # scaled, without the run's door
+START_S = 600.0  # scaled; longest start of the engine
+AWAY_S = 120.0  # scaled; longest time without an answer of the door
 RETRY_S = 1.0
 CALL_S = 60.0
 
@@ -212,7 +212,7 @@ class Lender:
     async def _sample(self, job: SampleJob) -> None:
         try:
             answer = await self._answer(job)
-            self._answers.append(answer)  # the list may be another than before the wait
+            self._answers.append(answer)  # `_send` may have replaced the list during the wait
         except EngineGone as error:
             self._failure = error
         finally:

@@ -48,10 +48,10 @@ from orrery.orchestrator.guests.sites import CHANCE, GuestJob, GuestSite, SiteTa
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # jobs in an answer, if so many wait
-TAKE_S = 2.0  # a job that no site takes goes home
-MAX_OWN_CHECKS = 2  # at a time, once the spread is known
-SHARE_OF_TIMEOUT = 0.5  # of a rollout's time, after which a job goes home
+LEAST = 8  # jobs to give at a time, if so many wait
+TAKE_S = 2.0  # then a job that no site took is drawn here
+MAX_OWN_CHECKS = 2  # own samples in verification, once the spread is known
+SHARE_OF_TIMEOUT = 0.5  # of a rollout's timeout; then a job is drawn here
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 
@@ -76,7 +76,7 @@ class GuestPool:
         self.max_body_bytes = max_body_bytes(manifest.inference.max_model_len_tokens)
         self.first_index = manifest.inference.num_replicas
         self.refused = {} if refused is None else refused
-        self.on_refused: Callable[[int], int] = lambda index: 0  # drops its waiting rollouts
+        self.on_refused: Callable[[int], int] = lambda index: 0  # drops the rollouts of an engine
         self.publish: Callable[[Published], None] = lambda version: None  # to the sites
         self.digests: dict[int, str] = {}
         self.spread, self.is_over = HonestSpread(spec), False
@@ -107,9 +107,9 @@ class GuestPool:
     async def generate(
         self, share: str, token_ids: Sequence[int] | np.ndarray, **options: Any
     ) -> Generation | None:
-        """Return a sample from another site, or None if it is to be drawn here.
+        """Return a sample from another site, or None if the caller has to draw it here.
 
-        Consecutive calls with one `share` go the same way, because they cost an engine less.
+        Consecutive calls with one `share` stay together, because they share a prompt's cost.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
@@ -159,7 +159,7 @@ class GuestPool:
         return found
 
     def want(self, version: int, digest: str) -> None:
-        """Tell all sites of a version, once its snapshot is published."""
+        """Announce a version to all sites. Its snapshot is published."""
         self.digests[version] = digest
         self.registry.want(version)
         self._wake()
@@ -250,7 +250,7 @@ class GuestPool:
         return site
 
     def _attest(self, site: GuestSite, ask: Ask) -> None:
-        """Record the site's weights. Refuse the site if it names a version that they are not."""
+        """Record the site's version. Refuse the site if its digest is not that of the version."""
         if ask.version not in self.digests or ask.version == self.registry[site.index].version:
             return
         if self.digests[ask.version] != ask.digest:

@@ -17,7 +17,7 @@ from orrery.orchestrator.engines.pool import EngineRegistry, Phase
 from orrery.orchestrator.guests.evidence import SiteEvidence
 from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused, SampleJob
 
-MAX_CANCELLED = 4096  # ids to tell a site
+MAX_CANCELLED = 4096  # ids of cancelled jobs that wait to be sent to a site
 FETCH_S = 10.0
 OPEN_S = 2.5  # a site asks more often, even if it gets no job
 CHANCE = random.SystemRandom()  # sites must not foresee which answers are recomputed
@@ -107,7 +107,7 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        As many sites fetch at a time as hold the version and serve it, this one included. A fetch
+        At a time, as many sites fetch a version as serve it, the trainer's site included. A fetch
         counts for FETCH_S, and not again if the site enters again.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
