@@ -8,7 +8,7 @@ The churn compares its loss with that of the calm run at the same rounds. Checks
 - The rounds go on. No site ends by itself.
 - All sites of a round report the log's digest.
 - No document is trained twice: no two phases share a place in the data, and all are the log's.
-Draws of events have a fixed seed. An event waits while it would leave less than a majority of the
+Events are drawn with a fixed seed. An event waits while it would leave less than a majority of the
 coordinators, or fewer than NUM_STEADY sites. Trainers have a lower priority than etcd.
 """
 
@@ -381,7 +381,7 @@ def check_digests(churn: Churn, log: dict[int, CommittedRound]) -> list[str]:
 
 
 def check_documents(churn: Churn, log: dict[int, CommittedRound]) -> list[str]:
-    """Return phases that train documents of another phase, or others than the log says."""
+    """Return phases that share documents with another, or whose documents are not the log's."""
     spec, elastic = churn.manifest.sft, churn.manifest.trainer.elastic
     assert elastic is not None
     num_documents, seen = elastic.inner_steps * spec.examples_per_batch, Counter[tuple[int, int]]()

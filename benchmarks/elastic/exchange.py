@@ -3,7 +3,7 @@
 python benchmarks/elastic/exchange.py [WORD]     as root, with iproute2, nftables and /dev/net/tun;
                                                  five minutes on two idle cores
 
-WORD measures the rows alone whose names contain it, and records nothing.
+With WORD only the rows whose names contain it are measured, and no record is written.
 """
 
 import multiprocessing

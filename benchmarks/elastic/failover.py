@@ -34,9 +34,9 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def network() -> Iterator[None]:
-    """Connect the namespaces site0 … site7 by a bridge. A second bridge is the other side.
+    """Connect the namespaces site0 … site7 by a bridge. A second bridge is for cut-off sites.
 
-    One benchmark at a time has them. Others wait.
+    Wait for other benchmarks that use the namespaces.
     """
     with Path("/tmp/orrery-network.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

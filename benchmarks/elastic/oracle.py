@@ -34,7 +34,7 @@ NUM_SITES, NUM_ROUNDS, PHASE, HOST = 3, 8, 5, "127.0.0.1"
 CASES = {"DiLoCo": (1, 0), "two fragments": (2, 0), "two fragments, two steps late": (2, 2)}
 LIMIT_S = 300.0
 WAIT = timedelta(seconds=LIMIT_S)
-LAYERS = (0, 2)  # of `network`, the modules with weights
+LAYERS = (0, 2)  # indices in `network` of the modules with weights
 
 
 def network() -> torch.nn.Sequential:

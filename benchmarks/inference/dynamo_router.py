@@ -6,7 +6,7 @@
   text models do not use are replaced.
 - The value is the largest difference between log-probs of answers and those of the weights that the
   engines should hold, before and after an update. It also counts cached blocks and routes.
-- Dynamo listens on every interface, so all runs in a network namespace, which needs root.
+- Dynamo listens on every interface, so everything runs in a network namespace, as root.
 
     pip install --no-deps --target SITE ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 \\
         redis zstandard blake3

@@ -1,7 +1,7 @@
 """Measure the bytes that an expert-parallel engine rank reads from disk to load its weights. CPU.
 
-A folder of a mixture (24 layers, 64 experts) is read by vLLM's iterator, in a process a rank, with
-an empty page cache: by a rank of 8 without and with its filter, and by a second rank after it.
+vLLM's iterator reads a folder of a mixture (24 layers, 64 experts), in one process a rank. With an
+empty page cache it reads as a rank of 8, without and with its filter. A second rank reads after it.
 """
 
 import json

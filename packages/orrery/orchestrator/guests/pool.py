@@ -109,7 +109,7 @@ class GuestPool:
     ) -> Generation | None:
         """Return a sample from another site, or None if the caller has to draw it here.
 
-        Consecutive calls with one `share` stay together, because they share a prompt's cost.
+        Consecutive calls with one `share` go to the same side, which computes their prompt once.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
