@@ -154,9 +154,7 @@ class SiteTraining:
                     self._finish_round()
 
     def _delay(self, step: int) -> int:
-        """Return the inner steps between sending a round and applying it.
-
-        It is 0 at a checkpoint and at the end, which wait for the round.
+        """Return the steps from sending a round to applying it: 0 at a checkpoint and at the end.
 
         In RL no round is delayed, because a published version must not change.
         """

@@ -84,7 +84,7 @@ class SiteEvidence:
         for name, found, bound in (("mean", score.mean, mean), ("largest", score.peak, peak)):
             if not found <= bound:  # also true for NaN
                 return (
-                    f"the {name} difference between a rollout's log-probs and the trainer's is "
+                    f"the {name} difference of a rollout's log-probs from the trainer's is "
                     f"{found:.3g}, more than {bound:.3g}"
                 )
         sums = np.array([(s.surprise, s.variance, s.square) for s in self._scores]).sum(0)
