@@ -95,8 +95,8 @@ def join(
 ) -> None:
     """Train at this site, in a run of several sites.
 
-    With `trainer.elastic` every site trains. With `orchestrator.guests` one site trains, and the
-    others type `orrery lend`.
+    With `trainer.elastic` every site trains.
+    With `orchestrator.guests` one site trains, and the others type `orrery lend`.
     """
     from orrery.launcher.runs import place_site
 
