@@ -1,6 +1,6 @@
 """Make connections between sites, and accept them: mutual TLS, then one HELLO each way.
 
-A site without a listener dials all others. Two such sites meet over a relay, with TLS end to end.
+A site without a listener dials all others. Two such sites meet over a relay, with TLS of their own.
 """
 
 import contextlib
