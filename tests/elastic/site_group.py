@@ -25,6 +25,8 @@ class ArrayWeights:
         self.num_parameters = sum(arrays[name].size for name in self._names)
 
     def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
+        # Inner steps change them meanwhile.
+        assert threading.current_thread().name != "outer round"
         begin = 0
         for name in self._names:
             values = self.arrays[name].ravel()

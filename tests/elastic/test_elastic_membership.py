@@ -7,7 +7,7 @@ from functools import partial
 import msgspec
 import pytest
 from scripted import ScriptedEvent, ScriptedLog, SiteCrashed
-from scripted_sites import TERMS, ScriptedSites, call, member, results
+from scripted_sites import HOUR_S, TERMS, ScriptedSites, call, member, results
 
 from orrery.elastic import ledger as rules
 from orrery.elastic.certificates import make_authority, make_site
@@ -194,6 +194,21 @@ def test_a_straggler_is_left_out_after_the_grace_window_and_counts_in_the_next_r
     with pytest.raises(Behind):
         straggler.result(timeout=20)
     assert sites.rounds(2, 0, 1)[0].weights == (10, 20, 30)
+
+
+def test_a_site_that_joins_opens_no_grace_window_and_waits_for_the_members():
+    """Otherwise it would play the round alone, and leave all members behind."""
+    sites = ScriptedSites(2, RoundPace(founders=2, quorum=1, grace_s=30.0))
+    sites.play(0, 1)
+    sites.add(2, msgspec.structs.replace(TERMS, round=0, digest="digest 0"))
+    joining = sites.begin(2)
+    sites.shared.advance(2 * HOUR_S)  # beyond its deadline
+    assert not sites.ledger.is_exchanging
+    calls = sites.begin(0)
+    sites.shared.advance(29.0)
+    assert not sites.ledger.is_exchanging
+    found = results([*joining, *calls, *sites.begin(1)])
+    assert found[0] == found[1] == found[2] and sorted(found[0].weights) == [10, 20, 30]
 
 
 def test_a_round_without_a_quorum_is_held_and_named():

@@ -285,8 +285,13 @@ def test_a_killed_trainer_leaves_its_state_in_memory(tmp_path):
     assert verify(published(tmp_path / "memory")[0]).round == 7
 
 
-def test_the_next_keeper_takes_over_and_publishes_a_copy_left_behind(tmp_path):
-    options = KeeperOptions(str(tmp_path), linger_s=3600.0)
+def test_the_next_keeper_takes_over_port_and_folder_and_publishes_a_copy_left_behind(
+    tmp_path, files
+):
+    paths = str(files.authority), str(files.certificate), str(files.key)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        place = sock.getsockname()
+    options = KeeperOptions(str(tmp_path), 2, *place, paths, linger_s=3600.0)
     with SnapshotKeeper(options) as first:
         copy_state(tmp_path, 1, "digest 1", {"theta": b"t"})
         end_s = time.monotonic() + 60

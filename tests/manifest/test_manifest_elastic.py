@@ -29,6 +29,7 @@ SENTENCES = [
     ("stages.sft.num_steps", 119, "119 is not a multiple of trainer.elastic.inner_steps 10; set"),
     ("trainer.checkpoint.interval_steps", 5, "interval_steps 5 is not a multiple of"),
     ("stages.sft.data", DEMONSTRATIONS, "every site would train the same examples"),
+    ("orchestrator.evaluation.stop_at", 0.5, "would end RL at another step, with other weights"),
     ("stages.sft.data.num_shards", 5, "num_shards 5 is below trainer.elastic.max_sites 6"),
 ]
 

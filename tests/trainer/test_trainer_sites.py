@@ -85,11 +85,60 @@ def test_sites_that_accept_no_connections_join_and_train(sites):
         folders.place(name, listen="")
     together(a.enter, b.enter)
     joining = begun(c.enter)  # it takes the state from a, and meets b over a
-    folders.until(lambda ledger: bool(ledger.joining))
+    folders.until(lambda ledger: bool(ledger.tokens))  # a later one takes part in the next round
     together(a.train, b.train, joining.result)
     together(a.train, b.train, c.train)
     assert digests(a)[-1] == digests(b)[-1] == digests(c)[-1]
     assert min(c.rows[-1]["weights"]) > 0 and len(c.rows[-1]["weights"]) == 3
+
+
+def test_an_rl_site_resumes_within_a_phase_and_keeps_its_weights_and_delta(sites):
+    """Engines may have sampled from the weights of a preemption's checkpoint."""
+    folders, (a, b) = sites(stage="rl")
+    together(a.enter, b.enter)
+    together(a.train, b.train)
+    tokens = b.learn(1)
+    b.training.after_step(tokens)
+    b.save()
+    saved, start = b.weights(), b.state.start.copy()
+    b.leave()
+    b = ThreadSite(folders, "b", "rl", resumes=True)
+    b.enter()
+    assert np.array_equal(b.weights(), saved) and np.array_equal(b.state.start, start)
+    assert not np.array_equal(saved, start)
+    tokens += (last := b.learn(1))
+    together(a.train, lambda: b.training.after_step(last))
+    assert digests(a)[-1] == digests(b)[-1] and len(a.rows) == 3
+    assert tokens in b.rows[-1]["weights"] and np.array_equal(a.weights(), b.weights())
+    b.leave()
+
+
+def test_a_site_that_resumes_beside_others_knows_their_shards(sites):
+    folders, (a, b) = sites()
+    together(a.enter, b.enter)
+    together(a.train, b.train)
+    b.save()
+    b.leave()
+    b = ThreadSite(folders, "b", resumes=True)
+    entering = begun(b.enter)
+    folders.until(lambda ledger: bool(ledger.tokens))
+    together(a.train, entering.result)
+    assert a.training._shards == b.training._shards and a.training.shard != b.training.shard
+    b.leave()
+
+
+def test_a_straggler_keeps_the_delta_of_every_fragment_that_it_missed(sites):
+    _, (a, b) = sites(inner_steps=2, fragments=2, grace_s=0.5)
+    together(a.enter, b.enter)
+    together(a.train, b.train)
+    b.learn()
+    delta = b.state.start - b.weights()
+    a.train()
+    a.train()  # without b
+    b.training._take_state(keeps_delta=True)
+    np.testing.assert_allclose(b.state.start - b.weights(), delta, atol=1e-6)
+    assert np.array_equal(a.state.start, b.state.start)
+    assert not b.training._folder.with_name(f"{b.training._folder.name}-taken").exists()
 
 
 @pytest.mark.slow
@@ -117,11 +166,14 @@ def test_all_sites_start_again_from_checkpoints(sites, stage, fragments):
         assert all(np.array_equal(one, other) for one, other in zip(found, saved, strict=True))
     entering = begun(b.enter)
     folders.until(lambda ledger: bool(ledger.joining))
-    folders.until(lambda ledger: bool(ledger.tokens))
-    together(a.train, entering.result)
+    if stage == "sft":
+        folders.until(lambda ledger: bool(ledger.tokens))
+        together(a.train, entering.result)
+    entering.result(timeout=60)
     together(a.train, b.train)
-    assert digests(a)[-1] == digests(b)[-1] and a.rows[-1]["round"] == 4
-    assert (a.training.start, a.learner.step) == ((24, 8) if stage == "sft" else (0, 6))
+    assert digests(a)[-1] == digests(b)[-1]
+    assert a.rows[-1]["round"] == (4 if stage == "sft" else 2)
+    assert (a.training.start, a.learner.step) == ((24, 8) if stage == "sft" else (0, 4))
     together(b.leave, a.leave)
 
 

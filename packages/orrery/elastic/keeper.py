@@ -24,9 +24,7 @@ import msgspec
 
 from orrery.elastic.certificates import Certificates
 from orrery.elastic.recovery import SnapshotServer
-from orrery.elastic.snapshots import (
-    publish_copies,
-)
+from orrery.elastic.snapshots import publish_copies
 from orrery.elastic.types import ElasticError
 from orrery.manifest.publish import make_folder
 
@@ -104,7 +102,8 @@ def keep(options: KeeperOptions) -> None:
     while time.monotonic() < end_s and not _has_successor(folder):
         time.sleep(POLL_S)
     if server is not None:
-        server.server_close()  # the next keeper listens on the same port
+        server.shutdown()  # a thread in `poll` would keep the port, which the next keeper needs
+        server.server_close()
     lock.close()
 
 

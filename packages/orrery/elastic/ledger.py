@@ -5,7 +5,8 @@
 - `live` is the set of sites with a lease. No function reads a clock.
 - A round is gathered (sites arrive), then exchanged (members report a digest or broken peers).
 - Every start after a change of members, and every abort, raises the epoch's number.
-- Sites that join are never waited for.
+- Sites that join are never waited for, and their arrival opens no grace window: a round of joining
+  sites alone would leave all members behind.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -167,7 +168,16 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 
 
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
-    return not ledger.is_exchanging and len(ledger.tokens.keys() & live) >= max(quorum, 1)
+    """Return whether enough sites have arrived, among them a member if one is live."""
+    arrived, members = ledger.tokens.keys() & live, ledger.ids & live
+    has_member = not members or bool(members & arrived)
+    return not ledger.is_exchanging and has_member and len(arrived) >= max(quorum, 1)
+
+
+def may_have_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
+    """Return whether the sites that are live can still be enough."""
+    known = ledger.ids | {each.member.id for each in ledger.joining}
+    return len(known & live) >= quorum
 
 
 def is_complete(ledger: Ledger, live: Set[str]) -> bool:

@@ -30,7 +30,8 @@ class Membership(Protocol):
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
         """Wait for all live members, or for the quorum and the grace window. Return the round.
 
-        Raise Behind if the round is over, and ElasticError if no quorum arrives in `deadline_s`.
+        Raise Behind if the round is over, and ElasticError if too few sites are live for a quorum
+        after `deadline_s`.
         """
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
@@ -129,7 +130,11 @@ class LogMembership:
             now_s = self._log.now_s()
             is_over = now_s - begin_s >= deadline_s
             if not rules.has_quorum(view.ledger, view.live, quorum):
-                if is_over and not view.ledger.is_exchanging:
+                if (
+                    is_over
+                    and not view.ledger.is_exchanging
+                    and not rules.may_have_quorum(view.ledger, view.live, quorum)
+                ):
                     num = len(view.ledger.tokens.keys() & view.live)
                     raise ElasticError(
                         f"trainer.elastic.quorum: {num} of {quorum} sites arrived in round "
@@ -138,13 +143,13 @@ class LogMembership:
                 since_s = None
             elif since_s is None:
                 since_s = now_s
-            if since_s is not None and (is_over or now_s - since_s >= self._pace.grace_s):
+            if since_s is not None and now_s - since_s >= self._pace.grace_s:
                 view = self._change(lambda view: rules.start(view.ledger, view.live))
                 continue
-            left_s = begin_s + deadline_s - now_s
+            left_s = self._pace.exchange_s if is_over else begin_s + deadline_s - now_s
             if since_s is not None:
                 left_s = min(left_s, since_s + self._pace.grace_s - now_s)
-            self._log.wait(view, max(left_s, 0.0) if not is_over else self._pace.exchange_s)
+            self._log.wait(view, max(left_s, 0.0))
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
         self._change(lambda view: rules.acknowledge(view.ledger, self._id, outer_round, digest))

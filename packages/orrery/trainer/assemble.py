@@ -80,7 +80,9 @@ def assemble_learner(
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:
         learner.outer_momentum = fresh_outer(learner)
-        learner.outer_start = fresh_outer(learner) if elastic.fragments > 1 else {}
+        # Where a checkpoint may lie within a phase: in RL, a preemption's.
+        has_start = elastic.fragments > 1 or ctx.stage == "rl"
+        learner.outer_start = fresh_outer(learner) if has_start else {}
     return learner
 
 

@@ -5,8 +5,11 @@
   so on for every rank, then as many ports to the exchange.
 - After every round each rank copies θ, the outer momentum and its inner state into shared memory.
   A site that joins, or was left behind, takes them from its peers.
+- A resumed RL site goes on from its own weights to the end of its phase, because engines may have
+  sampled from them.
 """
 
+import shutil
 import time
 import uuid
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ from orrery.elastic.door import NO_ROUND, Terms
 from orrery.elastic.etcd_site import EtcdSite
 from orrery.elastic.exchange import ErrorFeedback, exchange, layer_buckets
 from orrery.elastic.keeper import KeeperOptions, SnapshotKeeper
-from orrery.elastic.ledger import Behind
+from orrery.elastic.ledger import Behind, Ledger
 from orrery.elastic.links import PeerLinks
 from orrery.elastic.loop import OuterLoop, RoundRow
 from orrery.elastic.membership import RoundPace
@@ -47,6 +50,7 @@ from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
 FETCH_S = 60.0  # scaled, for each try
+PHASE_S = 24 * 3600.0  # scaled; longest wait for the inner steps of other sites
 ROUNDS = "rounds.json"  # file of a checkpoint, a `HeldRound`
 T = TypeVar("T")
 
@@ -69,7 +73,7 @@ class SiteTraining:
         self, ctx: RoleContext, learner: Learner, spec: Elastic, resumed: Path | None = None
     ) -> None:
         self._ctx, self._learner, self._spec = ctx, learner, spec
-        self._ranks = WorldRanks(learner.world, in_thread=spec.delay_steps > 0)
+        self._ranks = WorldRanks(learner.world, self._limit_s())
         self._weights = LearnerWeights(learner)
         self._place = read_place(ctx.run_dir)
         self._run = run_id(ctx.manifest)
@@ -100,12 +104,14 @@ class SiteTraining:
         # After the last step every fragment has a round.
         self._last = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
-        self._held = NO_ROUND
+        self._held, self._holders = NO_ROUND, dict[str, int]()
         if resumed is not None:
             held = _read_json(resumed / "trainer" / ROUNDS, HeldRound, "resume another checkpoint")
             self._held, self._shards.trained = held.round, held.shards.trained
-            if spec.fragments > 1:
+            self._holders = held.shards.holders
+            if learner.outer_start:
                 self._loop.fragment_tokens = held.tokens
+        self._is_resumed_rl = ctx.stage == "rl" and self._held > NO_ROUND
         self._inner_begin_s = time.monotonic()
 
     @property
@@ -125,16 +131,19 @@ class SiteTraining:
         return sent + self._delay(sent)
 
     def __enter__(self) -> Self:
-        """Join the run and finish this site's first round, in which it has no weight."""
+        """Join the run. Finish this site's first round without weight, but not in a resumed RL."""
         waiting = self._ctx.health.waiting("the other sites", deadline_s=self._limit_s())
         with waiting, ExitStack() as on_failure:
             on_failure.callback(self._stack.close)
             self._open()
-            if self._held == NO_ROUND or self._spec.fragments == 1:
+            if self._held == NO_ROUND or not self._learner.outer_start:
                 self._loop.read_weights()
             self._loop.round = self._held + 1
             self._join()
-            self._finish_round()
+            if self._is_resumed_rl:
+                self._copy(self._loop.round - 1, self._loop.digest())
+            else:
+                self._finish_round()
             on_failure.pop_all()
         return self
 
@@ -171,14 +180,15 @@ class SiteTraining:
 
     def _finish_round(self) -> None:
         inner_s, row = time.monotonic() - self._inner_begin_s, self._round()
-        if self._feedback is not None:
+        is_exchanged = len(row.members) > 1 and any(row.weights)
+        if self._feedback is not None and is_exchanged:
             self._feedback.commit(self._loop.state.fragments[self._loop.fragment_of(row.round)])
         num_documents = self._phase * self._step_documents
         self._shards.finish_round(row.members, num_documents * (row.round > 0))
         step = min(row.round * self._phase, self._num_steps)
         if self._ctx.stage == "sft" and not step <= self._learner.step < step + self._phase:
             self._learner.step = step  # in RL the step is that of this site's rollouts
-        self._copy(row)
+        self._copy(row.round, row.digest)
         if self._ranks.is_first:
             self._record(row, inner_s)
         self._inner_begin_s = time.monotonic()
@@ -226,23 +236,21 @@ class SiteTraining:
     # Joining
 
     def _open(self) -> None:
-        spec, place, rank = self._spec, self._place, self._learner.world.rank
-        size = self._learner.world.size
+        spec, place, files = self._spec, self._place, self._files
+        rank, size = self._learner.world.rank, self._learner.world.size
         host, _, text = place.listen.rpartition(":")
         port, is_founder = int(text or 0), place.join == place.listen
         snapshots, links_port = (f"{host}:{port + 2}", port + 2 + size) if host else ("", 0)
         self._folder = SHARED_MEMORY / f"{memory_prefix(self._ctx.run_dir)}site-{rank}"
         self._check_room()
-        self._links = PeerLinks(self._run, self._files, host, links_port, shard=rank)
+        self._links = PeerLinks(self._run, files, host, links_port, shard=rank)
         self._stack.callback(self._links.close)
         keeping = KeeperOptions(
             str(self._folder),
             keep=spec.snapshots.keep,
             host=host,
             port=port + 2 + rank,
-            certificates=(
-                *(str(self._files.authority), str(self._files.certificate), str(self._files.key)),
-            ),
+            certificates=(str(files.authority), str(files.certificate), str(files.key)),
             linger_s=spec.dead_after_s,
         )
         self._keeper = self._stack.enter_context(SnapshotKeeper(keeping))
@@ -253,7 +261,7 @@ class SiteTraining:
                     self._run,
                     self._ctx.run_dir / "site",
                     place.listen,
-                    self._files,
+                    files,
                     "" if is_founder else place.join,
                     pace=RoundPace(
                         founders=spec.min_sites,
@@ -280,38 +288,33 @@ class SiteTraining:
         check_room(SHARED_MEMORY, num_bytes, count)
 
     def _join(self) -> None:
-        """Join with a new id. Take the newest state from peers if this site does not hold it."""
+        """Join with a new id. Take the newest state if this site does not hold it.
+
+        A resumed RL site takes it at its next round.
+        """
         held = self._loop.round - 1
         digest = self._loop.digest() if held > NO_ROUND else ""
         site_id = self._ranks.from_first(lambda: uuid.uuid4().hex, str)
         self._member = msgspec.structs.replace(self._member, id=site_id)
 
-        def join() -> int:
+        def join() -> tuple[int, str, list[str]]:
             assert self._site is not None
-            self._check_open(held)
+            check_open(self._site.log.read().ledger, self._spec, held)
             terms = self._terms(held, digest)
             self._site.membership.join(self._member, terms)
-            return self._site.log.read().ledger.last
+            view = self._site.log.read()
+            row = view.ledger.committed
+            members = sorted(view.ledger.ids & view.live)
+            return view.ledger.last, row.digest if row else "", members
 
-        last = self._ranks.from_first(join, int)
+        last, found, members = self._ranks.from_first(join, tuple[int, str, list[str]])
         self._loop.site_id = site_id
-        if last > held:
+        if not self._holders.keys().isdisjoint(members):
+            self._shards.holders = self._holders  # the others go on from the checkpoint's shards
+        self._holders, self._place = {}, msgspec.structs.replace(self._place, rewinds=False)
+        waits = self._is_resumed_rl and last > held
+        if (last, found) != (held, digest) and not waits:
             self._take_state(keeps_delta=False)
-
-    def _check_open(self, held: int) -> None:
-        """Raise ElasticError if the run admits no site now. A closed run admits its own sites."""
-        assert self._site is not None
-        ledger, spec = self._site.log.read().ledger, self._spec
-        if spec.admission == "closed" and ledger.last > NO_ROUND and held == NO_ROUND:
-            raise ElasticError(
-                "trainer.elastic.admission 'closed': the run has begun, and admits no site; set it "
-                "to 'open' in a new run"
-            )
-        if len(ledger.members) + len(ledger.joining) >= spec.max_sites:
-            raise ElasticError(
-                f"trainer.elastic.max_sites {spec.max_sites}: as many sites take part; join when "
-                f"one has left"
-            )
 
     def _terms(self, held: int, digest: str) -> Terms:
         assert self._site is not None
@@ -334,14 +337,14 @@ class SiteTraining:
         found = named_state(self._learner.optimizer, self._learner.weights)
         return [tensor for _, _, tensor, _ in found]
 
-    def _copy(self, row: RoundRow) -> None:
+    def _copy(self, number: int, digest: str) -> None:
         state, learner = self._loop.state, self._learner
         parts = {"theta": state.start.data, "momentum": state.momentum.data}
-        for number, tensor in enumerate(self._inner()):
-            parts[f"inner.{number}"] = tensor.detach().cpu().reshape(-1).numpy().data
+        for index, tensor in enumerate(self._inner()):
+            parts[f"inner.{index}"] = tensor.detach().cpu().reshape(-1).numpy().data
         facts = {"step": learner.step, "shards": msgspec.to_builtins(self._shards)}
         block_bytes = self._spec.snapshots.block_bytes
-        copy_state(self._folder, row.round, row.digest, parts, facts, block_bytes)
+        copy_state(self._folder, number, digest, parts, facts, block_bytes)
         self._keeper.copied()
 
     def _take_state(self, keeps_delta: bool) -> None:
@@ -366,7 +369,8 @@ class SiteTraining:
                 snapshot = found
             elif time.monotonic() > end_s:
                 raise ElasticError(failures[0])
-        self._load(snapshot, keeps_delta)
+        self._load(snapshot, number, keeps_delta)
+        shutil.rmtree(snapshot.parent)
         self._loop.round = number + 1
 
     def _fetched(self, number: int, digest: str, peers: list[str]) -> Path:
@@ -380,9 +384,10 @@ class SiteTraining:
         ledger = self._site.log.read().ledger
         return ledger.last, ledger.committed.digest if ledger.committed else "", self._site.donors()
 
-    def _load(self, snapshot: Path, keeps_delta: bool) -> None:
+    def _load(self, snapshot: Path, number: int, keeps_delta: bool) -> None:
         loop, state, facts = self._loop, self._loop.state, read_header(snapshot).facts
-        missed = loop.fragment
+        stepped = {loop.fragment_of(each) for each in range(loop.round, number + 1)}
+        missed = tuple(part for each in sorted(stepped) for part in state.fragments[each])
         if keeps_delta:
             for part, values in self._weights.parts(missed):
                 np.subtract(state.start[part], values, out=state.delta[part])
@@ -396,8 +401,8 @@ class SiteTraining:
             self._weights.write(state.start)
             loop.fragment_tokens = [0] * len(state.fragments)
             with torch.no_grad():
-                for number, tensor in enumerate(self._inner()):
-                    data = np.fromfile(snapshot / f"inner.{number}", dtype=np.uint8)
+                for index, tensor in enumerate(self._inner()):
+                    data = np.fromfile(snapshot / f"inner.{index}", dtype=np.uint8)
                     flat = torch.from_numpy(data).view(tensor.dtype)
                     tensor.copy_(flat.view(tensor.shape))
         if self._ctx.stage == "sft":
@@ -407,7 +412,21 @@ class SiteTraining:
     def _limit_s(self) -> float:
         spec = self._spec
         limit_s = spec.store_timeout_s + spec.exchange_timeout_s + spec.grace_s
-        return scaled(limit_s) + io_stall_s(self._learner.world.size)
+        return scaled(PHASE_S + limit_s) + io_stall_s(self._learner.world.size)
+
+
+def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
+    """Raise ElasticError if the run admits no site now. A closed run admits its own sites."""
+    if spec.admission == "closed" and ledger.last > NO_ROUND and held == NO_ROUND:
+        raise ElasticError(
+            "trainer.elastic.admission 'closed': the run has begun, and admits no site; set it "
+            "to 'open' in a new run"
+        )
+    if len(ledger.members) + len(ledger.joining) >= spec.max_sites:
+        raise ElasticError(
+            f"trainer.elastic.max_sites {spec.max_sites}: as many sites take part; join when "
+            f"one has left"
+        )
 
 
 def _shifted(donor: str, rank: int) -> str:

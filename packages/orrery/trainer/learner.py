@@ -154,7 +154,7 @@ class Learner:
         self.expert_load = ExpertLoad(policy, world, trainer.expert_bias_rate)
         self.step = 0
         self.outer_momentum: dict[str, torch.Tensor] = {}  # of the outer loop, on the host
-        self.outer_start: dict[str, torch.Tensor] = {}  # θ_start, with several fragments
+        self.outer_start: dict[str, torch.Tensor] = {}  # θ_start, with several fragments or in RL
         self.base_sha256: str | None = None  # sha256 of the frozen weights under adapters
         self.guard: MismatchGuard | None = (
             None  # compares log-probs with the engines', so None in SFT

@@ -1,6 +1,7 @@
 """The weights and ranks of one site, as the outer loop sees them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
@@ -64,16 +65,16 @@ class LearnerWeights:
 
 
 class WorldRanks:
-    """The ranks of this site, over the trainer's process group. Messages are msgpack.
+    """The ranks of this site. Messages are msgpack.
 
-    With `in_thread` they use another group, on CPUs, beside the trainer's collectives.
+    They use another group, on CPUs, because a thread may use it beside the trainer's collectives,
+    and because waits for other sites are longer: up to `limit_s`.
     """
 
-    def __init__(self, world: World, in_thread: bool = False) -> None:
-        self._world, self.is_first = world, world.is_first
-        self._group, self._device = None, world.device
-        if in_thread and world.size > 1:
-            self._group, self._device = dist.new_group(backend="gloo"), torch.device("cpu")
+    def __init__(self, world: World, limit_s: float) -> None:
+        self._world, self.is_first, self._group = world, world.is_first, None
+        if world.size > 1:
+            self._group = dist.new_group(timeout=timedelta(seconds=limit_s), backend="gloo")
 
     def from_first(self, make: Callable[[], T], kind: type[T]) -> T:
         if self._world.size == 1:
@@ -108,10 +109,9 @@ class WorldRanks:
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         every = self._gathered(own)
         pairs = zip(every, sizes, strict=True)
-        return [bytes(each[:size].cpu().numpy()) for each, size in pairs]
+        return [bytes(each[:size].numpy()) for each, size in pairs]
 
     def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
-        own = own.to(self._device)
         every = [torch.empty_like(own) for _ in range(self._world.size)]
         dist.all_gather(every, own, group=self._group)
         return every

@@ -42,7 +42,7 @@ class Elastic(Record):
     - `admission` "open": sites may join before any round. "closed": new sites only before the
       first.
     - A round starts when all sites have arrived, or `grace_s` after `quorum` of them. Stragglers
-      add their Δ to the next round.
+      add their Δ to the next round. Sites that join wait for a member.
     - A site is dead without a heartbeat for `dead_after_s`. Up to `voters` sites keep the log.
     - `fragments` F: layer i belongs to fragment i mod F, and a fragment is exchanged after every
       `inner_steps` / F steps, in turn (Streaming DiLoCo, arXiv 2501.18512).
@@ -130,6 +130,12 @@ def elastic_misfits(run: "Manifest") -> Iterator[str]:
                 f"{field} {value} is not a multiple of trainer.elastic.inner_steps "
                 f"{elastic.inner_steps}; set it to {fits}, {OFF}"
             )
+    if run.orchestrator.evaluation.stop_at is not None:
+        yield (
+            f"orchestrator.evaluation.stop_at {run.orchestrator.evaluation.stop_at:g} with "
+            f"trainer.elastic: each site would end RL at another step, with other weights; set it "
+            f"to null, {OFF}"
+        )
     if sft is not None and sft.data.kind != "text":
         yield (
             f"stages.sft.data.kind {sft.data.kind!r} with trainer.elastic: every site would train "
