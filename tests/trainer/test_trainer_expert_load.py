@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from site_threads import ELASTIC
 from trainer_cases import (
     GLM5,
     MEMORY,
@@ -109,6 +110,13 @@ def test_moving_biases_balance_the_experts(start):
         (
             {"trainer": {"lora": {"rank": 2, "alpha": 2.0, "targets": ["experts"], "seed": 1}}},
             "with trainer.lora: engines would get no biases, only adapters",
+        ),
+        (
+            {
+                "trainer": {"elastic": ELASTIC, "checkpoint": {"interval_steps": 2, "keep": 2}},
+                "stages": {"sft": None, "rl": {"num_steps": 2}},
+            },
+            "with trainer.elastic: sites do not exchange biases",
         ),
     ],
 )

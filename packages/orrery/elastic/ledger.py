@@ -127,17 +127,6 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
     return msgspec.structs.replace(ledger, joining=joining)
 
 
-def remove(ledger: Ledger, site_id: str) -> Ledger:
-    """Remove a site that leaves. Members of an exchange stay until it ends or is aborted."""
-    joining = tuple(each for each in ledger.joining if each.member.id != site_id)
-    ledger = msgspec.structs.replace(ledger, joining=joining)
-    if ledger.is_exchanging or site_id not in ledger.ids:
-        return ledger
-    tokens = {each: num for each, num in ledger.tokens.items() if each != site_id}
-    members = tuple(m for m in ledger.members if m.id != site_id)
-    return _with_members(msgspec.structs.replace(ledger, tokens=tokens), members)
-
-
 def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
     """Note that a site has finished its inner steps and enters round `number`.
 
