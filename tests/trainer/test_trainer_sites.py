@@ -8,7 +8,7 @@ from test_trainer_stages import Stage, final_weights
 from orrery.elastic.outer import OuterOptimizer, weighted_mean
 from orrery.elastic.types import ElasticError
 from orrery.runtime.metrics import rows
-from orrery.runtime.run_directory import metrics_path
+from orrery.runtime.run_directory import memory_prefix, metrics_path, remove_memory
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -32,6 +32,8 @@ def sites(tmp_path):
 
     yield make
     together(*(site.leave for site in made))
+    for site in made:
+        remove_memory(memory_prefix(site.run_dir))
 
 
 def digests(site: ThreadSite) -> list[str]:
@@ -94,9 +96,11 @@ def test_sites_that_accept_no_connections_join_and_train(sites):
 
 def test_an_rl_site_resumes_within_a_phase_and_keeps_its_weights_and_delta(sites):
     """Engines may have sampled from the weights of a preemption's checkpoint."""
-    folders, (a, b) = sites(stage="rl")
+    folders, (a, b, late) = sites("abc", stage="rl")
     together(a.enter, b.enter)
     together(a.train, b.train)
+    late.enter()  # without a round
+    assert np.array_equal(late.weights(), a.weights())
     tokens = b.learn(1)
     b.training.after_step(tokens)
     b.save()
@@ -107,9 +111,11 @@ def test_an_rl_site_resumes_within_a_phase_and_keeps_its_weights_and_delta(sites
     assert np.array_equal(b.weights(), saved) and np.array_equal(b.state.start, start)
     assert not np.array_equal(saved, start)
     tokens += (last := b.learn(1))
-    together(a.train, lambda: b.training.after_step(last))
-    assert digests(a)[-1] == digests(b)[-1] and len(a.rows) == 3
-    assert tokens in b.rows[-1]["weights"] and np.array_equal(a.weights(), b.weights())
+    ending = begun(late.train)
+    folders.until(lambda ledger: bool(ledger.tokens))
+    together(a.train, lambda: b.training.after_step(last), ending.result)
+    assert digests(a)[-1] == digests(b)[-1] == digests(late)[-1] and len(a.rows) == 3
+    assert {0, tokens} < set(b.rows[-1]["weights"]) and np.array_equal(a.weights(), b.weights())
     b.leave()
 
 

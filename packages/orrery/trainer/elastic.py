@@ -5,8 +5,8 @@
   so on for every rank, then as many ports to the exchange.
 - After every round each rank copies θ, the outer momentum and its inner state into shared memory.
   A site that joins, or was left behind, takes them from its peers.
-- A resumed RL site goes on from its own weights to the end of its phase, because engines may have
-  sampled from them.
+- An RL site that joins trains a phase before its first round. If it resumes, it trains its own
+  weights until then, because engines may have sampled from them.
 """
 
 import shutil
@@ -131,7 +131,7 @@ class SiteTraining:
         return sent + self._delay(sent)
 
     def __enter__(self) -> Self:
-        """Join the run. Finish this site's first round without weight, but not in a resumed RL."""
+        """Join the run, and in SFT finish this site's first round, in which it has no weight."""
         waiting = self._ctx.health.waiting("the other sites", deadline_s=self._limit_s())
         with waiting, ExitStack() as on_failure:
             on_failure.callback(self._stack.close)
@@ -140,7 +140,7 @@ class SiteTraining:
                 self._loop.read_weights()
             self._loop.round = self._held + 1
             self._join()
-            if self._is_resumed_rl:
+            if self._ctx.stage == "rl" and self._loop.round > 0:  # engines wait for weights
                 self._copy(self._loop.round - 1, self._loop.digest())
             else:
                 self._finish_round()
