@@ -17,7 +17,8 @@ import psutil
 import pytest
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
-from orrery.launcher import stage, status
+from orrery.launcher import preemption as launcher_preemption
+from orrery.launcher import stage, status, supervisor
 from orrery.launcher.failure import named_processes
 from orrery.launcher.process import ended_within
 from orrery.launcher.status import newest_checkpoint
@@ -26,7 +27,7 @@ from orrery.observe.progress import Progress
 from orrery.runtime import preemption, run_directory
 from orrery.runtime.health import HANG_S, read_health
 from orrery.runtime.metrics import MetricsFile, MetricsTail, read
-from orrery.runtime.run_directory import done_path
+from orrery.runtime.run_directory import done_path, request_path
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -663,6 +664,32 @@ def test_a_role_that_fails_while_the_others_wind_down_is_a_failure(run_dir):
     os.kill(pids["trainer.1"], signal.SIGSEGV)
     code, stderr = end(launcher)
     assert code == 1 and "trainer.1 was killed by SIGSEGV" in stderr
+
+
+def test_savers_get_no_time_that_slurm_needs_to_queue_the_job_again(run_dir, monkeypatch):
+    """The job ends in 100 s: 50 for the checkpoint, 25 for the savers, 25 to queue it again."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(launcher_preemption, "_job_ends_at_s", lambda job: now_s + 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    allocation = SimpleNamespace(slurm=SimpleNamespace(warning_s=100))
+    job = SimpleNamespace(
+        allocation=allocation, site=SimpleNamespace(roles=SimpleNamespace(checkpoint_target=""))
+    )
+    one = object.__new__(supervisor.Supervisor)
+    one.job, one.stage = job, object.__new__(stage.RunningStage)
+    one.stage.job, one.stage.run_dir, one.stage.name, one.stage.attempt = job, run_dir, "rl", 1
+    one.stage.interrupts = stage.Interrupts()
+    one.preemption = launcher_preemption.Preemption(one.stage)
+    (run_dir / "logs").mkdir(exist_ok=True)
+    request_path(run_dir, "rl").parent.mkdir(parents=True, exist_ok=True)
+    one.preemption._begin()
+    cuts = []
+    monkeypatch.setattr(supervisor, "finish_saves", lambda *args: cuts.append(args[2]()))
+    for after_s in (74.0, 76.0):
+        monkeypatch.setattr(time, "monotonic", lambda s=after_s: now_s + s)
+        for requeue in ("ask", None):
+            one._finish_saves(stage.Outcome("stopped", "", 75, requeue))
+    assert cuts == [False, False, True, False]
 
 
 DIES_BEFORE_ITS_FIRST_STATUS = """

@@ -36,11 +36,12 @@ def test_a_rank_that_fails_waits_for_no_other(monkeypatch, error, dissolves):
     )
     with (
         pytest.raises(type(error)) if error is not None else nullcontext(),
-        assemble.assemble_world(ctx),
+        assemble.assemble_world(ctx) as world,
     ):
+        world.at_end.append(lambda: dissolved.append("waited"))
         if error is not None:
             raise error
-    assert bool(dissolved) == dissolves
+    assert dissolved == [world, "waited"][: 0 if not dissolves else 2 if error is None else 1]
 
 
 class Loads(Exception):

@@ -1,6 +1,7 @@
 """Checkpoints: bitwise resume, other world sizes, and what a kill leaves behind."""
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -444,7 +445,7 @@ def test_a_host_without_memory_for_the_copy_ends_the_run_at_its_first_step(start
 @pytest.mark.parametrize(("hosts", "fits"), [([7, 7, 8], False), ([7, 9, 8], True)])
 def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
     """Three ranks ask for 60 bytes each; their hosts have 100, and the second sees less of it."""
-    told = iter([hosts, [100, 90, 100], [200, 200, 200], [60, 60, 60]])
+    told = iter([hosts, [100, 90, 100], [200, 200, 200], [9, 0, 0], [60, 60, 60]])
     world = SimpleNamespace(rank=0, all_gather=lambda value: next(told))
     copy = safetensors_file.SharedCopy(Path("copy"), torch.device("cpu"))
     if fits:
@@ -458,18 +459,44 @@ def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
             copy.check_room(60, world)
 
 
-def test_shared_memory_that_is_too_small_is_refused_at_the_first_step(start, monkeypatch):
-    learner = make_learner(manifest(), start)
-    monkeypatch.setattr(safetensors_file, "disk_usage", lambda _: SimpleNamespace(free=1000))
+@pytest.mark.parametrize(("free", "spared"), [(1000, 0), (1 << 40, 1 << 40)])
+def test_copies_without_room_in_shared_memory_are_saved_by_a_saver_that_outlives_the_trainer(
+    start, tmp_path, monkeypatch, caplog, free, spared
+):
+    learner, again = (make_learner(manifest(), start) for _ in range(2))
+    monkeypatch.setattr(safetensors_file, "disk_usage", lambda _: SimpleNamespace(free=free))
+    memory = SHARED_MEMORY / f"{saves_prefix(tmp_path / 'run-1')}0"
+    folders = [checkpoints.checkpoint_dir(tmp_path, step, 1) for step in (1, 2)]
     with (
-        pytest.raises(
-            RunFailed,
-            match=r"this rank's copy take 0\.0 GB of shared memory, of which 0\.0 GB are free in "
-            r"/dev/shm; enlarge it: `mount -o remount,size=\.\.\. /dev/shm`",
-        ),
-        CheckpointWriter(learner.world) as writer,
+        pytest.raises(ZeroDivisionError),
+        CheckpointWriter(learner.world, memory=memory) as writer,
     ):
-        writer.reserve(learner)
+        writer._host.check_room(1 << 20, learner.world, spared)
+        writer._host.reserve(5000)  # and it grows
+        for step, folder in enumerate(folders, 1):
+            train(learner, [step])
+            writer.copy(learner, folder / "trainer")
+            assert (memory / saver.COPY).is_symlink()
+            writer.write(completion=saver.Completion(str(tmp_path), "rl", 1, 2))
+        os.close(writer._host._nameless)  # as its end does
+        1 / 0  # noqa: B018
+    writer._saver.wait()
+    assert "do not fit in /dev/shm" in caplog.text and not memory.exists()
+    for folder in folders:
+        checkpoints.verify(folder)
+    checkpoint.load(again, folder / "trainer")
+    assert_same(state_of(again), state_of(learner))
+
+
+def test_the_wait_for_the_saver_comes_after_all_collectives(start, tmp_path):
+    learner = make_learner(manifest(), start)
+    with CheckpointWriter(learner.world) as writer:
+        writer.copy(learner, tmp_path / "trainer")
+        writer.write()
+        assert not learner.world.at_end
+    [wait] = learner.world.at_end
+    wait()
+    assert writer._saver._process.returncode == 0
 
 
 def test_a_checkpoint_in_another_precision_is_refused_by_tensor(start, tmp_path):

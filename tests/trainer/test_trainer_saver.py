@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from forked_roles import import_before
 from saver_cases import content, copied, die_before, folder, offered
@@ -90,6 +92,25 @@ def test_a_killed_trainer_leaves_its_copy_to_the_saver_and_the_uploader(run_dir,
     assert target_of(f"file://{tmp_path}/far", run_dir, "rl").newest().round == 2
 
 
+SAVER = """
+import os
+from orrery.trainer.saver import Uploads
+uploads = Uploads()
+uploads._command = ["sleep", "60"]
+uploads.begin()
+print(uploads._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_an_uploader_ends_with_its_saver_as_the_next_saver_starts_another():
+    said = subprocess.run([sys.executable, "-c", SAVER], capture_output=True, timeout=30).stdout
+    limit_s = time.monotonic() + 5
+    while psutil.pid_exists(pid := int(said)) and psutil.Process(pid).status() != "zombie":
+        assert time.monotonic() < limit_s
+        time.sleep(0.01)
+
+
 def test_a_killed_saver_is_started_again(run_dir):
     one = saver.Saver(offered(run_dir, 1))
     one.save()
@@ -98,7 +119,8 @@ def test_a_killed_saver_is_started_again(run_dir):
     offered(run_dir, 2)
     one.save()
     assert newest(run_dir) == 2
-    one.close(waits=True)
+    one.close()
+    one.wait()
 
 
 def test_the_next_start_saves_what_killed_savers_of_several_ranks_have_left(run_dir):
@@ -108,6 +130,15 @@ def test_the_next_start_saves_what_killed_savers_of_several_ranks_have_left(run_
     assert newest(run_dir) == 1
     assert (folder(run_dir, 1) / "trainer" / "rank_1.safetensors").read_bytes() == content(1, 1)
     assert not list(SHARED_MEMORY.glob(f"{saves_prefix(run_dir)}*"))
+
+
+def test_a_copy_in_the_memory_of_ended_processes_is_given_up(run_dir):
+    memory = offered(run_dir, 1)
+    (memory / saver.COPY).unlink()
+    (memory / saver.COPY).symlink_to("/proc/self/fd/0")
+    finish_saves(run_dir, "", lambda: False)
+    assert "ended with its saver" in (run_dir / "logs" / "trainer.0.log").read_text()
+    assert not memory.exists() and checkpoints.latest(run_dir) is None
 
 
 def test_a_copy_without_those_of_other_ranks_is_given_up(run_dir, monkeypatch, capsys):
@@ -135,6 +166,7 @@ def test_a_saver_that_cannot_write_says_so_and_the_next_try_succeeds(run_dir):
     with pytest.raises(RunFailed, match=r"rank_0\.safetensors: Is a directory; the run goes on"):
         one.save()
     (partial / "rank_0.safetensors").rmdir()
-    one.close(waits=True)
+    one.close()
+    one.wait()
     assert newest(run_dir) == 1
     assert json.loads((folder(run_dir, 1) / "trainer" / "state.json").read_text()) == {}

@@ -4,6 +4,7 @@ SIGUSR1, or `warning_s` before the job's end, preempts the RL stage. It writes a
 ends. If this is new, the launcher asks Slurm to requeue the job.
 """
 
+import math
 import os
 import signal
 import time
@@ -47,7 +48,7 @@ class Preemption:
         self.stage, self.job = stage, stage.job
         self._step_at_start = newest_checkpoint(stage.run_dir)
         self._ends_at_s = _job_ends_at_s(stage.job)
-        self._limit_s = 0.0
+        self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: savers get no more time
 
     def poll(self) -> Outcome | None:
         """Request the checkpoint when it is due. Return the outcome once it is written."""
@@ -84,18 +85,22 @@ class Preemption:
             stage.interrupts.preemption_requested, self._ends_at_s = False, None
             return
         write_atomic(request_path(stage.run_dir, stage.name), b"")
-        self._limit_s = time.monotonic() + self._time_left_s()
+        for_s, margin_s = self._time_left_s()
+        self._limit_s = time.monotonic() + for_s
+        self.saved_by_s = self._limit_s + 0.5 * margin_s
         stage.is_preempted = True
         stage.log("winding down")
 
-    def _time_left_s(self) -> float:
+    def _time_left_s(self) -> tuple[float, float]:
+        """Return the seconds for the checkpoint, and those after it."""
         if self.job.allocation is None:
-            return WIND_DOWN_S * self.stage.deadline_scale
+            return WIND_DOWN_S * self.stage.deadline_scale, math.inf
         ends_at_s = _job_ends_at_s(self.job)  # an operator may have changed the limit
         left_s = float(self.job.allocation.slurm.warning_s)
         if ends_at_s is not None:
             left_s = ends_at_s - time.monotonic()
-        return max(0.5 * left_s, left_s - MARGIN_S)
+        margin_s = min(0.5 * left_s, MARGIN_S)
+        return left_s - margin_s, margin_s
 
 
 def requeue(stage: RunningStage) -> None:

@@ -8,6 +8,7 @@
 """
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -200,11 +201,19 @@ class Supervisor:
         return outcome
 
     def _finish_saves(self, outcome: Outcome) -> Outcome:
-        """Wait for savers that have outlived their trainers, until the next Ctrl-C."""
+        """Wait for savers that have outlived their trainers, until the next Ctrl-C.
+
+        At the end of a Slurm job, the job must be queued again before Slurm ends it.
+        """
         stage, received = self.stage, len(self.stage.interrupts.received)
+        limit_s = self.preemption.saved_by_s if outcome.requeue == "ask" else math.inf
         before = statuses.newest_checkpoint(stage.run_dir, stage.name)
         target = self.job.site.roles.checkpoint_target
-        finish_saves(stage.run_dir, target, lambda: len(stage.interrupts.received) > received)
+        finish_saves(
+            stage.run_dir,
+            target,
+            lambda: len(stage.interrupts.received) > received or time.monotonic() > limit_s,
+        )
         after = statuses.newest_checkpoint(stage.run_dir, stage.name)
         if after == before or outcome.state == "done":
             return outcome

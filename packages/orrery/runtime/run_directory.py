@@ -228,7 +228,8 @@ def whole_checkpoints(run_dir: Path, stage: str = "rl") -> list[Checkpoint]:
 # - Sockets of an engine: `<TMPDIR>/orrery-<place>-<engine>-*`. A path has at most 107 characters.
 # - The launcher removes all of these when a stage begins (on its node) and ends (on every node). An
 #   engine removes its own when it ends, and those of its killed starts when it begins.
-# - Copies for checkpoints: `/dev/shm/orrery-<id12>-<place>.saves-<rank>`, removed once saved.
+# - Copies for checkpoints: `/dev/shm/orrery-<id12>-<place>.saves-<rank>.<attempt>`, removed once
+#   saved.
 
 SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"

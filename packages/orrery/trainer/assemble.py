@@ -68,6 +68,8 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
             destroy_world(world)
             raise
         destroy_world(world)
+        for wait in world.at_end:
+            wait()
 
 
 def assemble_learner(
@@ -109,8 +111,7 @@ def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Po
 @contextmanager
 def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
     manifest = ctx.manifest
-    if world.is_first:
-        _check_room(ctx)
+    spared = _check_room(ctx) if world.is_first else 0
     trainer, start = manifest.trainer, start_weights(ctx)
     learner = assemble_learner(ctx, world, start, trainer.optimizer, trainer.max_grad_norm)
     num_nodes = stage(manifest, ctx.stage).num_nodes
@@ -133,7 +134,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
                 learner=learner,
                 publisher=publisher,
                 receiver=receiver,
-                checkpoints=StageCheckpoints(ctx, learner, "rl", beside="orchestrator"),
+                checkpoints=StageCheckpoints(ctx, learner, "rl", "orchestrator", spared),
                 site=site,
                 batch_deadline_s=deadline_s,
                 batch_behind_s=_batch_behind_s(manifest, world),
@@ -179,12 +180,15 @@ def _num_kept(manifest: Manifest) -> int:
     return manifest.orchestrator.max_batches_ahead + 3
 
 
-def _check_room(ctx: RoleContext) -> None:
-    """Raise OrreryError if the kept weight versions do not fit on disk. Adapters are small."""
+def _check_room(ctx: RoleContext) -> int:
+    """Return the bytes of shared memory for the kept weight versions. Adapters are small.
+
+    Raise OrreryError if the versions do not fit there, or on disk.
+    """
     manifest = ctx.manifest
     if manifest.transport.weights != "files":
-        return
+        return 0
     network = build_network(manifest.model, manifest.trainer, "meta")
     version_bytes = sum(hf.num_bytes for hf in hf_tensors(network))
     keep = min(_num_kept(manifest), manifest.stages.rl.num_steps)
-    check_room(ctx.run_dir, stage(manifest, ctx.stage).num_nodes, keep, version_bytes)
+    return check_room(ctx.run_dir, stage(manifest, ctx.stage).num_nodes, keep, version_bytes)

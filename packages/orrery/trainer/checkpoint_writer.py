@@ -26,7 +26,7 @@ from orrery.manifest.errors import RunFailed, explain_os_error
 from orrery.manifest.publish import make_folder
 from orrery.models.placement import local_tensor
 from orrery.runtime.role_context import RoleContext
-from orrery.runtime.run_directory import SHARED_MEMORY, saves_prefix
+from orrery.runtime.run_directory import SHARED_MEMORY, remove_memory, saves_prefix
 from orrery.runtime.timing import scaled
 from orrery.trainer import checkpoint
 from orrery.trainer.checkpoint import (
@@ -66,7 +66,8 @@ class CheckpointWriter:
 
     Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside the
     context manager `waiting(what, deadline_s, behind_s)`. Leaving the `with` block completes the
-    last checkpoint, except after an exception. Then only the saver does.
+    last checkpoint, except after an exception. Then only the saver does. It may upload for long, so
+    the wait for its end comes after the last collective (`World.at_end`).
     """
 
     def __init__(
@@ -90,17 +91,23 @@ class CheckpointWriter:
         try:
             if kind is None:
                 self.finish()
-                with self._waiting("the saver to end", scaled(UPLOAD_DEADLINE_S), None):
-                    self._saver.close(waits=True)
+                self._world.at_end.append(self._await_saver)
         finally:
-            self._saver.close(waits=False)
+            self._saver.close()
 
-    def reserve(self, learner: Learner) -> None:
-        """Allocate shared memory in the background. A collective."""
+    def _await_saver(self) -> None:
+        with self._waiting("the saver to end", scaled(UPLOAD_DEADLINE_S), None):
+            self._saver.wait()
+
+    def reserve(self, learner: Learner, spared: int = 0) -> None:
+        """Allocate memory in the background, and leave `spared` bytes of shared memory.
+
+        A collective.
+        """
         self.wait()
         state = {name: one.local for name, one in state_of(learner).items() if one.writes}
         num_bytes = layout(state | rng_state(self._world.device)).file_bytes
-        self._host.check_room(num_bytes, self._world)
+        self._host.check_room(num_bytes, self._world, spared)
         self._work = _BackgroundWork(lambda: self._host.reserve(num_bytes), _memory_of(num_bytes))
 
     def copy(
@@ -285,7 +292,7 @@ def _too_slow(what: str, deadline_s: float) -> RunFailed:
 
 
 def _memory_of(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB of shared memory for checkpoints"
+    return f"{num_bytes / 1e9:.1f} GB of memory for checkpoints"
 
 
 def _json(content: dict[str, Any]) -> bytes:
@@ -298,12 +305,22 @@ def _json(content: dict[str, Any]) -> bytes:
 class StageCheckpoints:
     """Write one rank's checkpoints of a stage. Leaving the `with` block completes the last.
 
-    The role `beside` writes its half of checkpoint n before it sends batch n.
+    The role `beside` writes its half of checkpoint n before it sends batch n. `spared` bytes of
+    shared memory are for others.
     """
 
-    def __init__(self, ctx: RoleContext, learner: Learner, stage: str, beside: str | None = None):
+    def __init__(
+        self,
+        ctx: RoleContext,
+        learner: Learner,
+        stage: str,
+        beside: str | None = None,
+        spared: int = 0,
+    ):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
-        memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}"
+        self._spared = spared
+        # A saver of an earlier attempt may still run on another node than the launcher's.
+        memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}.{ctx.attempt}"
         self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 
     def __enter__(self) -> Self:
@@ -312,7 +329,10 @@ class StageCheckpoints:
         num_steps = (manifest.sft if self._stage == "sft" else manifest.stages.rl).num_steps
         steps_left = range(self._learner.step + 1, num_steps + 1)
         if any(self.is_due(step) for step in steps_left):
-            self._writer.reserve(self._learner)
+            # Killed jobs leave copies on other nodes than the launcher's. `reserve` meets all ranks
+            # before one allocates.
+            remove_memory(saves_prefix(self._ctx.run_dir))
+            self._writer.reserve(self._learner, self._spared)
         return self
 
     def __exit__(self, *failure: Any) -> None:

@@ -108,21 +108,18 @@ class _Pages(mmap.mmap):
             self.unregister(self.address)
 
 
-def host_block(
-    num_bytes: int, device: torch.device, path: Path | None = None
-) -> tuple[Tensor, int]:
+def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
     """Return resident zeros u8 [num_bytes], and the CUDA error of registering them or 0.
 
-    With `path` they are a new file in shared memory. Raise OSError if it does not fit.
+    With `file` they are the content of this file in memory. Raise OSError if it does not fit.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
-    if path is None:
+    if file is None:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        with path.open("xb+") as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)  # without room fail here, not by SIGBUS
-            pages = _Pages(file.fileno(), num_bytes)
+        os.posix_fallocate(file, 0, num_bytes)  # without room fail here, not by SIGBUS
+        pages = _Pages(file, num_bytes)
     # Zeroing maps the pages with many threads. Registration would map them with one.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":

@@ -6,6 +6,7 @@ a JSON header, the tensors' bytes without gaps.
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,31 +59,42 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 
 
 class SharedCopy:
-    """A copy of tensors as a safetensors file in shared memory, in a folder of its own."""
+    """A copy of tensors as a safetensors file in shared memory, in a folder of its own.
+
+    If the copies of this host's ranks do not fit there, as in many containers, the file has no
+    name, and `path` is a link to its descriptor.
+    """
 
     def __init__(self, path: Path, device: torch.device):
         self._path, self._device = path, device
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._fits, self._nameless = True, -1
 
-    def check_room(self, num_bytes: int, world: World) -> None:
+    def check_room(self, num_bytes: int, world: World, spared: int = 0) -> None:
         """Raise RunFailed if this host's ranks need more memory than it has. A collective.
 
-        All ranks read free memory before any rank allocates.
+        All ranks read free memory before any rank allocates. `spared` bytes of shared memory (the
+        most of all ranks) are left free.
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())
         shared = world.all_gather(disk_usage(SHARED_MEMORY).free)
+        spared = max(world.all_gather(spared))
         needed = world.all_gather(num_bytes - self._buffer.numel())
         here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
         whose = "this rank's copy"
         if len(here) > 1:
             whose = f"the copies of the {len(here)} ranks on this host"
-        _check_fits(
-            f"weights and optimizer state in {whose} take",
-            sum(max(0, needed[rank]) for rank in here),
-            min(available[rank] for rank in here),
-            min(shared[rank] for rank in here),
-        )
+        total, free = sum(max(0, needed[rank]) for rank in here), min(shared[one] for one in here)
+        what = f"weights and optimizer state in {whose} take"
+        _check_fits(what, total, min(available[rank] for rank in here))
+        self._fits = total <= free - spared
+        if not self._fits and here[0] == world.rank:
+            log.warning(
+                "%.1f GB for checkpoints do not fit in %s (%.1f GB free), so the next start cannot "
+                "save a copy whose trainer and saver were killed; %s",
+                *(total / 1e9, SHARED_MEMORY, free / 1e9, ENLARGE),
+            )
 
     def has_room(self, num_bytes: int) -> bool:
         return self._buffer.numel() >= num_bytes
@@ -97,14 +109,25 @@ class SharedCopy:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._path.unlink(missing_ok=True)
         whose = "this rank's copy of weights and optimizer state takes"
-        _check_fits(whose, num_bytes, available_bytes(), disk_usage(SHARED_MEMORY).free)
-        self._buffer, error = host_block(num_bytes, self._device, self._path)
+        _check_fits(whose, num_bytes, available_bytes())
+        error = self._allocate(num_bytes)
         if error:
             log.warning(
                 "%.1f GB of host memory cannot be pinned (CUDA error %d); checkpoints block longer",
                 num_bytes / 1e9,
                 error,
             )
+
+    def _allocate(self, num_bytes: int) -> int:
+        if self._fits and num_bytes <= disk_usage(SHARED_MEMORY).free:
+            with self._path.open("xb+") as file:
+                self._buffer, error = host_block(num_bytes, self._device, file.fileno())
+            return error
+        if self._nameless < 0:  # stays open for new savers
+            self._nameless = os.memfd_create("orrery.saves")
+        self._path.symlink_to(f"/proc/self/fd/{self._nameless}")
+        self._buffer, error = host_block(num_bytes, self._device, self._nameless)
+        return error
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> int:
         """Copy the tensors, and return the bytes of the file."""
@@ -123,14 +146,9 @@ class SharedCopy:
         return found.file_bytes
 
 
-def _check_fits(subject: str, num_bytes: int, available: int, shared: int) -> None:
+def _check_fits(subject: str, num_bytes: int, available: int) -> None:
     if num_bytes > available:
         raise RunFailed(
             f"trainer.checkpoint: {subject} {num_bytes / 1e9:.1f} GB of host memory, "
             f"of which {available / 1e9:.1f} GB are left to this job; {REMEDY}"
-        )
-    if num_bytes > shared:
-        raise RunFailed(
-            f"trainer.checkpoint: {subject} {num_bytes / 1e9:.1f} GB of shared memory, "
-            f"of which {shared / 1e9:.1f} GB are free in {SHARED_MEMORY}; {ENLARGE}"
         )

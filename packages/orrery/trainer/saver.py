@@ -4,6 +4,7 @@
     python -m orrery.trainer.saver finish MEMORY…   save copies that ended processes have left
 
 - MEMORY holds `copy`, mapped by the trainer, and `job.json` while the copy waits to be saved.
+- Without room in shared memory, `copy` links to a file descriptor that the saver inherits.
 - All steps can be repeated. A killed process is started again by the trainer, or by the launcher.
 - Once the trainer has ended, the process saves the copy, removes MEMORY and ends.
 """
@@ -27,7 +28,7 @@ import msgspec
 
 from orrery.manifest.errors import OrreryError, RunFailed, explain_os_error
 from orrery.manifest.publish import publish_folder, write_atomic
-from orrery.runtime.parent_watch import START
+from orrery.runtime.parent_watch import START, die_with_parent
 from orrery.runtime.run_directory import CHECKPOINT_TARGET
 from orrery.runtime.timing import scaled
 from orrery.wire import checkpoints, nfs
@@ -230,8 +231,8 @@ class Saver:
             f"for a lack of memory, then start the run again"
         )
 
-    def close(self, waits: bool) -> None:
-        """Let the process finish and end. With `waits`, wait for that."""
+    def close(self) -> None:
+        """Let the process finish and end."""
         with self._starting:
             if self._is_closed:
                 return
@@ -241,11 +242,14 @@ class Saver:
                     shutil.rmtree(self._memory, ignore_errors=True)
                     return
                 self._process = _start(self._memory)
-        if waits:
-            _end(self._process)
-        elif self._process.stdin is not None:
+        if self._process.stdin is not None:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
+
+    def wait(self) -> None:
+        """Wait for the end of the process, after `close`."""
+        if self._process is not None:
+            _end(self._process)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -259,10 +263,17 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
         [sys.executable, "-m", "orrery.trainer.saver", "serve", str(memory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        pass_fds=inherited(memory),
         start_new_session=True,
         # The launcher ends all processes that have START.
         env={name: value for name, value in os.environ.items() if name != START},
     )
+
+
+def inherited(memory: Path) -> tuple[int, ...]:
+    """Return the descriptor that `copy` links to, if any."""
+    copy = memory / COPY
+    return (int(copy.readlink().name),) if copy.is_symlink() else ()
 
 
 def _ask(process: "subprocess.Popen[bytes]") -> bytes:
@@ -299,8 +310,10 @@ def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
     uploads.note(memory)
     if error := failure(memory, lambda: False):
         print(f"checkpoint: {error}", file=sys.stderr, flush=True)
-    else:
-        (memory / COPY).unlink(missing_ok=True)  # an upload may take long
+    else:  # free the copy, because an upload may take long
+        for descriptor in inherited(memory):
+            os.close(descriptor)
+        (memory / COPY).unlink(missing_ok=True)
     uploads.finish()
     return not error
 
@@ -323,7 +336,10 @@ class Uploads:
     def begin(self) -> None:
         """Start an upload of the newest checkpoint, unless one is running."""
         if self._command and (self._process is None or self._process.poll() is not None):
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=2)
+            # Of two uploaders each would remove blocks of the other.
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=die_with_parent
+            )
 
     def finish(self) -> None:
         """Upload the newest checkpoint, and wait."""
@@ -360,7 +376,10 @@ def main() -> None:
         return
     for memory in map(Path, folders):
         with suppress(FileNotFoundError), _locked(memory):  # a saver that still runs ends first
-            finish(memory)
+            if not inherited(memory):
+                finish(memory)
+            elif (memory / JOB).exists():
+                print(f"checkpoint: {memory}: ended with its saver", file=sys.stderr)
         shutil.rmtree(memory, ignore_errors=True)
 
 

@@ -10,7 +10,7 @@ A process ends if a collective fails or exceeds COLLECTIVE_DEADLINE_S (scaled).
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ class World:
     mesh: DeviceMesh | None  # None for one rank
     fsdp_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None  # None if ep is 1
+    at_end: list[Callable[[], object]] = field(default_factory=list, compare=False)  # last waits
 
     @property
     def is_first(self) -> bool:

@@ -54,8 +54,11 @@ def own(folder: Path) -> None:
     folder.chmod(0o700)  # an existing folder may be open to others
 
 
-def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> None:
-    """Raise OrreryError unless `keep` versions and another in progress fit on disk."""
+def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> int:
+    """Return the bytes of shared memory for `keep` versions and another in progress.
+
+    Raise OrreryError if they do not fit there, or on disk.
+    """
     where, enlarge = Path(run_dir), "free some there"
     if num_nodes == 1:
         where = SHARED_MEMORY
@@ -67,6 +70,7 @@ def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> 
             f"in {where} at a time, {needed / 1e9:.2f} GB, of which {free / 1e9:.2f} GB are free. "
             f"Set it to 'nccl', lower orchestrator.max_batches_ahead, or {enlarge}"
         )
+    return needed if where == SHARED_MEMORY else 0
 
 
 class WeightPublisher:
