@@ -184,7 +184,9 @@ def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside, 
         assert handed_over == "t0psecret" and "t0psecret" not in argv + variables
         assert "APPTAINERENV_ORRERY_LOG_LEVEL=debug" in variables
         assert "--input=all" in words and "APPTAINERENV_ORRERY_TOKEN_FILE=-" in variables
-        assert {"--overlap", "--mem=0", "--export=ALL", "--kill-on-bad-exit=1"} <= set(words)
+        assert {"--overlap", "--mem=0", "--export=ALL", "--kill-on-bad-exit=1", "--wait=0"} <= set(
+            words
+        )
         assert (
             "SLURM_CPUS_PER_TASK" not in env
             and "APPTAINER_BIND=" not in env

@@ -4,6 +4,7 @@ The copy equals the file of `safetensors.torch.save_file`: 8 bytes of header len
 a JSON header, the tensors' bytes without gaps.
 """
 
+import errno
 import json
 import logging
 import os
@@ -120,9 +121,14 @@ class SharedCopy:
 
     def _allocate(self, num_bytes: int) -> int:
         if self._fits and num_bytes <= disk_usage(SHARED_MEMORY).free:
-            with self._path.open("xb+") as file:
-                self._buffer, error = host_block(num_bytes, self._device, file.fileno())
-            return error
+            try:
+                with self._path.open("xb+") as file:
+                    self._buffer, error = host_block(num_bytes, self._device, file.fileno())
+                return error
+            except OSError as full:  # others took it meanwhile
+                if full.errno != errno.ENOSPC:
+                    raise
+                self._path.unlink()
         if self._nameless < 0:  # stays open for new savers
             self._nameless = os.memfd_create("orrery.saves")
         self._path.symlink_to(f"/proc/self/fd/{self._nameless}")

@@ -3,7 +3,8 @@
 - Each node group is a component. Several components form a heterogeneous job. A component that uses
   only some devices (on CPUs: cores) of a node gets the same share of processors and memory.
 - Each engine is one step, and a second one for its further nodes. In each node group, each other
-  role is one step. The first failed task ends the step (`--kill-on-bad-exit`).
+  role is one step. The first failed task ends the step (`--kill-on-bad-exit`). A task that is done
+  ends no other (`--wait`), because the first rank may upload for long.
 """
 
 import math
@@ -270,7 +271,7 @@ def srun(
     script = str(code / "orrery" / "launcher" / "task.sh")
     return [
         *step_options(component, nodelist, *per_task, step.gres, "all"),
-        *("--kill-on-bad-exit=1", f"--job-name={step.role}"),
+        *("--kill-on-bad-exit=1", "--wait=0", f"--job-name={step.role}"),
         *("bash", script, step.role, str(step.processes[0].index)),
         *(",".join(map(str, step.devices)), str(logs), str(scratch), header),
         *argv,
