@@ -85,6 +85,22 @@ def test_an_upload_writes_no_block_twice_and_removes_those_of_old_checkpoints(ru
     assert set(target._sizes()) == blocks
 
 
+def test_a_checkpoint_that_the_trainer_removes_meanwhile_is_uploaded(
+    run_dir, tmp_path, monkeypatch
+):
+    describe = uploader.describe
+
+    def removed(*args):
+        header = describe(*args)
+        checkpoints.discard_all(run_dir, "rl")
+        return header
+
+    monkeypatch.setattr(uploader, "describe", removed)
+    upload_to(f"file://{tmp_path}/far", run_dir)
+    assert fetched(f"file://{tmp_path}/far", run_dir) == 2
+    assert not list((run_dir / "checkpoints").iterdir())
+
+
 def test_a_damaged_block_is_found_and_a_run_with_a_checkpoint_takes_no_other(run_dir, tmp_path):
     url = f"file://{tmp_path}/far"
     upload_to(url, run_dir)

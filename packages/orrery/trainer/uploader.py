@@ -14,7 +14,8 @@ import hashlib
 import os
 import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ from orrery.elastic.snapshots import (
 from orrery.elastic.types import ElasticError
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import publish_folder
-from orrery.runtime.run_directory import checkpoint_named, checkpoints_dir
+from orrery.runtime.run_directory import Checkpoint, checkpoint_named, checkpoints_dir
 from orrery.wire import checkpoints
 
 FIELD = "[roles] checkpoint_target"
 FETCHED = ".fetched"
+UPLOADING = f"{checkpoints.DISCARDED}.uploading"  # so the next attempt removes it
 
 
 class FsspecTarget:
@@ -105,7 +107,21 @@ def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
     return FsspecTarget(f"{url.rstrip('/')}/{run_dir.resolve().name}/{stage}")
 
 
-def describe(folder: Path, step: int) -> StateSnapshot:
+@contextmanager
+def _kept(folder: Path, links: Path) -> Iterator[Path]:
+    """Yield a copy of hard links, if possible. The trainer may remove `folder` meanwhile."""
+    shutil.rmtree(links, ignore_errors=True)
+    try:
+        shutil.copytree(folder, links, copy_function=os.link)
+    except OSError:
+        shutil.rmtree(links, ignore_errors=True)
+    try:
+        yield links if links.exists() else folder
+    finally:
+        shutil.rmtree(links, ignore_errors=True)
+
+
+def describe(folder: Path, checkpoint: Checkpoint) -> StateSnapshot:
     """Return the header of a complete checkpoint. It reads all files."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     parts = {
@@ -114,7 +130,8 @@ def describe(folder: Path, step: int) -> StateSnapshot:
         )
         for path in sorted(files)
     }
-    return StateSnapshot(step, _digest(folder), BLOCK_BYTES, parts, {"checkpoint": folder.name})
+    facts: dict[str, Any] = {"checkpoint": checkpoint.name}
+    return StateSnapshot(checkpoint.step, _digest(folder), BLOCK_BYTES, parts, facts)
 
 
 def _digest(folder: Path) -> str:
@@ -128,7 +145,8 @@ def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
         assert newest is not None
         folder, there = checkpoints_dir(run_dir, stage) / newest.name, target.newest()
         if there is None or there.digest != _digest(folder):
-            target.upload(describe(folder, newest.step), FolderSource(folder), keep)
+            with _kept(folder, checkpoints_dir(run_dir) / UPLOADING) as files:
+                target.upload(describe(files, newest), FolderSource(files), keep)
         done = newest
 
 
