@@ -597,6 +597,22 @@ def test_a_rank_that_waits_too_long_for_the_first_says_so_and_meets_nobody(
     assert not world.said
 
 
+def test_a_file_that_another_rank_renames_meanwhile_does_not_end_the_checkpoint(
+    tmp_path, monkeypatch
+):
+    note, listed = tmp_path / saver.checksum_file(0), []
+
+    def listdir(folder):
+        listed.append(folder)
+        if len(listed) > 1:
+            note.touch()
+        return [note.name if note.exists() else f".{note.name}.tmp"]
+
+    monkeypatch.setattr(saver.os, "listdir", listdir)
+    saver._await_checksums(tmp_path, 1, lambda: True)
+    assert len(listed) == 2
+
+
 def test_a_rank_that_does_not_write_its_part_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "WRITE_DEADLINE_S", 0.0)
     (tmp_path / saver.checksum_file(0)).touch()

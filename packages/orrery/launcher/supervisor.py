@@ -73,6 +73,7 @@ from orrery.runtime.timing import Pace, duration
 POLL_S, LOOK_S = 0.1, 0.5
 HUNG_S = 5.0  # longest wait for the end of a process that has reported its failure
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
+SAVES_S = 3.0  # longest wait for savers without a word
 RESTART_LOCK_S = 90.0  # a network file system keeps a dead node's lock for a while
 
 
@@ -207,13 +208,18 @@ class Supervisor:
         """
         stage, received = self.stage, len(self.stage.interrupts.received)
         limit_s = self.preemption.saved_by_s if outcome.requeue == "ask" else math.inf
+        tell_s = time.monotonic() + SAVES_S
+
+        def is_cut_short() -> bool:
+            nonlocal tell_s
+            if (now_s := time.monotonic()) > tell_s:
+                tell_s = math.inf
+                stage.tell("waiting for copied checkpoints to be saved; Ctrl-C ends that")
+            return len(stage.interrupts.received) > received or now_s > limit_s
+
         before = statuses.newest_checkpoint(stage.run_dir, stage.name)
         target = self.job.site.roles.checkpoint_target
-        finish_saves(
-            stage.run_dir,
-            target,
-            lambda: len(stage.interrupts.received) > received or time.monotonic() > limit_s,
-        )
+        finish_saves(stage.run_dir, target, is_cut_short)
         after = statuses.newest_checkpoint(stage.run_dir, stage.name)
         if after == before or outcome.state == "done":
             return outcome

@@ -117,7 +117,11 @@ def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], b
         missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return
-        if (now := sum((partial / name).stat().st_size for name in found)) != size:
+        now = 0
+        for name in found:
+            with suppress(OSError):  # `write_note` has renamed it
+                now += (partial / name).stat().st_size
+        if now != size:
             size, grown_s = now, time.monotonic()
         limit_s, since_s = scaled(WRITE_DEADLINE_S), begin_s
         if not has_trainer():
