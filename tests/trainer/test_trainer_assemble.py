@@ -82,3 +82,5 @@ def test_versions_that_do_not_fit_end_the_rl_stage_before_it_loads_weights(
     )
     with refused, assemble.assemble_rl(ctx, World(rank, 2, torch.device("cpu"), None)):
         pass
+    if rank == 0 and not is_refused:
+        assert assemble._check_room(ctx) == free_bytes

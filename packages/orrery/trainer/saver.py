@@ -340,7 +340,7 @@ class Uploads:
     def begin(self) -> None:
         """Start an upload of the newest checkpoint, unless one is running."""
         if self._command and (self._process is None or self._process.poll() is not None):
-            # Of two uploaders each would remove blocks of the other.
+            # Two uploaders would remove blocks of one another.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=die_with_parent
             )
