@@ -5,12 +5,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import typer
 from forked_roles import import_before
 from saver_cases import content, die_before, folder, offered, upload_to
 
 from orrery.elastic.types import ElasticError
+from orrery.launcher import cli
+from orrery.launcher.status import hold_lock
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.run_directory import SHARED_MEMORY, saves_prefix
 from orrery.trainer import saver, uploader
@@ -114,6 +118,18 @@ def test_a_damaged_block_is_found_and_a_run_with_a_checkpoint_takes_no_other(run
     with pytest.raises(ElasticError, match=r"trainer/rank_0\.safetensors has another sha256"):
         uploader.restore(target, disk, "rl")
     assert checkpoints.steps(disk) == []
+
+
+def test_a_run_that_goes_on_gets_no_checkpoint_from_elsewhere(run_dir, tmp_path, monkeypatch):
+    roles = SimpleNamespace(checkpoint_target=f"file://{tmp_path}/far")
+    monkeypatch.setattr("orrery.launcher.runs.find", lambda *_: SimpleNamespace(path=run_dir))
+    monkeypatch.setattr("orrery.launcher.site.load_site", lambda _: SimpleNamespace(roles=roles))
+    monkeypatch.setattr("orrery.manifest.identity.find_workspace", lambda: tmp_path)
+    with hold_lock(run_dir), pytest.raises(OrreryError, match="another launcher is running"):
+        cli.restore("it", "rl")
+    with pytest.raises(typer.Exit) as end:
+        cli.restore("it", "rl")
+    assert end.value.exit_code == 1  # as it has a checkpoint
 
 
 @pytest.mark.parametrize("url", ["nowhere://bucket/runs", "file:///proc/nowhere"])

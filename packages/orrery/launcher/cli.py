@@ -305,6 +305,7 @@ def restore(
 
     from orrery.launcher.runs import find
     from orrery.launcher.site import load_site
+    from orrery.launcher.status import hold_lock
     from orrery.manifest.identity import find_workspace
     from orrery.runtime.run_directory import begin
 
@@ -316,7 +317,8 @@ def restore(
         )
     begin(found.path)
     argv = [sys.executable, "-m", "orrery.trainer.uploader", "restore", target]
-    raise typer.Exit(subprocess.run([*argv, str(found.path), stage]).returncode)
+    with hold_lock(found.path):
+        raise typer.Exit(subprocess.run([*argv, str(found.path), stage]).returncode)
 
 
 SUMMARY_HELP = "Print the result and the weights' folder of the run, or of each run of a group."

@@ -111,12 +111,13 @@ def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
 def _kept(folder: Path, links: Path) -> Iterator[Path]:
     """Yield a copy of hard links, if possible. The trainer may remove `folder` meanwhile."""
     shutil.rmtree(links, ignore_errors=True)
+    files = links
     try:
         shutil.copytree(folder, links, copy_function=os.link)
     except OSError:
-        shutil.rmtree(links, ignore_errors=True)
+        files = folder
     try:
-        yield links if links.exists() else folder
+        yield files
     finally:
         shutil.rmtree(links, ignore_errors=True)
 
