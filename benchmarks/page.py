@@ -184,6 +184,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("elastic/exchange", "Ring of 2 sites at 1 Gb/s, share of the link"),
             Line("elastic/exchange", "… 4 sites, 1 GB each, at 1 Gb/s", "4 sites, 1 GB, 1 Gb/s"),
             Line("elastic/failover", "Eight sites until rounds go on, slowest of four losses"),
+            Line("elastic/oracle", "Difference of weights from torchft 0.2.0 after 8 rounds"),
             Line("elastic/utilisation", "Ten billion parameters on INTELLECT-1's links, simulated"),
             Line("elastic/utilisation", "… USA, one exchange", "USA, 4 Gb/s, one exchange"),
             Line("elastic/utilisation", "… global, streaming", "global, 0.5 Gb/s, streaming"),
