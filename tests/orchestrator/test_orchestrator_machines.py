@@ -112,7 +112,8 @@ def test_sites_draw_other_problems_and_draw_them_again_when_they_return(tmp_path
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"elastic": elastic})})
 
     def drawn(name: str) -> set[int]:
-        (tmp_path / "site.json").write_text(json.dumps({"name": name}))
+        place = {"listen": "", "join": "", "certificates": "", "name": name}
+        (tmp_path / "site.json").write_text(json.dumps(place))
         source = assemble.scheduler(fakes.FakeContext(tmp_path, run)).source
         return {source.next().problem_index for _ in range(100)}
 
