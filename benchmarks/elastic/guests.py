@@ -1,6 +1,6 @@
 """Train at one site, and sample there and at three sites that come and go, with a liar among them.
 
-    python benchmarks/elastic/guests.py              # about 6 minutes on two quiet cores
+    python benchmarks/elastic/guests.py              # about 8 minutes on two quiet cores
     python benchmarks/elastic/guests.py --steps 6    # a try, without a record
 
 - Each site is a process of `orrery lend` with a vLLM engine, on loopback. In turn one is killed and
@@ -35,7 +35,7 @@ from workspace import workspace_with
 
 BASE, NAME = "reverse_text", "guests"
 SITES, LIAR, HOME = ("lima", "oslo", "kyoto"), "accra", "home"
-LIMIT_S, AWAY_S, LIVES_S = 1200.0, 5.0, 40.0
+LIMIT_S, AWAY_S, LIVES_S = 1200.0, 5.0, 30.0
 FEW_STEPS = 20  # a try, without a warm start
 COMMAND = [sys.executable, "-m", "orrery.launcher.cli"]
 
@@ -224,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lie", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
@@ -239,6 +239,11 @@ def main() -> None:
     print(json.dumps(found, indent=2))
     if args.steps < FEW_STEPS:
         return
+    idle = [name for name in SITES if not found["accepted"].get(name)]
+    if idle:
+        raise SystemExit(f"no record: no rollout of {', '.join(idle)} in {args.steps} --steps")
+    if LIAR not in found["refusals"]:
+        raise SystemExit(f"no record: {LIAR} was not refused in {args.steps} --steps")
     record(
         args.out / f"{NAME}.json",
         figure=f"elastic/{NAME}",
