@@ -75,6 +75,13 @@ def check_servable(manifest: Manifest) -> None:
             "transport.weights 'adapters': engines would wait for an adapter of the run. "
             "Set it to 'files', and serve the merged weights"
         )
+    for index in range(manifest.inference.num_replicas):
+        nodes = manifest.inference.of_engine(index).nodes_per_replica
+        if nodes > 1:
+            raise OrreryError(
+                f"inference.nodes_per_replica {nodes}: an engine is one pod, which has one node. "
+                "Set it to 1"
+            )
     check_supported(manifest)
 
 
@@ -83,13 +90,15 @@ def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine
     check_servable(manifest)
     made = []
     for index in range(manifest.inference.num_replicas):
+        shape = manifest.inference.of_engine(index)
+        of_engine = manifest.model_copy(update={"inference": shape})
         apart = manifest.inference.prefill_replicas
         part = "whole" if not apart else "prefill" if index < apart else "decode"
         proxied = behind_proxy and part == "decode"
         # A proxy reaches its engine on loopback, other callers on the pod's address.
         host, port = ("0.0.0.0", BEHIND_PROXY_PORT) if proxied else (ADDRESS, PORT)
-        arguments = server_arguments(manifest, WEIGHTS, index, host, port)
-        if (config := connector_config(manifest, index, TIERS)) is not None:
+        arguments = server_arguments(of_engine, WEIGHTS, index, host, port)
+        if (config := connector_config(of_engine, index, TIERS)) is not None:
             config.pop("engine_id", None)  # it is for one start, and a pod may start several times
             arguments += ["--kv-transfer-config", json.dumps(config)]
         container: dict[str, Any] = {
@@ -97,9 +106,9 @@ def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine
             "image": place.image,
             "command": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
             "args": arguments,
-            "env": _environment(manifest),
+            "env": _environment(of_engine),
             "ports": [{"name": "engine", "containerPort": port}],
-            "resources": _resources(manifest),
+            "resources": _resources(of_engine),
             "volumeMounts": [WEIGHTS_MOUNT, TOKEN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}],
             "startupProbe": {
                 "httpGet": {"path": "/health", "port": port},
@@ -130,7 +139,7 @@ def weights_volume(place: Place) -> dict[str, Any]:
 
 def _environment(manifest: Manifest) -> list[dict[str, Any]]:
     inference = manifest.inference
-    values = engine_variables(manifest)
+    values = inference.environment | engine_variables(manifest)
     if inference.prefill_replicas:
         values |= transfer_environment(manifest, ADDRESS, SIDE_PORT[inference.kv_transfer.kind])
     if inference.kv_offload.kind == "tiers":

@@ -29,6 +29,7 @@ from orrery.inference.assemble import server_arguments
 from orrery.inference.kv_connectors import connector_config
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema.inference import EngineShape
 from pods import Place
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -63,6 +64,13 @@ def routed(policy, **inference):
     return run(router=router, **inference)
 
 
+SHAPE = json.loads((REPOSITORY / "manifests/qwen3_30b_a3b_16k.json").read_text())["inference"]
+PREFILL = {field: SHAPE[field] for field in EngineShape.model_fields} | {
+    "tensor_parallel": 4,
+    "environment": {"VLLM_LOGGING_LEVEL": "DEBUG"},
+}
+
+
 def apart(transfer, **more):
     return run(
         num_replicas=3, prefill_replicas=1, kv_transfer=transfer, router={"kind": "none"}, **more
@@ -83,7 +91,13 @@ RUNS = {
     "tiers": routed("cache_aware", kv_offload=TIERS, routed_experts=True),
     "nixl": apart({"kind": "nixl"}, routed_experts=True),
     "mooncake": apart({"kind": "mooncake", "protocol": "rdma"}),
+    "shapes": apart({"kind": "nixl"}, name="qwen3_30b_a3b_16k", prefill=PREFILL),
 }
+
+
+def over_two_nodes(manifest):
+    inference = manifest.inference.model_copy(update={"nodes_per_replica": 2})
+    return manifest.model_copy(update={"inference": inference})
 
 
 def containers(documents):
@@ -112,7 +126,7 @@ def test_a_graph_is_one_that_dynamo_accepts(name):
     assert {
         each["podTemplate"]["spec"]["containers"][0]["name"] for each in (frontend, *workers)
     } == {"main"}
-    sticky = name in ("consistent_hash", "sticky_least_loaded", "nixl", "mooncake")
+    sticky = name in ("consistent_hash", "sticky_least_loaded", "nixl", "mooncake", "shapes")
     assert ("DYN_ROUTER_SESSION_AFFINITY_TTL_SECS" in environment) == sticky
     parts = (
         ["prefill", "decode", "decode"]
@@ -190,12 +204,17 @@ def test_a_schema_that_accepts_everything_would_show_nothing():
 
 @pytest.mark.parametrize("name", RUNS)
 def test_engines_have_the_flags_of_the_launchers_command(name):
-    manifest = RUNS[name]
+    whole = RUNS[name]
     addresses = {"--host", "--port"}
     for kind in KINDS:
-        made = list(containers(KINDS[kind](manifest, PLACE)))
-        assert len(made) == manifest.inference.num_replicas
+        made = list(containers(KINDS[kind](whole, PLACE)))
+        assert len(made) == whole.inference.num_replicas
         for index, container in enumerate(made):
+            shape = whole.inference.of_engine(index)
+            manifest = whole.model_copy(update={"inference": shape})
+            variables = {each["name"]: each.get("value") for each in container["env"]}
+            assert shape.environment.items() <= variables.items()
+            assert str(shape.devices_per_replica) in container["resources"]["limits"].values()
             ours = flags(server_arguments(manifest, Path("/policy"), index, "h", 1))
             theirs = flags(container["args"])
             if kind == "dynamo":
@@ -225,11 +244,11 @@ def test_vllms_own_parsers_take_every_engines_arguments():
     of_engine = {flag for action in engine._actions for flag in action.option_strings}
     assert not of_engine & set(SERVER_FLAGS)  # what Dynamo leaves out is no engine's
     for manifest in RUNS.values():
-        for container in containers(KINDS["llm_d"](manifest, PLACE)):
+        for index, container in enumerate(containers(KINDS["llm_d"](manifest, PLACE))):
             parsed = server.parse_args(container["args"])
             assert (parsed.model, parsed.tensor_parallel_size) == (
                 "/policy",
-                manifest.inference.tensor_parallel,
+                manifest.inference.of_engine(index).tensor_parallel,
             )
             assert engine.parse_args(without_server_flags(container["args"])).seed == parsed.seed
 
@@ -241,6 +260,12 @@ def test_vllms_own_parsers_take_every_engines_arguments():
         ("dynamo", routed("round_robin", num_replicas=25), PLACE, "Set it to at most 24"),
         ("llm_d", routed("round_robin", kv_offload=STORE), PLACE, "which does not run here"),
         (
+            "llm_d",
+            over_two_nodes(RUNS["wide"]),
+            PLACE,
+            "nodes_per_replica 2: an engine is one pod",
+        ),
+        (
             "dynamo",
             run(name="qwen3_30b_a3b_16k", kv_cache_bytes=120 << 30),
             PLACE,
@@ -251,6 +276,7 @@ def test_vllms_own_parsers_take_every_engines_arguments():
         "no proxy",
         "too many",
         "store",
+        "nodes",
         "too large for a device",
     ],
 )
