@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from orrery.elastic.outer import (
+    BLOCK,
     Floats,
     Fragment,
     OuterOptimizer,
@@ -288,7 +289,10 @@ class OuterLoop:
             yield from self._sent
             return
         for part, values in self._weights.parts(self.fragment):
-            yield part, self.state.start[part] - values
+            for begin in range(0, len(values), BLOCK):
+                now = values[begin : begin + BLOCK]
+                block = slice(part.start + begin, part.start + begin + len(now))
+                yield block, self.state.start[block] - now
 
     def _try_exchange(self, outer_round: OuterRound, rank: int) -> tuple[list[int], int]:
         """Return (ranks of lost sites, bytes sent). Sites need no links if one alone has weight."""

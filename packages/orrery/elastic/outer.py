@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) to (θ, m)
 Fragment = tuple[slice, ...]
-BLOCK = 1 << 18  # numbers at a time, so that temporary arrays stay in the cache
+BLOCK = 1 << 15  # numbers at a time, so that temporary arrays stay in a core's cache
 DOTTED = 1 << 12  # below this size BLAS starts no threads. Starting them costs more than it saves
 
 
@@ -30,9 +30,15 @@ class OuterOptimizer:
     def step(self, start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Floats]:
         """Return the next (θ, m), each f32[n]."""
         lr, mu = np.float32(self.lr), np.float32(self.momentum)
-        next_momentum = mu * momentum + delta
-        direction = delta + mu * next_momentum if self.nesterov else next_momentum
-        return start - lr * direction, next_momentum
+        next_momentum = mu * momentum
+        next_momentum += delta
+        if self.nesterov:
+            step = mu * next_momentum
+            step += delta
+            step *= lr
+        else:
+            step = lr * next_momentum
+        return np.subtract(start, step, out=step), next_momentum
 
 
 def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Floats]:
