@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import pytest
 from store_sites import StoreSites
 
+from orrery.elastic import etcd_site
 from orrery.elastic.certificates import Certificates, make_authority, make_site
 from orrery.elastic.etcd_client import NOT_FOUND, EtcdClient, EtcdRefused
 from orrery.elastic.etcd_log import EtcdLog, SiteServices
-from orrery.elastic.etcd_site import Change, next_change
+from orrery.elastic.etcd_site import Change, EtcdServer, EtcdSite, next_change
+from orrery.elastic.membership import RoundPace
 from orrery.elastic.types import ElasticError
 
 A, B, C, D, E, F = "a", "b", "c", "d", "e", "f"
@@ -97,3 +99,20 @@ def test_a_site_takes_another_lease_if_the_first_ends_at_once():
     log.acquire("site")
     log.release()
     assert etcd.num_leases == 2
+
+
+def test_a_site_that_cannot_start_etcd_ends(tmp_path, monkeypatch):
+    make_authority(tmp_path, "run")
+    site = ["run", tmp_path, "127.0.0.1:1", make_site(tmp_path, "site")]
+    pace = RoundPace()
+
+    def fails(*_, **__):
+        raise PermissionError("etcd")
+
+    monkeypatch.setattr(EtcdServer, "start", fails)
+    with pytest.raises(PermissionError, match="etcd"), EtcdSite(*site, pace=pace):
+        pass
+    monkeypatch.setattr(etcd_site.shutil, "which", lambda _: None)
+    monkeypatch.setattr(etcd_site, "LOCAL", tmp_path / "etcd")
+    with pytest.raises(ElasticError, match=r"type `bash locks/system\.sh elastic`"):
+        EtcdSite(*site, pace=pace)

@@ -177,15 +177,21 @@ class EtcdSite:
         self.log = EtcdLog(self.client, run, heartbeat_s, dead_s, SiteServices(name, snapshots))
         self._snapshots = snapshots
         self.membership = LogMembership(self.log, pace)
+        if name:
+            etcd_program()  # raise now if it is missing, not when a site becomes a coordinator
         self.server = EtcdServer(name, folder, certificates, run) if name else None
         self._missing_since_s: dict[str, float] = {}
         self._stop = threading.Event()
         self._steward = threading.Thread(target=self._run, name="coordinators", daemon=True)
         self._ready = threading.Event()
+        self._failure: ElasticError | OSError | None = None
 
     def __enter__(self) -> Self:
+        """Start etcd. Raise ElasticError if it is missing, and OSError if it cannot start."""
         self._steward.start()
         self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -209,9 +215,14 @@ class EtcdSite:
 
     def _run(self) -> None:
         """Start etcd from this thread, because etcd dies with the thread that started it."""
-        if self.server is not None and (self._is_first or self.server.data.exists()):
-            self.server.start(is_new=self._is_first)
-        self._ready.set()
+        try:
+            if self.server is not None and (self._is_first or self.server.data.exists()):
+                self.server.start(is_new=self._is_first)
+        except (ElasticError, OSError) as error:
+            self._failure = error
+            return
+        finally:
+            self._ready.set()
         while not self._stop.wait(self._heartbeat_s):
             with suppress(ElasticError, EtcdRefused, OSError):
                 self._step()
