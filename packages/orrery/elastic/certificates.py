@@ -1,11 +1,10 @@
-"""The run's certificates: mutual TLS between its sites.
+"""Make and load the run's certificates, for mutual TLS between its sites.
 
-- `make_authority` makes the run's authority, and `make_site` a certificate for each site. The
-  authority's key stays where it was made. A site takes `authority.pem` and its two files.
-- Both ends of a connection must hold a certificate of this authority. No name is compared, because
-  sites move. TLS 1.3 only, without session tickets.
-- Certificates are valid from 2020 to 2100. Links ignore it, so clocks may differ. etcd does not, so
-  `door.check_clock` checks the clock first.
+- The authority's key stays on its host. A site needs `authority.pem` and its own two files.
+- Both ends of a connection must hold a certificate of this authority. Names are not compared,
+  because sites move.
+- Links ignore the dates of certificates, so clocks may differ. etcd checks the dates, so
+  `door.check_clock` reads the clock first.
 """
 
 import re
@@ -42,7 +41,7 @@ OPENSSL_S = 60.0
 
 @dataclass(frozen=True)
 class Certificates:
-    """The files of one site."""
+    """The certificate files of one site."""
 
     authority: Path
     certificate: Path
@@ -104,7 +103,7 @@ def make_authority(folder: Path, run: str) -> None:
 def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
     """Write `site`.pem and `site`.key, signed by the folder's authority.
 
-    `addresses`: the site's IP addresses or names beside loopback, for clients that compare them.
+    `addresses`: IP addresses or names of the site, for clients that compare names.
     """
     if site == AUTHORITY or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", site):
         raise ElasticError(

@@ -1,7 +1,7 @@
-"""One connection to a peer: frames over TLS, read and sent by two threads.
+"""Exchange frames with a peer over one TLS connection, with a reader and a sender thread.
 
-A frame is a header of fixed size, then `length` bytes. The threads share one TLS object without
-blocking in it: OpenSSL allows no two calls on it at once.
+A frame is a header of fixed size and a payload of `length` bytes. The threads share a non-blocking
+TLS object under a lock, because OpenSSL does not allow concurrent calls.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ Bytes = NDArray[np.uint8]
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # bytes a call of OpenSSL, so that the other thread's turn comes soon
-SLAB = 1 << 23  # bytes; numpy asks for large pages from 4 MiB on
+SLICE = 1 << 17  # most bytes under the TLS lock, so that the other thread waits briefly
+SLAB = 1 << 23  # bytes; numpy asks for huge pages from 4 MiB up
 FLUSH_S = 5.0  # longest time to send queued frames after `close`
 
 
@@ -34,7 +34,7 @@ class BadFrame(Exception):
 
 
 class Slab:
-    """Cut arrays out of a large one, because that costs fewer page faults."""
+    """Cut arrays out of large allocations, to save page faults."""
 
     def __init__(self) -> None:
         self._free = np.empty(0, np.uint8)
@@ -50,9 +50,9 @@ class Kind(IntEnum):
     HELLO = 0  # the first frame of a connection, and its answer
     DATA = 1
     PING = 2
-    BROKEN = 3  # `piece` is the rank that failed, the payload the reason
+    BROKEN = 3  # `piece` is the failed rank, and the payload the reason
     READY = 4  # the sender has begun the round
-    RELAY = 5  # the first frame to a relay. `piece` is the rank at the other end
+    RELAY = 5  # the first frame to a relay; `piece` is the peer's rank
     PROBE = 6  # `hop` is 1 in a measurement's last frame
     PROBED = 7  # `piece` is the measured speed in Mb/s
 
@@ -82,7 +82,7 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, sock: ssl.SSLSocket) -> "Header | None":
-        """Return the header of a frame without payload, or None if the peer sent another."""
+        """Return the next header, or None if it is invalid, has a payload or the peer closed."""
         data = b""
         while len(data) < LAYOUT.size:
             if not (more := sock.recv(LAYOUT.size - len(data))):
@@ -109,14 +109,14 @@ class FrameSink(Protocol):
 
 
 class Backlog:
-    """Frames for one peer that wait for a free connection. A slow connection thus takes fewer."""
+    """Queue frames for any free connection to one peer, so slow connections send fewer frames."""
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[bytes | memoryview]] = deque()
         self.wake = threading.Condition()
 
     def put(self, header: Header, payload: Bytes) -> int:
-        """Queue a frame. Return its bytes."""
+        """Queue a frame. Return its size in bytes."""
         frame = (header._replace(length=len(payload)).pack(), payload.data)
         with self.wake:
             self.frames.append(frame)
@@ -129,7 +129,10 @@ class Backlog:
 
 
 class PeerConnection:
-    """`heard_s`: monotonic time of the last bytes. `ready`: the round that the peer has begun."""
+    """One lane to a peer.
+
+    `heard_s`: monotonic time of the last received bytes. `ready`: the peer's newest round.
+    """
 
     def __init__(
         self,
@@ -156,7 +159,7 @@ class PeerConnection:
             thread.start()
 
     def send(self, header: Header, payload: Bytes, urgent: bool = False) -> None:
-        """Queue a frame for this connection alone, in front of all others if urgent."""
+        """Queue a frame for this connection only. An urgent frame is sent first."""
         frame = (header._replace(length=len(payload)).pack(), payload.data)
         with self._wake:
             self._queue.appendleft(frame) if urgent else self._queue.append(frame)
@@ -171,7 +174,7 @@ class PeerConnection:
             self._queue.clear()
 
     def close(self) -> None:
-        """End both threads, once the queued frames are sent or FLUSH_S is over."""
+        """End both threads when the queued frames are sent, or after FLUSH_S."""
         with self._wake:
             self.is_closed, self._closed_s = True, time.monotonic()
             self._wake.notify_all()
@@ -212,13 +215,13 @@ class PeerConnection:
             self._end(f"its connection broke ({error})")
 
     def _fill(self, view: memoryview) -> bool:
-        """Fill `view`. Return False if the connection ends instead."""
+        """Fill `view`. Return False if the connection ends first."""
         done, size = 0, len(view)
         while done < size:
             begin, turn = done, min(done + SLICE, size)
             try:
                 with self._tls_lock:
-                    while done < turn:  # a call returns one record of TLS
+                    while done < turn:  # a call returns at most one TLS record
                         if (count := self._tls.recv_into(view[done:])) == 0:
                             return False
                         done += count
@@ -239,7 +242,7 @@ class PeerConnection:
             self._end("closed")
         except (OSError, ValueError) as error:
             self._end(f"its connection broke ({error})")
-        self._threads[0].join()  # the descriptor is in its poll
+        self._threads[0].join()  # the reader may still poll the descriptor
         self._tls.close()
 
     def _next(self) -> Sequence[bytes | memoryview] | None:
@@ -258,7 +261,7 @@ class PeerConnection:
         while True:
             try:
                 with self._tls_lock:
-                    self._tls.send(view)  # all of it: Python does not enable partial writes
+                    self._tls.send(view)  # sends all: Python does not enable partial writes
                 return
             except ssl.SSLWantWriteError:
                 self._poll(select.POLLOUT)

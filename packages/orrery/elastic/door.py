@@ -1,7 +1,7 @@
-"""Refuse a site at the door, in one sentence that names the field.
+"""Check a site's terms before it joins, and name the wrong field in one sentence.
 
-The first site writes the run's terms into the log. Every later site compares its own terms with
-them before it enters, so a wrong site costs the run nothing.
+The first site writes the run's terms into the log. Each later site compares its own terms with the
+run's before it joins, so a wrong site does not disturb the run.
 """
 
 import time
@@ -10,12 +10,12 @@ import msgspec
 
 from orrery.elastic.types import ElasticError
 
-PROTOCOL = 2  # raise it when the ledger's or the links' format changes
+PROTOCOL = 2  # increment it when the format of the ledger or the links changes
 NO_ROUND = -1  # the first round has number 0
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What a site brings. In the run's own terms, `memory_bytes` is the smallest allowed."""
+    """A site's versions, memory and state. In the run's terms, `memory_bytes` is the minimum."""
 
     manifest: str  # the manifest's id
     code: str  # digest of the code
@@ -24,8 +24,8 @@ class Terms(msgspec.Struct, frozen=True):
     protocol: int = PROTOCOL
     codecs: tuple[str, ...] = ()  # the codecs that this site knows
     round: int = NO_ROUND  # the last round whose state this site holds
-    digest: str = ""  # of that state
-    rewinds: bool = False  # take that state as the run's if no site is live
+    digest: str = ""  # of the state after `round`
+    rewinds: bool = False  # set the run back to `round` if no site is live
 
 
 def check_terms(run: Terms, site: Terms) -> None:
@@ -65,7 +65,7 @@ def check_terms(run: Terms, site: Terms) -> None:
 def check_clock(not_before_s: float, not_after_s: float) -> None:
     """Raise ElasticError if this host's clock is outside the validity of the run's certificate.
 
-    No other rule reads a wall clock.
+    etcd compares certificates with the wall clock. No other rule reads it.
     """
     now_s = time.time()
     if not_before_s <= now_s <= not_after_s:

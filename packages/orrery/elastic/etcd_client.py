@@ -1,9 +1,8 @@
 """Call etcd's v3 API, as JSON over HTTPS with mutual TLS.
 
-- A call tries the endpoints in turn, the last good one first, until `store_s` is over. So the loss
-  of a coordinator costs one timeout.
-- Calls are retried, so they must be harmless when repeated. Compare-and-swap is.
-- Every thread has its own connection.
+- A call tries the endpoints in turn for up to `store_s`, and starts with the last that answered.
+- Calls are retried, so a repeated call must be harmless, as a compare-and-swap is.
+- Every thread has its own connections.
 """
 
 import base64
@@ -23,12 +22,12 @@ from orrery.elastic.types import ElasticError
 REQUEST_S = 2.0
 RETRY_S = 0.1
 NOT_FOUND = 5  # gRPC's codes
-FINAL = (3, NOT_FOUND, 6, 9, 11)  # faulty requests: every endpoint would answer the same
+FINAL = (3, NOT_FOUND, 6, 9, 11)  # faulty requests: every endpoint gives the same answer
 BROKEN = (OSError, http.client.HTTPException, ValueError)
 
 
 class EtcdRefused(Exception):
-    """Signal an error of etcd about the request itself."""
+    """Signal that etcd rejected the request itself."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -55,13 +54,13 @@ class EtcdClient:
         return tuple(self._endpoints)
 
     def use(self, endpoints: Sequence[str]) -> None:
-        """Replace the endpoints. Keep the last good one in front."""
+        """Replace the endpoints. The last that answered stays first if it is still listed."""
         first = [each for each in self._endpoints[:1] if each in endpoints]
         if endpoints:
             self._endpoints = first + [each for each in endpoints if each not in first]
 
     def call(self, path: str, body: dict[str, Any], within_s: float | None = None) -> Any:
-        """Return the answer. Raise EtcdRefused, or ElasticError after `within_s` (store_s)."""
+        """Return the answer. Raise EtcdRefused, or ElasticError after `within_s`."""
         within_s = self._store_s if within_s is None else within_s
         end_s, reason = self._clock() + within_s, ""
         while not self.closed.is_set():
@@ -82,7 +81,7 @@ class EtcdClient:
         )
 
     def stream(self, path: str, body: dict[str, Any], silence_s: float) -> Iterator[Any]:
-        """Yield a stream's answers from one endpoint until it fails or is silent."""
+        """Yield a stream's answers from the first endpoint. Raise OSError after `silence_s`."""
         connection = self._connect(self.endpoints[0], silence_s)
         try:
             connection.request("POST", path, json.dumps(body))
@@ -134,7 +133,7 @@ def decode(value: str) -> bytes:
 
 
 def below(prefix: str) -> dict[str, str]:
-    """Return the range of all keys that start with `prefix`, an ASCII text."""
+    """Return etcd's range of the keys that start with the ASCII text `prefix`."""
     return {
         "key": encode(prefix),
         "range_end": encode(prefix[:-1] + chr(ord(prefix[-1]) + 1)),

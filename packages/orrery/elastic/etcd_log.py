@@ -2,9 +2,9 @@
 
 - Keys below orrery/RUN/: `ledger`, `rounds/NUMBER` (one row a committed round), `live/SITE` (under
   the site's lease).
-- A write compares the ledger's revision and the creation of the site's own lease key, in one
-  transaction. So a site that was declared dead can never write.
-- etcd's leader judges leases by its monotonic clock, from the last heartbeat that it received.
+- A write is a transaction that requires the same revision of the ledger and the same creation of
+  the site's lease key. Hence a site cannot write after its lease has ended.
+- etcd's leader times leases on its own monotonic clock, from the last heartbeat.
 """
 
 import math
@@ -31,19 +31,19 @@ from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
 ELECTION_S = 3.0  # longest election of a new leader
-EXPIRY_S = 2.0  # from a lease's end until the others have begun a round
+EXPIRY_S = 2.0  # from a lease's end until the other sites have begun a round
 RETRY_WATCH_S = 0.5
 
 
 class SiteServices(msgspec.Struct, frozen=True):
     """ADDRESS:PORT of a site's services, or "" for none."""
 
-    coordinator: str = ""  # where the site can run etcd, none behind NAT
+    coordinator: str = ""  # for etcd, "" behind NAT
     snapshots: str = ""
 
 
 class EtcdLog:
-    """`services` tells the other sites where this one can be reached."""
+    """The run's log in etcd. `services` are this site's addresses, for other sites."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class EtcdLog:
 
     def acquire(self, site_id: str) -> None:
         self.release()
-        # A new leader renews all leases, so a site may be lost together with the old leader.
+        # If a site is lost with etcd's leader, its lease ends one election and one TTL later.
         ttl_s = max(
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
@@ -77,7 +77,7 @@ class EtcdLog:
             thread.start()
 
     def _take_lease(self, ttl_s: int) -> str:
-        """Return the revision in which the site's key was written, or "" if its lease has ended."""
+        """Return the revision that created the site's key, or "" if the lease has ended."""
         self._lease = self._client.call("/v3/lease/grant", {"TTL": ttl_s})["ID"]
         key = {"key": encode(f"{self._prefix}live/{self._site_id}")}
         put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}
@@ -141,7 +141,7 @@ class EtcdLog:
         while True:
             left_s = end_s - self.now_s()
             with self._changed:
-                # Without news, read at every heartbeat, because a watch may have gone silent.
+                # Read at every heartbeat, because the watch may be silent.
                 self._changed.wait_for(
                     lambda: self._news > self._revision, max(0.0, min(left_s, self._heartbeat_s))
                 )
@@ -159,7 +159,7 @@ class EtcdLog:
             yield msgspec.json.decode(decode(each["value"]), type=CommittedRound)
 
     def services(self) -> list[SiteServices]:
-        """Return where the live sites can be reached."""
+        """Return the addresses of the live sites' services."""
         answer = self._client.call("/v3/kv/range", below(f"{self._prefix}live/"))
         values = (decode(each["value"]) for each in answer.get("kvs", []))
         return [msgspec.json.decode(value, type=SiteServices) for value in values]

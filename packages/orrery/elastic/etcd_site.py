@@ -1,10 +1,10 @@
-"""Run a site's share of the log: an etcd client, and etcd itself if the site is a coordinator.
+"""Run a site's etcd client, and an etcd server if the site is a coordinator.
 
-- The first site starts etcd alone. While sites join, those that can accept connections become
-  coordinators, one after the other, up to `coordinators`, always an odd number.
-- Every site decides from the same two lists, so no site leads. A coordinator whose site is gone
-  for REMOVE_S is replaced.
-- etcd is a child of the site. Its data stay in `folder`, so a site that restarts keeps its vote.
+- The first site starts etcd alone. Later sites that accept connections become coordinators, one at
+  a time, up to the largest odd number within `coordinators`.
+- All sites decide from the same lists of coordinators and live sites, so no site leads. A
+  coordinator is replaced if its site is gone for REMOVE_S.
+- etcd is a child process. Its data stay in `folder`, so a crashed site keeps its vote.
 """
 
 import json
@@ -28,8 +28,8 @@ from orrery.runtime.parent_watch import die_with_parent
 
 REMOVE_S = 30.0
 STOP_S = 5.0
-ELECTION_MS = round(ELECTION_S * 500)  # etcd draws from one to two times this
-LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # of `bash locks/system.sh elastic`
+ELECTION_MS = round(ELECTION_S * 500)  # etcd waits one to two times as long
+LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # see `locks/system.sh elastic`
 
 
 class Change(NamedTuple):
@@ -40,7 +40,8 @@ class Change(NamedTuple):
 def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most: int) -> Change:
     """Return the change of coordinators that the site at `own` must make now.
 
-    `live` are the addresses of live sites that can run etcd, `gone` the voters to be replaced.
+    `voters` are all coordinators, `live` the live sites that can run etcd, and `gone` the
+    coordinators to replace.
     """
     target = min(most, len(live))
     target -= target % 2 == 0
@@ -66,7 +67,7 @@ def etcd_program() -> str:
 
 
 class EtcdServer:
-    """One coordinator. `name` is ADDRESS:PORT for clients; peers use the next port."""
+    """One coordinator. `name` is ADDRESS:PORT for clients. Peers use the next port."""
 
     def __init__(self, name: str, folder: Path, certificates: Certificates, run: str) -> None:
         self.name, self._folder, self._run = name, folder, run
@@ -87,9 +88,9 @@ class EtcdServer:
         return self._process.pid
 
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
-        """Start etcd from its data. Without data, join the cluster `names` or begin a new one.
+        """Start etcd from its data. Without data, join the cluster `names`, or create it if new.
 
-        Without data, names and `is_new` etcd ends, so half-written data never become a new log.
+        Without all three, etcd exits, so half-written data never become a new log.
         """
         others = set(names) - {self.name}
         files = self._certificates
@@ -143,10 +144,10 @@ def peer_url(name: str) -> str:
 
 
 class EtcdSite:
-    """Open the membership of run `run`. `join` is the ADDRESS:PORT of a coordinator, or "".
+    """Keep this site's membership of `run`, and its coordinator.
 
-    `name` is the ADDRESS:PORT at which this site can be a coordinator, or "" behind NAT, and
-    `snapshots` that of its snapshot server.
+    `name`: ADDRESS:PORT of this site as a coordinator, or "" behind NAT. `join`: ADDRESS:PORT of
+    another coordinator, or "" at the first site. `snapshots`: ADDRESS:PORT of the snapshot server.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class EtcdSite:
         store_s: float = 300.0,
         coordinators: int = 5,
     ) -> None:
-        check_clock(*certificates.validity())  # etcd would refuse a wrong clock without a reason
+        check_clock(*certificates.validity())  # etcd's own error does not name the clock
         self._folder, self._name, self._most = folder, name, coordinators
         self._heartbeat_s, self._is_first = heartbeat_s, not join
         known = [join] if join else [name]
@@ -229,7 +230,7 @@ class EtcdSite:
 
     def _step(self) -> None:
         if self.server is not None and self.server.data.exists() and not self.server.is_running:
-            self.server.start()  # before any call, because it may be the only coordinator
+            self.server.start()  # before any call, because this may be the only coordinator
         members = self._members()
         voters = [name for name, (_, is_learner) in members.items() if not is_learner]
         if set(voters) != set(self.client.endpoints):
@@ -259,7 +260,7 @@ class EtcdSite:
             self._remove(members[change.name])
 
     def _keep_own(self, member_id: str, is_learner: bool, names: Iterable[str]) -> None:
-        """Restart etcd if it ended, and turn a learner that has caught up into a voter."""
+        """Restart etcd if it ended. Otherwise make a learner a voter, once it has caught up."""
         assert self.server is not None
         if not self.server.is_running:
             self.server.start(names)

@@ -1,12 +1,12 @@
-"""Replace each site's Δ by Σ wᵢΔᵢ / Σ wᵢ, with equal bits on all sites.
+"""Replace each site's weight change Δᵢ by the mean Σ wᵢΔᵢ / Σ wᵢ, with equal bits on all W sites.
 
-- `ring`: W − 1 hops sum a chunk, each hop decodes, adds in float32 and encodes. The last rank's
-  bytes then travel W − 1 hops unchanged, and every site decodes the same bytes.
-- `all_to_all`: each rank takes one chunk from all, adds in the order of ranks, and sends its bytes
-  to all. A value is encoded twice, whatever the number of sites.
-- Work is driven by arrivals: a frame names its piece and hop, so all pieces travel at once.
-- A site with weight 0 forwards and receives. It changes no value.
-- Δ is replaced after all frames have arrived. If the exchange raises, Δ is as before.
+- `ring`: W − 1 hops sum a chunk. Each hop decodes, adds in float32 and encodes. The last bytes then
+  travel W − 1 hops unchanged, so every site decodes the same bytes.
+- `all_to_all`: each rank sums one chunk, its own values first and then the others by rank, and
+  sends the sum to all. A value is encoded twice, for any number of sites.
+- A frame names its piece and hop and is handled when it arrives, so all pieces travel at once.
+- A site with weight 0 forwards frames and receives the mean, but adds no values.
+- Δᵢ is replaced after all frames have arrived. If a peer fails, Δᵢ does not change.
 """
 
 import threading
@@ -25,8 +25,8 @@ from orrery.elastic.links import PeerLinks
 from orrery.elastic.routes import ring_order
 from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
 
-PIECE = 1 << 18  # values of a frame
-TIMEOUT_S = 600.0  # without an arrival
+PIECE = 1 << 18  # most values in a frame
+TIMEOUT_S = 600.0  # longest wait for a frame
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class ExchangeStats:
 
 
 class ErrorFeedback:
-    """What encoding lost, f32[n], added before this rank encodes the same values again.
+    """A rank's encoding errors, f32[n], added to the same values in their next exchange.
 
-    `decay` multiplies it each round. `commit` makes the last exchange's losses current: call it
-    once the round is committed. Memory: 8 bytes a parameter.
+    `decay` scales the errors each round. Call `commit` once the exchange's round is committed.
+    Memory: 8 bytes a parameter.
     """
 
     def __init__(self, n: int, decay: float = 1.0) -> None:
@@ -64,9 +64,9 @@ def exchange(
     buckets: Sequence[slice] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> ExchangeStats:
-    """Replace delta f32[n] by the weighted mean over sites, zeros if no site has weight.
+    """Replace delta f32[n] by the weighted mean over sites, or by zeros if no site has weight.
 
-    `buckets` cover delta and are the same at all sites.
+    `buckets` cover delta and are equal at all sites.
     Raise LinkBroken if a peer fails, ElasticError if this site's values cannot be encoded.
     """
     if topology not in TOPOLOGIES:
@@ -102,7 +102,7 @@ def exchange(
 
 
 def layer_buckets(sizes: Mapping[str, int]) -> list[slice]:
-    """Return one slice a layer: neighbours whose names contain the same first number."""
+    """Return one slice a layer: adjacent tensors with the same first number in their names."""
     buckets: list[slice] = []
     last: object = object()
     end = 0
@@ -124,7 +124,7 @@ class _Piece:
 
 
 def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
-    """Cut every bucket into a chunk a site, and chunks into pieces. Chunks and lanes take turns."""
+    """Cut each bucket into one chunk a site, and chunks into pieces that alternate over lanes."""
     pieces: list[_Piece] = []
     turn = -1
     for bucket in buckets:
@@ -167,7 +167,7 @@ class _Lane(ABC):
 
     @abstractmethod
     def first(self) -> Iterator[None]:
-        """Send the frames that wait for no other, one a turn."""
+        """Send the frames that need no arrival. Yield after each."""
 
     @abstractmethod
     def take(self, frame: Frame) -> None: ...
@@ -217,7 +217,7 @@ class _Lane(ABC):
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:
-            out[:] = 0  # the product with NaN would be NaN
+            out[:] = 0  # a product with NaN would be NaN
             return out
         return np.multiply(self.site.delta[piece.at], self.site.share, out=out)
 
@@ -255,7 +255,7 @@ class _Lane(ABC):
 
 
 class _RingLane(_Lane):
-    """Chunk c starts at the ring's place c, and is complete W − 1 hops later."""
+    """The sum of chunk c starts at position c of the ring and is complete W − 1 hops later."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         super().__init__(site, lane, pieces)
@@ -288,7 +288,7 @@ class _RingLane(_Lane):
 
 
 class _AllToAllLane(_Lane):
-    """Hop 0 takes a piece to the rank of its chunk, hop 1 the sum to all others."""
+    """Hop 0 sends a piece to its chunk's rank. Hop 1 sends the sum to all other ranks."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         super().__init__(site, lane, pieces)
@@ -337,7 +337,7 @@ def _size(piece: _Piece) -> int:
 
 
 def _in_threads(calls: Sequence[Callable[[], None]]) -> None:
-    """Run all calls, the first in this thread. Raise the first error after all have ended."""
+    """Run all calls, the first in this thread. Then raise an error other than LinkBroken first."""
     errors: list[BaseException] = []
 
     def guarded(call: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
-"""Make connections between sites, and accept them: mutual TLS, then one HELLO each way.
+"""Dial and accept connections between sites: mutual TLS, then one HELLO each way.
 
-A site without a listener dials all others. Two such sites meet over a relay, with TLS of their own.
+A site without a listener dials all others. Two such sites connect through a relay, with TLS from
+end to end.
 """
 
 import contextlib
@@ -20,13 +21,13 @@ from orrery.runtime.timing import scaled
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0  # scaled
-MAX_STRANGERS = 32  # accepted connections in their handshake
-UNSENT = 1 << 17  # unsent bytes in the kernel; other connections can take the rest
+MAX_STRANGERS = 32  # most accepted connections in a handshake
+UNSENT = 1 << 17  # most unsent bytes in the kernel; other connections can send the rest
 CONGESTION = b"bbr"  # keeps its rate under random loss
 
 
 class Handshakes:
-    """Call `arrived(tls, hello)` for each accepted connection. It has to answer `hello`."""
+    """Call `arrived(tls, hello)` for each accepted connection. `arrived` must answer `hello`."""
 
     def __init__(
         self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]
@@ -61,8 +62,8 @@ class Handshakes:
     ) -> ssl.SSLSocket:
         """Return a connection to rank `peer`. Raise OSError on failure.
 
-        The peer listens at `place`, or with `is_relay` the relay, which the peer dials too. Wait
-        until `end_s`, because the peer may begin its epoch later.
+        `place` is the peer's address, or with `is_relay` the address of a relay that the peer dials
+        too. Wait until `end_s`, because the peer may begin its epoch later.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:

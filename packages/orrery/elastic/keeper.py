@@ -2,10 +2,10 @@
 
 python -m orrery.elastic.keeper OPTIONS    OPTIONS: `KeeperOptions` as JSON
 
-- The trainer copies its state into shared memory and writes a line to the process. The process
-  hashes the copy, publishes it, and serves it to peers.
-- Once the trainer has ended, it serves for `linger_s`, or until the folder's next keeper starts.
-- Checkpoints on disk are the trainer's (`trainer/saver.py`).
+- The trainer copies its state into shared memory and writes a line to the keeper. The keeper hashes
+  the copy, publishes it, and serves it to peers.
+- After the trainer ends, it serves for `linger_s`, or until the folder's next keeper starts.
+- `trainer/saver.py` writes the checkpoints on disk.
 """
 
 import fcntl
@@ -36,21 +36,21 @@ NICE = 10  # peers' requests must not slow the trainer
 class KeeperOptions(msgspec.Struct, frozen=True):
     folder: str  # in shared memory
     keep: int = 2
-    host: str = ""  # where to serve, nowhere if empty
+    host: str = ""  # "" to serve no peers
     port: int = 0
     certificates: tuple[str, str, str] = ("", "", "")
     linger_s: float = 3600.0
 
 
 class SnapshotKeeper:
-    """The trainer's side: start the process, announce copies, and let it go on alone."""
+    """Start the keeper from the trainer, and announce copies. On exit the keeper goes on."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
         self.process = _start(options)
 
     def copied(self) -> None:
-        """Announce a copy of `copy_state`. Start the process again if it has ended."""
+        """Announce a copy made by `copy_state`. Restart the keeper if it has ended."""
         if self.process.poll() is not None:
             self.__exit__()
             self.process = _start(self._options)
@@ -83,7 +83,7 @@ def _tell(process: "subprocess.Popen[bytes]") -> None:
 
 
 def keep(options: KeeperOptions) -> None:
-    """Run the process."""
+    """Publish and serve snapshots until the next keeper starts, or `linger_s` after the trainer."""
     os.nice(NICE)
     folder = Path(options.folder)
     make_folder(folder)
@@ -102,15 +102,15 @@ def keep(options: KeeperOptions) -> None:
     while time.monotonic() < end_s and not _has_successor(folder):
         time.sleep(POLL_S)
     if server is not None:
-        server.shutdown()  # a thread in `poll` would keep the port, which the next keeper needs
+        server.shutdown()  # a thread in `poll` would keep the port from the next keeper
         server.server_close()
     lock.close()
 
 
 def _serve_lines(work: Callable[[], None], is_over: Callable[[], bool]) -> None:
-    """Call `work` at the start, after every line, and at the end of input or of the parent.
+    """Call `work` at the start, after each line on stdin, and at the end.
 
-    Failed work is tried again, at the latest after RETRY_S, and once at the end.
+    The end is a closed stdin, a dead parent or `is_over`. Failed work is retried within RETRY_S.
     """
     parent, is_due, is_open, due_s = os.getppid(), True, True, 0.0
     while is_open and not is_over():
@@ -134,7 +134,7 @@ def _succeeds(work: Callable[[], None]) -> bool:
 
 
 def _take_over(folder: Path) -> Any:
-    """Ask an earlier keeper of the folder to end, and return the lock."""
+    """Ask the folder's earlier keeper to end, and return the folder's lock."""
     successor = folder / ".successor"
     successor.write_text(str(os.getpid()))
     lock = (folder / ".lock").open("a")

@@ -1,12 +1,12 @@
-"""The replicated ledger of epochs and rounds as pure functions.
+"""Define the replicated ledger of epochs and rounds, as pure functions.
 
-- A `Ledger` is the whole shared state. Each function returns the next ledger, or the same one if
-  nothing changes, so retries are harmless.
+- A `Ledger` is the whole shared state. Each function returns the next ledger, or an equal ledger if
+  there is no change, so retries are harmless.
 - `live` is the set of sites with a lease. No function reads a clock.
 - A round is gathered (sites arrive), then exchanged (members report a digest or broken peers).
-- Every start after a change of members, and every abort, raises the epoch's number.
-- Sites that join are never waited for, and their arrival opens no grace window: a round of joining
-  sites alone would leave all members behind.
+- Each change of members or paths, and each restart of a round, raises the epoch's number.
+- A round never waits for joining sites, and their arrival opens no grace window. Otherwise a round
+  of joining sites alone would leave all members behind.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -22,7 +22,7 @@ from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, Sit
 class Behind(LeaseLost):
     """Signal that a live site's state is older than the log's.
 
-    The site takes a snapshot of `committed`, then arrives in the next round.
+    The site fetches a snapshot of round `committed`, then arrives in the next round.
     """
 
     def __init__(self, site_id: str, committed: int) -> None:
@@ -57,10 +57,10 @@ class Ledger(msgspec.Struct, frozen=True):
     members: tuple[SiteMember, ...] = ()
     joining: tuple[JoiningSite, ...] = ()
     is_exchanging: bool = False
-    tokens: dict[str, int] = {}  # by site that has arrived in the round
+    tokens: dict[str, int] = {}  # by site, after its arrival in the round
     weights: tuple[int, ...] = ()  # of the members, while exchanging
-    digests: dict[str, str] = {}  # by member that has finished the exchange
-    broken: dict[str, tuple[str, ...]] = {}  # by member that aborted: the peers it lost
+    digests: dict[str, str] = {}  # by member, after its exchange
+    broken: dict[str, tuple[str, ...]] = {}  # lost peers, by the member that lost them
     strikes: tuple[tuple[str, str], ...] = ()  # links that broke in the round's last attempt
     measured: dict[str, dict[str, int]] = {}  # Mb/s by site and peer
     speeds: tuple[tuple[int, ...], ...] = ()  # by rank, fixed for the epoch
@@ -85,7 +85,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
-        """Return the round that is exchanged now, if the site is a member without a report."""
+        """Return the round in exchange if this site is a member and has not reported."""
         if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
             return None
         return OuterRound(self.number, self.current, self.weights)
@@ -98,7 +98,8 @@ class Ledger(msgspec.Struct, frozen=True):
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
     """Add a site: as a member if no round has started or no member is live, otherwise as joining.
 
-    Raise ElasticError if the run refuses the site, and StateLacking if no live site has its state.
+    Raise ElasticError if the run refuses the site, and StateLacking if no member is live and the
+    site lacks the newest state.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
@@ -107,7 +108,7 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
     digest = ledger.committed.digest if ledger.committed else ""
     is_first = not ledger.ids & live
     if is_first and terms.rewinds and terms.round > NO_ROUND:
-        # A later epoch, so that messages of the lost rounds are refused.
+        # The new epoch refuses messages of the lost rounds.
         row = CommittedRound(terms.round, ledger.epoch, (), (), terms.digest)
         ledger = _gather(_with_members(msgspec.structs.replace(ledger, committed=row), ()), {})
         digest = terms.digest
@@ -128,9 +129,9 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
 
 
 def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
-    """Note that a site has finished its inner steps and enters round `number`.
+    """Record that a site has finished its inner steps and enters round `number`.
 
-    Raise Behind if the round is over, and LeaseLost if the site is unknown.
+    Raise Behind if the round is over, and LeaseLost if the site is unknown or ahead of the log.
     """
     joining = {each.member.id: each for each in ledger.joining}
     if site_id not in ledger.ids and site_id not in joining:
@@ -149,7 +150,7 @@ def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
 
 
 def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
-    """Note the speeds from a site to its peers. They apply from the next epoch on."""
+    """Record speeds from a site to its peers, in Mb/s. They apply from the next epoch on."""
     own = {**ledger.measured.get(site_id, {}), **found}
     if own == ledger.measured.get(site_id, {}):
         return ledger
@@ -157,14 +158,14 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 
 
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
-    """Return whether enough sites have arrived, among them a member if one is live."""
+    """Return whether `quorum` sites have arrived, including a member if any member is live."""
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
     return not ledger.is_exchanging and has_member and len(arrived) >= max(quorum, 1)
 
 
 def may_have_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
-    """Return whether the sites that are live can still be enough."""
+    """Return whether at least `quorum` members and joining sites are live."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     return len(known & live) >= quorum
 
@@ -177,7 +178,7 @@ def is_complete(ledger: Ledger, live: Set[str]) -> bool:
 def start(ledger: Ledger, live: Set[str]) -> Ledger:
     """Begin the exchange between the live sites that have arrived.
 
-    Live members that have not arrived join again with their weight.
+    Live members that have not arrived become joining sites and keep their weight.
     """
     if ledger.is_exchanging or not ledger.tokens.keys() & live:
         return ledger
@@ -199,14 +200,14 @@ def start(ledger: Ledger, live: Set[str]) -> Ledger:
 
 
 def acknowledge(ledger: Ledger, site_id: str, outer_round: OuterRound, digest: str) -> Ledger:
-    """Note that a member has finished the exchange. Reports of an older epoch change nothing."""
+    """Record that a member has finished the exchange. Ignore reports of an older epoch."""
     if not _is_open(ledger, site_id, outer_round):
         return ledger
     return msgspec.structs.replace(ledger, digests=ledger.digests | {site_id: digest})
 
 
 def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable[int]) -> Ledger:
-    """Note that a member has lost peers. Reports of an older epoch change nothing."""
+    """Record that a member has lost peers. Ignore reports of an older epoch."""
     if not _is_open(ledger, site_id, outer_round):
         return ledger
     peers = tuple(sorted(outer_round.epoch.members[rank].id for rank in set(lost)))
@@ -216,9 +217,9 @@ def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable
 def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int = 1) -> Ledger:
     """Commit or restart the exchange once every live member has reported.
 
-    `has_waited` ends the wait for silent members. A digest of more than half of the members is
-    committed, and members with another digest are removed. Otherwise the round restarts in a new
-    epoch without the silent members, or is gathered again if fewer than `quorum` are left.
+    `has_waited` ends the wait for silent members. If no report names a broken peer and more than
+    half agree on a digest, commit it and remove all other members. Otherwise restart the round in a
+    new epoch without the silent members, or gather it again if fewer than `quorum` are left.
     """
     if not ledger.is_exchanging:
         return ledger
@@ -246,7 +247,7 @@ def _commit(ledger: Ledger, agreed: Set[str]) -> Ledger:
 
 
 def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
-    """Open the round's next epoch. Drop a site only if a link of it broke twice in a row."""
+    """Restart the round in a new epoch. Drop a reporting site if its link broke twice in a row."""
     pairs = {
         (min(a, b), max(a, b)) for a in present for b in ledger.broken.get(a, ()) if b in present
     }
@@ -266,7 +267,7 @@ def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
 
 
 def largest_connected(sites: Set[str], broken: Set[tuple[str, str]]) -> frozenset[str]:
-    """Return the largest subset without a broken pair, the first in order of ids."""
+    """Return the largest subset without a broken pair. Among equals, prefer low ids."""
     involved = sorted({each for pair in broken for each in pair})
     for num_dropped in range(len(involved) + 1):
         for dropped in combinations(reversed(involved), num_dropped):
@@ -287,7 +288,7 @@ def _is_open(ledger: Ledger, site_id: str, outer_round: OuterRound) -> bool:
 
 
 def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
-    """Set the epoch's members, under a new number if they change."""
+    """Set the members, in a new epoch if they change."""
     ordered = tuple(sorted(members))
     if ordered == ledger.members:
         return ledger
@@ -296,7 +297,7 @@ def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
 
 
 def _with_better_paths(ledger: Ledger) -> Ledger:
-    """Open a new epoch if the newest speeds give a clearly faster ring."""
+    """Open a new epoch if the newest speeds give a clearly faster ring. Forget unknown sites."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     kept = {a: {b: m for b, m in row.items() if b in known} for a, row in ledger.measured.items()}
     ledger = msgspec.structs.replace(

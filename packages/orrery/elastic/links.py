@@ -1,13 +1,12 @@
-"""Connections of one rank to the same rank of every other site: mutual TLS, framed, in lanes.
+"""Connect one rank to the same rank of every other site, by frames over mutual TLS.
 
-- Every frame starts with its run, epoch and round. They are checked before the payload is read. A
-  frame of another epoch, round or run breaks the connection.
-- In a pair the lower rank dials, or both dial their relay. A pair has as many connections as lanes,
-  each with a reader and a sender thread. A frame takes the connection that is free.
-- `begin` waits until both ends of every connection are in the round. Until then, and after `end`,
-  a lost connection is made again.
-- In between, a lost or silent connection breaks the round. Idle connections carry a ping every
-  PING_S. The first rank that notices tells all others, also when they connect later.
+- A frame's run, epoch and round are checked before its payload is read. A frame of another run or
+  epoch, or data of another round, breaks the connection.
+- A pair of sites has one connection a lane. A frame takes any free connection.
+- `begin` waits until both ends of every connection are in the round. Before that and after `end`,
+  lost connections are dialled again.
+- During a round, a lost or silent connection breaks the round. The first rank that notices tells
+  all others, also on later connections. Idle connections carry a ping every PING_S.
 """
 
 import contextlib
@@ -48,7 +47,7 @@ class LinkPhase(Enum):
 
 
 class PeerLinks:
-    """Listens from its construction. `port` is the listener's port."""
+    """Listens from its construction. `port` is the port of the listener of shard 0."""
 
     def __init__(
         self,
@@ -57,11 +56,11 @@ class PeerLinks:
         host: str,
         port: int = 0,
         shard: int = 0,
-        num_lanes: int = 4,  # connections of a pair: TCP's window limits one on a long link
+        num_lanes: int = 4,  # connections of a pair, because TCP's window limits each
     ) -> None:
-        """Listen on `port` + `shard`, or on any port if `port` is 0. Without `host` do not listen.
+        """Listen on `port` + `shard`, or any port if `port` is 0. Without `host`, do not listen.
 
-        `shard` is the rank in the site. Raise ElasticError if the port is taken.
+        `shard` is this process's rank in the site. Raise ElasticError if the port is taken.
         """
         self.num_lanes, self.rank, self.epoch, self.round = num_lanes, -1, -1, -1
         self._run, self._shard = hashlib.sha256(run.encode()).digest()[:16], shard
@@ -72,7 +71,7 @@ class PeerLinks:
         self._backlogs: list[Backlog] = []  # by rank
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
         self._broken: LinkBroken | None = None  # in this round
-        self._told: tuple[int, LinkBroken] | None = None  # reported for a later round
+        self._told: tuple[int, LinkBroken] | None = None  # a peer's report of a later round
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
@@ -83,7 +82,7 @@ class PeerLinks:
     # Epochs and rounds
 
     def begin(self, epoch: Epoch, rank: int, number: int, connect_s: float = CONNECT_S) -> None:
-        """Start round `number`, and connect to all members first. Raise LinkBroken if one fails."""
+        """Connect to all members and start round `number`. Raise LinkBroken if a member fails."""
         with self._changed:
             if epoch.number < self.epoch or (epoch.number, number) <= (self.epoch, self.round):
                 raise ElasticError(
@@ -113,19 +112,19 @@ class PeerLinks:
             self._phase = LinkPhase.RUNNING
 
     def end(self) -> None:
-        """End the round, once all frames have arrived here. Measure speeds until the next round."""
+        """End the round after all frames have arrived. Then measure the speeds to new members."""
         assert self._members is not None
         with self._changed:
             self._phase = LinkPhase.IDLE
             is_new = {each.id for each in self._members.members} - self._probe.found.keys()
-            if self._shard == 0 and len(is_new) > 1:  # one of them is this site
+            if self._shard == 0 and len(is_new) > 1:  # this site is always in it
                 args = self.epoch, self.round
                 threading.Thread(
                     target=self._measure, args=args, name="links-probe", daemon=True
                 ).start()
 
     def speeds(self) -> dict[str, int]:
-        """Return the measured speeds to other sites, in Mb/s by id."""
+        """Return the measured speeds in Mb/s, by site id."""
         return dict(self._probe.found)
 
     def _measure(self, epoch: int, number: int) -> None:
@@ -182,7 +181,7 @@ class PeerLinks:
                 return frame
 
     def fail(self, rank: int, reason: str) -> None:
-        """Break the round: a peer is known to be dead, or this rank (its own) cannot go on."""
+        """Break the round. `rank` is a dead peer, or this rank if it cannot go on."""
         with self._changed:
             self._fail(rank, reason)
 
@@ -248,7 +247,7 @@ class PeerLinks:
         return self._header(Kind.PING, lane)
 
     def admit(self, peer: PeerConnection, header: Header) -> bool:
-        """Return whether to keep the payload that follows. Raise BadFrame."""
+        """Return whether to keep the payload. Raise BadFrame if the header is wrong."""
         with self._changed:
             mine = (self._run, self.epoch, peer.rank, self._shard)
             if (header.run, header.epoch, header.source, header.shard) != mine:
@@ -278,14 +277,14 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A site that has lost this one tells the others itself.
+                    # A sender that reports its own link to this site tells the others itself.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)
                 self._inboxes[header.lane].put(frame)
 
     def lost(self, peer: PeerConnection, reason: str, is_bad: bool) -> None:
-        """Forget a connection that ended. It breaks a round that has begun."""
+        """Forget a closed connection. Break the round if it is running."""
         with self._changed:
             if self._peers.get((peer.rank, peer.lane)) is not peer:
                 return
@@ -301,8 +300,8 @@ class PeerLinks:
     def _dials(self, rank: int) -> bool:
         """Return whether this end dials.
 
-        Both ends of a relayed pair dial. Otherwise the end that accepts no connections dials, or
-        the lower rank if both accept.
+        Both ends of a relayed pair dial. Otherwise the end without a listener dials, or the lower
+        rank if both listen.
         """
         assert self._members is not None
         members = self._members.members
@@ -361,7 +360,7 @@ class PeerLinks:
             self._adopt_early()
 
     def _adopt_early(self) -> None:
-        """Use connections of this epoch, and close older ones."""
+        """Use accepted connections of this epoch, and close older connections."""
         wanted = set(self._wanted()) if self._members else set()
         for key in [key for key in self._early if key[0] <= self.epoch]:
             epoch, rank, lane = key

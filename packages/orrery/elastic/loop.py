@@ -1,15 +1,14 @@
-"""Exchange the change of a site's weights every H inner steps, and step the outer optimizer.
+"""Run a site's outer loop: exchange its weight change Δ, and step the outer optimizer.
 
-- A round begins, exchanges Δ, and commits the digest of the next θ and m. Only then do they
-  change. Inner optimizer state stays.
-- After a broken link the round goes on without the lost sites. Δ is computed again, because the
-  exchange may have overwritten half of it.
-- No site steps alone with its Δ. After MAX_ATTEMPTS the site ends, with θ_start and m as before.
-- Round 0 exchanges nothing. It shows that all sites start from equal weights.
-- All ranks of a site call `exchange` in lock-step. The first talks to the membership.
-- Round n exchanges fragment (n − 1) mod F, with the tokens since that fragment's last round.
-- `send` runs the round in a thread, with a copy of Δ, and `apply` takes the result inner steps
-  later: θ_now ← αθ_now + (1 − α)θ (arXiv 2501.18512). θ_start and m change in `apply`.
+- θ, m and Δ are as in `outer`. A round exchanges Δ and commits the digest of the next θ and m. Only
+  then do θ and m change. The inner optimizer's state stays.
+- After a broken link the round is retried without the lost sites, with Δ computed again, because
+  some ranks may already hold the mean. After MAX_ATTEMPTS the site ends, with θ_start and m kept.
+- Round 0 only compares digests, so that all sites start from equal weights.
+- All ranks of a site call `exchange` together. Only the first rank calls the membership.
+- Round n exchanges fragment (n − 1) mod F of F, with the tokens since that fragment's last round.
+- `send` runs a round in a thread with a copy of Δ. `apply` waits for it some inner steps later and
+  sets θ_now ← αθ_now + (1 − α)θ (arXiv 2501.18512).
 """
 
 import hashlib
@@ -45,10 +44,10 @@ class Weights(Protocol):
     num_parameters: int
 
     def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield the current weights, or those of a fragment, part by part, on the host."""
+        """Yield each slice of the current weights (of a fragment, if given) and its values."""
 
     def write(self, values: Floats, within: Fragment | None = None) -> None:
-        """Replace the weights, or those of a fragment, by `values` f32[n]."""
+        """Replace the weights, or a fragment of them, by `values` f32[n]."""
 
 
 class Exchange(Protocol):
@@ -60,7 +59,7 @@ class Exchange(Protocol):
 
 
 class Rounds(Protocol):
-    """The part of a membership that a round needs."""
+    """The methods of `Membership` that a round needs."""
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound: ...
 
@@ -92,7 +91,7 @@ class OneRank:
 
 
 class RoundRow(msgspec.Struct, frozen=True):
-    """A round as one site saw it."""
+    """One site's record of a round."""
 
     round: int
     epoch: int
@@ -100,21 +99,19 @@ class RoundRow(msgspec.Struct, frozen=True):
     weights: tuple[int, ...]
     num_attempts: int
     delta_norm: float
-    delta_cosine: float | None  # cos(Δᵢ, Δ), None if either is 0
+    delta_cosine: float | None  # of this site's Δ and the mean Δ, None if either is 0
     num_bytes: int
     sync_s: float
     digest: str
 
 
 class _Result(NamedTuple):
-    """A committed round, and the step that it allows."""
-
     row: RoundRow
     step: Step
 
 
 class OuterLoop:
-    """`round` is the number of the next round. It exchanges `fragment`."""
+    """The next round has the number `round` and exchanges `fragment`."""
 
     def __init__(
         self,
@@ -147,7 +144,7 @@ class OuterLoop:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens since the last round of the fragment that is next."""
+        """Return the tokens since the last round of the next fragment."""
         return self.fragment_tokens[self.fragment_of(self.round)]
 
     @property
@@ -158,20 +155,20 @@ class OuterLoop:
         self.fragment_tokens = [each + num_tokens for each in self.fragment_tokens]
 
     def read_weights(self) -> None:
-        """Take the weights as they are now as θ_start."""
+        """Set θ_start to the current weights."""
         for part, values in self._weights.parts():
             self.state.start[part] = values
         self.state.forget()
 
     def digest(self) -> str:
-        """Return the digest of θ_start and m. All ranks call it."""
+        """Return the digest of θ_start and m. A collective."""
         return self._digest(no_step)
 
     def exchange(self) -> RoundRow:
-        """Run a round at a step boundary.
+        """Run a round between inner steps.
 
-        Raise LeaseLost if this site must take the state of its peers, and ElasticError if the
-        round cannot be finished.
+        Raise LeaseLost if this site must fetch its peers' state, and ElasticError if the round
+        cannot be finished.
         """
         return self._apply(self._run(self.tokens), 0.0)
 
@@ -192,7 +189,7 @@ class OuterLoop:
         self._thread.start()
 
     def apply(self, merge: float) -> RoundRow:
-        """Wait for the round that was sent, and step. Raise as `exchange` does."""
+        """Wait for the sent round, and step. `merge` is α. Raise as `exchange` does."""
         assert self._thread is not None, "send first"
         self._thread.join()
         outcome, self._thread, self._outcome, self._sent = self._outcome, None, None, None
@@ -218,7 +215,7 @@ class OuterLoop:
         return result.row
 
     def _run(self, tokens: int) -> _Result:
-        """Begin, exchange and commit the round `self.round`. Change no weight."""
+        """Begin, exchange and commit the next round. Change no weight."""
         begin_s, num_bytes = time.monotonic(), 0
         number = self.round
         outer_round = self._begin(tokens)
@@ -277,7 +274,7 @@ class OuterLoop:
         return self._agreed(lambda it: it.abort(outer_round, lost))
 
     def _read_delta(self) -> float:
-        """Compute Δ of this rank. Return ‖Δᵢ‖² over all ranks of the site."""
+        """Compute Δ of this rank. Return ‖Δ‖² over all ranks of the site."""
         norm = 0.0
         for part, values in self._own_delta():
             self.state.delta[part] = values
@@ -295,7 +292,7 @@ class OuterLoop:
                 yield block, self.state.start[block] - now
 
     def _try_exchange(self, outer_round: OuterRound, rank: int) -> tuple[list[int], int]:
-        """Return (ranks of lost sites, bytes sent). Sites need no links if one alone has weight."""
+        """Return (ranks of lost sites, bytes sent). Skip a single site and weights of only 0."""
         lost, sent = -1, 0
         if len(outer_round.weights) > 1 and any(outer_round.weights):
             try:

@@ -1,9 +1,8 @@
 """Take part in a run's epochs and rounds through a replicated log.
 
-- A site holds a lease in the log and changes the ledger by compare-and-swap, so no site leads.
-- A write succeeds only under the site's own lease. A site without one gets LeaseLost.
-- A site without a majority of the coordinators cannot write. It waits, then joins again.
-- Times are this process's monotonic clock. The log judges leases by its own.
+- A site changes the ledger by compare-and-swap, and only under its own lease. No site leads.
+- A site that reaches no majority of the coordinators cannot write. It waits, then joins again.
+- Times are this process's monotonic clock. The log times leases on its own clock.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,10 +19,10 @@ __all__ = ["Behind", "EpochLog", "LedgerView", "LogMembership", "Membership", "R
 
 
 class Membership(Protocol):
-    """A site's place in a run. The methods block, and raise LeaseLost if the site must rejoin."""
+    """A site's part in a run. The methods block, and raise LeaseLost if the site must rejoin."""
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
-        """Enter with a new id. Raise ElasticError, in one sentence, if the run refuses the site."""
+        """Join with a new id. Raise ElasticError if the run refuses the site."""
 
     def epoch(self) -> Epoch: ...
 
@@ -35,10 +34,10 @@ class Membership(Protocol):
         """
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
-        """Return True if the round stands in the log with `digest`, False if it must be retried."""
+        """Return True if the round is committed with `digest`, False if it must be retried."""
 
     def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
-        """Return the same round in a new epoch without the sites that are gone."""
+        """Report the lost ranks. Return the round in a new epoch without dead sites."""
 
     def leave(self) -> None: ...
 
@@ -54,25 +53,25 @@ class EpochLog(Protocol):
     """A linearizable register with leases."""
 
     def acquire(self, site_id: str) -> None:
-        """Take a lease and keep it by heartbeats."""
+        """Take a lease, and renew it by heartbeats."""
 
     def release(self) -> None:
-        """Give the lease back, so that the others see the departure at once."""
+        """Release the lease, so that other sites see the departure at once."""
 
     def read(self) -> LedgerView: ...
 
     def write(self, ledger: Ledger, view: LedgerView) -> bool:
-        """Replace the ledger if it is still that of `view`. Raise LeaseLost without a lease."""
+        """Return whether the ledger was still `view`'s and is replaced. Raise LeaseLost."""
 
     def wait(self, view: LedgerView, timeout_s: float) -> LedgerView:
-        """Return the next view that differs from `view`, or the same after `timeout_s`."""
+        """Return the next different view, or `view` after `timeout_s`."""
 
     def now_s(self) -> float: ...
 
 
 @dataclass(frozen=True)
 class RoundPace:
-    """The waits of a membership, fields of `trainer.elastic`."""
+    """Quorums and waits, fields of `trainer.elastic`."""
 
     founders: int = 1  # sites in the first round
     quorum: int = 1  # fewest sites in a later round
@@ -104,7 +103,7 @@ class LogMembership:
     def _await_state(self, site: SiteMember, terms: Terms) -> None:
         """Raise ElasticError if the run refuses the site, before it takes a lease.
 
-        If all sites have lost their leases, wait for one that has the newest state.
+        If no member is live, first wait `grace_s` for a site with the newest state.
         """
         end_s = self._log.now_s() + self._pace.grace_s
         while True:
@@ -172,7 +171,7 @@ class LogMembership:
             self._log.release()
 
     def _arrive(self, view: LedgerView, number: int, tokens: int) -> Ledger:
-        """Return the ledger with this site's arrival, and started or settled if it is time."""
+        """Return the ledger after this site's arrival. Settle or start the exchange if due."""
         ledger = rules.measure(view.ledger, self._id, self.measured())
         ledger = rules.settle(ledger, view.live, quorum=self._pace.quorum)
         ledger = rules.arrive(ledger, self._id, number, tokens)
@@ -221,7 +220,7 @@ class LogMembership:
             raise LeaseLost(f"site {self._id[:8]} is not in epoch {ledger.epoch}")
 
     def _change(self, transition: Callable[[LedgerView], Ledger]) -> LedgerView:
-        """Apply `transition` to the log until no other site interferes. Return the result."""
+        """Write `transition`'s ledger until it makes no more change. Return the last view."""
         while True:
             view = self._log.read()
             if self._id and self._id not in view.live:

@@ -2,7 +2,8 @@
 
     Δᵢ = θ_start − θ_now      Δ = Σ wᵢΔᵢ / Σ wᵢ      m ← μm + Δ      θ ← θ_start − η(Δ + μm)
 
-- With Nesterov momentum off, the last step is θ ← θ_start − ηm.
+- θ: weights, m: outer momentum, η: learning rate, μ: momentum factor, wᵢ: tokens of site i.
+- Without Nesterov momentum, the last step is θ ← θ_start − ηm.
 - numpy rounds every operation to float32, so sites with equal Δ get equal bits.
 - A rank keeps θ_start, m and Δ of its shard: 12 bytes a parameter.
 """
@@ -18,7 +19,7 @@ Floats = NDArray[np.float32]
 Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) to (θ, m)
 Fragment = tuple[slice, ...]
 BLOCK = 1 << 15  # numbers at a time, so that temporary arrays stay in a core's cache
-DOTTED = 1 << 12  # below this size BLAS starts no threads. Starting them costs more than it saves
+DOTTED = 1 << 12  # numbers in a BLAS product; threads, started above this, cost more than they save
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return θ_now, given in place of Δ, because θ_start − (θ_start − θ_now) would round."""
+    """Return θ_now, passed in place of Δ, because θ_start − Δ would round."""
     return now, momentum
 
 
@@ -65,19 +66,19 @@ class OuterState:
         self.forget()
 
     def step(self, step: Step, fragment: int = 0) -> None:
-        """Replace θ_start and m of a fragment. Call `digest` with the same step before."""
+        """Replace θ_start and m of a fragment. Call `digest` with the same step first."""
         for block in self._blocks(fragment):
             self.start[block], self.momentum[block] = self._stepped(step, block)
         self._digests[fragment], self._next = self._next, ""
 
     def forget(self) -> None:
-        """Drop the kept digests. Call it after the arrays were filled."""
+        """Drop the kept digests. Call it after writing to the arrays."""
         self._digests = [""] * len(self.fragments)
 
     def digest(self, step: Step, fragment: int = 0) -> str:
-        """Return the sha256 of θ and m after `step` of a fragment, without taking it.
+        """Return the sha256 of θ and m as `step` of a fragment would leave them.
 
-        The digests of the other fragments are kept, so they are not read again.
+        Digests of the other fragments are kept, not computed again.
         """
         for other, known in enumerate(self._digests):
             if not known and other != fragment:
@@ -114,7 +115,7 @@ def is_within(part: slice, within: Fragment | None) -> bool:
 def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
     """Return Σ wᵢΔᵢ / Σ wᵢ in float32, or zeros if no site has weight.
 
-    The reference for exchanges. A site with weight 0 changes neither the sum nor the divisor.
+    The reference for exchanges. Sites with weight 0 are skipped.
     """
     total, mean = sum(weights), np.zeros_like(deltas[0])
     for delta, weight in zip(deltas, weights, strict=True):

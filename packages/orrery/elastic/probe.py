@@ -1,7 +1,7 @@
 """Measure the speed to each peer once, between rounds, over the pair's first lane.
 
-The sender sends frames for PROBE_S. The receiver measures the second half and answers with Mb/s, so
-that neither the start of TCP nor the sender's buffers count.
+The sender sends frames for PROBE_S. The receiver times only the second half, so that TCP's slow
+start and the sender's buffers do not count.
 """
 
 import time
@@ -12,14 +12,14 @@ import numpy as np
 from orrery.elastic.connection import Bytes, Header, PeerConnection
 
 PROBE_S = 0.5
-PROBE_BYTES = 1 << 26  # most for one peer
+PROBE_BYTES = 1 << 26  # most bytes for one peer
 FRAME = np.zeros(1 << 16, np.uint8)
-ANSWER_S = 5.0  # a slow link first empties its buffers
-FASTEST = 4000  # Mb/s; above it the processors are the limit
+ANSWER_S = 5.0  # a slow link must empty its buffers first
+FASTEST = 4000  # Mb/s; processors limit faster links
 
 
 class SpeedProbe:
-    """`found` has the speeds so far, in Mb/s by the site's id."""
+    """`found` has the measured speeds in Mb/s, by site id."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
@@ -28,7 +28,7 @@ class SpeedProbe:
     def measure(
         self, site_id: str, peer: PeerConnection, header: Header, goes_on: Callable[[], bool]
     ) -> None:
-        """Send frames to `peer`, and wait for its answer. Stop if a round begins."""
+        """Send frames to `peer`, and wait for its answer. Stop once `goes_on` returns False."""
         end_s, left = time.monotonic() + PROBE_S, PROBE_BYTES // len(FRAME)
         while goes_on() and left and time.monotonic() < end_s:
             if peer.num_queued < 2:
@@ -44,7 +44,7 @@ class SpeedProbe:
             time.sleep(1e-2)
 
     def arrived(self, header: Header, payload: Bytes) -> int | None:
-        """Count a frame. Return the speed after a measurement's last frame, otherwise None."""
+        """Count a frame. Return the speed in Mb/s after the last frame, otherwise None."""
         now_s = time.monotonic()
         found = self._arrivals.setdefault(header.source, [])
         found.append((now_s, len(payload)))

@@ -1,9 +1,9 @@
 """Serve snapshots to peers, and fetch one from several peers at once.
 
 - HTTPS with mutual TLS. `/newest` is the header of the newest snapshot, `/block/SHA256` a block.
-- Blocks are named by content. So blocks that all sites share come from all of them, and a site's
-  inner optimizer state from that site.
-- A stranger gets no answer, and holds one thread for at most HANDSHAKE_S.
+- Blocks are named by their sha256. Blocks that all sites share are fetched from all sites, and a
+  site's inner optimizer state from that site.
+- A client without a certificate holds one thread for at most HANDSHAKE_S.
 """
 
 import http.client
@@ -34,8 +34,8 @@ from orrery.elastic.types import ElasticError
 
 HANDSHAKE_S = 5.0
 SILENCE_S = 20.0
-ANSWER_S = 300.0  # longest answer, so that a peer that sends a byte at a time is left
-MAX_STRANGERS = 64  # connections in their handshake
+ANSWER_S = 300.0  # longest answer, against peers that send a byte at a time
+MAX_STRANGERS = 64  # most connections in a handshake
 POLL_S = 0.2
 LANES = 2  # connections to a peer, so that one block arrives while another is hashed
 MAX_HEADER_BYTES = 64 << 20
@@ -43,8 +43,6 @@ _BLOCK = re.compile(r"/block/([0-9a-f]{64})")
 
 
 class SnapshotServer(http.server.ThreadingHTTPServer):
-    """Serve the snapshots below `folder`. Call `serve_forever`."""
-
     daemon_threads, request_queue_size = True, 128
 
     def __init__(self, folder: Path, host: str, port: int, certificates: Certificates) -> None:
@@ -75,7 +73,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         return FolderSource(path).read(block)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Shake hands in the connection's own thread."""
+        """Run the TLS handshake in the connection's own thread."""
         request.settimeout(HANDSHAKE_S)
         with suppress(OSError):
             try:
@@ -87,7 +85,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
                 _Handler(wrapped, client_address, self)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Turn away connections above MAX_STRANGERS, before they have a thread."""
+        """Refuse connections beyond MAX_STRANGERS before they get a thread."""
         return self._strangers.acquire(blocking=False)
 
 
@@ -108,21 +106,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body or b"")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Write no line a request."""
+        """Do not log requests."""
 
 
 class PeerSource:
     """The snapshots of a peer at ADDRESS:PORT, over one connection."""
 
     def __init__(self, peer: str, certificates: Certificates, silence_s: float = SILENCE_S) -> None:
-        self.name, self.num_bytes = peer, 0  # received as blocks
+        self.name, self.num_bytes = peer, 0  # bytes of received blocks
         address, _, port = peer.rpartition(":")
         self._connection = http.client.HTTPSConnection(
             address, int(port), timeout=silence_s, context=certificates.client()
         )
 
     def newest(self) -> StateSnapshot | None:
-        """Return the header of the newest snapshot, or None if there is none."""
+        """Return the header of the peer's newest snapshot, or None."""
         body = self._get("/newest", MAX_HEADER_BYTES)
         if body is None:
             return None
@@ -141,7 +139,7 @@ class PeerSource:
         self._connection.close()
 
     def _get(self, path: str, most: int) -> bytes | None:
-        """Return the body, or None if the peer has none. Hold no more than `most` bytes of it."""
+        """Return the body, or None if the peer lacks it. Raise ValueError above `most` bytes."""
         try:
             self._connection.request("GET", path)
             with _limited(self._connection.sock):
@@ -158,7 +156,7 @@ class PeerSource:
 
 @contextmanager
 def _limited(sock: socket.socket) -> Iterator[None]:
-    """Shut the socket after ANSWER_S."""
+    """Shut down the socket if the block takes ANSWER_S."""
     timer = threading.Timer(ANSWER_S, _shut, (sock,))
     timer.daemon = True
     timer.start()
@@ -182,9 +180,8 @@ def fetch_state(
 ) -> Path:
     """Fetch the newest committed state from all peers into `folder`, and return its snapshot.
 
-    `peers` are the live sites' servers, and `wanted` is (round, digest) of the log's last round.
-    Both are asked again for each try, because rounds go on. A header with another digest is not
-    used. Raise ElasticError after `deadline_s`.
+    `peers` returns the live sites' servers, and `wanted` the log's last round and its digest. Both
+    are called for each try, because rounds go on. Raise ElasticError after `deadline_s`.
     """
     end_s, reason = time.monotonic() + deadline_s, "no peer is live"
     while True:

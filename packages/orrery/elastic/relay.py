@@ -1,7 +1,7 @@
-"""Pass the encrypted bytes of a pair of sites through a third site.
+"""Relay the encrypted bytes of a pair of sites through a third site.
 
-- Both ends dial the third site, prove themselves to it over TLS, name their pair, and end that TLS.
-- The third site then joins the two TCP connections. The ends make their own TLS inside.
+- Both ends dial the relay, authenticate over TLS, name their pair, and end that TLS.
+- The relay then joins the two TCP connections. The ends run their own TLS inside.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ Pair = tuple[int, int, int, int]  # epoch, lower rank, higher rank, lane
 
 
 class Relay:
-    """Joined connections, and ends that wait. An end's newer connection replaces its older one."""
+    """Join connections in pairs. A waiting end's new connection replaces its old connection."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class Relay:
         self._is_closed = False
 
     def add(self, pair: Pair, source: int, sock: socket.socket) -> None:
-        """Join `sock`, of rank `source`, with the pair's other end once that has arrived."""
+        """Join `sock` of rank `source` with the pair's other end, once both have arrived."""
         other = pair[1] + pair[2] - source
         with self._lock:
             now_s = time.monotonic()

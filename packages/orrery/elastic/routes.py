@@ -1,9 +1,9 @@
 """Choose the ring's order and the relays of pairs from measured speeds.
 
-- Speeds are Mb/s between ranks of an epoch, 0 if not measured. They stand in the log, so all sites
-  choose alike. A pair has the lower speed of its two directions.
-- A pair meets over a third site if neither end accepts connections, or if that path is clearly
-  faster. The third site also carries its own frames, so the path counts half.
+- Speeds are Mb/s between ranks of an epoch, 0 if not measured. All sites read them from the log, so
+  they choose alike. A pair's speed is the lower of its two directions.
+- A pair uses a relay if neither end accepts connections, or if the relayed path is clearly faster.
+  A relay also carries its own frames, so its path counts half.
 - The order maximises the slowest edge of the ring.
 """
 
@@ -12,7 +12,7 @@ from functools import cache
 from orrery.elastic.types import Epoch
 
 GAIN = 1.25  # smallest gain for which a path changes
-MOST_EXACT = 10  # sites for which all orders are searched
+MOST_EXACT = 10  # most sites for an exact search
 
 
 @cache
@@ -21,7 +21,7 @@ def relay(epoch: Epoch, a: int, b: int) -> int | None:
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
-    turn = accepting[(a + b) % len(accepting) :] + accepting  # equal relays share the pairs
+    turn = accepting[(a + b) % len(accepting) :] + accepting  # equally fast relays share the pairs
     best = max(turn, key=lambda r: _detour(epoch, a, r, b))
     if not epoch.members[a].port and not epoch.members[b].port:
         return best
@@ -40,16 +40,13 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
         for a in range(num)
     ]
     most = max(map(max, rows))
-    # Pairs that are not measured count as the fastest.
+    # Unmeasured pairs count as the fastest pair.
     rows = [[each or most for each in row] for row in rows]
     return _exact(rows) if num <= MOST_EXACT else _greedy(rows)
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
-    """Return the slowest edge's speed in `newest`, for the ring and the relays of `chosen`.
-
-    Edges that are not measured do not count.
-    """
+    """Return the speed in `newest` of the slowest measured edge of `chosen`'s ring and relays."""
     order = ring_order(chosen)
     edges = zip(order, [*order[1:], *order[:1]], strict=True)
     found = [_path(newest, a, relay(chosen, a, b), b) for a, b in edges if a != b]
@@ -73,7 +70,7 @@ def _path(epoch: Epoch, a: int, over: int | None, b: int) -> float:
 
 
 def _exact(rows: list[list[float]]) -> tuple[int, ...]:
-    """Return the best ring, by dynamic programming over the ranks that a path has visited."""
+    """Return the best ring, by dynamic programming over sets of visited ranks."""
     num = len(rows)
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(1, 0): (float("inf"), (0,))}
     for visited in range(1, 1 << num, 2):

@@ -1,9 +1,9 @@
-"""Give each site a shard of the data, by rules that every site computes alike from the log.
+"""Assign each site a shard of the data, alike at all sites, from the log.
 
 - A site keeps its shard while it is a member. A new member gets the shard that its operator asked
-  for if that is free, otherwise the lowest free one.
-- A shard moves on with every round in which a site held it, even if the site was lost meanwhile.
-  So no document is trained twice before its shard is exhausted.
+  for if that is free, otherwise the lowest free shard.
+- A shard advances with every round in which a site held it, even if the site was lost. Hence no
+  document is trained twice before its shard is exhausted.
 """
 
 import msgspec
@@ -12,13 +12,13 @@ from orrery.elastic.types import ElasticError, SiteMember
 
 
 class ShardMap(msgspec.Struct):
-    """`trained[k]` documents of shard k are taken. `holders` are the shards of the members."""
+    """`trained[k]` counts the trained documents of shard k. `holders` maps site ids to shards."""
 
     trained: list[int]
     holders: dict[str, int] = {}
 
     def finish_round(self, members: tuple[SiteMember, ...], num_documents: int) -> None:
-        """Count the documents of the inner steps before a round, then assign shards for the next.
+        """Count `num_documents` for each held shard, then assign shards for the next round.
 
         Raise ElasticError if there are more members than shards.
         """

@@ -1,9 +1,9 @@
-"""Keep a state as folders of hashed blocks, in shared memory, on disk or anywhere.
+"""Store a training state as folders of hashed blocks.
 
 - A snapshot is a folder `round_N` with a file for each part, and `snapshot.json` with the sha256 of
   each block. It appears by a rename, so a reader sees a complete folder or none.
 - The trainer only copies, into `round_N.copied`. Another process hashes the copy and publishes it.
-- `assemble` fills a folder block by block from any sources, checks every block, and resumes.
+- `assemble` fetches missing blocks from any sources and checks every block.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from orrery.runtime.run_directory import ENLARGE
 BLOCK_BYTES = 16 << 20
 HEADER = "snapshot.json"
 _PUBLISHED = re.compile(r"round_([0-9]{9})")
-_PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # no name leads out of the folder
+_PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # no path out of the folder
 Buffer = bytes | bytearray | memoryview
 
 
@@ -68,7 +68,7 @@ class BlockSource(Protocol):
     name: str
 
     def read(self, block: Block) -> bytes:
-        """Raise BlockLacking, or OSError if the source is gone."""
+        """Return the block. Raise BlockLacking, or OSError if the source is gone."""
 
 
 class FolderSource:
@@ -106,7 +106,7 @@ def read_header(snapshot: Path) -> StateSnapshot:
 
 
 def check_header(header: StateSnapshot, place: str) -> None:
-    """Raise ElasticError if a name leaves the folder or sizes and blocks disagree."""
+    """Raise ElasticError if a name leads out of the folder, or a size does not fit the blocks."""
     for name, part in header.parts.items():
         count = -(-part.num_bytes // max(header.block_bytes, 1))
         if not _PART.fullmatch(name) or name == HEADER or count != len(part.blocks):
@@ -134,7 +134,7 @@ def copy_state(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Copy the state into `folder`, to be published by another process. The trainer's only wait."""
+    """Copy the state into `folder`, for another process to publish. The trainer's only wait."""
     make_folder(folder)
     check_room(folder, sum(memoryview(part).nbytes for part in parts.values()), 1)
 
@@ -155,7 +155,7 @@ def link_files(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Like `copy_state`. The parts are hard links to finished files of the same file system."""
+    """Do as `copy_state`, with hard links to finished files on the same file system."""
     make_folder(folder)
 
     def write(partial: Path) -> dict[str, int]:
@@ -233,10 +233,10 @@ def verify(snapshot: Path) -> StateSnapshot:
 
 
 def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
-    """Fill and publish the snapshot below `folder`. One thread a source.
+    """Fetch and publish the snapshot below `folder`, with one thread a source.
 
-    A source that fails, or sends a block with another hash, is not used again. Raise ElasticError
-    if no source is left. Blocks that arrived stay for the next call.
+    A source that fails or sends a wrong block is not used again. Raise ElasticError if blocks are
+    missing in the end. Arrived blocks stay for the next call.
     """
     place = snapshot_dir(folder, header.round)
     partial = place.with_name(f".{place.name}.{_digest_of(header)[:12]}.partial")
@@ -261,7 +261,7 @@ def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]
 
 
 class _BlockQueue:
-    """The blocks to fetch, shared by one thread a source."""
+    """The blocks to fetch, shared by the sources' threads."""
 
     def __init__(self, blocks: list[Block]) -> None:
         self._todo, self._num_open = blocks[::-1], 0
@@ -296,7 +296,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Return a block, or None when no block that this source may have can come back."""
+        """Return a block that this source may have, or None if no such block is left or open."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):

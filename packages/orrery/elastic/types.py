@@ -1,8 +1,8 @@
 """Define the values that membership, exchange and outer loop share.
 
-- A site is one trainer with any number of ranks. Its rank is its index in the epoch.
-- An epoch is a set of sites with a number. A round is one exchange of an epoch.
-- Weights are tokens trained since the site's last exchange. A site that joins has weight 0.
+- A site is one trainer with any number of processes. A site's rank is its index in the epoch.
+- An epoch is a numbered set of sites. A round is one exchange of an epoch.
+- A site's weight is the tokens trained since its last exchange, 0 for a new site.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from orrery.runtime.run_directory import SITE_FILE
 
 
 class ElasticError(OrreryError):
-    """A site cannot join, or the sites cannot go on."""
+    """Signal that a site cannot join or cannot go on."""
 
 
 class LeaseLost(Exception):
@@ -36,7 +36,7 @@ class SiteMember(msgspec.Struct, frozen=True, order=True):
     id: str  # 32 hexadecimal digits, drawn when the site starts
     address: str
     port: int  # 0 if the site accepts no connections
-    shard: int | None = None  # of the data, if the operator asked for one
+    shard: int | None = None  # of the data, if the operator chose it
 
 
 class Epoch(msgspec.Struct, frozen=True):

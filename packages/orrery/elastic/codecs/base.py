@@ -1,9 +1,10 @@
 """The contract of codecs: float32 values to bytes and back.
 
 - `wire_bytes(n)` is fixed by n. Blocks are independent, and the last may be shorter.
-- Values are finite and at most 2^100. Blocks whose absolute maximum is below 2^-100 decode to 0.
+- Values are finite, of magnitude up to 2^100. Lossy codecs decode blocks with an absolute maximum
+  below 2^-100 to 0.
 - Equal values give equal bytes on every machine, with or without native code: each float32
-  operation rounds once, and sums run over integers, so no order of additions enters.
+  operation rounds once, and sums are over integers.
 """
 
 import os
@@ -23,8 +24,8 @@ Bytes = NDArray[np.uint8]
 
 SMALLEST = np.float32(2.0**-100)
 LARGEST = np.float32(2.0**100)
-UNITS = np.float32(2.0**20)  # integer sums count in absmax · 2^-20
-THREAD_VALUES = 1 << 18  # least values a thread
+UNITS = np.float32(2.0**20)  # integer sums have the unit absmax · 2^-20
+THREAD_VALUES = 1 << 18  # fewest values for a thread
 
 
 class Codec(ABC):
@@ -50,7 +51,7 @@ class Codec(ABC):
     def encode(self, x: Floats, out: Bytes | None = None) -> Bytes:
         """Return the bytes of x [n], in `out` if given.
 
-        Raise ElasticError for NaN, infinity and values over 2^100.
+        Raise ElasticError for NaN, infinity and magnitudes over 2^100.
         """
         x = _floats(x, "x")
         wire = np.empty(self.wire_bytes(x.size), np.uint8) if out is None else out
@@ -70,7 +71,7 @@ class Codec(ABC):
     def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
         """Encode share · x plus the values of `added`, if given, into `out`. Return `out`.
 
-        The bits equal a product, `decode_add` and `encode`. NaN counts as 0 if share is 0.
+        The bytes equal those of a product, `decode_add` and `encode`. With share 0, NaN is 0.
         """
         if added is not None:
             added = self._checked(added, x)
@@ -86,7 +87,7 @@ class Codec(ABC):
         return out
 
     def decode(self, wire: Bytes, out: Floats) -> None:
-        """Write the values to out [n]. Raise ElasticError if `wire` is not of n values."""
+        """Write the values to out [n]. Raise ElasticError if `wire` has another length."""
         self._decode(self._checked(wire, out), out, 1.0, False)
 
     def decode_add(self, wire: Bytes, acc: Floats, scale: float = 1.0) -> None:
@@ -157,7 +158,7 @@ def blocks_of(x: Floats, block: int) -> Floats:
 
 
 def scales_of(rows: Floats, steps: int) -> tuple[Floats, Floats]:
-    """Return a row's scale (absmax / steps) and its inverse, both 0 for a row of zeros."""
+    """Return each row's scale (absmax / steps) and its inverse, 0 if absmax is below SMALLEST."""
     absmax = np.abs(rows).max(axis=1)
     absmax[absmax < SMALLEST] = 0
     some = np.where(absmax > 0, absmax, np.float32(1))

@@ -1,8 +1,8 @@
 """Build and load the native code of the codecs, `native.cpp`.
 
-- `g++` builds it at set-up or at first use, into `~/.cache/orrery`. The file's name hashes the
-  source, the flags and the processor, because hosts with one home folder may differ.
-- Without a compiler the codecs run in numpy, with equal bits, and a warning says so.
+- `g++` builds it at set-up or first use, into `~/.cache/orrery`. The file's name has a hash of the
+  source, flags and processor, because different hosts may share a home folder.
+- Without a compiler the codecs run in numpy, with equal bits and a warning.
 """
 
 import ctypes
@@ -38,8 +38,8 @@ class Library:
         self._library = ctypes.CDLL(str(path))
 
     def encoder(self, kind: str) -> Callable[..., int]:
-        """Return `encode(x, n, wire, first, last)`: the index of a refused value, or -1."""
-        call = self._library[f"{kind}_encode"]  # a new object, because types are set below
+        """Return `encode(x, n, wire, first, last)`, which returns a refused value's index or -1."""
+        call = self._library[f"{kind}_encode"]  # a new object at each call
         call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64
         return call  # type: ignore[no-any-return]

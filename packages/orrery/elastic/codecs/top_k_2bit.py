@@ -1,9 +1,9 @@
 """top_k_2bit: the largest 64 of 4,096 values, in 2 bits each. 0.029 bytes a value.
 
-A value becomes ± one of two levels: the mean of the magnitudes above the mean, or of the others.
-The rest decodes to 0, so use it with error feedback. SparseLoCo (arXiv 2508.15706).
-Layout of a block of m values, k = ⌈m/64⌉: 2 float32 levels, k codes of 2 bits (high level, sign),
-k places of 12 bits. Both lists fill whole bytes.
+A kept value becomes ± one of two levels: the mean of the magnitudes above their mean, or of the
+lower magnitudes. Other values decode to 0, so use error feedback. Source: SparseLoCo (arXiv
+2508.15706). Layout of a block of m values, k = ⌈m/64⌉: 2 float32 levels, k codes of 2 bits (high
+level, sign), k indices of 12 bits. Both lists are padded to whole bytes.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from orrery.elastic.codecs.base import SMALLEST, UNITS, Bytes, Codec, Floats
 
-SHARE = 64  # one value of so many is kept
+SHARE = 64  # one value in 64 is kept
 LAST = 4095
 
 
@@ -61,7 +61,7 @@ def _records(rows: Floats) -> Bytes:
     num_rows, m = rows.shape
     k = -(-m // SHARE)
     bits = np.abs(rows).view(np.uint32).astype(np.uint64)
-    # The key is unique, so that equal magnitudes are chosen by their place.
+    # Keys are unique: among equal magnitudes the lower index wins.
     keys = bits << np.uint64(12) | np.arange(LAST, LAST - m, -1).astype(np.uint64)
     best = np.partition(keys, m - k, axis=1)[:, m - k :]
     places = np.sort(LAST - (best & np.uint64(LAST)).astype(np.int64), axis=1)
@@ -84,12 +84,12 @@ def _records(rows: Floats) -> Bytes:
 
 
 def _kept(records: Bytes, m: int) -> tuple[NDArray[np.int64], Floats]:
-    """Return the places [rows, k] and their values."""
+    """Return the indices [rows, k] of kept values, and the values."""
     k = -(-m // SHARE)
     split = 8 + -(-k // 4)
     levels = np.ascontiguousarray(records[:, :8]).view(np.float32)
     codes = _numbers(records[:, 8:split], k, 2)
-    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # of damaged records
+    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # in case of damaged records
     values = np.take_along_axis(levels, codes & 1, axis=1)
     return places, np.where(codes & 2, -values, values)
 
