@@ -60,7 +60,7 @@ class Certificates:
         return found
 
     def validity(self) -> tuple[float, float]:
-        """Return the first and the last second of the authority's validity."""
+        """Return the first and last second of the authority's validity."""
         found, *_ = self.client().get_ca_certs()
         dates = (found["notBefore"], found["notAfter"])
         first, last = (ssl.cert_time_to_seconds(str(each)) for each in dates)
@@ -93,7 +93,7 @@ class Certificates:
 
 
 def make_authority(folder: Path, run: str) -> None:
-    """Write authority.pem and authority.key. Raise ElasticError if the folder holds them."""
+    """Write authority.pem and authority.key. Raise ElasticError if they exist."""
     _check_absent(folder / f"{AUTHORITY}.key")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     uses = ("basicConstraints = critical,CA:TRUE,pathlen:0", "keyUsage = critical,keyCertSign")

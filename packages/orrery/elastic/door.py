@@ -1,7 +1,7 @@
 """Check a site's terms before it joins, and name the wrong field in one sentence.
 
-The first site writes the run's terms into the log. Each later site compares its own terms with the
-run's before it joins, so a wrong site does not disturb the run.
+The first site writes the run's terms into the log. Each later site compares its own terms before it
+joins, so a wrong site does not disturb the run.
 """
 
 import time
@@ -10,26 +10,26 @@ import msgspec
 
 from orrery.elastic.types import ElasticError
 
-PROTOCOL = 2  # increment it when the format of the ledger or the links changes
+PROTOCOL = 2  # increment if the format of the ledger or the links changes
 NO_ROUND = -1  # the first round has number 0
 
 
 class Terms(msgspec.Struct, frozen=True):
     """A site's versions, memory and state. In the run's terms, `memory_bytes` is the minimum."""
 
-    manifest: str  # the manifest's id
+    manifest: str  # its id
     code: str  # digest of the code
     codec: str
     memory_bytes: int
     protocol: int = PROTOCOL
-    codecs: tuple[str, ...] = ()  # the codecs that this site knows
-    round: int = NO_ROUND  # the last round whose state this site holds
+    codecs: tuple[str, ...] = ()  # known to this site
+    round: int = NO_ROUND  # the round of this site's state
     digest: str = ""  # of the state after `round`
     rewinds: bool = False  # set the run back to `round` if no site is live
 
 
 def check_terms(run: Terms, site: Terms) -> None:
-    """Raise ElasticError if a site with the terms `site` cannot train in the run."""
+    """Raise ElasticError if `site`'s terms do not fit the run's."""
     codecs = site.codecs or (site.codec,)
     for is_wrong, sentence in (
         (
@@ -63,7 +63,7 @@ def check_terms(run: Terms, site: Terms) -> None:
 
 
 def check_clock(not_before_s: float, not_after_s: float) -> None:
-    """Raise ElasticError if this host's clock is outside the validity of the run's certificate.
+    """Raise ElasticError if this host's clock is outside the certificate's validity.
 
     etcd compares certificates with the wall clock. No other rule reads it.
     """

@@ -31,7 +31,7 @@ from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
 ELECTION_S = 3.0  # longest election of a new leader
-EXPIRY_S = 2.0  # from a lease's end until the other sites have begun a round
+EXPIRY_S = 2.0  # from a lease's end until other sites begin a round
 RETRY_WATCH_S = 0.5
 
 
@@ -57,8 +57,8 @@ class EtcdLog:
         self._heartbeat_s, self._dead_s = heartbeat_s, dead_s
         self._site_id, self._lease, self._created = "", "", "0"
         self._changed = threading.Condition()
-        self._revision = 0  # newest revision that a read has seen
-        self._news = 0  # newest revision that the watch has reported
+        self._revision = 0  # newest revision read
+        self._news = 0  # newest revision that the watch reported
         self._stop = threading.Event()
 
     def acquire(self, site_id: str) -> None:

@@ -102,7 +102,7 @@ def exchange(
 
 
 def layer_buckets(sizes: Mapping[str, int]) -> list[slice]:
-    """Return one slice a layer: adjacent tensors with the same first number in their names."""
+    """Return one slice a layer: adjacent tensors whose names have the same first number."""
     buckets: list[slice] = []
     last: object = object()
     end = 0
@@ -337,7 +337,7 @@ def _size(piece: _Piece) -> int:
 
 
 def _in_threads(calls: Sequence[Callable[[], None]]) -> None:
-    """Run all calls, the first in this thread. Then raise an error other than LinkBroken first."""
+    """Run all calls, the first in this thread. Raise an error, if possible not LinkBroken."""
     errors: list[BaseException] = []
 
     def guarded(call: Callable[[], None]) -> None:

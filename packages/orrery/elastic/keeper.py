@@ -43,7 +43,7 @@ class KeeperOptions(msgspec.Struct, frozen=True):
 
 
 class SnapshotKeeper:
-    """Start the keeper from the trainer, and announce copies. On exit the keeper goes on."""
+    """Start the keeper from the trainer, and announce copies. The keeper outlives the context."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options

@@ -33,7 +33,7 @@ class Behind(LeaseLost):
 
 
 class StateLacking(ElasticError):
-    """Signal that neither a live site nor the joining site holds the newest state."""
+    """Signal that no live site and not the joining site has the newest state."""
 
 
 class JoiningSite(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class Ledger(msgspec.Struct, frozen=True):
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
     """Add a site: as a member if no round has started or no member is live, otherwise as joining.
 
-    Raise ElasticError if the run refuses the site, and StateLacking if no member is live and the
+    Raise ElasticError if the run refuses the site, or StateLacking if no member is live and the
     site lacks the newest state.
     """
     if ledger.terms is not None:
@@ -131,7 +131,7 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
 def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
     """Record that a site has finished its inner steps and enters round `number`.
 
-    Raise Behind if the round is over, and LeaseLost if the site is unknown or ahead of the log.
+    Raise Behind if the round is over, or LeaseLost if the site is unknown or ahead of the log.
     """
     joining = {each.member.id: each for each in ledger.joining}
     if site_id not in ledger.ids and site_id not in joining:

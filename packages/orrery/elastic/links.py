@@ -36,7 +36,7 @@ PING_S = 2.0
 SILENCE_S = 15.0
 RETRY_S = 0.2
 QUIET_S = 1.0  # pause after a round, because others may still exchange
-MAX_REFUSALS = 10  # a site listens before it joins, so a refusing port belongs to a dead process
+MAX_REFUSALS = 10  # a site listens before it joins, so its process is dead
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -47,7 +47,7 @@ class LinkPhase(Enum):
 
 
 class PeerLinks:
-    """Listens from its construction. `port` is the port of the listener of shard 0."""
+    """`port` is the port of shard 0's listener."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class PeerLinks:
             self._phase = LinkPhase.RUNNING
 
     def end(self) -> None:
-        """End the round after all frames have arrived. Then measure the speeds to new members."""
+        """End the round after all frames have arrived. Measure the speeds to new members."""
         assert self._members is not None
         with self._changed:
             self._phase = LinkPhase.IDLE

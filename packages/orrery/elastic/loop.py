@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 
 class Weights(Protocol):
-    """The trained weights of this rank, as f32[n] in the order of their names."""
+    """This rank's trained weights, as f32[n] in the order of names."""
 
     num_parameters: int
 
     def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield each slice of the current weights (of a fragment, if given) and its values."""
+        """Yield (slice, values on the host) of the current weights, or of a fragment."""
 
     def write(self, values: Floats, within: Fragment | None = None) -> None:
         """Replace the weights, or a fragment of them, by `values` f32[n]."""
@@ -292,7 +292,7 @@ class OuterLoop:
                 yield block, self.state.start[block] - now
 
     def _try_exchange(self, outer_round: OuterRound, rank: int) -> tuple[list[int], int]:
-        """Return (ranks of lost sites, bytes sent). Skip a single site and weights of only 0."""
+        """Return (ranks of lost sites, bytes sent). Exchange no bytes for one site or no weight."""
         lost, sent = -1, 0
         if len(outer_round.weights) > 1 and any(outer_round.weights):
             try:

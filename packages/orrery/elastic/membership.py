@@ -61,7 +61,7 @@ class EpochLog(Protocol):
     def read(self) -> LedgerView: ...
 
     def write(self, ledger: Ledger, view: LedgerView) -> bool:
-        """Return whether the ledger was still `view`'s and is replaced. Raise LeaseLost."""
+        """Replace the ledger and return True if it is still `view`'s. Raise LeaseLost."""
 
     def wait(self, view: LedgerView, timeout_s: float) -> LedgerView:
         """Return the next different view, or `view` after `timeout_s`."""
@@ -76,7 +76,7 @@ class RoundPace:
     founders: int = 1  # sites in the first round
     quorum: int = 1  # fewest sites in a later round
     grace_s: float = 600.0  # longest wait for stragglers after the quorum has arrived
-    suspect_s: float = 4.0  # longest silence of a site that a peer reports as lost
+    suspect_s: float = 4.0  # longest silence of a site that a peer has lost
     exchange_s: float = 600.0  # longest silence of any other site
 
 

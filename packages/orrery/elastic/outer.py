@@ -19,7 +19,7 @@ Floats = NDArray[np.float32]
 Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) to (θ, m)
 Fragment = tuple[slice, ...]
 BLOCK = 1 << 15  # numbers at a time, so that temporary arrays stay in a core's cache
-DOTTED = 1 << 12  # numbers in a BLAS product; threads, started above this, cost more than they save
+DOTTED = 1 << 12  # numbers in a BLAS call: a longer call starts threads, at more cost than gain
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class OuterState:
         self._digests = [""] * len(self.fragments)
 
     def digest(self, step: Step, fragment: int = 0) -> str:
-        """Return the sha256 of θ and m as `step` of a fragment would leave them.
+        """Return the sha256 of θ and m after `step` of a fragment, without the step.
 
-        Digests of the other fragments are kept, not computed again.
+        Digests of the other fragments are kept.
         """
         for other, known in enumerate(self._digests):
             if not known and other != fragment:

@@ -37,7 +37,7 @@ SILENCE_S = 20.0
 ANSWER_S = 300.0  # longest answer, against peers that send a byte at a time
 MAX_STRANGERS = 64  # most connections in a handshake
 POLL_S = 0.2
-LANES = 2  # connections to a peer, so that one block arrives while another is hashed
+LANES = 2  # connections to a peer: one block arrives while another is hashed
 MAX_HEADER_BYTES = 64 << 20
 _BLOCK = re.compile(r"/block/([0-9a-f]{64})")
 

@@ -54,7 +54,6 @@ def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
 
 
 def speed(epoch: Epoch, a: int, b: int) -> int:
-    """Return the measured speed of a pair, or 0."""
     if not epoch.speeds:
         return 0
     found = [each for each in (epoch.speeds[a][b], epoch.speeds[b][a]) if each]

@@ -106,7 +106,7 @@ def read_header(snapshot: Path) -> StateSnapshot:
 
 
 def check_header(header: StateSnapshot, place: str) -> None:
-    """Raise ElasticError if a name leads out of the folder, or a size does not fit the blocks."""
+    """Raise ElasticError if a name leads out of the folder or a size does not fit the blocks."""
     for name, part in header.parts.items():
         count = -(-part.num_bytes // max(header.block_bytes, 1))
         if not _PART.fullmatch(name) or name == HEADER or count != len(part.blocks):
@@ -296,7 +296,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Return a block that this source may have, or None if no such block is left or open."""
+        """Return a block that this source may have, or None. Wait while blocks may be put back."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):

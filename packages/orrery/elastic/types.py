@@ -18,7 +18,7 @@ class ElasticError(OrreryError):
 
 
 class LeaseLost(Exception):
-    """Signal that this site has left the epoch or has lost its lease."""
+    """Signal that this site has left the epoch or lost its lease."""
 
 
 class LinkBroken(Exception):

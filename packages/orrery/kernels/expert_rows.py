@@ -1,4 +1,4 @@
-"""Put tokens in expert order and back, and apply the activation between an expert's two products.
+"""Reorder tokens by expert and back, and apply SwiGLU between an expert's two products.
 
 T tokens · K experts a token · M = T·K routed rows · E experts · D hidden · I expert intermediate
 
@@ -7,8 +7,8 @@ T tokens · K experts a token · M = T·K routed rows · E experts · D hidden �
     act_MI = swiglu_rows(grouped_matmul(x_MD, gate_up_E2ID, rows.ends_E), score_M)
     out_TD = combine_rows(grouped_matmul(act_MI, down_EDI, rows.ends_E), rows)
 
-Backends: `aten` operations for Inductor to fuse, or `triton` operators on a GPU. No host syncs, and
-no atomics: each gradient is a gather or a sum in fixed order, in float32, rounded once.
+Backends: `aten` for Inductor to fuse, or `triton` on a GPU. There are no host syncs and no atomics:
+sums are in float32 in a fixed order, and rounded once.
 """
 
 import os
@@ -30,8 +30,8 @@ HAS_TRITON = find_spec("triton") is not None
 class RowOrder(NamedTuple):
     """Slot t·K + k is the k-th choice of token t. A row is a position in the order of experts."""
 
-    row_M: Tensor  # i64: the slot at each row, 0 in padding
-    place_TK: Tensor  # i64: the row of each slot, the inverse of row_M
+    row_M: Tensor  # i64: each row's slot, 0 in padding
+    place_TK: Tensor  # i64: each slot's row, the inverse of row_M
     ends_E: Tensor  # i32: the end of each expert's rows, rising
     counts_E: Tensor  # i32: the number of each expert's slots
 
@@ -39,8 +39,8 @@ class RowOrder(NamedTuple):
 def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:
     """Sort slots by expert, stably. `expert_TK` holds integers in [0, num_experts].
 
-    Slots with the id `num_experts` have no expert. Their rows come last, at `ends_E[-1]` or later.
-    Each expert's rows begin at a multiple of `block`, after padding rows. T = 0 makes no rows.
+    The integer `num_experts` means no expert. Rows of these slots come last, from `ends_E[-1]` on.
+    Each expert's rows begin at a multiple of `block`, after padding.
     """
     # Narrow keys, because a radix sort passes once over each byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
@@ -74,15 +74,15 @@ def combine_rows(y_MD: Tensor, order: RowOrder, backend: Backend | None = None) 
 
 
 def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
-    """Return value_M: one number a slot, such as its score, in row order."""
+    """Return the slots' values, such as scores, in row order [M]."""
     return _OrderSlots.apply(value_TK, order.row_M, order.place_TK)
 
 
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
     """Return silu(gate) · up · score, computed in float32 and rounded once to gate_up's dtype.
 
-    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating: applied here, the
-    backward pass does not need the down projection's output. Raise ValueError on other shapes.
+    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating. Applied here, it spares
+    the backward pass the down projection's output. Raise ValueError on other shapes.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
         raise ValueError(
@@ -93,7 +93,7 @@ def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = 
 
 
 def sum_rows(y_MD: Tensor, place_TK: Tensor, backend: Backend | None = None) -> Tensor:
-    """Return [T, D]: the sum of each token's rows `y[place[t, k]]` over k. Not differentiable."""
+    """Return [T, D]: each token's sum of `y[place[t, k]]` over k. Not differentiable."""
     if (backend or _choose_backend(y_MD)) == "triton":
         return _sum_rows(y_MD.contiguous(), place_TK)
     return _aten_sum_rows(y_MD, place_TK)
@@ -102,7 +102,7 @@ def sum_rows(y_MD: Tensor, place_TK: Tensor, backend: Backend | None = None) -> 
 def swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate_up and score. `grad_MI` is that of `swiglu_rows`'s result."""
+    """Return the gradients of gate_up and score from `grad_MI`, the result's gradient."""
     tensors = (grad_MI, gate_up_M2I, score_M)
     if (backend or _choose_backend(gate_up_M2I)) == "triton":
         return _swiglu_rows_backward(*(x.contiguous() for x in tensors))
@@ -197,7 +197,7 @@ def _aten_swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
 def _aten_swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return both gradients. silu'(g) = σ(g) (1 + g (1 − σ(g)))."""
+    """Use silu'(g) = σ(g) (1 + g (1 − σ(g)))."""
     dtype = _wide(gate_up_M2I.dtype)
     gate_MI, up_MI = gate_up_M2I.to(dtype).chunk(2, dim=1)
     grad_MI = grad_MI.to(dtype)
@@ -219,7 +219,7 @@ def _triton(rows: Tensor) -> Any:
 
 @torch.library.custom_op("orrery::spread_rows", mutates_args=())
 def _spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
-    """Return [M, D] with x[t] in row place_TK[t, k]. If slots share a row, any of them is used."""
+    """Return [M, D] with x[t] in row place_TK[t, k]. If slots share a row, any slot may win."""
     if kernels := _triton(x_TD):
         return kernels.spread_rows(x_TD, place_TK, num_rows)
     out_MD = x_TD.new_empty(num_rows, x_TD.shape[1])
@@ -289,18 +289,13 @@ def reference_swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
     return (F.silu(gate_MI) * up_MI * score_M[:, None]).to(gate_up_M2I.dtype)
 
 
-# A router's logits y_TN = x_TD · w_NDᵀ: half-precision operands on tensor cores, float32 result
-#
-# The backward pass splits the float32 gradient into its half-precision rounding and the rest, for
-# one product of twice the width.
-
 HALF = (torch.bfloat16, torch.float16)
 
 
 def wide_linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Return x · weightᵀ [T, N] in float32 (float64 for float64). Differentiable.
+    """Return x · weightᵀ [T, N], a router's logits, in float32 (float64 for float64).
 
-    x [T, D] and weight [N, D] have one floating dtype.
+    x [T, D] and weight [N, D] have one floating dtype. Half precision runs on tensor cores.
     """
     if x_TD.is_cuda and x_TD.dtype in HALF and x_TD.dtype == weight_ND.dtype:
         return torch.ops.orrery.wide_linear(x_TD, weight_ND)
@@ -308,7 +303,7 @@ def wide_linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
 
 
 def reference_wide_linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Return `wide_linear`'s result on any device and dtype: wide operands, plain autograd."""
+    """Return `wide_linear`'s result from wide operands, with plain autograd."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     return F.linear(x_TD.to(dtype), weight_ND.to(dtype))
 
@@ -325,6 +320,7 @@ def _(x, weight):
 
 @torch.library.custom_op("orrery::wide_linear_backward", mutates_args=())
 def _wide_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Split grad into its half-precision rounding and the rest, for one wide product."""
     rounded = grad.to(x.dtype)
     parts = torch.cat((rounded, (grad - rounded.float()).to(x.dtype)), dim=1)
     grad_x = torch.mm(parts, torch.cat((weight, weight)))

@@ -1,6 +1,6 @@
-"""Triton kernels of expert rows: one program a token or row, float32 inside, rounded at the store.
+"""Triton kernels of expert rows, with one program a token or row, in float32.
 
-Tensors are contiguous. Offsets are 64-bit: M·D exceeds 2³¹ at 64 thousand tokens.
+Tensors are contiguous. Offsets have 64 bits, because M·D exceeds 2³¹ at 64 thousand tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def"

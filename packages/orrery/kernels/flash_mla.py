@@ -2,7 +2,7 @@
 
 - The library is the file `_flashmla_C` of vLLM's wheel. vLLM itself is not imported.
 - `load` makes a test call, because releases differ in the base of the log-sum-exp: e or 2.
-- The backward pass is Triton's (`sparse_mla.py`).
+- The backward pass runs in Triton (`sparse_mla_triton.py`).
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ log = logging.getLogger("orrery.kernels.flash_mla")
 
 HOPPER = (9, 0)
 WIDTH, VALUE_WIDTH = 576, 512  # accepted widths of a key and of its value
-HEADS, KEYS = 64, 128  # the numbers of heads and of chosen keys must be multiples of these
+HEADS, KEYS = 64, 128  # must divide the numbers of heads and of chosen keys
 
 
 class FlashMLA(NamedTuple):
@@ -29,7 +29,7 @@ class FlashMLA(NamedTuple):
 
 @cache
 def load() -> FlashMLA | None:
-    """Return FlashMLA, or None if it or a Hopper GPU is missing, or the test call fails."""
+    """Return FlashMLA, or None without it, without a Hopper GPU or if the test call fails."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     vllm = importlib.util.find_spec("vllm")
@@ -62,9 +62,9 @@ def supports(q_THD: Tensor, value_width: int, num_chosen: int) -> bool:
 def forward(
     q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, length_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, V] and lse f32 [T, H], in base e, as `sparse_mla` does.
+    """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H]. Call only if `supports` is true.
 
-    `length_T` is `sparse_mla_triton.lengths(indices_TK)`. Call only if `supports` is true.
+    `length_T` is `sparse_mla_triton.lengths(indices_TK)`.
     """
     library = load()
     assert library is not None
@@ -75,9 +75,9 @@ def forward(
 
 
 def lse_factor(lse: float, num_keys: int) -> float:
-    """Return the factor that converts log-sum-exps to base e.
+    """Return the factor that converts log-sum-exps to base e. Raise ValueError if none fits.
 
-    `lse` is the log-sum-exp of `num_keys` zeros. Raise ValueError if its base is neither e nor 2.
+    `lse` is the log-sum-exp of `num_keys` zeros, in base e or 2.
     """
     for factor in (1.0, math.log(2.0)):
         if abs(lse * factor - math.log(num_keys)) < 1e-3:
@@ -97,7 +97,7 @@ def _lse_of_zeros(operation: Any) -> float:
 def _call(
     operation: Any, q: Tensor, kv: Tensor, indices: Tensor, scale: float, length: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Call FlashMLA's operation. Pass only the optional arguments that this release accepts."""
+    """Call FlashMLA with the optional arguments that this release accepts."""
     known = {argument.name for argument in operation._schema.arguments}
     optional = {"attn_sink": None, "topk_length": length, "out": None, "out_": None}
     named = {name: value for name, value in optional.items() if name in known}

@@ -1,13 +1,13 @@
-"""One matrix product a group of rows, with or without adapters: the experts of a mixture.
+"""Multiply each group of rows by its own matrix, as in a mixture of experts, also with adapters.
 
 out[rows of group e] = x[rows of group e] @ weight[e]ᵀ, with adapters + (x a[e]ᵀ) b[e]ᵀ
 
-- Custom operators, opaque to torch.compile. x's gradient is the same operator with transposed
-  weights, and a and b exchanged. Gradients are computed, and their inputs kept, only if wanted.
+- The operators are opaque to torch.compile. x's gradient is the same operator with transposed
+  weights, and a and b exchanged. Unwanted gradients cost no time or memory.
 - bfloat16 on a GPU with K and N multiples of 8 (rows aligned to 16 bytes) runs torch's grouped GEMM
   without a host sync, and adapters of ranks up to 64 in Triton. Other cases loop over the groups.
-- Rows from `ends[-1]` on belong to no group. They do not reach the weight's gradient, and are
-  undefined (in the loop NaN) in the output and x's gradient.
+- Rows from `ends[-1]` on belong to no group. They are undefined in the output and x's gradient, and
+  do not reach the weight's gradient.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A private function. Without it, products are slow while a collective runs.
+# A private function of torch. Without it, products are slow while a collective runs.
 _set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
 _num_reserved = 0
 HAS_TRITON = find_spec("triton") is not None
@@ -28,8 +28,8 @@ HAS_TRITON = find_spec("triton") is not None
 def reserve_multiprocessors(count: int) -> None:
     """Leave `count` multiprocessors free for collectives in all later grouped products.
 
-    torch's grouped GEMM has one long-lived block a multiprocessor. Blocks of occupied
-    multiprocessors run last.
+    torch's grouped GEMM runs one persistent block a multiprocessor. On an occupied multiprocessor
+    the block runs last.
     """
     global _num_reserved
     _num_reserved = count
@@ -51,8 +51,8 @@ def _carveout() -> Iterator[None]:
 def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return rows `ends[e − 1]:ends[e]` of x times weight[e] transposed: [M, N] in x's dtype.
 
-    x [M, K] and weight [E, N, K] of one dtype. ends i32 [E], rising, at most M. Groups may be
-    empty, M may be 0. Raise ValueError if shapes or dtypes do not match.
+    x [M, K] and weight [E, N, K] have one dtype. ends i32 [E] rises to at most M. Groups may be
+    empty. Raise ValueError if shapes or dtypes do not match.
     """
     num_groups, _, width = weight_ENK.shape
     fits = x_MK.shape[1] == width and ends_E.shape == (num_groups,)
@@ -66,9 +66,9 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def reference_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return `grouped_matmul`'s result on any device and dtype. Rows of no group are zero."""
+    """Return `grouped_matmul`'s result by a loop. Rows of no group are zero."""
     ends = [0, *ends_E.tolist()]
-    # The gradient of each `select` is a zero tensor of full size, that of `unbind` one stack.
+    # `unbind` makes one gradient, but each `select` would make a gradient of full size.
     weights = enumerate(weight_ENK.unbind(0))
     outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in weights]
     return torch.cat([*outputs, x_MK.new_zeros(x_MK.shape[0] - ends[-1], weight_ENK.shape[1])])
@@ -150,8 +150,7 @@ def adapted_grouped_matmul(
 ) -> Tensor:
     """Return rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e]) transposed: [M, N].
 
-    x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] of one dtype. Otherwise as
-    `grouped_matmul`.
+    x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] have one dtype. See `grouped_matmul`.
     """
     (num_groups, rank, _), width = a_ERK.shape, x_MK.shape[1]
     wide = weight_ENK.shape == (num_groups, b_ENR.shape[1], width) and a_ERK.shape[2] == width
@@ -200,7 +199,7 @@ def _(
 
 @torch.library.custom_op("orrery::narrow_grouped_matmul", mutates_args=())
 def _narrow(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return x a[e]ᵀ [M, R], the second output of `_adapted`, if only a's gradient is needed."""
+    """Return x a[e]ᵀ [M, R], the second output of `_adapted`, alone."""
     x_MK = x_MK.contiguous()
     if low_rank := _low_rank(x_MK, a_ERK.shape[1]):
         return low_rank.narrow_product(x_MK, a_ERK, ends_E)
@@ -216,7 +215,7 @@ def _(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
 def _adapter_gradient(
     wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool
 ) -> Tensor:
-    """Return a's or b's gradient: [E, W, R], or [E, R, W] if `narrow_first`. Empty groups: 0."""
+    """Return a's or b's gradient: [E, W, R], or [E, R, W] if `narrow_first`."""
     wide_MW, narrow_MR = wide_MW.contiguous(), narrow_MR.contiguous()
     if low_rank := _low_rank(wide_MW, narrow_MR.shape[1]):
         return low_rank.thin_gradient(wide_MW, narrow_MR, ends_E, narrow_first)

@@ -1,8 +1,8 @@
-"""The adapters' part of a grouped product as Triton kernels, for small ranks r.
+"""Triton kernels for the adapters' part of a grouped product, for small ranks R.
 
 - Memory traffic bounds the time: 2·M·(K + 2N) bytes for `add_low_rank`, 2·M·(N + K) for both
   gradients. A grouped GEMM would pass over M·N three more times.
-- Sums are float32. The narrow product is rounded to x's dtype before the product with b.
+- Sums are float32. x a[e]ᵀ is rounded to x's dtype before the product with b.
 - Programs find their group on the device. Rows from ends[-1] on are not written.
 """
 
@@ -22,7 +22,7 @@ def add_low_rank(
 ) -> Tensor:
     """Add (x a[e]ᵀ) b[e]ᵀ to y in the rows of each group e. Return x a[e]ᵀ [M, R].
 
-    y and x are contiguous, a and b may be transposed, all of one dtype.
+    All have one dtype. y and x are contiguous.
     """
     num_rows, inner = x_MK.shape
     num_groups, rank, _ = a_ERK.shape
@@ -38,7 +38,7 @@ def add_low_rank(
 
 
 def narrow_product(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return x a[e]ᵀ [M, R] of any rank. Torch's grouped product needs a multiple of 8."""
+    """Return x a[e]ᵀ [M, R] for any rank R. Torch's grouped GEMM needs a multiple of 8."""
     y_M0, b_E0R = x_MK.new_empty(len(x_MK), 0), a_ERK.new_empty(len(a_ERK), 0, a_ERK.shape[1])
     return add_low_rank(y_M0, x_MK, a_ERK, b_E0R, ends_E)
 

@@ -1,4 +1,4 @@
-"""Read an engine's choice of keys, one bit a key, and compare it with the trainer's own.
+"""Read an engine's choice of keys, one bit a key, and compare it with the trainer's choice.
 
 T queries · K chosen keys · B bytes a query: bit j of byte b stands for the key at position 8·b + j
 of the query's document.
@@ -8,17 +8,17 @@ of the query's document.
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**24  # most bits that are expanded at a time: 128 MiB as int64
+CHUNK_ELEMENTS = 2**24  # most bits in memory at a time: 128 MiB as int64
 
 
 def engine_keys(
     bits_TB: Tensor, own_TK: Tensor, first_T: Tensor, last_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the engine's keys i32 [T, K], and i64 [2]: queries with such keys, keys that differ.
+    """Return the engine's keys i32 [T, K], and i64 [2]: numbers of valid queries and of new keys.
 
-    `own` are the trainer's keys, i32 indices or −1. Query t sees keys `first_t` to `last_t`. Its
-    bits are a choice if it sees more than K keys and exactly K bits are set, all of keys that it
-    sees. Otherwise its row is `own_t`. A key differs if the engine chose it and `own_t` lacks it.
+    `own` are the trainer's keys, i32 indices or −1. Query t sees keys `first_t` to `last_t`. It is
+    valid if it sees more than K keys and exactly K bits are set, all of seen keys. Otherwise its
+    row is `own_t`. A key is new if the engine chose it and `own_t` lacks it.
     """
     return torch.ops.orrery.engine_keys(bits_TB, own_TK, first_T, last_T)
 
@@ -40,12 +40,12 @@ def _chunk(bits: Tensor, own: Tensor, first: Tensor, last: Tensor) -> tuple[Tens
     is_set_TL = ((bits[..., None] >> shift_8) & 1).flatten(1).bool()
     position_L = torch.arange(is_set_TL.shape[1], dtype=torch.int32, device=own.device)
     own_position_TK = own - first[:, None]
-    most_T = last - first  # position of the last key that the query sees
+    most_T = last - first  # position of the query's last key
     is_seen_TL = position_L <= most_T[:, None]
     is_known_T = is_set_TL.sum(dim=1) == num_keys
     is_known_T &= ((is_set_TL & is_seen_TL) == is_set_TL).all(dim=1) & (most_T >= num_keys)
     place_TL = torch.where(is_set_TL, is_set_TL.cumsum(dim=1) - 1, num_keys).clamp_(max=num_keys)
-    chosen_TK = own.new_empty(len(own), num_keys + 1)  # the last column takes keys that are unset
+    chosen_TK = own.new_empty(len(own), num_keys + 1)  # the last column takes unset keys
     chosen_TK.scatter_(1, place_TL, first[:, None].int() + position_L)
     inside_TK = own_position_TK.clamp(0, is_set_TL.shape[1] - 1).long()
     is_same_TK = is_set_TL.gather(1, inside_TK) & (own >= 0) & (own_position_TK == inside_TK)

@@ -4,9 +4,8 @@ T queries · S keys · H indexer heads · D indexer width
 
     score_ts = Σ_h weights_th · relu(q_th · k_s), in float32, for first_t ≤ s ≤ last_t
 
-Source: https://arxiv.org/abs/2512.02556, equation 1. The scores [T, S] are never all in memory: the
-plain backend computes those of a chunk of queries and a chunk of keys at a time, the Triton backend
-those of a chunk of queries and all keys.
+Source: https://arxiv.org/abs/2512.02556, equation 1. The scores [T, S] are never all in memory:
+both backends take queries in chunks, and the plain backend also keys.
 """
 
 from importlib.util import find_spec
@@ -34,10 +33,9 @@ def select_keys(
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], in any order.
 
-    Query t chooses among keys first_t to last_t (integers, inclusive). If these are fewer than
-    `top_k`, its row holds all of them, then −1. Among equal scores the lowest key index wins. The
-    result has no gradient. `backend` defaults to the fastest one for these inputs. Raise ValueError
-    if shapes do not match.
+    Query t chooses among keys first_t to last_t (integers, inclusive), then −1 if these are fewer
+    than `top_k`. Among equal scores the lowest index wins. There is no gradient. `backend` defaults
+    to the fastest for these inputs. Raise ValueError if shapes do not match.
     """
     num_queries, num_heads, width = q_THD.shape
     if k_SD.shape[1:] != (width,) or weights_TH.shape != (num_queries, num_heads):
@@ -59,7 +57,7 @@ def select_keys(
 def reference_select_keys(
     q_THD: Tensor, k_SD: Tensor, weights_TH: Tensor, first_T: Tensor, last_T: Tensor, top_k: int
 ) -> Tensor:
-    """Return `select_keys`'s result from the whole matrix of scores, best key first."""
+    """Return `select_keys`'s result from all scores at once, best key first."""
     index_S = torch.arange(k_SD.shape[0], device=k_SD.device)
     score_TS = _scores(q_THD, k_SD, weights_TH, first_T, last_T, index_S)
     score_TS, index_TS = score_TS.sort(dim=1, descending=True, stable=True)
@@ -106,7 +104,7 @@ def _select_keys(
 def _stream(
     q: Tensor, k: Tensor, weights: Tensor, first: Tensor, last: Tensor, top_k: int
 ) -> Tensor:
-    """Merge chunks of keys in rising order, so that a stable sort keeps the lowest index ahead."""
+    """Merge chunks of keys in rising order, so that a stable sort prefers the lowest index."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     best_TK = torch.full((q.shape[0], top_k), -torch.inf, dtype=dtype, device=q.device)
     index_TK = torch.full_like(best_TK, -1, dtype=torch.int64)

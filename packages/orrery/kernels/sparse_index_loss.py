@@ -1,4 +1,4 @@
-"""Compute the loss by which an indexer learns to score keys as attention weighs them.
+"""Compute the loss that teaches an indexer to score keys as attention weighs them.
 
 T queries · S keys · H heads · D key width · J indexer heads · I indexer width · K chosen keys
 
@@ -7,8 +7,8 @@ T queries · S keys · H heads · D key width · J indexer heads · I indexer wi
     KL_t     = Σ_k p_tk (log p_tk − log softmax over k of score_tk)
 
 q_tj and k belong to the indexer, q_th and kv to attention. −1 in `chosen` means no key. p has no
-gradient. Source: DeepSeek-V3.2's sparse stage, https://arxiv.org/abs/2512.02556, equation 4.
-Queries are taken in chunks, so that gathered keys [T, K, width] are never all in memory.
+gradient. Source: https://arxiv.org/abs/2512.02556, equation 4. Queries are taken in chunks, so that
+gathered keys [T, K, width] are never all in memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -36,7 +36,7 @@ def chosen_scores(q_TJI: Tensor, k_SI: Tensor, weights_TJ: Tensor, chosen_TK: Te
 def attention_of_chosen(q_THD: Tensor, kv_SD: Tensor, chosen_TK: Tensor, scale: float) -> Tensor:
     """Return p, attention averaged over heads: f32 [T, K], 0 where `chosen_TK` is −1.
 
-    q and kv are those of `sparse_mla`: absorbed queries and latent keys.
+    q and kv are as in `sparse_mla`.
     """
     return torch.ops.orrery.attention_of_chosen(q_THD, kv_SD, chosen_TK, scale)
 
@@ -66,7 +66,7 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _products(q_TJI: Tensor, k_SI: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q · k [T, J, K] and the gathered keys [T, K, I]: float32, or float64 if q is."""
+    """Return q · k [T, J, K] and the gathered keys [T, K, I] in `_wide`'s dtype."""
     dtype = _wide(q_TJI)
     k_TKI = k_SI[chosen_TK.clamp(min=0).long()].to(dtype)
     return torch.einsum("tji,tki->tjk", q_TJI.to(dtype), k_TKI), k_TKI
@@ -81,10 +81,7 @@ def _(q, k, weights, chosen):
 def _scores_backward(
     grad: Tensor, q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and weights, summed in float32 in a fixed order.
-
-    `grad` is the gradient of the scores [T, K].
-    """
+    """Return the gradients of q, k and weights, summed in float32 in a fixed order."""
     dtype = _wide(q)
     grad_q, grad_weights = torch.empty_like(q), torch.empty_like(weights)
     grad_k = torch.zeros_like(k, dtype=dtype)

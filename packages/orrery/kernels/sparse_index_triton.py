@@ -2,13 +2,13 @@
 
 T queries · S keys · H indexer heads · D indexer width · C queries of a chunk · K chosen keys
 
-1. `_score` writes scores [C, S]. It skips a tile if none of its queries may choose any of its keys.
-2. `_choose` reads a query's scores in key order. It appends keys with scores above a threshold to
-   the query's buffer. A bitwise search cuts a full buffer to its K best keys, and the K-th best
-   score becomes the threshold.
+1. `_score` writes scores [C, S]. It skips tiles in which no query may choose any key.
+2. `_choose` reads a query's scores in key order and appends keys above a threshold to the query's
+   buffer. A bitwise search cuts a full buffer to its K best keys, and the K-th best score becomes
+   the threshold.
 
 Equal inputs give equal bits: the buffer stays in key order, and among equal scores the lowest keys
-stay. A chunk needs 4·C·S bytes of scores, and 8 bytes for each entry of its C buffers.
+stay. A chunk needs 4·C·S bytes of scores, and 8 bytes an entry of C buffers.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,15 +23,15 @@ from torch import Tensor
 class IndexTiles(NamedTuple):
     """Sizes of tiles and chunks, and launch options. The first five fields belong to `_score`."""
 
-    rows: int = 256  # rows of a score tile: queries × heads
-    keys: int = 64  # keys of a score tile
+    rows: int = 256  # queries × heads of a score tile
+    keys: int = 64  # of a score tile
     span: int = 4096  # most keys that a program of `_score` reads
     warps: int = 8
     stages: int = 2
     block: int = 4096  # scores that `_choose` reads at once
-    buffer: int = 8192  # least number of entries of a query's buffer, which must hold K + block
+    buffer: int = 8192  # fewest entries of a query's buffer, which must hold K + block
     choose_warps: int = 8
-    choose_registers: int | None = None  # limit of a thread in `_choose`; None: no limit
+    choose_registers: int | None = None  # most registers of a thread in `_choose`
     chunk_elements: int = 2**26  # most scores of a chunk, C·S: 256 MiB in float32
 
 
@@ -63,7 +63,7 @@ def select_keys(
         ends = (first_T[rows].clamp(min=0).int(), last_T[rows].clamp(max=num_keys - 1).int())
         score_CS = score(q_THD[rows], k_SD, weights_TH[rows], *ends, tiles)
         choose(score_CS, *ends, indices_TK[rows], tiles)
-        del score_CS  # free these scores before the next chunk allocates its own
+        del score_CS  # before the next chunk's scores are allocated
     return indices_TK
 
 
@@ -75,7 +75,7 @@ def score(
     last_C: Tensor,
     tiles: IndexTiles,
 ) -> Tensor:
-    """Return scores f32 [C, S]. Scores of keys outside [first_c, last_c] are undefined."""
+    """Return scores f32 [C, S], undefined for keys outside [first_c, last_c]."""
     (num_queries, num_heads, width), num_keys = q_CHD.shape, k_SD.shape[0]
     score_CS = torch.empty(num_queries, num_keys, dtype=torch.float32, device=q_CHD.device)
     queries = max(1, tiles.rows // num_heads)
@@ -91,10 +91,9 @@ def score(
 def choose(
     score_CS: Tensor, first_C: Tensor, last_C: Tensor, indices_CK: Tensor, tiles: IndexTiles
 ) -> None:
-    """Write each query's best K keys to `indices_CK`, in rising order.
+    """Write each query's best K keys of first_c to last_c to `indices_CK`, in rising order.
 
-    Query c chooses among keys first_c to last_c. If these are fewer than K, the row's other entries
-    keep their content.
+    If there are fewer than K, the row's last entries keep their content.
     """
     (num_queries, num_keys), top_k = score_CS.shape, indices_CK.shape[1]
     size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))
@@ -172,10 +171,7 @@ def _choose(
 
 @triton.jit
 def _rank(value):
-    """Map float32 scores to uint32 ranks of the same order. −0 and 0 have one rank.
-
-    Every number has a rank above 0, the first threshold.
-    """
+    """Map float32 scores to uint32 ranks above 0 in the same order. −0 and 0 have one rank."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -184,7 +180,7 @@ def _rank(value):
 def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
     """Cut a query's buffer from `count` entries to the K best. Return the K-th best rank.
 
-    `ranks` and `places` hold the entries' ranks (`_rank`) and keys. The first of equal ranks stay.
+    `ranks` and `places` hold the entries' ranks and keys. The first of equal ranks stay.
     """
     tl.debug_barrier()
     at = tl.arange(0, SIZE)

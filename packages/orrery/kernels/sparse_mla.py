@@ -1,4 +1,4 @@
-"""Attention of latent queries to chosen latent keys: absorbed MLA with sparse attention.
+"""Attend from latent queries to chosen latent keys: absorbed MLA with sparse attention.
 
 T queries · H heads · S keys · K chosen keys a query · D key width · V value width
 
@@ -35,12 +35,11 @@ def sparse_mla(
 ) -> tuple[Tensor, Tensor]:
     """Return out [T, H, V] in q's dtype, and lse [T, H] in float32, or in float64 if q is float64.
 
-    V is `value_width`. q and kv have the same floating dtype. `indices` are i32 rows of kv, without
-    repetition in a query. The index −1 means no key. It may stand in any column, and is fastest in
-    the last columns. A query without keys gets zeros as out and −∞ as lse. q and kv get gradients
-    through out, not through lse. Equal inputs give equal bits. `backend` defaults to the fastest
-    for these inputs. Triton computes the gradients of `flash_mla`. Raise ValueError if shapes or
-    dtypes do not match.
+    V is `value_width`. q and kv have one floating dtype. `indices` are i32 rows of kv, without
+    repetition in a query. −1 means no key, and is fastest in the last columns. A query without keys
+    gets zeros and −∞. Gradients flow through out only. Equal inputs give equal bits. `backend`
+    defaults to the fastest for these inputs. Triton computes the gradients of `flash_mla`. Raise
+    ValueError if shapes or dtypes do not match.
     """
     width = kv_SD.shape[-1]
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
@@ -71,7 +70,7 @@ def fastest_backend(q_THD: Tensor, value_width: int, num_chosen: int) -> Backend
 def reference_sparse_mla(
     q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, value_width: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `sparse_mla`'s result from all gathered keys at once, with plain autograd."""
+    """Return `sparse_mla`'s result without chunks, with plain autograd."""
     dtype = _wide(q_THD)
     kv_TKD = kv_SD.to(dtype)[indices_TK.clamp(min=0).long()]
     logit_THK = torch.einsum("thd,tkd->thk", q_THD.to(dtype), kv_TKD) * scale
@@ -134,7 +133,7 @@ def _backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of q and kv, summed in float32. `grad` is the gradient of out.
+    """Return the gradients of q and kv, summed in float32. `grad` is out's gradient.
 
     d(q_th · kv_j) = scale · p_thk (grad_th · kv_j[:V] − grad_th · out_th)
     """
@@ -162,7 +161,7 @@ def _backward(
 def _add_rows(total_SD: Tensor, row_M: Tensor, value_MD: Tensor) -> None:
     """Add `value_MD[m]` to row `row_M[m]` of `total_SD` for each m, in a fixed order.
 
-    On a GPU `index_put_` sorts rows and uses no atomics. `index_add_` would use atomics there.
+    On a GPU `index_put_` sorts rows, but `index_add_` would use atomics.
     """
     if total_SD.is_cuda:
         total_SD.index_put_((row_M,), value_MD, accumulate=True)

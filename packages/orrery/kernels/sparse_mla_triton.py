@@ -1,14 +1,14 @@
 """Triton kernels of sparse MLA: the forward pass, and a backward pass without atomics.
 
 T queries · H heads · S keys · K chosen keys a query · D key width · V value width · C queries of a
-chunk. A pair is a query with one of its chosen keys. FLOPs: forward 2·T·H·K·(D + V), backward
-2·T·H·K·(3D + 2V). The backward pass does this for each chunk:
+chunk. A pair is a query and one of its chosen keys. FLOPs: forward 2·T·H·K·(D + V), backward
+2·T·H·K·(3D + 2V). Steps of the backward pass for each chunk:
 
 1. `_logit_gradients` gathers keys and writes p and dlogit = d(q · key), [C, K, H] each.
-2. `_query_gradients` gathers the keys again: dq = dlogitᵀ · keys.
-3. `_pair_gradients` writes a row [D] for each pair, its part of dkv: dlogit · q, plus p · dout in
-   the first V columns. Rows are sorted by key, then by query.
-4. `_sum_pairs` adds each key's rows in that order, in float32: equal inputs give equal bits.
+2. `_query_gradients` gathers the keys again and writes dq = dlogitᵀ · keys.
+3. `_pair_gradients` writes each pair's part of dkv, a row [D]: dlogit · q, plus p · dout in the
+   first V columns. Rows are sorted by key, then by query.
+4. `_sum_pairs` adds each key's rows in that order, in float32, so equal inputs give equal bits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,14 +25,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from orrery.manifest.devices import SPARSE_PAIRS
 
 LOG2_E = math.log2(math.e)
-SHARED_BYTES = 227 * 1024  # shared memory of a program on Hopper. Tiles of D = 576 need it.
+SHARED_BYTES = 227 * 1024  # shared memory of a program on Hopper, needed by tiles of D = 576
 MAX_HEADS = 64  # most heads of a tile in kernels that gather keys
 
 
 class Tiles(NamedTuple):
     """Sizes of tiles, one tuple a kernel. Backward kernels have (keys, columns, warps, stages).
 
-    `sums` (`_sum_pairs`) has rows of pairs in place of keys.
+    `sums` has rows of pairs in place of keys.
     """
 
     forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
     pairs: tuple[int, int, int, int] = (128, 64, 4, 3)
     sums: tuple[int, int, int, int] = (2, 1024, 4, 3)
     chunk_rows: int = SPARSE_PAIRS  # most pairs of a chunk, C·K
-    query_first: bool = True  # consecutive programs of `logits` share a query, else a block of k
+    query_first: bool = True  # consecutive programs of `logits` share a query, not a tile of keys
 
 
 TILES = Tiles()
@@ -57,7 +57,6 @@ def supports(q_THD: Tensor, value_width: int) -> bool:
 
 @cache
 def _shared_bytes(device: int) -> int:
-    """Return the bytes of shared memory that a program may use."""
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
@@ -100,9 +99,9 @@ def backward(
     scale: float,
     tiles: Tiles = TILES,
 ) -> tuple[Tensor, Tensor]:
-    """Return dq and dkv in the dtype of q and kv. `grad_THV` is the gradient of out.
+    """Return dq and dkv in the dtype of q and kv. `grad_THV` is out's gradient.
 
-    Each pair's part of dkv is rounded to that dtype. Their sum is in float32, and rounded again.
+    Each pair's part of dkv is rounded to that dtype. The float32 sum is rounded again.
     """
     grad_q_THD = torch.empty_like(q_THD)
     grad_kv_SD = torch.zeros_like(kv_SD, dtype=torch.float32)
@@ -171,16 +170,16 @@ def _chunk(
 
 
 def _columns(wanted: int, *parts: int) -> int:
-    """Return the greatest power of two up to `wanted` that divides all `parts`."""
+    """Return the largest power of two up to `wanted` that divides all `parts`."""
     return min(wanted, *(n & -n for n in parts))
 
 
-# Layers that share a choice share its order, which lives as long as the choice.
+# Layers that share a choice of keys share its order, kept while the choice lives.
 _orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _orders_of(indices_TK: Tensor, num_keys: int, step: int) -> list[tuple[Tensor, Tensor]]:
-    """Return `_order_of_keys` of each chunk of `step` queries."""
+    """Return `_order_of_keys` for each chunk of `step` queries."""
     sizes, found = _orders.get(indices_TK, (None, []))
     if sizes != (num_keys, step):
         found = [_order_of_keys(chunk, num_keys) for chunk in indices_TK.split(step)]
@@ -191,7 +190,7 @@ def _orders_of(indices_TK: Tensor, num_keys: int, step: int) -> list[tuple[Tenso
 def _order_of_keys(indices_CK: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Return the row number of each pair, i32 [C, K], and each key's first row, i32 [S + 1].
 
-    Rows are sorted by key, then by query. Pairs with index −1 come last. Entry S is theirs.
+    Rows are sorted by key, then by query. Pairs with index −1 come last, and entry S starts them.
     """
     key_M = torch.where(indices_CK >= 0, indices_CK, num_keys).flatten()
     key_M, pair_M = key_M.sort(stable=True)
@@ -211,7 +210,7 @@ def _attend(
     value_column, rest_column = tl.arange(0, V), V + tl.arange(0, D - V)
     q_value = tl.load(q + head[:, None] * D + value_column[None, :])
     q_rest = tl.load(q + head[:, None] * D + rest_column[None, :])
-    maximum = tl.full([HEADS], -1e38, tl.float32)  # finite, as −∞ − −∞ is NaN
+    maximum = tl.full([HEADS], -1e38, tl.float32)  # finite, because −∞ − −∞ is NaN
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, V], tl.float32)
     count = tl.load(length + t)

@@ -1,14 +1,14 @@
-"""Log-probability and entropy of given tokens, from hidden states and the LM head.
+"""Compute log-probabilities of given tokens and entropies, from hidden states and the LM head.
 
     z_tv = (hidden_t · weight_v) / temperature_t        in float32 (float64 for float64 inputs)
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
     entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
 
-- Holds at most `chunk_tokens` × V logits at a time, or one logit per token if that is more.
-- The backward pass recomputes the forward's tiles bitwise, or with `keep_logits` reads them.
-- Triton tiles span all tokens and a part of the vocabulary, plain tiles `chunk_tokens` tokens and
-  all words. The other side's gradient is summed in float32.
-- Not twice differentiable. No gradients of target and temperature. No host syncs.
+- A tile has at most `chunk_tokens` × V logits, or one logit a token if that is more. Triton tiles
+  span all tokens and a part of the vocabulary, plain tiles `chunk_tokens` tokens and all words.
+- The backward pass recomputes the tiles bitwise, or with `keep_logits` reads them. Gradients that
+  several tiles share are summed in float32.
+- Only hidden and weight get gradients, without second derivatives. There are no host syncs.
 """
 
 from collections.abc import Callable
@@ -41,9 +41,9 @@ def token_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob of `target_T` under softmax(hidden · weightᵀ / temperature), and entropy.
 
-    Both float32 [T]. hidden [T, D] and weight [V, D] of one floating dtype. target i64 [T] in [0,
-    V). temperature f32 [T] > 0. T may be 0. Raise ValueError if shapes or dtypes do not match.
-    `keep_logits` keeps 4 · T · V bytes and saves the backward a third of its products.
+    Both are float32 [T]. hidden [T, D] and weight [V, D] have one floating dtype, target i64 [T] is
+    in [0, V), and temperature f32 [T] > 0. `keep_logits` keeps 4·T·V bytes and saves the backward
+    pass a third of its products. Raise ValueError if shapes or dtypes do not match.
     """
     num_tokens = hidden_TD.shape[0]
     if chunk_tokens != "auto" and chunk_tokens < 1:
@@ -70,7 +70,7 @@ def token_logprob(
 def reference_token_logprob(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `token_logprob`'s result by `log_softmax` of all logits, with plain autograd."""
+    """Return `token_logprob`'s result from all logits at once, with plain autograd."""
     dtype = _wide(hidden_TD)
     logits_TV = hidden_TD.to(dtype) @ weight_VD.to(dtype).T / temperature_T.to(dtype)[:, None]
     log_softmax_TV = torch.log_softmax(logits_TV, dim=-1)
@@ -80,7 +80,7 @@ def reference_token_logprob(
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Return an "auto" chunk: 256 tokens on a CPU, 1/16 of a GPU's memory at 6 bytes a logit."""
+    """Return 256 tokens on a CPU, or as many as fill 1/16 of a GPU's memory at 6 bytes a logit."""
     if device.type != "cuda":
         return AUTO_CPU_TOKENS
     device_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -90,7 +90,7 @@ def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
 def tiles(
     num_tokens: int, vocab_size: int, chunk_tokens: int, backend: Backend
 ) -> list[tuple[slice, slice]]:
-    """Return (tokens, words) slices of at most `chunk_tokens` × V logits that cover them all."""
+    """Return (tokens, words) slices of at most `chunk_tokens` × V logits that cover all logits."""
     if backend == "plain":
         starts = range(0, num_tokens, chunk_tokens)
         every_word = slice(0, vocab_size)
@@ -151,7 +151,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
                 ctx.logits.append(logits_CB.clone() if backend == "plain" else logits_CB)
             rows = (target_T[tokens], temperature_T[tokens])
             update(state_4T[:, tokens], logits_CB, *rows, words.start)
-            del logits_CB  # frees this tile before the next is allocated
+            del logits_CB  # before the next tile is allocated
         logprob_T, entropy_T, log_normalizer_T = finish_state(state_4T)
         inputs = (hidden_TD, weight_VD, target_T, temperature_T)
         ctx.save_for_backward(*inputs, log_normalizer_T, entropy_T)
@@ -205,7 +205,7 @@ def _passes(backend: Backend) -> tuple[Callable[..., None], Callable[..., Tensor
 
 
 def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the state [4, T] before the first block: rows m, s, w and the target's z."""
+    """Return the first state [4, T]: `update_state`'s m, s and w, and the target's z."""
     state_4T = torch.zeros(4, num_tokens, dtype=dtype, device=device)
     state_4T[0] = -1e38  # finite: −∞ would make the first update 0 · ∞ = NaN
     return state_4T
@@ -214,10 +214,10 @@ def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> 
 def update_state(
     state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
 ) -> None:
-    """Add a block of logits to the state. It begins at column `first_column`, and is overwritten.
+    """Add logits from column `first_column` on to the state. Overwrite the logits.
 
-    Online softmax: m = max z, s = Σ exp d, w = Σ d exp d with d = z − m, and the target's z. When m
-    rises by δ, w becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s.
+    Online softmax: m = max z, s = Σ exp d, w = Σ d exp d with d = z − m. When m rises by δ, w
+    becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s.
     """
     m_T, s_T, w_T, target_logit_T = state_4T
     z_TB = logits_TB.div_(temperature_T.to(logits_TB.dtype)[:, None])
@@ -233,10 +233,7 @@ def update_state(
 
 
 def finish_state(state_4T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target's log-prob, the entropy log s − w / s and the log-normalizer m + log s.
-
-    No large terms cancel.
-    """
+    """Return the target's log-prob, the entropy log s − w / s and the log-normalizer m + log s."""
     m_T, s_T, w_T, target_logit_T = state_4T
     log_s_T = s_T.log()
     log_normalizer_T = m_T + log_s_T
@@ -256,14 +253,14 @@ def gradient(
 ) -> Tensor:
     """Return the logits' gradient [T, B], rounded once to `out_dtype`. Overwrites the logits.
 
-    With softmax p, entropy H, gradients g of the log-prob and h of the entropy, it is
+    With softmax p, entropy H, and gradients g of the log-prob and h of the entropy:
     (g_t (1[v = target_t] − p_tv) − h_t p_tv (log p_tv + H_t)) / temperature_t.
     """
     dtype = logits_TB.dtype
     g_T, h_T, temperature_T = (x.to(dtype) for x in (grad_logprob_T, grad_entropy_T, temperature_T))
     log_softmax_TB = logits_TB.div_(temperature_T[:, None]).sub_(log_normalizer_T[:, None])
     softmax_TB = log_softmax_TB.exp()
-    # −p (g + h (log p + H)) in place, then g added at a target inside this block.
+    # −p (g + h (log p + H)) in place, plus g at a target inside this block.
     grad_TB = log_softmax_TB.add_(entropy_T[:, None]).mul_(h_T[:, None]).add_(g_T[:, None])
     grad_TB = grad_TB.mul_(softmax_TB).neg_()
     column_T, inside_T = _target_columns(target_T, first_column, grad_TB.shape[1])

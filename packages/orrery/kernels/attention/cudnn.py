@@ -52,15 +52,15 @@ def runs_on(q: Tensor) -> bool:
 
 
 class CudnnDense(AttentionBackend):
-    """Equally long documents, usually one, through torch's operator.
+    """Attend in documents of equal length, usually one, through torch's operator.
 
-    Torch builds a plan per shape in some 100 ms. So only lengths that are multiples of 256 are
-    supported: these are configured, and recur in every step.
+    Torch builds a plan for each shape in some 100 ms. Hence only multiples of 256 are supported:
+    these are configured lengths, and recur in every step.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         num_q, num_k = q.shape[0], k.shape[0]
-        # cuDNN aligns the starts of a causal mask, `Layout` its ends. They agree for equal lengths.
+        # cuDNN aligns a causal mask's start, `Layout` its end. Both agree for equal lengths.
         agrees = not layout.causal or num_q == num_k
         recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
         fits = agrees and recurs and layout.is_dense(num_q, num_k)
@@ -116,14 +116,14 @@ def load_library() -> Any:
 
 
 class CudnnPacked(AttentionBackend):
-    """Packed documents of any lengths, through NVIDIA's `cudnn` package.
+    """Attend in packed documents of any lengths, through NVIDIA's optional `cudnn` package.
 
-    Torch's own operator builds a plan in every call up to torch 2.13, some 40 ms. This backend
-    caches plans, and rounds up sizes to need few. Optional: `pip install nvidia-cudnn-frontend`.
+    Up to 2.13, torch's own operator builds a plan in every call, in some 40 ms. This backend caches
+    plans, and rounds sizes up to need few.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
-        # cuDNN aligns the starts of a causal mask, `Layout` its ends. They agree in self-attention.
+        # As in `CudnnDense`. The lengths are equal in self-attention.
         agrees = layout.is_self_attention or not layout.causal
         return runs_on(q) and agrees and k.shape[0] > 0 and load_library() is not None
 
@@ -189,13 +189,13 @@ class PlanShape(NamedTuple):
 
 
 def round_up(count: int) -> int:
-    """Return the least of 128, 192, 256, 384, 512, 768, … not below `count`."""
+    """Return the smallest of 128, 192, 256, 384, 512, 768, … that holds `count`."""
     power = max(128, 1 << max(count - 1, 0).bit_length())
     return power * 3 // 4 if power > 128 and count <= power * 3 // 4 else power
 
 
 def _without_keys(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_q: int) -> Tensor:
-    """Return bool [T]: queries of documents without keys. Their outputs are undefined."""
+    """Return bool [T]: queries of documents without keys. cuDNN leaves their outputs undefined."""
     empty_N = cu_seqlens_k.diff() == 0
     return empty_N.repeat_interleave(cu_seqlens_q.diff(), output_size=num_q)
 
@@ -341,7 +341,7 @@ def _elements(device: torch.device, *elements: int) -> Tensor:
 
 @contextmanager
 def _ready(device: torch.device) -> Iterator[Any]:
-    """Lock, and yield cuDNN's handle for this device's current stream."""
+    """Lock cuDNN, and yield its handle for this device's current stream."""
     with torch.cuda.device(device), _lock:
         handle = _handle(device)
         load_library().set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)

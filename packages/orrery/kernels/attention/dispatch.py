@@ -1,6 +1,6 @@
-"""Public attention functions, their custom operators, and the choice of a backend.
+"""Provide the public attention functions and custom operators, and choose a backend.
 
-- `BACKENDS` has the fastest first. If one fails, this process goes on to the next.
+- `BACKENDS` starts with the fastest. A backend that fails is not used again in this process.
 - `torch.compile(fullgraph=True)` traces symbolic lengths, so a new packing does not recompile.
 - A checkpoint policy that saves `torch.ops.orrery.varlen_attention_forward.default` avoids
   recomputing attention.
@@ -57,7 +57,7 @@ _order: list[str] = list(BACKENDS)
 
 
 def prefer(choice: str) -> None:
-    """Try the backends of `choice` first in this process. After `plain` no other is tried.
+    """Try the backends of `choice` first in this process, or with "plain" only these.
 
     Raise ValueError if their package cannot be imported.
     """
@@ -81,10 +81,10 @@ def varlen_attention(
 ) -> Tensor:
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
-    Scores are scaled by head_dim^-1/2. q [T, H, D]. k, v [T, G, D] with H a multiple of G: query
-    head h reads group h // (H / G). `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`. With
-    `documents_k`, k and v are [S, G, D] and packed by these offsets, and a document's last query
-    sees all of its keys, each earlier query one key less.
+    q is [T, H, D]. k and v are [T, G, D], and head h of H reads group h // (H / G). Scores are
+    scaled by D^-1/2. `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`. With `documents_k`,
+    k and v are [S, G, D], packed by these documents. A document's last query sees all its keys, and
+    each earlier query one key less.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
@@ -96,7 +96,7 @@ def varlen_attention(
 def reference_varlen_attention(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None
 ) -> Tensor:
-    """Return `varlen_attention`'s result from all scores of one document at a time."""
+    """Return `varlen_attention`'s result, document by document."""
     dtype = lse_dtype(q_THD)
     heads_per_group = q_THD.shape[1] // k_TGD.shape[1]
     outputs = [q_THD[:0]]
@@ -123,8 +123,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return out [T, H, D], differentiable, and log-sum-exp float32 [T, H], without gradient.
 
-    Queries and keys have separate offsets (see `Layout`). A query without keys gets zeros and −∞.
-    Raise ValueError unless H is a multiple of G.
+    See `Layout`. A query without keys gets zeros and −∞. Raise ValueError unless G divides H.
     """
     num_heads, num_groups = q_THD.shape[1], k_SGD.shape[1]
     if num_heads % num_groups:
@@ -155,7 +154,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v.
 
-    `out` and `lse` [T, H] may cover more keys, as in ring attention. Then sum dq over the parts in
+    `out` and `lse` [T, H] may cover more keys, as in ring attention. Then sum the parts of dq in
     float32.
     """
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
@@ -280,7 +279,7 @@ def _tell_first_use(name: str, q: Tensor, k: Tensor) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether another backend can help. Out of memory and device faults would recur."""
+    """Return whether another backend may succeed. Out of memory and device faults would recur."""
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 
 

@@ -1,4 +1,4 @@
-"""FlashAttention 2 of torch, and FlashAttention 4 of a package."""
+"""Run torch's FlashAttention 2, or FlashAttention 4 from a package."""
 
 import contextlib
 import inspect
@@ -34,7 +34,7 @@ _FLASH2_SIGNATURES = {
 
 
 class Flash2(AttentionBackend):
-    """Torch's own FlashAttention 2: half precision on a GPU, any layout."""
+    """Run torch's FlashAttention 2, for half precision on a GPU and any layout."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         return (
@@ -73,7 +73,7 @@ _FLASH4_PARAMETERS = {
 
 @cache
 def load_flash4() -> Any:
-    """Return the package's interface, or None if it is missing or has other parameters."""
+    """Return the package's interface, or None if the package is missing or does not fit."""
     _set_compile_cache()
     try:
         from flash_attn.cute import interface
@@ -129,11 +129,11 @@ def _documents(layout: Layout) -> dict[str, Any]:
 
 
 class Flash4(AttentionBackend):
-    """FlashAttention 4 on Hopper, if the package `flash-attn-4` is installed.
+    """Run FlashAttention 4 on Hopper, if the package `flash-attn-4` is installed.
 
     - Gradients are summed in no fixed order, so deterministic runs use FlashAttention 2.
-    - Limited to the cases of benchmarks/kernels/attention.json. Packs of short documents, or of
-      more than 256, would compile further kernels.
+    - Only the cases of benchmarks/kernels/attention.json are supported. Short documents, or more
+      than 256, would compile further kernels.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:

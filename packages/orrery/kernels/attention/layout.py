@@ -15,7 +15,7 @@ class Documents:
     """Packed documents, built once a forward pass. Document i: `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
     `cu_seqlens` i32 [n + 1] rises from 0 to the number of tokens. `max_seqlen` bounds the lengths.
-    Without it the constructor reads device memory, but compiled code cannot. `is_padding`, bool
+    Without it the constructor syncs the device, so compiled code must give it. `is_padding`, bool
     [T], marks this device's tokens that no loss counts.
     """
 
@@ -34,9 +34,9 @@ class Documents:
 class Layout(NamedTuple):
     """The keys that each query attends to, and the scale of scores.
 
-    Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`. Keys and values have
-    `cu_seqlens_k` likewise. `max_q` and `max_k` bound the lengths. `causal` aligns the ends: of l
-    queries and m keys, query a attends to keys 0 to a + m − l.
+    Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`, and likewise keys and values.
+    `max_q` and `max_k` bound the lengths. `causal` aligns the ends: of l queries and m keys, query
+    a attends to keys 0 to a + m − l.
     """
 
     cu_seqlens_q: Tensor
@@ -52,18 +52,18 @@ class Layout(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Return whether queries and keys share one tensor of offsets, without a device read."""
+        """Return whether queries and keys share one tensor of offsets, without a device sync."""
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
     def is_dense(self, num_q: int, num_k: int) -> bool:
-        """Return whether all lengths are equal: n documents of at most m tokens have n·m."""
+        """Return whether all documents have the maximum length, without a device sync."""
         n = self.num_documents
         full = n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k)
         return n > 0 and full and num_q > 0 and num_k > 0
 
     def spans(self) -> list[tuple[int, int, int, int]]:
-        """Return (first query, query end, first key, key end) per document. Sync the device."""
+        """Return (first query, query end, first key, key end) per document. Syncs the device."""
         pairs_q = itertools.pairwise(self.cu_seqlens_q.tolist())
         pairs_k = itertools.pairwise(self.cu_seqlens_k.tolist())
         return [(*q, *k) for q, k in zip(pairs_q, pairs_k, strict=True)]
@@ -75,9 +75,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # gradients of q, k and v, in their d
 
 
 class AttentionBackend(Protocol):
-    """An implementation of both passes over contiguous tensors. The passes may use different
-    backends.
-    """
+    """Both passes over contiguous tensors. Forward and backward may use different backends."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...
 
@@ -92,7 +90,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def has_signatures(signatures: dict[str, str]) -> bool:
-    """Return whether these private operators of `torch.ops.aten` begin with these parameters."""
+    """Return whether private operators of `torch.ops.aten` begin with these parameters."""
     return all(_matches(name, tuple(words.split())) for name, words in signatures.items())
 
 

@@ -1,6 +1,6 @@
-"""Attention on any device: padded batches of documents, or plain products document by document.
+"""Attend on any device, in padded batches of documents or document by document.
 
-`Plain` and `Batched` are exact in float32 (float64 for float64). Formulas: FlashAttention (arXiv
+`Plain` and `Batched` compute in float32 (float64 for float64). Formulas: FlashAttention (arXiv
 2205.14135), appendix B. Padding follows each document, so the causal mask hides it.
 """
 
@@ -20,9 +20,8 @@ from orrery.kernels.attention.layout import (
     lse_dtype,
 )
 
-_BLOCK_QUERIES = 512  # per block of `Plain`: scores are [H, 512, keys]
-# Least ratio of a grid's shortest to its longest document: padding stays below a third.
-_SHORTEST_SHARE = 0.75
+_BLOCK_QUERIES = 512  # of `Plain`: scores are [H, 512, keys]
+_SHORTEST_SHARE = 0.75  # smallest ratio of the shortest to the longest document of a grid
 _MAX_LENGTH = 1024  # of `Batched`: scores are quadratic in the length
 _MAX_SCORES = 1 << 26  # scores at a time: three tensors of 256 MiB in float32
 
@@ -35,10 +34,10 @@ _SIGNATURES = {
 
 
 class Plain(AttentionBackend):
-    """Plain matrix products, one document and one block of queries at a time: any inputs.
+    """Use plain products, one document and one block of queries at a time, for any inputs.
 
-    The backward pass takes the log-sum-exp over *all* keys, so it may run on a part of them (ring
-    attention, arXiv 2310.01889).
+    The backward pass takes the log-sum-exp over *all* keys, so it may run on a part of the keys
+    (ring attention, arXiv 2310.01889).
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -73,7 +72,7 @@ class Plain(AttentionBackend):
 
 
 def _blocks(layout: Layout) -> list[tuple[slice, slice, int]]:
-    """Return (queries, keys that any of them sees, last key that the first query sees)."""
+    """Return (queries, keys that any query sees, last key that the first query sees)."""
     blocks = []
     for q_start, q_end, k_start, k_end in layout.spans():
         ahead = (k_end - k_start) - (q_end - q_start)
@@ -113,15 +112,15 @@ def _scores(
 
 
 def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
-    """Return exp(score − lse). The clamp turns a NaN without keys (lse −∞) into 0."""
+    """Return exp(score − lse). The clamp gives 0, not NaN, without keys (lse −∞)."""
     return (scores_HTS - lse_HT.clamp_min(torch.finfo(lse_HT.dtype).min)[..., None]).exp()
 
 
 class Grids:
     """Documents of similar lengths as rows of padded grids, longest first, without empty documents.
 
-    `sources[b]` i64 [N_b, L_b]: each cell's packed token. Padding repeats the document's last
-    token. `place` i64 [T]: each token's cell over all grids, or None if one grid has them in order.
+    `sources[b]` i64 [N_b, L_b]: each cell's packed token, in padding the document's last token.
+    `place` i64 [T]: each token's cell over all grids, or None if one grid has all in order.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:
@@ -146,14 +145,14 @@ class Grids:
         return [part.unflatten(0, source.shape) for part, source in pairs]
 
     def packed(self, cells: list[Tensor]) -> Tensor:
-        """Return the packed [T, …] from all grids' cells, given in any number of pieces."""
+        """Return the packed [T, …] from all grids' cells, in any number of pieces."""
         whole = cells[0] if len(cells) == 1 else torch.cat(cells)
         return whole if self.place is None else whole.index_select(0, self.place)
 
 
 @lru_cache(maxsize=32)
 def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
-    """Build the grids. They are cached, because layers and passes share them."""
+    """Build the grids, and cache them for all layers and passes."""
     offsets = np.asarray(cu_seqlens, dtype=np.int64)
     starts, lengths = offsets[:-1], np.diff(offsets)
     order = np.argsort(-lengths, kind="stable")
@@ -176,7 +175,7 @@ def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
 
 
 class Padded(AttentionBackend):
-    """Causal attention on a CPU: padded batches of documents in torch's CPU kernel."""
+    """Run causal attention on a CPU, in padded batches through torch's kernel."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         is_causal = layout.causal and layout.is_self_attention
@@ -219,7 +218,7 @@ class Padded(AttentionBackend):
 
 
 def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
-    """Return one grid's [N, H, L, D]. Key heads are repeated, because the kernel has no groups."""
+    """Return one grid's [N, H, L, D]. Repeat key heads, because the kernel has no groups."""
     x_NLHD = grids.gather(x, grid)
     if x.shape[1] != num_heads:
         x_NLHD = x_NLHD.repeat_interleave(num_heads // x.shape[1], dim=2)
@@ -227,7 +226,7 @@ def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
 
 
 class Batched(AttentionBackend):
-    """Causal attention of short documents on a GPU in float32, without a fused backend."""
+    """Run causal attention of short documents on a GPU in float32, without a fused kernel."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         is_causal = layout.causal and layout.is_self_attention
@@ -273,7 +272,7 @@ def _rows(grids: Grids, grid: int, q_THD: Tensor) -> int:
 def _parts(
     grids: Grids, grid: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *like_q: Tensor
 ) -> list[tuple[Tensor, ...]]:
-    """Split a grid's tensors into batches [N, G, R, L, D], with R query heads for each key head."""
+    """Split a grid's tensors into batches [N, G, R, L, D], with R query heads a key head."""
     groups = k_TGD.shape[1]
     wholes = [_grouped(grids.gather(x, grid), groups) for x in (q_THD, k_TGD, v_TGD, *like_q)]
     return list(zip(*(whole.split(_rows(grids, grid, q_THD)) for whole in wholes), strict=True))

@@ -1,10 +1,10 @@
-"""Linear layers and groups of experts in FP8, with float32 accumulation in all three products.
+"""Run linear layers and groups of experts in FP8, with float32 sums in all three products.
 
-- y = x · wᵀ reads x quantized by rows. dx = dy · w reads dy quantized by rows. dw = dyᵀ · x reads
-  both quantized by columns, so the forward pass keeps x's columns in FP8.
+- y = x · wᵀ and dx = dy · w read x and dy quantized by rows. dw = dyᵀ · x reads both quantized by
+  columns, so the forward pass keeps x's columns in FP8.
 - Backends: DeepGEMM on a Hopper GPU (the engine's products, bit for bit), or float32 products of
   dequantized operands, the slow reference.
-- Operators are opaque to torch.compile. They compute and keep only what wanted gradients need.
+- The operators are opaque to torch.compile. They skip work for unwanted gradients.
 - `fp8_experts` fuses permutation and SwiGLU into quantization. Its results equal bitwise those of
   `gather_rows`, `fp8_grouped_matmul`, `swiglu_rows`, `fp8_grouped_matmul` and `combine_rows`.
 - Without `parts` each pass quantizes the weight, because a gathered weight is freed after a pass.
@@ -44,7 +44,7 @@ BY_CHANNEL = (1, 1, BLOCK)  # recipe of 1 × 128 blocks on both sides
 
 @cache
 def load() -> ModuleType | None:
-    """Return DeepGEMM, or None if it or a Hopper GPU is missing."""
+    """Return DeepGEMM, or None without DeepGEMM or a Hopper GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     try:
@@ -57,7 +57,7 @@ def load() -> ModuleType | None:
     folder = Path(vllm.origin).parent / "third_party" / "deep_gemm"
     if not (folder / "__init__.py").is_file():
         return None
-    # Register it as `deep_gemm`, because its submodules import that name.
+    # The submodules import the name `deep_gemm`.
     spec = importlib.util.spec_from_file_location(
         "deep_gemm", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -73,7 +73,7 @@ def load() -> ModuleType | None:
 
 
 def product(library: Any, x: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return x · weightᵀ [M, N]. x [M, K] has blocks 1 × 128, weight [N, K] 128 × 128."""
+    """Return x · weightᵀ [M, N]. x [M, K] has blocks of 1 × 128, weight [N, K] of 128 × 128."""
     out_MN = x.value.new_empty(x.value.shape[0], weight.value.shape[0], dtype=dtype)
     library.fp8_gemm_nt(tuple(x), tuple(weight), out_MN, disable_ue8m0_cast=True)
     return out_MN
@@ -103,11 +103,11 @@ def grouped_product(
 def grouped_weight_gradient(
     library: Any, grad: Quantized, x: Quantized, groups: RowGroups, sides: tuple[int, int]
 ) -> Tensor:
-    """Return [E, N, K] in float32 from the flat columns of both. Empty groups are zero."""
+    """Return gradᵀ · x of each group [E, N, K] in float32 from flat columns, 0 for empty groups."""
     num_groups = groups.ends_E.shape[0]
     out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
     length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
-    # The host's sizes only choose tile shapes and are checked against the buffers.
+    # DeepGEMM only chooses tile shapes by `sizes`, and checks their sum.
     num_blocks = x.scale.shape[0]
     each, rest = divmod(num_blocks, num_groups)
     sizes = [(each + (e < rest)) * BLOCK for e in range(num_groups)]
@@ -120,16 +120,15 @@ Parts = list[Tensor]  # value and scale of a weight, then of its transpose
 
 
 def weight_parts(weight: Tensor) -> Parts:
-    """Return `weight` [.., N, K] quantized for all products of a step."""
     forward, backward = quantize_weight(weight)
     return [*forward, *backward]
 
 
 def fp8_linear(x_MK: Tensor, weights: Sequence[Tensor], parts: Parts | None = None) -> list[Tensor]:
-    """Return x times each weight transposed: [M, N] each, in x's dtype, from one product.
+    """Return x times each weight [N, K] transposed: [M, N] each, in x's dtype, from one product.
 
-    Weights [N, K] share x. `parts` is `weight_parts(torch.cat(weights))`. Raise ValueError if 128
-    does not divide K and every N.
+    `parts` is `weight_parts(torch.cat(weights))`. Raise ValueError if 128 does not divide K and
+    every N.
     """
     sizes = [weight.shape[0] for weight in weights]
     if bad := [size for size in sizes if size % BLOCK]:
@@ -145,8 +144,9 @@ def fp8_grouped_matmul(
 ) -> Tensor:
     """Return rows of group e times weight[e] transposed: [M, N] in x's dtype.
 
-    Padding may hold any numbers in x, and is undefined in the result and x's gradient. `parts` is
-    `weight_parts(weight)`. 128 divides M. Raise ValueError if 128 does not divide N and K.
+    Padding rows may hold any numbers in x, and are undefined in the result and x's gradient.
+    `parts` is `weight_parts(weight)`. M must be a multiple of 128. Raise ValueError if N or K is
+    not.
     """
     keeps = torch.is_grad_enabled() and weight_ENK.requires_grad
     return _grouped(x_MK, weight_ENK, parts or [], *groups, keeps)[0]
@@ -156,7 +156,7 @@ def fp8_grouped_matmul(
 def _linear(
     x_MK: Tensor, weight_NK: Tensor, parts: list[Tensor], keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and x's columns if `keeps`."""
+    """Return y, and values and scales of x's columns, empty unless `keeps`."""
     weight = Quantized(*(parts or weight_parts(weight_NK))[:2])
     rows, columns = quantize(x_MK, has_columns=keeps)
     return _product(rows, weight, x_MK.dtype), *columns
@@ -177,7 +177,7 @@ def _(
 def _linear_gradients(
     grad_MN: Tensor, columns: list[Tensor], weight: list[Tensor], wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return x's gradient in grad's dtype and the weight's in float32, empty if unwanted.
+    """Return dx in grad's dtype and dw in float32. Unwanted gradients are empty.
 
     `weight` is the plain weight, or value and scale of its transpose.
     """
@@ -229,9 +229,9 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [M, N], then values and scales of x's columns, which are empty unless `keeps`.
+    """Return y [M, N], and values and scales of x's columns, empty unless `keeps`.
 
-    `token_M` and `score_M`: see `quantize`. With them this operator has no autograd.
+    For `token_M` and `score_M` see `quantize`. With either, this operator has no autograd.
     """
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
@@ -269,9 +269,9 @@ def _grouped_gradients(
     wants_weight: bool,
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [M, K] in grad's dtype and dw f32 [E, N, K]. Unwanted gradients are empty.
+    """Return dx [M, K] and dw [E, N, K] as `_linear_gradients` does.
 
-    `columns` are x's. `weight` is as in `_linear_gradients`. dy is grad, or grad[token_M].
+    `columns` are x's. dy is grad, or grad[token_M].
     """
     groups = RowGroups(ends_E, counts_E)
     rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight, token_M)
@@ -320,7 +320,7 @@ _grouped.register_autograd(_grouped_backward, setup_context=_keep_for_grouped)
 
 
 def _keep(ctx: Any, weight: Tensor, parts: Parts, output: tuple[Tensor, ...]) -> None:
-    """Keep the columns of x, and the weight only if x's gradient is wanted."""
+    """Save x's columns, and the weight if x's gradient is wanted."""
     ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
     ctx.num_parts, ctx.dtype = len(parts), weight.dtype
@@ -397,13 +397,12 @@ def fp8_experts(
     parts: tuple[Parts, Parts],
     has_spare: bool = False,
 ) -> Tensor:
-    """Return [T, D]: each token's sum of score · output over its experts.
+    """Return [T, D]: each token's sum of score · output over its K experts.
 
-    `score_TK` weights the K experts of each token. `rows` is from `sort_by_expert` with block 128.
-    `weights` are gate-up [E, 2·I, D] and down [E, D, I]. `parts` are the `weight_parts` of each, or
-    two empty lists. With `has_spare`, the last 128 rows belong to no expert, and slots without an
-    expert point to one of them. Outputs and gradients of these rows are set to zero. Raise
-    ValueError if 128 does not divide the number of rows.
+    `rows` is from `sort_by_expert` with block 128. `weights` are gate-up [E, 2·I, D] and down [E,
+    D, I]. `parts` are the `weight_parts` of each, or two empty lists. With `has_spare`, the last
+    128 rows belong to no expert and count as zero, and slots without an expert point to these rows.
+    Raise ValueError if 128 does not divide the number of rows.
     """
     if rows.row_M.shape[0] % BLOCK:
         raise ValueError(f"experts in FP8 take a multiple of 128 rows, not {rows.row_M.shape[0]}")

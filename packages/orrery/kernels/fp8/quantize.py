@@ -1,10 +1,10 @@
 """Quantize to float8_e4m3fn with one float32 scale a block of 128.
 
-M rows · K columns · N outputs · E groups. A block is 1 × 128 in rows of activations (`rows`),
-128 × 1 in their columns (`columns`, stored transposed), and 128 × 128 in weights.
+M rows · K columns · N outputs · E groups. Blocks of activations are 1 × 128 (`rows`) or 128 × 1
+(`columns`, stored transposed). Blocks of weights are 128 × 128.
 
-- Rows have the bytes of vLLM 0.32's `per_token_group_fp8_quant`, weights of its
-  `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0). Engines use no columns.
+- The bytes of rows equal those of vLLM 0.32's `per_token_group_fp8_quant`, and the bytes of weights
+  those of `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0). Engines use no columns.
 - With groups (`RowGroups`) blocks of columns never cross a group, and padding counts as zero.
 - Backends: plain torch (CPU), Triton (GPU).
 """
@@ -21,14 +21,14 @@ from orrery.kernels.expert_rows import swiglu_rows
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
-MAX = 448.0  # of e4m3
+MAX = 448.0  # largest e4m3 number
 MIN_AMAX_ROWS = 1e-10  # vLLM's eps of activations
 MIN_AMAX_WEIGHT = 1e-4  # vLLM's clamp of weights
 HAS_TRITON = find_spec("triton") is not None
 
 
 class Quantized(NamedTuple):
-    """`value · scale` of its block is the number."""
+    """Each number is its value times its block's scale."""
 
     value: Tensor  # float8_e4m3fn
     scale: Tensor  # float32
@@ -37,7 +37,7 @@ class Quantized(NamedTuple):
 class RowGroups(NamedTuple):
     """Row groups that begin at multiples of 128.
 
-    Group e has the rows `ends[e − 1]:ends[e]`. All after its first `counts[e]` are padding.
+    Group e has the rows `ends[e − 1]:ends[e]`: first `counts[e]` rows, then padding.
     """
 
     ends_E: Tensor  # i32, rising, multiples of 128
@@ -61,13 +61,12 @@ def quantize(
 ) -> tuple[Quantized, Quantized]:
     """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
-    With `token_M` (integers), x is [T, K], and x[token] is quantized in its place. With `score_M`,
-    x is [M, 2·K], and swiglu_rows(x, score) is quantized. The Triton backend stores neither of
-    these.
+    With `token_M` (integers), quantize x[token], x [T, K]. With `score_M`, quantize
+    swiglu_rows(x, score), x [M, 2·K]. Triton stores neither.
 
     - Rows are values [M, K] and scales [M, K/128].
-    - Columns are values of xᵀ [K, M'] and scales [M'/128, K]. M' is M rounded up to whole blocks.
-      With groups the values are flat: the matrix [K, rows] of each group in turn.
+    - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' = M rounded up to whole
+      blocks. With groups the values are flat: the matrix [K, rows] of each group in turn.
 
     Raise ValueError if 128 does not divide K.
     """
@@ -111,7 +110,7 @@ def reference_quantize_rows(x_MK: Tensor) -> Quantized:
 
 
 def reference_quantize_columns(x_MK: Tensor, groups: RowGroups | None = None) -> Quantized:
-    """Return `quantize`'s columns of x. Padding is zero."""
+    """Return `quantize`'s columns of x, whose padding is zero."""
     x_MK = F.pad(x_MK, (0, 0, 0, -x_MK.shape[0] % BLOCK))
     x_KGB = x_MK.T.contiguous().float().unflatten(-1, (-1, BLOCK))
     scale_KG = x_KGB.abs().amax(-1).clamp(min=MIN_AMAX_ROWS) * (1 / MAX)

@@ -1,4 +1,4 @@
-"""Triton kernels of FP8 quantization: one program a tile of 128 × 128.
+"""Triton kernels of FP8 quantization, with one program a tile of 128 × 128.
 
 Rows of activations are divided by their scales with correct rounding, as in vLLM's CUDA kernel: a
 product with the scale's reciprocal, corrected by the remainder (Markstein 1990, theorem 8.3).
@@ -15,7 +15,7 @@ from torch import Tensor
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 NUM_WARPS = 4
-SIDE = 128  # how many rows (or columns) of a tile a program holds in registers at a time
+SIDE = 128  # rows (or columns) of a tile in registers at a time
 
 
 def quantize(
@@ -65,7 +65,7 @@ def quantize(
 
 
 def _tiles(groups, num_tiles: int) -> Tensor:
-    """Return i32 [tiles, 3]: number of real rows in the tile, its group's first row and row count.
+    """Return i32 [tiles, 3]: each tile's number of real rows, its group's first row and row count.
 
     The row count includes padding. Tiles after the last group have −1 real rows.
     """
@@ -177,7 +177,7 @@ def _tile(
 
     Padding rows are zero.
     """
-    # Offsets of tiles need 64 bits. Offsets inside a tile have 32 bits to save registers.
+    # Offsets of tiles need 64 bits. Offsets inside a tile have 32 bits, to save registers.
     is_real = row < num_real
     if HAS_TOKENS:
         token_row = tl.load(token + tile * 128 + row, mask=is_real, other=0).to(tl.int64)
@@ -188,7 +188,7 @@ def _tile(
         gate = tl.load(source, mask=is_real[:, None], other=0.0).to(tl.float32)
         up = tl.load(source + width, mask=is_real[:, None], other=0.0).to(tl.float32)
         weight = tl.load(score + tile * 128 + row, mask=is_real, other=0.0).to(tl.float32)
-        # Round the activation to x's dtype before quantization: `swiglu_rows` does so, too.
+        # Round to x's dtype first, as `swiglu_rows` does.
         return (gate * tl.sigmoid(gate) * up * weight[:, None]).to(x.dtype.element_ty)
     else:
         source = x + tile * 128 * width + block * 128 + (row[:, None] * width + column[None, :])
