@@ -6,13 +6,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forked_roles import ForkedRole, import_before
 from loopback_hub import TOKEN, Hub
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import load
+from orrery.manifest.identity import load, run_id
+from orrery.manifest.schema import Manifest
 
 ROOT = Path(__file__).parents[2]
 NAME = "tiny-labs/Tiny-0.1B"
@@ -409,3 +411,143 @@ def test_a_full_disk_is_refused_before_the_download(place, problems):
     error = place.refuse("dataset", "tiny-labs/problems", "--config", "main")
     assert "tiny-labs/problems needs 1000000000.0 GB. Free some, or set HF_HOME" in error
     assert not [path for path in place.paths("GET") if path.endswith("gsm_test.jsonl")]
+
+
+WORDS = "tiny-labs/words"
+SITES = "min_sites: 2, max_sites: 2"
+WORDS_DATA = """\
+          local source = (import 'tasks/words_fetched.libsonnet').source,
+          data: {
+            kind: 'text', path: source.path, split: source.split, column: 'text',
+            sha256: source.sha256, num_shards: 2, shard_by: 'file',
+          },
+        },
+"""
+
+
+@pytest.fixture
+def words(place, tmp_path) -> str:
+    """A dataset of text: four large files and a small one to train, and a large one to test.
+
+    The texts of a file have one letter. Returns the commit.
+    """
+    (tmp_path / "words").mkdir()
+    for number, letter in enumerate("abcdef"):
+        name = "test-0.jsonl" if letter == "f" else f"train-{number}.jsonl"
+        texts = [letter * length for length in range(2 if letter == "e" else 70)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / "words" / name).write_text(lines)
+    return place.hub.add(WORDS, tmp_path / "words", "datasets")
+
+
+@pytest.fixture
+def second(place, tmp_path) -> Place:
+    """Another site's checkout and cache, with the same hub."""
+    return Place(tmp_path / "second", place.hub, place.environment["HF_ENDPOINT"])
+
+
+def large_files(place: Place) -> list[str]:
+    """Return the large files that the hub sent since the last call."""
+    names = {Path(path).stem for path in place.paths("GET") if path.startswith("/cdn/")}
+    place.hub.requests.clear()
+    return sorted(names)
+
+
+def rendered(site: Place) -> Manifest:
+    """Render a run of two sites on the fetched words."""
+    text = (ROOT / "jsonnet/runs/elastic_text.jsonnet").read_text()
+    begin, end = text.index("          data: {"), text.index("        rl+:")
+    text = text[:begin] + WORDS_DATA + text[end:]
+    text = text.replace("elastic_text:", "words:").replace("min_sites: 3, max_sites: 6", SITES)
+    (site.root / "jsonnet/runs/words.jsonnet").write_text(text)
+    code, _, err = site.orrery("render", "words")
+    assert code == 0, err
+    return load(site.root / "manifests/words.json")
+
+
+def trained_letters(spec: Manifest, shard: int, tokenizer: Path) -> str:
+    """Return the letters of the documents that a site trains in an epoch."""
+    from orrery.tasks.chat import Renderer
+    from orrery.tasks.tokenizer import write_tokenizer
+    from orrery.trainer.sft_data import load_examples
+    from orrery.trainer.text_data import text_batches
+
+    write_tokenizer(spec.model, tokenizer)
+    texts = load_examples(spec, tokenizer)
+    batches = text_batches(texts, spec, 0, SimpleNamespace(shard=shard, start=0))
+    num_batches = -(-len(texts.documents(shard)) // spec.sft.examples_per_batch)
+    found = {int(each) for _ in range(num_batches) for each in next(batches).token["token_id"]}
+    encode = Renderer(tokenizer).encode
+    return "".join(letter for letter in "abcdef" if encode(letter)[0] in found)
+
+
+def test_two_sites_fetch_half_the_files_for_one_manifest_and_disjoint_documents(
+    place, second, words, monkeypatch, tmp_path
+):
+    place.hub.breaks = 1
+    ids, letters = [], []
+    for shard, site in enumerate((place, second)):
+        code, out, err = site.orrery("fetch", "dataset", WORDS, "--shard", f"{shard}/2")
+        assert code == 0, err
+        assert any("range" in headers for _, _, headers in place.hub.requests) == (shard == 0)
+        assert large_files(place) == ["test-0", f"train-{shard}", f"train-{shard + 2}"]
+        assert "split train: 142 rows in 3 of 5 files with the columns text" in out
+        assert "shard_by: 'file' in stages.sft.data, and type `orrery join` with --shard" in out
+        spec = rendered(site)
+        ids.append(run_id(spec))
+        monkeypatch.chdir(site.root)
+        (tmp_path / f"tokenizer-{shard}").mkdir()
+        letters.append(trained_letters(spec, shard, tmp_path / f"tokenizer-{shard}"))
+    assert ids[0] == ids[1]
+    assert letters == ["ace", "bd"]
+    join = ("join", "words", "127.0.0.1:29400", "--shard")
+    code, _, err = place.orrery(*join, "1")
+    assert code == 2
+    assert err == (
+        f"error: stages.sft.data.path: {place.root}/datasets/words lacks train-1.jsonl and 1 more "
+        f"of shard 1 of 2. Type `orrery fetch dataset {WORDS}@{words} --shard 1/2`\n"
+    )
+    code, _, err = place.orrery(*join, "2")
+    assert (code, "Type a shard from 0 to 1" in err) == (2, True), err
+    assert not (place.root / "runs").exists()
+
+
+def test_a_shard_is_added_to_a_folder_until_the_whole_dataset_is_there(place, second, words):
+    from orrery.manifest.publish import sha256_of_data
+
+    fetch = ("fetch", "dataset", WORDS)
+    code, _, err = second.orrery(*fetch)
+    assert code == 0, err
+    sides, folder = Path("jsonnet/tasks/words_fetched.libsonnet"), Path("datasets/words")
+    digest = sha256_of_data(second.root / folder)
+    large_files(place)
+    steps = {"0/4": ["test-0", "train-0"], "1/4": ["train-1"], "0/2": ["train-2"], "": ["train-3"]}
+    for shard, names in steps.items():
+        code, out, err = place.orrery(*fetch, *(("--shard", shard) if shard else ()))
+        assert code == 0, err
+        assert large_files(place) == names
+        assert f"sha256 {digest}" in out
+        assert (place.root / sides).read_bytes() == (second.root / sides).read_bytes()
+    files = {path.name for path in (second.root / folder).iterdir()}
+    assert {path.name for path in (place.root / folder).iterdir()} == files
+    assert sha256_of_data(place.root / folder) == digest
+    code, _, err = second.orrery(*fetch, "--shard", "1/3")
+    assert (code, large_files(place)) == (0, []), err
+
+
+def test_wrong_files_and_shards_are_refused(place, words):
+    words_of = ("dataset", WORDS, "--shard")
+    place.hub.wrong = {"train-0.jsonl"}
+    assert "train-0.jsonl has the digest" in place.refuse(*words_of, "0/2")
+    sentences = {
+        "4/3": "--shard 4/3: K is below N, and counts from 0. Type a K from 0 to 2",
+        "3": "--shard 3: is not K/N. Type 0/4 for the first of 4 shards",
+        "0/0": "--shard 0/0: is not K/N",
+        "0/6": "--shard 0/6: the split train has 5 files, and a shard needs one. Type an N of at",
+    }
+    for word, sentence in sentences.items():
+        assert sentence in place.refuse(*words_of, word)
+    code, _, err = place.orrery("fetch", *words_of, "1/2")
+    assert code == 0, err
+    shutil.rmtree(place.root / "datasets")
+    assert "HF_HUB_OFFLINE is set. Unset it" in place.refuse(*words_of, "1/2", HF_HUB_OFFLINE="1")

@@ -10,6 +10,7 @@ from orrery.manifest.budget.run import plan_run
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.fields import lookup, parse
+from orrery.manifest.identity import run_id
 
 GOOD = json.loads((Path(__file__).parents[2] / "manifests/elastic_text.json").read_text())
 ELASTIC = "trainer.elastic"
@@ -30,6 +31,7 @@ SENTENCES = [
     ("trainer.checkpoint.interval_steps", 5, "interval_steps 5 is not a multiple of"),
     ("stages.sft.data", DEMONSTRATIONS, "every site would train the same examples"),
     ("orchestrator.evaluation.stop_at", 0.5, "would end RL at another step, with other weights"),
+    ("stages.sft.data", GOOD["stages"]["sft"]["data"] | {"shard_by": "row"}, 'shard_by = "row"'),
     ("stages.sft.data.num_shards", 5, "num_shards 5 is below trainer.elastic.max_sites 6"),
 ]
 
@@ -52,6 +54,14 @@ def test_a_wrong_field_gives_one_sentence(path, value, sentence):
     with pytest.raises(OrreryError) as caught:
         check(data, "here")
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_rule_of_shards_is_written_only_where_it_is_set():
+    assert check(GOOD, "here").model_dump(mode="json") == GOOD
+    data = copy.deepcopy(GOOD)
+    data["stages"]["sft"]["data"]["shard_by"] = "file"
+    assert check(data, "here").model_dump(mode="json") == data
+    assert run_id(check(data, "here")) != run_id(check(GOOD, "here"))
 
 
 def test_sites_need_12_bytes_of_host_memory_for_each_trained_parameter():

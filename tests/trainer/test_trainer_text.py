@@ -8,11 +8,12 @@ import pytest
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
-from orrery.manifest.publish import sha256_of_data
-from orrery.manifest.schema import TextData
+from orrery.manifest.publish import sha256, sha256_of_data
+from orrery.manifest.schema import Manifest, TextData
+from orrery.manifest.shards import DATA_SUMS, SUMS, write_data_sums
 from orrery.tasks.chat import Renderer
 from orrery.tasks.tokenizer import write_tokenizer
-from orrery.trainer.sft_data import open_examples
+from orrery.trainer.sft_data import load_examples, open_examples
 from orrery.trainer.text_data import Texts, text_order
 
 MANIFEST = load(Path(__file__).parents[2] / "manifests/elastic_text.json")
@@ -84,3 +85,86 @@ def test_documents_can_be_compared_with_validation_data(tmp_path, tokenizer):
     chats = opened(tmp_path, tokenizer).chats
     assert len(chats) == 5 and chats[3].messages[0].content == "the fourth"
     assert chats[3].where.endswith("text.jsonl:4")
+
+
+FILES = ["train-0.jsonl", "train-1.jsonl", "train-2.jsonl", "test.jsonl"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A fetched dataset of four files with two documents each."""
+    (made := tmp_path / "words").mkdir()
+    for number, name in enumerate(FILES):
+        rows = [{"text": letter * 5} for letter in "abcdefgh"[2 * number : 2 * number + 2]]
+        (made / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_data_sums(made, {name: sha256(made / name) for name in FILES})
+    (made / SUMS).write_text("# dataset owner/words at 0123\n")
+    return made
+
+
+def by_file(folder: Path, **changes) -> TextData:
+    found = {"path": str(folder), "split": "train", "sha256": sha256_of_data(folder)}
+    fields = {"num_shards": 2, "shard_by": "file"}
+    return MANIFEST.sft.data.model_copy(update=found | fields | changes)
+
+
+def with_data(data: TextData) -> Manifest:
+    sft = MANIFEST.sft.model_copy(update={"data": data})
+    return MANIFEST.model_copy(update={"stages": MANIFEST.stages.model_copy(update={"sft": sft})})
+
+
+def texts_of(spec: Manifest, tokenizer: Path, shard: int | None) -> list[str]:
+    found = load_examples(spec, tokenizer)
+    return [found.text(index) for index in found.documents(shard)]
+
+
+def test_a_site_with_the_files_of_its_shard_trains_the_documents_of_a_whole_folder(
+    folder, tokenizer
+):
+    spec = with_data(by_file(folder))
+    whole = [texts_of(spec, tokenizer, shard) for shard in (0, 1)]
+    assert whole == [[each * 5 for each in "abef"], [each * 5 for each in "cd"]]
+    (folder / "train-0.jsonl").unlink()
+    assert texts_of(spec, tokenizer, 1) == whole[1]
+    command = r"Type `orrery fetch dataset owner/words@0123 --shard 0/2`, or `orrery join` with"
+    with pytest.raises(OrreryError, match=rf"lacks train-0.jsonl of shard 0 of 2. {command}"):
+        texts_of(spec, tokenizer, 0)
+
+
+def test_a_wrong_file_or_list_of_a_shard_gives_one_sentence(folder, tokenizer):
+    spec = with_data(by_file(folder))
+    sums = (folder / DATA_SUMS).read_text()
+    (folder / DATA_SUMS).write_text(sums.replace("train-2", "train-9"))
+    with pytest.raises(OrreryError, match=r"sft.data.path: .*train-2.jsonl is not the file of"):
+        load_examples(spec, tokenizer)
+    (folder / "train-2.jsonl").unlink()
+    with pytest.raises(OrreryError, match=r"sft.data.sha256: .*words has .*, the manifest says"):
+        load_examples(spec, tokenizer)
+    (folder / DATA_SUMS).write_text(sums)
+    (folder / "train-1.jsonl").write_text("{}\n")
+    command = r"type `orrery fetch dataset owner/words@0123 --shard 1/2`"
+    with pytest.raises(OrreryError, match=rf"train-1.jsonl is not the file of .* and {command}"):
+        load_examples(spec, tokenizer)
+
+
+def test_the_whole_data_is_needed_where_documents_are_not_divided_by_file(folder, tokenizer):
+    spec, plain = with_data(by_file(folder)), with_data(by_file(folder, shard_by=None))
+    alone = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"elastic": None})})
+    assert len(load_examples(alone, tokenizer)) == len(load_examples(plain, tokenizer)) == 6
+    (folder / "train-2.jsonl").unlink()
+    for each in (alone, plain):
+        with pytest.raises(OrreryError, match=r"Type `orrery fetch dataset owner/words@0123`$"):
+            load_examples(each, tokenizer)
+    assert len(load_examples(spec, tokenizer)) == 4
+
+
+def test_shards_by_file_need_files(folder, tokenizer):
+    many = with_data(by_file(folder, num_shards=4))
+    with pytest.raises(OrreryError, match="num_shards 4: shard 3 has no document; set it to at mo"):
+        texts_of(many, tokenizer, 3)
+    one = folder / "train-0.jsonl"
+    alone = with_data(by_file(folder, path=str(one), sha256=sha256(one), split=None))
+    with pytest.raises(OrreryError, match=r'sft.data.shard_by "file": needs a folder of `orrery'):
+        load_examples(alone, tokenizer)
+    with pytest.raises(OrreryError, match=r"has no 'dev'. Choose from test, train"):
+        load_examples(with_data(by_file(folder, split="dev")), tokenizer)

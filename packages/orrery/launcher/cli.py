@@ -98,8 +98,10 @@ def join(
     With `trainer.elastic` every site trains.
     With `orchestrator.guests` one site trains, and the others type `orrery lend`.
     """
-    from orrery.launcher.runs import place_site
+    from orrery.launcher.runs import check_shard, place_site
 
+    if shard is not None and stage == "sft":
+        check_shard(word, shard)
     place_site(word, address, listen, name, certificates, shard, rewind)
     run(word, stage)
 
@@ -494,6 +496,9 @@ def fetch_model(
     print(*fetching.fetch_model(repository, find_workspace(), chat_template), sep="\n")
 
 
+SHARD_FILES_HELP = (
+    "Fetch only the files of one site: shard K of N, K from 0. Without it: all files."
+)
 CONFIG_HELP = "A part of the dataset, such as main of openai/gsm8k. Without it: the only one."
 
 
@@ -501,16 +506,23 @@ CONFIG_HELP = "A part of the dataset, such as main of openai/gsm8k. Without it: 
 def fetch_dataset(
     repository: Repository,
     config: Annotated[str | None, typer.Option("--config", help=CONFIG_HELP)] = None,
+    shard: Annotated[
+        str | None, typer.Option("--shard", metavar="K/N", help=SHARD_FILES_HELP)
+    ] = None,
 ) -> None:
     """Write datasets/NAME or datasets/NAME-CONFIG and jsonnet/tasks/<name>_fetched.libsonnet.
 
     It fetches JSONL, JSON, CSV, Parquet and Arrow files. It never fetches or runs code of the
     repository.
+
+    With --shard it fetches every N-th file of the split train, and all other splits.
+    Without a split train it divides the first one.
+    The same command with another K adds that shard.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
 
-    print(*fetching.fetch_dataset(repository, config, find_workspace()), sep="\n")
+    print(*fetching.fetch_dataset(repository, config, find_workspace(), shard), sep="\n")
 
 
 PROBE_HELP = "At a site with Slurm: examine its nodes, in one small job."

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,8 +19,17 @@ from orrery.launcher import hub
 from orrery.launcher.hub import HubRepository
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
-from orrery.manifest.publish import DATA_SUFFIXES, write_atomic
+from orrery.manifest.publish import DATA_SUFFIXES, is_data, sha256, write_atomic
 from orrery.manifest.render import FETCHED, PRETRAINED
+from orrery.manifest.shards import (
+    DATA_SUMS,
+    Shard,
+    data_names,
+    files_of,
+    files_to_fetch,
+    parse_shard,
+    write_data_sums,
+)
 
 WEIGHTS = "model*.safetensors"
 TEMPLATE = "chat_template.jinja"
@@ -35,6 +45,7 @@ SETTINGS = (
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 CARD = "README.md"  # its YAML header lists configs and splits
 NO_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+SHA256_DIGITS = 64
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 Splits = dict[str, list[str]]  # files by split
 LOST = (
@@ -167,32 +178,37 @@ def _ask(module: str, *words: str) -> dict[str, Any]:
     )
 
 
-def fetch_dataset(word: str, config: str | None, workspace: Workspace) -> list[str]:
+def fetch_dataset(
+    word: str, config: str | None, workspace: Workspace, shard_word: str | None = None
+) -> list[str]:
     """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines for the user.
 
     `config`: the part to fetch, such as `main` of openai/gsm8k. None: the only part.
+    `shard_word`: K/N, to fetch only the files of shard K. None: all files.
     """
+    shard = None if shard_word is None else parse_shard(shard_word)
     source = hub.find("dataset", word, (CARD,))
     path = f"datasets/{source.name}" + (f"-{config}" if config else "")
     target = workspace.root / path
     sides = workspace.root / "jsonnet" / "tasks" / f"{_file_name(path)}{FETCHED}"
     _check_axis(sides, source)
-    if not hub.is_finished(source, target):
+    if not (hub.is_finished(source, target) and _holds(target, shard)):
         with hub.finished_folder(source, target) as folder:
-            card = [CARD] if CARD in source.files else []
-            header = _header(hub.download(source, card, folder).get(CARD))
-            chosen = _chosen(source, config, _configs(source, header))
-            by_name = {name: split for split, names in chosen.items() for name in names}
-            for name, placed in hub.download(source, by_name, folder).items():
-                placed.rename(placed.with_name(_name_of(by_name[name], placed.name)))
+            _fill(source, config, shard, target, folder)
             found = _ask("orrery.tasks.fetched", "dataset", str(folder))
     else:
         found = _ask("orrery.tasks.fetched", "dataset", str(target))
     lines = [f"{path}: {source.title}"]
     for split, one in found["splits"].items():
         columns = ", ".join(one["columns"])
-        lines.append(f"split {split}: {one['num_rows']:,} rows with the columns {columns}")
+        files = _part_text(target, split)
+        lines.append(f"split {split}: {one['num_rows']:,} rows{files} with the columns {columns}")
     lines += [f"note: {note}" for note in found["notes"]]
+    if shard is not None:
+        lines.append(
+            f"shard {shard[0]} of {shard[1]}: write num_shards: {shard[1]}, shard_by: 'file' in "
+            f"stages.sft.data, and type `orrery join` with --shard {shard[0]}"
+        )
     write_atomic(sides, _sides_text(path, source, found).encode())
     return [
         *lines,
@@ -200,6 +216,58 @@ def fetch_dataset(word: str, config: str | None, workspace: Workspace) -> list[s
         f"{workspace.shown(sides)}: source and held_out of a task of kind dataset",
         f"write (import 'tasks/{sides.name}') as the data of examples/problems/mine.jsonnet",
     ]
+
+
+def _fill(
+    source: HubRepository, config: str | None, shard: Shard | None, target: Path, folder: Path
+) -> None:
+    """Put the dataset's files, or those of a shard and of `target`, into `folder`."""
+    card = [CARD] if CARD in source.files else []
+    header = _header(hub.download(source, card, folder).get(CARD))
+    chosen = _chosen(source, config, _configs(source, header))
+    by_name = {name: split for split, names in chosen.items() for name in names}
+    by_path = {
+        str(PurePosixPath(name).with_name(_name_of(split, PurePosixPath(name).name))): name
+        for name, split in by_name.items()
+    }
+    if shard is None:
+        _download(source, by_path, by_path, folder)
+        return
+    if hub.constants.is_offline_mode():
+        raise OrreryError(
+            f"--shard {shard[0]}/{shard[1]}: needs the hub's list of files, and HF_HUB_OFFLINE is "
+            "set. Unset it"
+        )
+    data = [path for path in by_path if is_data(PurePosixPath(path))]
+    digests = {path: source.files[by_path[path]].digest for path in data}
+    small = {path for path in data if len(digests[path]) != SHA256_DIGITS}
+    held = {path for path in data if (target / path).is_file()}
+    _download(source, by_path, {*files_to_fetch(data, shard), *small, *held}, folder)
+    digests |= {path: sha256(folder / path) for path in small}
+    write_data_sums(folder, digests)
+
+
+def _download(
+    source: HubRepository, by_path: dict[str, str], paths: Iterable[str], folder: Path
+) -> None:
+    """Download files of the hub, given by their paths in `folder`."""
+    placed = hub.download(source, [by_path[path] for path in paths], folder)
+    for path in paths:
+        placed[by_path[path]].rename(folder / path)
+
+
+def _holds(target: Path, shard: Shard | None) -> bool:
+    if not (target / DATA_SUMS).is_file():
+        return True
+    names = data_names(target)
+    needed = names if shard is None else files_to_fetch(names, shard)
+    return all((target / name).is_file() for name in needed)
+
+
+def _part_text(target: Path, split: str) -> str:
+    names = files_of(data_names(target), split)
+    num_held = sum((target / name).is_file() for name in names)
+    return "" if num_held == len(names) else f" in {num_held} of {len(names)} files"
 
 
 def _sides_text(path: str, source: HubRepository, found: dict[str, Any]) -> str:

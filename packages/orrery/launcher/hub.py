@@ -23,11 +23,11 @@ from huggingface_hub import constants, errors
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import publish_folder, sha256
+from orrery.manifest.shards import SUMS
 
 constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
-SUMS = "SHA256SUMS"
 WAITS_S = (1.0, 2.0, 4.0)  # before each retry
 LINKED_BYTES = 1 << 20  # smaller files are copied, because users edit them
 Kind = Literal["model", "dataset"]

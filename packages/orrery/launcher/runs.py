@@ -26,6 +26,7 @@ from orrery.manifest.plan import check_supported, plan, stage
 from orrery.manifest.publish import publish_folder, write_atomic
 from orrery.manifest.render import render_file
 from orrery.manifest.schema import Manifest
+from orrery.manifest.shards import check_held
 from orrery.runtime.run_directory import (
     ADOPTED,
     COMPLETE,
@@ -152,6 +153,24 @@ def place_site(
     begin(run.path)
     file = run.path / SITE_FILE
     write_atomic(file, json.dumps(place | {"certificates": str(certificates.resolve())}).encode())
+
+
+def check_shard(word: str, shard: int, workspace: Workspace | None = None) -> None:
+    """Raise OrreryError if files of the shard are missing, where sites hold only their own."""
+    workspace = workspace or find_workspace()
+    sft = find(word, workspace).manifest.stages.sft
+    if sft is None or sft.data.kind != "text" or sft.data.shard_by is None:
+        return
+    data = sft.data
+    if shard >= data.num_shards:
+        raise OrreryError(
+            f"--shard {shard}: stages.sft.data.num_shards is {data.num_shards}. Type a shard from "
+            f"0 to {data.num_shards - 1}"
+        )
+    try:
+        check_held(workspace.root / data.path, data.split, (shard, data.num_shards))
+    except OrreryError as error:
+        raise OrreryError(f"stages.sft.data.{error}") from error
 
 
 def check_address(field: str, value: str) -> None:

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
@@ -90,12 +90,13 @@ def sha256(path: Path) -> str:
 
 def data_files(folder: Path) -> list[Path]:
     """Return the visible data files (JSONL, CSV, …) below a folder, sorted by path."""
-
-    def is_seen(path: Path) -> bool:
-        return not any(part[0] == "." for part in path.relative_to(folder).parts)
-
-    found = (path for path in folder.rglob("*") if path.suffix in DATA_SUFFIXES and is_seen(path))
+    found = (path for path in folder.rglob("*") if is_data(path.relative_to(folder)))
     return sorted(path for path in found if path.is_file())
+
+
+def is_data(path: PurePath) -> bool:
+    """Return whether a path in a dataset is that of a visible data file."""
+    return path.suffix in DATA_SUFFIXES and not any(part[0] == "." for part in path.parts)
 
 
 def sha256_of_data(path: Path) -> str:

@@ -22,9 +22,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.publish import sha256_of_data
 from orrery.manifest.schema import Record
 from orrery.manifest.schema.model import Sha256
+from orrery.manifest.shards import check_held, checked_sha256
 from orrery.runtime.timing import scaled
 from orrery.tasks.rows import DataRows, open_rows
 from orrery.tasks.scorer_pool import SCORERS
@@ -74,7 +74,7 @@ class ProblemFile(Record):
 
     def open(self) -> DataRows:
         try:
-            found = sha256_of_data(Path(self.path))
+            found = checked_sha256(Path(self.path))
         except OSError as error:
             raise OrreryError(
                 f"path: {self.path}: {error.strerror}. Name a file or a folder of problems"
@@ -84,6 +84,7 @@ class ProblemFile(Record):
                 f"sha256: {self.path} has {found}, the manifest says {self.sha256}. Write the new "
                 "one into the spec, or restore the old file"
             )
+        check_held(Path(self.path), self.split)
         rows = open_rows(Path(self.path), self.split)
         if not len(rows):
             raise OrreryError(f"path: {self.path} has no rows. Write one problem a line")

@@ -1,7 +1,8 @@
 """Examine a fetched folder for `orrery fetch`, and print JSON.
 
 - `tokenizer FOLDER`: the `sha256` for a model axis, the number of tokens, and added tokens' ids.
-- `dataset FOLDER`: rows and columns of each split, and the `sha256` for a spec.
+- `dataset FOLDER`: rows and columns of each split in the files that are here, and the `sha256` of
+  the whole dataset for a spec.
 """
 
 import argparse
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.publish import sha256_of, sha256_of_data
+from orrery.manifest.publish import sha256_of
+from orrery.manifest.shards import checked_sha256, data_names, split_of
 from orrery.tasks.chat import Renderer
 from orrery.tasks.rows import open_rows, splits
 from orrery.tasks.tokenizer import FILES
@@ -32,7 +34,8 @@ def tokenizer(folder: Path) -> dict[str, Any]:
 def dataset(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     notes = []
-    for split in splits(folder):
+    order = [split_of(name) for name in data_names(folder)]
+    for split in sorted(splits(folder), key=order.index):
         try:
             rows = open_rows(folder, split)
         except OrreryError as error:
@@ -41,7 +44,7 @@ def dataset(folder: Path) -> dict[str, Any]:
         found[split] = {"num_rows": len(rows), "columns": list(rows[0]) if len(rows) else []}
     if not found:
         raise OrreryError(notes[0])
-    return {"sha256": sha256_of_data(folder), "splits": found, "notes": notes}
+    return {"sha256": checked_sha256(folder), "splits": found, "notes": notes}
 
 
 def main(words: Sequence[str] | None = None) -> int:

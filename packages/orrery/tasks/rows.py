@@ -18,6 +18,7 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import DATA_SUFFIXES, data_files
+from orrery.manifest.shards import split_of
 
 
 class DataRows(Protocol):
@@ -68,7 +69,7 @@ def _open_folder(path: Path, split: str | None) -> DataRows:
 def splits(path: Path) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for file in data_files(path):
-        found.setdefault(file.name.split("-")[0].split(".")[0], []).append(file)
+        found.setdefault(split_of(file.name), []).append(file)
     if not found:
         raise OrreryError(f"path: {path} holds no file that ends in {', '.join(DATA_SUFFIXES)}")
     return found

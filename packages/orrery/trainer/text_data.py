@@ -3,9 +3,13 @@
 - A document is tokenised between two end tokens. The first is context, the last is trained.
 - A document longer than a micro-batch is cut. Each part starts with the token before it, untrained.
 - A stream is one shard, in the order of a permutation drawn from (manifest.seed, shard, epoch).
+- With `shard_by` "file" a site holds the files of its shard, and perhaps others. Indices count the
+  documents that it holds.
 - TextDocuments are read and tokenised shortly before a step trains them.
 """
 
+import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
@@ -15,11 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.publish import sha256_of_data
 from orrery.manifest.schema import Manifest, TextData
+from orrery.manifest.shards import Shard, check_held, checked_sha256, data_names, files_of
 from orrery.tasks import Message
 from orrery.tasks.chat import Renderer
-from orrery.tasks.rows import DataRows, open_rows
+from orrery.tasks.rows import DataRows, Joined, open_rows
 from orrery.trainer.sft_data import Chat
 from orrery.wire.columns import Columns
 
@@ -43,15 +47,29 @@ class TextDocuments:
 
 
 class Texts:
-    """The documents of `data`, with the methods of `Examples`."""
+    """The documents of `data`, with the methods of `Examples`.
 
-    def __init__(self, data: TextData, field: str, renderer: Renderer, max_tokens: int) -> None:
+    With `is_partial` files of other shards may be missing.
+    """
+
+    def __init__(
+        self,
+        data: TextData,
+        field: str,
+        renderer: Renderer,
+        max_tokens: int,
+        is_partial: bool = False,
+    ) -> None:
         self._data, self._field = data, field
         self._renderer, self._max_tokens = renderer, max_tokens
         self.chats = TextDocuments(self)
         path = Path(data.path)
         try:
-            found = sha256_of_data(path)
+            found = checked_sha256(path, data.num_shards)
+            if not is_partial:
+                check_held(path, data.split)
+        except OrreryError as error:
+            raise OrreryError(f"{field}.{error}") from error
         except OSError as error:
             raise OrreryError(
                 f"{field}.path: {data.path}: {error.strerror}; name a file or a folder of text"
@@ -65,12 +83,29 @@ class Texts:
     @cached_property
     def rows(self) -> DataRows:
         try:
-            rows = open_rows(Path(self._data.path), self._data.split)
+            if self._data.shard_by == "file":
+                rows: DataRows = Joined(list(self._parts_by_file.values()))
+            else:
+                rows = open_rows(Path(self._data.path), self._data.split)
         except OrreryError as error:
             raise OrreryError(f"{self._field}.{error}") from error
         if not len(rows):
             raise OrreryError(f"{self._field}.path: {self._data.path} has no rows; add documents")
         return rows
+
+    @cached_property
+    def _parts_by_file(self) -> dict[str, DataRows]:
+        """The rows of each file that is here, by its name, in the order of their indices."""
+        path, split = Path(self._data.path), self._data.split
+        if split is None or not path.is_dir():
+            raise OrreryError(
+                f'shard_by "file": needs a folder of `orrery fetch dataset` and its split, not '
+                f"{path} and {json.dumps(split)}. Name them, or leave shard_by out"
+            )
+        held = [name for name in files_of(data_names(path), split) if (path / name).is_file()]
+        if not held:
+            open_rows(path, split)  # names the splits, if this one is unknown
+        return {name: open_rows(path / name) for name in held}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -84,17 +119,40 @@ class Texts:
             if num_characters >= CHECKED_CHARACTERS:
                 return
 
-    def documents(self, shard: int | None) -> range:
-        """Return the indices of the documents in `shard`, or of all documents if it is None."""
+    def documents(self, shard: int | None) -> Sequence[int]:
+        """Return the indices of the documents in `shard`, or of all documents if it is None.
+
+        Raise OrreryError if a file of the shard is missing, or it has no document.
+        """
         if shard is None:
             return range(len(self.rows))
-        found = range(shard, len(self.rows), self._data.num_shards)
+        num_shards, most = self._data.num_shards, len(self.rows)
+        found: Sequence[int] = range(shard, most, num_shards)
+        if self._data.shard_by == "file":
+            found, most = self._documents_of_files((shard, num_shards))
         if not found:
             raise OrreryError(
-                f"{self._field}.num_shards {self._data.num_shards}: shard {shard} has no "
-                f"document; set it to at most {len(self.rows)}"
+                f"{self._field}.num_shards {num_shards}: shard {shard} has no "
+                f"document; set it to at most {most}"
             )
         return found
+
+    def _documents_of_files(self, shard: Shard) -> tuple[Sequence[int], int]:
+        """Return the indices of the shard's documents, and the number of files of all shards."""
+        path, split = Path(self._data.path), self._data.split or ""
+        try:
+            check_held(path, split, shard)
+        except OrreryError as error:
+            raise OrreryError(
+                f"{self._field}.{error}, or `orrery join` with the --shard of your files"
+            ) from error
+        names, found, begin = data_names(path), array("q"), 0
+        mine = set(files_of(names, split, shard))
+        for name, rows in self._parts_by_file.items():
+            if name in mine:
+                found.extend(range(begin, begin + len(rows)))
+            begin += len(rows)
+        return found, len(files_of(names, split))
 
     def columns(self, documents: Iterable[int]) -> Columns:
         """Tokenise documents. Raise OrreryError if a row has no text."""
@@ -135,7 +193,9 @@ class Texts:
 
 def open_texts(manifest: Manifest, field: str, data: TextData, tokenizer: Path) -> Texts:
     limit = min(manifest.trainer.memory.max_tokens_per_micro_batch, manifest.model.max_positions)
-    return Texts(data, field, Renderer(tokenizer, manifest.model.vocab_size), limit)
+    has_sites = manifest.trainer.elastic is not None and manifest.sft.data is data
+    is_partial = has_sites and data.shard_by == "file"
+    return Texts(data, field, Renderer(tokenizer, manifest.model.vocab_size), limit, is_partial)
 
 
 def text_order(documents: Sequence[int], seed: int, shard: int | None, start: int) -> Iterator[int]:

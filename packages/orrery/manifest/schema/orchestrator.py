@@ -182,8 +182,10 @@ class TextData(Record):
     """SFT data of plain text: the `column` of JSONL or Parquet rows, every token trained.
 
     - `path` is a file, or a folder whose files begin with `split` (`orrery fetch dataset`).
-    - Document i is in shard i mod num_shards. A site trains one shard, and its data ranks share the
-      documents of each batch. Without `trainer.elastic` all shards are trained.
+    - Document i is in shard i mod num_shards. With `shard_by` "file", file i of the split is, and a
+      site needs only the files of its shard (`orrery fetch dataset NAME --shard K/N`).
+    - A site trains one shard, and its data ranks share the documents of each batch. Without
+      `trainer.elastic` all shards are trained.
     - `sha256`: of the file, or of the folder as `orrery fetch dataset` prints it.
     """
 
@@ -193,6 +195,8 @@ class TextData(Record):
     column: str
     sha256: Sha256
     num_shards: Count
+    # Not written if None, so that manifests without the field keep their id.
+    shard_by: Literal["file"] | None = Field(default=None, exclude_if=lambda found: found is None)
 
 
 SftData = Annotated[Demonstrations | ChatFile | ChatDataset | TextData, Field(discriminator="kind")]
