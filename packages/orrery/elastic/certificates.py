@@ -3,8 +3,8 @@
 - The authority's key stays on its host. A site needs `authority.pem` and its own two files.
 - Both ends of a connection must hold a certificate of this authority. Names are not compared,
   because sites move.
-- Links ignore the dates of certificates, so clocks may differ. etcd checks the dates, so
-  `door.check_clock` reads the clock first.
+- Links ignore the dates of certificates, so clocks may differ. etcd does not, so `door.check_clock`
+  checks the clock first.
 """
 
 import re

@@ -2,8 +2,8 @@
 
 - Keys below orrery/RUN/: `ledger`, `rounds/NUMBER` (one row a committed round), `live/SITE` (under
   the site's lease).
-- A write is a transaction that requires the same revision of the ledger and the same creation of
-  the site's lease key. Hence a site cannot write after its lease has ended.
+- A write fails if the ledger has changed, or if the site's lease key is gone or was created again.
+  Hence a site cannot write after its lease has ended.
 - etcd's leader times leases on its own monotonic clock, from the last heartbeat.
 """
 
@@ -36,7 +36,7 @@ RETRY_WATCH_S = 0.5
 
 
 class SiteServices(msgspec.Struct, frozen=True):
-    """ADDRESS:PORT of a site's services, or "" for none."""
+    """ADDRESS:PORT of a site's services, or ""."""
 
     coordinator: str = ""  # for etcd, "" behind NAT
     snapshots: str = ""

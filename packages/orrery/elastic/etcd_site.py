@@ -1,7 +1,7 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
 - The first site starts etcd alone. Later sites that accept connections become coordinators, one at
-  a time, up to the largest odd number within `coordinators`.
+  a time, toward an odd number of at most `coordinators`.
 - All sites decide from the same lists of coordinators and live sites, so no site leads. A
   coordinator is replaced if its site is gone for REMOVE_S.
 - etcd is a child process. Its data stay in `folder`, so a crashed site keeps its vote.
@@ -88,9 +88,9 @@ class EtcdServer:
         return self._process.pid
 
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
-        """Start etcd from its data. Without data, join the cluster `names`, or create it if new.
+        """Start etcd from its data. Without data, join the cluster `names`, or start a new one.
 
-        Without all three, etcd exits, so half-written data never become a new log.
+        Without data, names and `is_new`, etcd exits, so half-written data never become a new log.
         """
         others = set(names) - {self.name}
         files = self._certificates

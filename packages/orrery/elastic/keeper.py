@@ -4,7 +4,7 @@ python -m orrery.elastic.keeper OPTIONS    OPTIONS: `KeeperOptions` as JSON
 
 - The trainer copies its state into shared memory and writes a line to the keeper. The keeper hashes
   the copy, publishes it, and serves it to peers.
-- After the trainer ends, it serves for `linger_s`, or until the folder's next keeper starts.
+- The keeper outlives the trainer for `linger_s`, or until the folder's next keeper starts.
 - `trainer/saver.py` writes the checkpoints on disk.
 """
 

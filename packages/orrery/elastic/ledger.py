@@ -33,7 +33,7 @@ class Behind(LeaseLost):
 
 
 class StateLacking(ElasticError):
-    """Signal that no live site and not the joining site has the newest state."""
+    """Signal that the joining site lacks the newest state and no member is live."""
 
 
 class JoiningSite(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
-    """Add a site: as a member if no round has started or no member is live, otherwise as joining.
+    """Add a site, as a member if no round has started or no member is live, otherwise as joining.
 
     Raise ElasticError if the run refuses the site, or StateLacking if no member is live and the
     site lacks the newest state.

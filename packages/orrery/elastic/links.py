@@ -117,7 +117,7 @@ class PeerLinks:
         with self._changed:
             self._phase = LinkPhase.IDLE
             is_new = {each.id for each in self._members.members} - self._probe.found.keys()
-            if self._shard == 0 and len(is_new) > 1:  # this site is always in it
+            if self._shard == 0 and len(is_new) > 1:  # `is_new` contains this site
                 args = self.epoch, self.round
                 threading.Thread(
                     target=self._measure, args=args, name="links-probe", daemon=True

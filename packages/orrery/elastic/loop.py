@@ -1,14 +1,15 @@
 """Run a site's outer loop: exchange its weight change Δ, and step the outer optimizer.
 
-- θ, m and Δ are as in `outer`. A round exchanges Δ and commits the digest of the next θ and m. Only
-  then do θ and m change. The inner optimizer's state stays.
-- After a broken link the round is retried without the lost sites, with Δ computed again, because
-  some ranks may already hold the mean. After MAX_ATTEMPTS the site ends, with θ_start and m kept.
+- Symbols: `outer`. A round exchanges Δ and commits the digest of the next θ and m. Only then do
+  they change. Inner optimizer state stays.
+- After a broken link the round is retried without the lost sites. Δ is computed again, because some
+  ranks may already hold the mean. After MAX_ATTEMPTS the site ends, with θ_start and m kept.
 - Round 0 only compares digests, so that all sites start from equal weights.
 - All ranks of a site call `exchange` together. Only the first rank calls the membership.
-- Round n exchanges fragment (n − 1) mod F of F, with the tokens since that fragment's last round.
-- `send` runs a round in a thread with a copy of Δ. `apply` waits for it some inner steps later and
-  sets θ_now ← αθ_now + (1 − α)θ (arXiv 2501.18512).
+- Round n exchanges fragment (n − 1) mod F, where F is the number of fragments, weighted by the
+  tokens since the fragment's last round.
+- `send` runs a round in a thread. `apply` waits for the round some inner steps later and sets
+  θ_now ← αθ_now + (1 − α)θ (arXiv 2501.18512).
 """
 
 import hashlib

@@ -39,7 +39,7 @@ class RowOrder(NamedTuple):
 def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:
     """Sort slots by expert, stably. `expert_TK` holds integers in [0, num_experts].
 
-    The integer `num_experts` means no expert. Rows of these slots come last, from `ends_E[-1]` on.
+    Slots with the integer `num_experts` have no expert. Their rows come last, from `ends_E[-1]` on.
     Each expert's rows begin at a multiple of `block`, after padding.
     """
     # Narrow keys, because a radix sort passes once over each byte.
@@ -303,7 +303,6 @@ def wide_linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
 
 
 def reference_wide_linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Return `wide_linear`'s result from wide operands, with plain autograd."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     return F.linear(x_TD.to(dtype), weight_ND.to(dtype))
 

@@ -3,7 +3,7 @@
 - Memory traffic bounds the time: 2·M·(K + 2N) bytes for `add_low_rank`, 2·M·(N + K) for both
   gradients. A grouped GEMM would pass over M·N three more times.
 - Sums are float32. x a[e]ᵀ is rounded to x's dtype before the product with b.
-- Programs find their group on the device. Rows from ends[-1] on are not written.
+- Programs find their group on the device, without a host sync.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,7 +22,7 @@ def add_low_rank(
 ) -> Tensor:
     """Add (x a[e]ᵀ) b[e]ᵀ to y in the rows of each group e. Return x a[e]ᵀ [M, R].
 
-    All have one dtype. y and x are contiguous.
+    y, x, a and b have one dtype. y and x are contiguous.
     """
     num_rows, inner = x_MK.shape
     num_groups, rank, _ = a_ERK.shape

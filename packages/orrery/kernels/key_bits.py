@@ -17,8 +17,8 @@ def engine_keys(
     """Return the engine's keys i32 [T, K], and i64 [2]: numbers of valid queries and of new keys.
 
     `own` are the trainer's keys, i32 indices or −1. Query t sees keys `first_t` to `last_t`. It is
-    valid if it sees more than K keys and exactly K bits are set, all of seen keys. Otherwise its
-    row is `own_t`. A key is new if the engine chose it and `own_t` lacks it.
+    valid if it sees more than K keys and exactly K bits are set, all for keys that it sees.
+    Otherwise its row is `own_t`. A key is new if the engine chose it and `own_t` lacks it.
     """
     return torch.ops.orrery.engine_keys(bits_TB, own_TK, first_T, last_T)
 

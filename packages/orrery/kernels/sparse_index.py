@@ -5,7 +5,7 @@ T queries · S keys · H indexer heads · D indexer width
     score_ts = Σ_h weights_th · relu(q_th · k_s), in float32, for first_t ≤ s ≤ last_t
 
 Source: https://arxiv.org/abs/2512.02556, equation 1. The scores [T, S] are never all in memory:
-both backends take queries in chunks, and the plain backend also keys.
+both backends take queries in chunks, and the plain backend takes keys in chunks too.
 """
 
 from importlib.util import find_spec
@@ -33,9 +33,9 @@ def select_keys(
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], in any order.
 
-    Query t chooses among keys first_t to last_t (integers, inclusive), then −1 if these are fewer
-    than `top_k`. Among equal scores the lowest index wins. There is no gradient. `backend` defaults
-    to the fastest for these inputs. Raise ValueError if shapes do not match.
+    Query t chooses among keys first_t to last_t (integers, inclusive). If these are fewer than
+    `top_k`, −1 follows. Among equal scores the lowest index wins. There is no gradient. `backend`
+    defaults to the fastest for these inputs. Raise ValueError if shapes do not match.
     """
     num_queries, num_heads, width = q_THD.shape
     if k_SD.shape[1:] != (width,) or weights_TH.shape != (num_queries, num_heads):

@@ -7,8 +7,8 @@ T queries · S keys · H heads · D key width · J indexer heads · I indexer wi
     KL_t     = Σ_k p_tk (log p_tk − log softmax over k of score_tk)
 
 q_tj and k belong to the indexer, q_th and kv to attention. −1 in `chosen` means no key. p has no
-gradient. Source: https://arxiv.org/abs/2512.02556, equation 4. Queries are taken in chunks, so that
-gathered keys [T, K, width] are never all in memory.
+gradient. Source: https://arxiv.org/abs/2512.02556, equation 4. Queries are taken in chunks, to save
+memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"

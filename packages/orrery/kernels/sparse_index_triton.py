@@ -8,7 +8,7 @@ T queries · S keys · H indexer heads · D indexer width · C queries of a chun
    the threshold.
 
 Equal inputs give equal bits: the buffer stays in key order, and among equal scores the lowest keys
-stay. A chunk needs 4·C·S bytes of scores, and 8 bytes an entry of C buffers.
+stay.
 """
 
 # mypy: disable-error-code="no-untyped-def"

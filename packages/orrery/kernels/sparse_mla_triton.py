@@ -179,7 +179,6 @@ _orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _orders_of(indices_TK: Tensor, num_keys: int, step: int) -> list[tuple[Tensor, Tensor]]:
-    """Return `_order_of_keys` for each chunk of `step` queries."""
     sizes, found = _orders.get(indices_TK, (None, []))
     if sizes != (num_keys, step):
         found = [_order_of_keys(chunk, num_keys) for chunk in indices_TK.split(step)]

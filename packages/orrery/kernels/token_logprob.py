@@ -4,8 +4,8 @@
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
     entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
 
-- A tile has at most `chunk_tokens` × V logits, or one logit a token if that is more. Triton tiles
-  span all tokens and a part of the vocabulary, plain tiles `chunk_tokens` tokens and all words.
+- One tile is in memory at a time: at most `chunk_tokens` × V logits, or one logit a token if that
+  is more. Triton tiles span all tokens and some words, plain tiles some tokens and all words.
 - The backward pass recomputes the tiles bitwise, or with `keep_logits` reads them. Gradients that
   several tiles share are summed in float32.
 - Only hidden and weight get gradients, without second derivatives. There are no host syncs.
@@ -90,7 +90,7 @@ def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
 def tiles(
     num_tokens: int, vocab_size: int, chunk_tokens: int, backend: Backend
 ) -> list[tuple[slice, slice]]:
-    """Return (tokens, words) slices of at most `chunk_tokens` × V logits that cover all logits."""
+    """Return (tokens, words) slices that cover all logits, each at most `chunk_tokens` × V."""
     if backend == "plain":
         starts = range(0, num_tokens, chunk_tokens)
         every_word = slice(0, vocab_size)
@@ -251,7 +251,7 @@ def gradient(
     first_column: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Return the logits' gradient [T, B], rounded once to `out_dtype`. Overwrites the logits.
+    """Return the logits' gradient [T, B], rounded once to `out_dtype`. Overwrite the logits.
 
     With softmax p, entropy H, and gradients g of the log-prob and h of the entropy:
     (g_t (1[v = target_t] − p_tv) − h_t p_tv (log p_tv + H_t)) / temperature_t.

@@ -1,4 +1,4 @@
-"""Causal attention over packed documents with grouped query heads."""
+"""Compute causal attention over packed documents with grouped query heads."""
 
 from orrery.kernels.attention.dispatch import (
     attention_backward,

@@ -1,4 +1,4 @@
-"""cuDNN attention in half precision on Hopper and later GPUs."""
+"""Run cuDNN attention in half precision on Hopper and later GPUs."""
 
 import logging
 import threading
@@ -54,8 +54,8 @@ def runs_on(q: Tensor) -> bool:
 class CudnnDense(AttentionBackend):
     """Attend in documents of equal length, usually one, through torch's operator.
 
-    Torch builds a plan for each shape in some 100 ms. Hence only multiples of 256 are supported:
-    these are configured lengths, and recur in every step.
+    Torch builds a plan for each shape in some 100 ms. Hence lengths must be multiples of 256: these
+    are configured, and recur in every step.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:

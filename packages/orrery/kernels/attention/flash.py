@@ -132,8 +132,8 @@ class Flash4(AttentionBackend):
     """Run FlashAttention 4 on Hopper, if the package `flash-attn-4` is installed.
 
     - Gradients are summed in no fixed order, so deterministic runs use FlashAttention 2.
-    - Only the cases of benchmarks/kernels/attention.json are supported. Short documents, or more
-      than 256, would compile further kernels.
+    - Supports only the cases of benchmarks/kernels/attention.json. Short documents, or more than
+      256 documents, would compile further kernels.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:

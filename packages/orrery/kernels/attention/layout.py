@@ -63,7 +63,7 @@ class Layout(NamedTuple):
         return n > 0 and full and num_q > 0 and num_k > 0
 
     def spans(self) -> list[tuple[int, int, int, int]]:
-        """Return (first query, query end, first key, key end) per document. Syncs the device."""
+        """Return (first query, query end, first key, key end) per document. Sync the device."""
         pairs_q = itertools.pairwise(self.cu_seqlens_q.tolist())
         pairs_k = itertools.pairwise(self.cu_seqlens_k.tolist())
         return [(*q, *k) for q, k in zip(pairs_q, pairs_k, strict=True)]

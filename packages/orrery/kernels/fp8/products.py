@@ -401,8 +401,8 @@ def fp8_experts(
 
     `rows` is from `sort_by_expert` with block 128. `weights` are gate-up [E, 2·I, D] and down [E,
     D, I]. `parts` are the `weight_parts` of each, or two empty lists. With `has_spare`, the last
-    128 rows belong to no expert and count as zero, and slots without an expert point to these rows.
-    Raise ValueError if 128 does not divide the number of rows.
+    128 rows have zero outputs and gradients, and take all slots without an expert. Raise ValueError
+    if 128 does not divide the number of rows.
     """
     if rows.row_M.shape[0] % BLOCK:
         raise ValueError(f"experts in FP8 take a multiple of 128 rows, not {rows.row_M.shape[0]}")

@@ -37,7 +37,7 @@ class Quantized(NamedTuple):
 class RowGroups(NamedTuple):
     """Row groups that begin at multiples of 128.
 
-    Group e has the rows `ends[e − 1]:ends[e]`: first `counts[e]` rows, then padding.
+    Group e has the rows `ends[e − 1]:ends[e]`: `counts[e]` real rows, then padding.
     """
 
     ends_E: Tensor  # i32, rising, multiples of 128
@@ -61,8 +61,8 @@ def quantize(
 ) -> tuple[Quantized, Quantized]:
     """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
-    With `token_M` (integers), quantize x[token], x [T, K]. With `score_M`, quantize
-    swiglu_rows(x, score), x [M, 2·K]. Triton stores neither.
+    With `token_M` (integers), x is [T, K] and x[token] is quantized. With `score_M`, x is [M, 2·K]
+    and swiglu_rows(x, score) is quantized. Triton never stores these intermediates.
 
     - Rows are values [M, K] and scales [M, K/128].
     - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' = M rounded up to whole
@@ -144,7 +144,6 @@ def dequantize_columns(x: Quantized) -> Tensor:
 
 
 def dequantize_weight(weight: Quantized) -> Tensor:
-    """Return float32 [.., N, K]."""
     *_, n, k = weight.value.shape
     scale = weight.scale.repeat_interleave(BLOCK, -1)[..., :k].repeat_interleave(BLOCK, -2)
     return weight.value.float() * scale[..., :n, :]
