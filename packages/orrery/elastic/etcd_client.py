@@ -1,6 +1,6 @@
 """Call etcd's v3 API, as JSON over HTTPS with mutual TLS.
 
-- A call tries the endpoints in turn for up to `store_s`, and starts with the last that answered.
+- A call tries the endpoints in turn for up to `store_s`, starting with the last that answered.
 - Calls are retried, so a repeated call must be harmless, as a compare-and-swap is.
 - Every thread has its own connections.
 """

@@ -4,8 +4,8 @@
   travel W − 1 hops unchanged, so every site decodes the same bytes.
 - `all_to_all`: each rank sums one chunk, its own values first and then the others by rank, and
   sends the sum to all. A value is encoded twice, for any number of sites.
-- A frame names its piece and hop and is handled when it arrives, so all pieces travel at once.
-- A site with weight 0 forwards frames and receives the mean, but adds no values.
+- Frames name their piece and hop and are handled on arrival, so all pieces travel at once.
+- A site with weight 0 forwards and receives, but adds no values.
 - Δᵢ is replaced after all frames have arrived. If a peer fails, Δᵢ does not change.
 """
 
@@ -37,10 +37,9 @@ class ExchangeStats:
 
 
 class ErrorFeedback:
-    """A rank's encoding errors, f32[n], added to the same values in their next exchange.
+    """A rank's encoding errors, f32[n]. The next exchange adds them, times `decay`, to its values.
 
-    `decay` scales the errors each round. Call `commit` once the exchange's round is committed.
-    Memory: 8 bytes a parameter.
+    Call `commit` once the exchange's round is committed. Memory: 8 bytes a parameter.
     """
 
     def __init__(self, n: int, decay: float = 1.0) -> None:

@@ -36,7 +36,7 @@ PING_S = 2.0
 SILENCE_S = 15.0
 RETRY_S = 0.2
 QUIET_S = 1.0  # pause after a round, because others may still exchange
-MAX_REFUSALS = 10  # a site listens before it joins, so its process is dead
+MAX_REFUSALS = 10  # then the peer is dead, because a site listens before it joins
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -71,7 +71,7 @@ class PeerLinks:
         self._backlogs: list[Backlog] = []  # by rank
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
         self._broken: LinkBroken | None = None  # in this round
-        self._told: tuple[int, LinkBroken] | None = None  # a peer's report of a later round
+        self._told: tuple[int, LinkBroken] | None = None  # a failure in a later round
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
@@ -360,7 +360,7 @@ class PeerLinks:
             self._adopt_early()
 
     def _adopt_early(self) -> None:
-        """Use accepted connections of this epoch, and close older connections."""
+        """Use accepted connections of this epoch, and close connections of older epochs."""
         wanted = set(self._wanted()) if self._members else set()
         for key in [key for key in self._early if key[0] <= self.epoch]:
             epoch, rank, lane = key

@@ -293,7 +293,7 @@ class OuterLoop:
                 yield block, self.state.start[block] - now
 
     def _try_exchange(self, outer_round: OuterRound, rank: int) -> tuple[list[int], int]:
-        """Return (ranks of lost sites, bytes sent). Exchange no bytes for one site or no weight."""
+        """Return (ranks of lost sites, bytes sent). With one site or no weight, send no bytes."""
         lost, sent = -1, 0
         if len(outer_round.weights) > 1 and any(outer_round.weights):
             try:

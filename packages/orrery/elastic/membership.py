@@ -220,7 +220,7 @@ class LogMembership:
             raise LeaseLost(f"site {self._id[:8]} is not in epoch {ledger.epoch}")
 
     def _change(self, transition: Callable[[LedgerView], Ledger]) -> LedgerView:
-        """Write `transition`'s ledger until it makes no more change. Return the last view."""
+        """Apply `transition` to the log until the ledger stays the same. Return the view."""
         while True:
             view = self._log.read()
             if self._id and self._id not in view.live:

@@ -37,7 +37,7 @@ class SnapshotPart(msgspec.Struct, frozen=True):
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """The header of a snapshot: the state after `round`, whose digest the log holds."""
+    """The header of a snapshot: the state after `round`, with its digest in the log."""
 
     round: int
     digest: str

@@ -29,7 +29,7 @@ class FlashMLA(NamedTuple):
 
 @cache
 def load() -> FlashMLA | None:
-    """Return FlashMLA, or None without it, without a Hopper GPU or if the test call fails."""
+    """Return FlashMLA, or None without the library or a Hopper GPU, or if the test call fails."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     vllm = importlib.util.find_spec("vllm")
