@@ -107,7 +107,7 @@ def grouped_weight_gradient(
     num_groups = groups.ends_E.shape[0]
     out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
     length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
-    # DeepGEMM only chooses tile shapes by `sizes`, and checks their sum.
+    # DeepGEMM only chooses tile shapes by `sizes`, and checks them against the buffers.
     num_blocks = x.scale.shape[0]
     each, rest = divmod(num_blocks, num_groups)
     sizes = [(each + (e < rest)) * BLOCK for e in range(num_groups)]
