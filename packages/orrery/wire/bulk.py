@@ -4,7 +4,7 @@
 - The receiver connects and sends the first secret and an offset. The sender answers with the second
   secret and the bytes from the offset on. Each end refuses a peer without the secret.
 - A peer without a ticket occupies one of MAX_UNKNOWN connections for at most KNOCK_S.
-- The bytes are not encrypted or signed, so they need a private network.
+- The bytes are not encrypted or signed, so the network must be private.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
 TICKETS_A_RANK = 2  # for the current micro-batch and the next
-MAX_UNKNOWN = 64  # one more closes the oldest
+MAX_UNKNOWN = 64  # connections without a ticket: one more closes the oldest
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # number of references to a free buffer: the list's and getrefcount's
+_UNSHARED = 2  # references to a free buffer: the list's and getrefcount's
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: float) -> int:
-    """Fill `into` from `offset` on. Return the offset up to which bytes arrived.
+    """Fill `into` from byte `offset` on. Return the offset of the first missing byte.
 
     Ends early if the connection fails, is silent for `silence_s`, or the ticket is unknown.
     """

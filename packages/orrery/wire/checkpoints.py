@@ -1,12 +1,12 @@
 """Write and find checkpoints: folders that are valid only once they are complete.
 
-- The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`, then `files.json`
-  (sha256 of every file), and after a sync of all the marker `COMPLETE`.
+- The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes
+  `files.json` (the sha256 of every file) and, last, the marker `COMPLETE`.
 - Ranks hash their own big files in parallel, into notes that `complete` reads.
 - SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
-- After the marker, attempt k may add only `later.attempt_<k>/`, with its own marker, when it is
-  preempted before the next checkpoint.
-- To discard a folder, remove its marker, rename it, then remove its files.
+- A complete folder gets at most one addition per attempt k: `later.attempt_<k>/`, with its own
+  marker, if attempt k is preempted before the next checkpoint.
+- To discard a folder, remove its marker, rename the folder, then remove its files.
 """
 
 import contextlib
@@ -58,9 +58,9 @@ def later_dir(checkpoint: Path, attempt: int) -> Path:
 
 
 def is_due(step: int, manifest: "Manifest", stage: str = "rl") -> bool:
-    """Return whether the stage leaves a checkpoint after `step`.
+    """Return whether the stage writes a checkpoint after `step`.
 
-    RL also does after its last step. SFT exports its last weights instead.
+    RL also writes one after its last step. SFT exports its last weights instead.
     """
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
@@ -79,7 +79,7 @@ def latest(run_dir: Path, stage: str = "rl") -> Checkpoint | None:
 
 
 def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
-    """Return the newest complete checkpoint of `step`. Raises OrreryError without one."""
+    """Return the newest complete checkpoint of `step`. Raise OrreryError if there is none."""
     ones = [one for one in whole_checkpoints(run_dir, stage) if one.step == step]
     if not ones:
         raise OrreryError(
@@ -107,8 +107,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    Files named in `notes`, relative to `folder`, are not hashed again. Raises RunFailed if one is
-    missing or has another size.
+    `notes` are paths in `folder`. Files that a note lists are not hashed again. Raise RunFailed if
+    such a file is missing or has another size.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -136,7 +136,7 @@ def verify(
 ) -> None:
     """Raise OrreryError, ending in `remedy`, if a file is missing, damaged or unknown.
 
-    `share` (i, n) checks the i-th of n parts. Threads call `each` after every CHUNK_BYTES.
+    `share` (i, n) hashes the i-th of n parts. Threads call `each` after every CHUNK_BYTES.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
@@ -162,9 +162,9 @@ def verify(
 
 
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
-    """Remove all but the newest `keep` complete checkpoints.
+    """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
 
-    Later attempts' checkpoints stay. The next call retries failed removals.
+    Checkpoints of later attempts stay. A later call or `discard_incomplete` retries failures.
     """
     if keep < 1:
         raise OrreryError(
@@ -183,7 +183,7 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
 
 
 def discard_all(run_dir: Path, stage: str) -> list[int]:
-    """Remove a finished stage's checkpoints. The next call retries failures."""
+    """Remove a finished stage's checkpoints. The next call retries failed removals."""
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
         if (one := checkpoint_named(folder.name)) is None:
@@ -235,7 +235,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _noted(folder: Path, note: str) -> dict[str, str]:
-    """Return {name in `folder`: sha256} of a note, after checking the files' sizes."""
+    """Return a note's {name in `folder`: sha256}, after checking the files' sizes."""
     path = folder / note
     if not nfs.appears(path):
         raise RunFailed(

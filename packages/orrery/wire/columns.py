@@ -3,8 +3,8 @@
 - A sample is one document (rollout or SFT example) with tokens `offsets[i]:offsets[i + 1]`.
 - Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`. `TOKEN_COLUMNS`
   and `SAMPLE_COLUMNS` fix their dtypes. Other columns have any dtype.
-- Entry t describes token t: `logprob[t]` is log p(token t | earlier tokens), and the loss counts it
-  if `trained[t]`. A sample's first token is never trained. Row t of `routed_experts` has the
+- Entry t describes token t: `logprob[t]` is log p(token t | earlier tokens), and `trained[t]` puts
+  token t into the loss. A sample's first token is never trained. Row t of `routed_experts` has the
   experts that computed `logprob[t + 1]`.
 - A safetensors file holds `offsets`, `token/<name>`, `sample/<name>`, and JSON metadata.
   `rollouts/step_<n>.safetensors` holds the batch of step n.
@@ -49,7 +49,7 @@ SAMPLE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of `num_samples` documents, read-only, perhaps views of a buffer."""
+    """The columns of `num_samples` documents. Arrays are read-only and may be views."""
 
     offsets: np.ndarray  # int64 [num_samples + 1], offsets[0] == 0
     token: dict[str, np.ndarray] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable["Columns"]) -> "Columns":
-        """Return all samples, in order. Raises ValueError if the parts' columns differ."""
+        """Return all samples, in order. Raise ValueError if the parts' columns differ."""
         parts = list(parts)
         if not parts:
             return cls(np.zeros(1, dtype=np.int64))
@@ -120,10 +120,10 @@ class Columns:
 
 # The byte layout of columns, shared by all wires and files
 #
-# - The sender has a micro-batch as a list of parts, and never concatenates them. It sends segments,
-#   which are views of the parts. The receiver turns one buffer into `Columns` without a copy.
-# - Columns follow each other without gaps, wider dtypes first. So each is aligned to its dtype, and
-#   the bytes are a valid safetensors body.
+# - The sender keeps a micro-batch as a list of parts, and sends views of them (segments). The
+#   receiver turns one buffer into `Columns` without a copy.
+# - Columns follow each other without gaps, wider dtypes first. So each column is aligned to its
+#   dtype, and the bytes are a valid safetensors body.
 
 MicroBatch = Columns | Sequence[Columns]
 
@@ -151,7 +151,7 @@ class ColumnLayout(msgspec.Struct, frozen=True):
     num_bytes: int
 
     def check(self) -> None:
-        """Raise ValueError unless known columns, with offsets, fill the bytes without gaps."""
+        """Raise ValueError if a column is unknown, offsets are missing, or columns leave gaps."""
         start = 0
         for slot in self.slots:
             is_known = slot.dtype in DTYPES and slot.kind in ("offsets", "token", "sample")
@@ -172,7 +172,7 @@ def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
 
 
 def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
-    """Return the layout of the parts' concatenation. Raises ValueError if columns differ."""
+    """Return the layout of the concatenated parts. Raise ValueError if their columns differ."""
     parts = parts_of(micro_batch)
     num_samples = sum(part.num_samples for part in parts)
     num_tokens = sum(part.num_tokens for part in parts)
@@ -208,7 +208,7 @@ def _check_alike(kind: str, one: dict[str, np.ndarray], other: dict[str, np.ndar
 
 
 def segments(micro_batch: MicroBatch, layout: ColumnLayout) -> Iterator[memoryview]:
-    """Yield the bytes in order as views of the parts. Copies arrays with gaps."""
+    """Yield the bytes in order, as views of the parts. Arrays with gaps are copied."""
     parts = parts_of(micro_batch)
     for slot in layout.slots:
         if slot.kind == "offsets":
@@ -245,7 +245,7 @@ def chunks(run: Iterator[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
 
 
 def columns_from(layout: ColumnLayout, buffer: np.ndarray) -> Columns:
-    """Return views of `buffer` (uint8 [num_bytes]). Raises ValueError if the layout is damaged."""
+    """Return views of `buffer` (uint8 [num_bytes]). Raise ValueError if the layout does not fit."""
     layout.check()
     if layout.num_bytes != len(buffer):
         raise ValueError(f"the layout needs {layout.num_bytes} bytes, the buffer has {len(buffer)}")
@@ -268,7 +268,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's limit
 def write(
     path: Path, micro_batch: MicroBatch, info: dict[str, Any] | None = None, sync: bool = True
 ) -> int:
-    """Write `path` atomically. Return its size in bytes. Without `sync` a crash may lose it."""
+    """Write `path` atomically. Return its bytes. Without `sync` a crash may lose the file."""
     layout = layout_of(micro_batch)
     header: dict[str, Any] = {"__metadata__": {"orrery": json.dumps(info or {}, sort_keys=True)}}
     for slot in layout.slots:
@@ -295,7 +295,7 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Split a safetensors file (u8) into its JSON header and its data, or raise ValueError.
 
-    The safetensors library has no numpy type for bfloat16 and does not name a cut-off tensor.
+    The safetensors library has no numpy type for bfloat16.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
@@ -307,9 +307,9 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def read(path: Path) -> tuple[Columns, dict[str, Any]]:
-    """Return (columns, info), mapped and read-only. Raises OrreryError if missing or damaged.
+    """Return memory-mapped columns and info. Raise OrreryError if the file is missing or damaged.
 
-    Columns stay valid if this machine removes the file, but not if another does over NFS.
+    Columns stay valid if this machine removes the file, but not if another machine does over NFS.
     """
     try:
         file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))

@@ -2,7 +2,7 @@
 
 - Both ends derive both CurveZMQ key pairs from the run's token, so no key or token is sent. The
   handshake drops peers without the token.
-- libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates them.
+- libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates memory.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def authenticate(socket: Any, is_sender: bool) -> None:
-    """Restrict `socket` to the run's token. Raises OrreryError if pyzmq lacks CURVE."""
+    """Restrict `socket` to the run's token. Raise OrreryError if pyzmq lacks CURVE."""
     if not zmq.has("curve"):
         raise OrreryError(
             "pyzmq: it was built without CURVE, with which the rollout wire authenticates peers. "
@@ -66,7 +66,7 @@ def dealer(context: zmq.Context, url: str) -> zmq.Socket:
 
 
 class ControlSocket:
-    """The orchestrator's end, in one event loop. `num_foreign` counts refused peers, messages."""
+    """The orchestrator's end, in one event loop. `num_foreign` counts what it refused."""
 
     def __init__(self, host: str, port: int) -> None:
         self.num_foreign = 0
@@ -96,7 +96,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Call `handle(peer, message)` for messages of `kind`. False: it violates the protocol."""
+        """Call `handle(peer, message)` for messages of `kind`. It returns False to refuse one."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
@@ -110,7 +110,7 @@ class ControlSocket:
         return self.server
 
     async def post(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Queue one message. A peer that lost it reconnects under a new identity and asks again."""
+        """Queue a message. After a loss the peer reconnects under a new identity and asks again."""
         try:
             await self._socket.send_multipart([peer, msgspec.msgpack.encode(message)], copy=False)
         except zmq.ZMQError as error:

@@ -1,14 +1,15 @@
 """Compute 64-bit fingerprints that tell whether two processes hold the same tensor, bit for bit.
 
-Let b_i be the elements in row-major order, their raw bits read as signed integers:
+b_i are the bits of element i, in row-major order, read as a signed integer:
 
     F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
     m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix(i): output i of splitmix64 from seed 0
 
-- c_i depends only on the position in the whole tensor, so shares of disjoint slices add up to F.
-- One flipped bit always shows: it adds ±2^k · c_i, never 0 because c_i is odd.
-- Swapped elements show unless 2^64 divides (b_i − b_j) · (c_j − c_i).
-- It detects damage, not an adversary.
+- c_i depends only on the position in the whole tensor. So disjoint slices have shares of the sum
+  that add up to F.
+- A flipped bit always changes F, because it adds a power of two times c_i, and c_i is odd.
+- Swapping elements i and j changes F unless 2^64 divides (b_i − b_j) · (c_j − c_i).
+- F detects damage, not tampering.
 """
 
 import functools
@@ -25,16 +26,16 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_ELEMENTS = 1 << 18  # fits a core's cache
-GPU_CHUNK_ELEMENTS = 1 << 24  # large enough to hide fifteen kernel launches
+GPU_CHUNK_ELEMENTS = 1 << 24  # hides fifteen kernel launches
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 MASK = (1 << 64) - 1
-GROUP = 16  # consecutive elements that share one m
+GROUP = 16  # consecutive elements that share one m(q)
 
 
 def _mixed(index: np.ndarray) -> np.ndarray:
-    """Return `mix(values) | 1` for an array u64."""
+    """Return `mix(index) | 1`, u64."""
     value = (index + np.uint64(1)) * np.uint64(GOLDEN)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(FIRST)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(SECOND)
@@ -51,8 +52,8 @@ def tensor_fingerprint(
 ) -> int:
     """Return F of `tensor`, in [0, 2^64), for dtypes of 1, 2, 4 or 8 bytes on any device.
 
-    With `full_shape` and `starts`, return the share of this slice in the larger tensor's F, or
-    raise ValueError.
+    With `full_shape` and `starts`, `tensor` is a slice of a larger tensor: return its share of F.
+    Raise ValueError if the slice does not fit.
     """
     shape = tuple(tensor.shape)
     full_shape = shape if full_shape is None else tuple(full_shape)
@@ -66,7 +67,7 @@ def tensor_fingerprint(
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return F of a whole tensor from its elements' bits as integers. Needs no torch."""
+    """Return F of a whole tensor, given its bits as integers. Needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
@@ -95,7 +96,7 @@ def slice_share(
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
-    # Consecutive in the full tensor too.
+    # The elements are consecutive in the full tensor too.
     is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]
     if not is_run and tensor.numel() > most:  # flattening would copy the whole slice
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
@@ -161,7 +162,7 @@ def _positions(
     run: int,
     device: "torch.device",
 ) -> "torch.Tensor":
-    """Return the slice's runs' positions in the full tensor, i64 [elements / run], in runs."""
+    """Return each run's position in the full tensor, i64 [elements / run], counted in runs."""
     import torch
 
     index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -180,7 +181,7 @@ def _factors(device: "torch.device") -> "torch.Tensor":
 
 
 def _mix(index: "torch.Tensor") -> "torch.Tensor":
-    """Return `mix` | 1, in place. The masks make `>>` logical."""
+    """Overwrite `index` with `mix(index) | 1`. The masks make `>>` a logical shift."""
     value = index.add_(1).mul_(_signed(GOLDEN))
     value ^= (value >> 30) & ((1 << 34) - 1)
     value.mul_(_signed(FIRST))
@@ -195,9 +196,9 @@ def _signed(unsigned: int) -> int:
 
 
 class SliceSpec(NamedTuple):
-    """The box of `shape` that begins at index `starts` of a tensor of `full_shape`.
+    """A slice of `shape` at index `starts` of a tensor of `full_shape`.
 
-    A buffer holds its elements, of `itemsize` bytes, dense and row-major from byte `offset` on.
+    A buffer holds the slice from byte `offset` on, dense and row-major.
     """
 
     offset: int
@@ -208,9 +209,9 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """Return the slice as equal rows: (elements per row, distance of rows, first position).
+        """Return (elements per row, distance of rows, first position), or None if distances vary.
 
-        A row is consecutive in the full tensor. None if the distance varies.
+        A row is a run of elements that are consecutive in the full tensor.
         """
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
@@ -227,15 +228,15 @@ class SliceSpec(NamedTuple):
 
 
 class SliceFingerprints:
-    """Shares of slices of one buffer.
+    """Compute the shares of many slices of one buffer.
 
-    On a GPU one kernel per element size replaces tens of thousands of launches.
+    On a GPU a few fused kernels replace tens of thousands of launches.
     """
 
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """`fused`: use the Triton kernel. By default it is used on a GPU with Triton."""
+        """`fused`: use the Triton kernels. Default: on a GPU, if Triton is installed."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))
@@ -245,7 +246,7 @@ class SliceFingerprints:
             self._fuse()
 
     def of(self, buffer: "torch.Tensor") -> "torch.Tensor":
-        """Return i64 [slices] on the device, each slice's share mod 2^64. `buffer` is u8."""
+        """Return the slices' shares mod 2^64, i64 [slices] on the device. `buffer` is u8."""
         import torch
 
         if len(self._kernels) == 1 and not self._alone:

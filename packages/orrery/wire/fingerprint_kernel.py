@@ -3,12 +3,11 @@
 A slice consists of rows of `num_columns` consecutive elements, `row_stride` positions apart in the
 tensor's row-major order. Each program adds a few blocks to their slice's share, mod 2^64.
 
-If rows are whole groups, the buffer is read as 32-bit words, 16 bytes at a time, and a group's m is
-computed once. With W the element's bits and u = b + 2^(W−1):
+If rows are whole groups, a program reads 32-bit words, 16 bytes at a time, and computes a group's m
+once. b, k and m are as in `fingerprint`. With W bits an element and u = b + 2^(W−1):
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
-
-u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64, a 64-bit and a 32-bit product.
+    u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64   (low, high: 32-bit halves)
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice, in elements: its start and size in the buffer, its rows in the tensor."""
+    """A slice: start and size in the buffer, and rows in the tensor, all in elements."""
 
     begin: int
     num_elements: int
@@ -52,7 +51,7 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 @triton.jit
 def _position(run, columns, stride, origin):
-    """Return positions in the tensor, in runs (elements or groups). Stride 0 means one row."""
+    """Return positions in the tensor, counted in runs (elements or groups). Stride 0: one row."""
     index = origin + run
     if stride:
         row = run // columns

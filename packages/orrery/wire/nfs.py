@@ -1,7 +1,7 @@
 """Read files that another node writes, although NFS shows them late.
 
 A node caches for up to a minute whether a name exists. Listing the folder bypasses the cache.
-Writers sync all files of a marker before they rename the marker into place.
+A writer syncs all files before it renames the marker that announces them into place.
 """
 
 import errno
@@ -25,7 +25,7 @@ def read(path: Path) -> bytes | None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when the file is replaced, or None without file."""
+    """Return a value that changes when the file is replaced, or None if it is missing."""
     status = _if_there(path.stat)
     return None if status is None else (status.st_ino, status.st_mtime_ns)
 
@@ -40,7 +40,7 @@ def _if_there(look: Callable[[], T]) -> T | None:
 
 
 def appears(path: Path, within_s: float | None = None) -> bool:
-    """Wait up to `within_s` (default: scaled VISIBLE_S) for `path`."""
+    """Return whether `path` appears within `within_s` (default: scaled VISIBLE_S)."""
     end = time.monotonic() + (scaled(VISIBLE_S) if within_s is None else within_s)
     while True:
         try:

@@ -1,8 +1,8 @@
 """Divide samples into micro-batches, by rank and micro-step.
 
 - No micro-batch exceeds `max_tokens`, padding included. All ranks have equally many micro-steps.
-- Without padding, best-fit decreasing fills the bins. It needs at most 11/9 of the least number of
-  bins, plus one, rounded up to whole micro-steps.
+- Without padding, best-fit decreasing fills the bins. It uses at most 11/9 of the fewest possible
+  bins, plus one. The number is then rounded up to whole micro-steps.
 - A micro-step lasts as long as its costliest rank, so its micro-batches get similar costs.
 """
 
@@ -41,14 +41,16 @@ def pack(
     padded: bool = False,
     attention: np.ndarray | None = None,
 ) -> Plan:
-    """Return sample indices (int64, ascending) as `[rank][micro_step]`, none for a dummy step.
+    """Return each micro-batch's sample indices, `[rank][micro_step]`, int64, ascending.
+
+    A dummy step has no samples.
 
     - `lengths`: int64 [num_samples], tokens.
     - `quadratic`: a sample of n tokens costs n + quadratic · n².
     - `attention`: costs that replace quadratic · n², float64 [num_samples].
     - `padded`: the model pads samples to the longest. The padded rows must fit `max_tokens`.
 
-    Raises OrreryError for a sample longer than a micro-batch.
+    Raise OrreryError if a sample is empty or longer than a micro-batch.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if num_ranks < 1:
@@ -86,7 +88,7 @@ def pack(
 
 
 def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Fill bins, longest sample first. All rows of a bin are padded to its first sample."""
+    """Fill one bin after another, longest sample first. All rows of a bin are equally long."""
     bins = np.empty(len(lengths), dtype=np.int64)
     begin = bin_index = 0
     while begin < len(order):
@@ -99,7 +101,7 @@ def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
     """Put each sample, longest first, into the fullest bin that holds it."""
     bins = np.empty(len(lengths), dtype=np.int64)
-    # Sorted keys room · stride + bin: one bisection finds the fullest bin that has room.
+    # Sorted keys (free tokens) · stride + bin, so that bisection finds the fullest bin with room.
     rooms: list[int] = []
     stride = len(lengths)
     num_bins = 0
@@ -121,7 +123,7 @@ def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _spread(
     lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_tokens: int, num_bins: int
 ) -> np.ndarray | None:
-    """Return each sample's bin, int64 [num_samples], or None if the search fails.
+    """Return each sample's bin, int64 [num_samples], or None if a sample finds no bin.
 
     Put each sample, longest first, into the cheapest bin with room.
     """
@@ -152,7 +154,7 @@ def _lock_step(
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """Return a plan's cost, its bins from costliest to cheapest, and each sample's bin.
 
-    The cost is the sum of each micro-step's largest cost. Memory peaks early.
+    The cost is the sum of each micro-step's largest cost. Costly bins first: memory peaks early.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
@@ -189,7 +191,7 @@ def _active_matrices(model: Model) -> int:
 def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
     """Return each sample's sparse-attention FLOPs, divided by a token's matrix FLOPs.
 
-    An indexer scores all earlier tokens, forward only. Attention reads at most top-k of them.
+    An indexer scores all earlier tokens in the forward pass. Attention reads at most top-k of them.
     """
     mla, n = model.latent, lengths.astype(np.float64)
     indexer = mla.indexer
@@ -204,7 +206,7 @@ def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """Micro-batches made on each access to save memory. `make` must be deterministic."""
+    """Make micro-batches on each access, to save memory. `make` must be deterministic."""
 
     def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:
         self._length = length

@@ -17,7 +17,7 @@ MODULE = "orrery.trainer.verifier"
 
 
 class Recompute(msgspec.Struct, frozen=True):
-    """Tokens i32 [n] that continue `prompt` i32 [p], and the folder of the sampling weights."""
+    """Sampled tokens i32 [n] after `prompt` i32 [p], and the folder of the weights to use."""
 
     folder: str
     prompt: bytes
@@ -26,7 +26,7 @@ class Recompute(msgspec.Struct, frozen=True):
 
 
 class Recomputed(msgspec.Struct, frozen=True):
-    """For each token f32 [n]: its log-prob, and entropy and variance of log p where it was drawn.
+    """Each token's log-prob, and its distribution's entropy and variance of log p, f32 [n].
 
     All are empty if the folder has been removed.
     """
@@ -48,7 +48,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def read_frame(stream: BinaryIO, kind: type[T]) -> T | None:
-    """Return the next message, or None at the end. Raise RunFailed if it is cut off."""
+    """Return the next message, or None at the end. Raise RunFailed if a message is damaged."""
     head = stream.read(LENGTH.size)
     if not head:
         return None

@@ -1,7 +1,7 @@
-"""Publish and find the addresses of a stage's roles. Share constants for calls of engines.
+"""Publish and find the addresses of a stage's roles, and define constants for calls to engines.
 
 - A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Other roles wait
-  for it until a deadline, and report the wait in their health.
+  for the file until a deadline, and report the wait in their health.
 - Files of earlier attempts are ignored. A restarted process has a new incarnation number.
 """
 
@@ -54,9 +54,9 @@ def _folder(ctx: "RoleContext") -> Path:
 
 
 def publish(ctx: "RoleContext", url: str, as_role: str = "", **info: Any) -> None:
-    """Publish or replace this process's address, or its address as another role.
+    """Publish this process's address as `as_role` (default: its own role). Replace an older file.
 
-    Raises RunFailed if a launcher started this process without the run's token.
+    Raise RunFailed if the process was started without the run's token.
     """
     run_token()
     folder = _folder(ctx)
@@ -94,7 +94,7 @@ def await_endpoints(
 ) -> list[Endpoint]:
     """Return the endpoints of `role` with indices 0 to `count` − 1, once all are published.
 
-    Blocks the thread, calling `meanwhile`. Raises RunFailed after `deadline_s`.
+    Blocks the thread, and calls `meanwhile` at each poll. Raise RunFailed after `deadline_s`.
     """
     with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
         start = time.monotonic()
@@ -111,7 +111,7 @@ def await_endpoints(
                     f"{', '.join(map(str, missing))} to publish its address. "
                     f"Read logs/{role}.{missing[0]}.log"
                 )
-            # Look less often in a long wait, to spare the shared file system.
+            # Poll less often in a long wait, to spare the shared file system.
             time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))
 
 
@@ -122,12 +122,12 @@ RANK_HEADER = "X-data-parallel-rank"  # vLLM serves the request on this rank
 SESSION_HEADER = "X-Session-ID"  # read by vllm-router's consistent_hash policy
 # Clients close idle connections before the server does (uvicorn: after 5 s).
 KEEPALIVE_S = 3.0
-UPDATE_S = 300.0  # longest update of the engines, scaled
+UPDATE_S = 300.0  # longest weight update of the engines, before scaling
 NUM_CANARY_TOKENS = 32
 
 
 def request_s(manifest: "Manifest") -> float:
-    """Return the timeout of a request, for the client and every proxy before the engine.
+    """Return a request's timeout in seconds, for the client and every proxy before the engine.
 
     The orchestrator usually ends slow rollouts earlier, but its clock stops during an update.
     """
@@ -135,7 +135,7 @@ def request_s(manifest: "Manifest") -> float:
 
 
 def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
-    """Return the canary's token ids, equal in all processes, fewer for a short context."""
+    """Return the canary's token ids, equal in all processes. A short context has fewer."""
     length = min(NUM_CANARY_TOKENS, manifest.inference.max_model_len_tokens - 1)
     chosen = random.Random(manifest.seed)
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))

@@ -1,13 +1,13 @@
 """The rollout wire: batches from the orchestrator to the trainer's ranks, over the control socket.
 
-- A receiver sends `BatchAsk(step, rank, micro_step)`, answered as soon as the batch exists. So a
-  rank can join at any time, and a restarted rank asks again.
-- The answer to `micro_step` −1 is the batch's head, otherwise a layout and a ticket to fetch the
-  bytes (`bulk`). No end copies a whole batch.
-- `send` waits while any rank has not acknowledged `keep` earlier batches. A receiver that asks for
-  an acknowledged batch, or skips a batch, is refused.
-- A receiver repeats an ask until it is answered. If bytes stop arriving, the next ask has a new
-  number. The sender answers each number once per connection.
+- A receiver sends `BatchAsk(step, rank, micro_step)`. The sender answers once the batch exists, so
+  a rank can join or restart at any time.
+- The answer to `micro_step` −1 is the batch's head. Other answers have a layout and a ticket to
+  fetch the bytes (`bulk`). Neither end copies a whole batch.
+- `send` waits while `keep` earlier batches lack acknowledgements. The sender refuses an ask for a
+  batch that all ranks have acknowledged, and an ask that skips a batch.
+- A receiver repeats an ask until the answer comes. The sender answers each ask number once per
+  connection, so a receiver whose bytes stop asks with a new number.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from orrery.wire.control_socket import (
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # without bytes, the receiver then reconnects for the rest
-NUM_HANDSHAKES = 5  # failures in a row before the receiver gives up
+SILENCE_S = 10.0  # longest wait for bytes before the receiver reconnects
+NUM_HANDSHAKES = 5  # failed handshakes in a row before the receiver gives up
 _HEAD = -1
 
 
@@ -44,9 +44,9 @@ _HEAD = -1
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches` is `[rank][micro_step]`, equally long on all ranks, perhaps lazy or shared.
-      The wire may read an index twice. Arrays must not change until the batch is acknowledged.
-    - `totals` (the loss's token counts) and `info` hold JSON values for every rank.
+    - `micro_batches[rank][micro_step]`: all ranks have equally many micro-steps. The wire may read
+      an index twice. Arrays must not change until all ranks have acknowledged the batch.
+    - `totals` (the loss's token counts) and `info`: JSON values, sent to every rank.
     """
 
     step: int
@@ -70,7 +70,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """One rank's share of a batch. Iterate once, as micro-batches are fetched on demand."""
+    """One rank's share of a batch. Iterate once, because iteration fetches the micro-batches."""
 
     step: int
     rank: int
@@ -89,7 +89,7 @@ class BatchAsk(msgspec.Struct, tag="ask"):
     step: int
     micro_step: int
     number: int
-    received: int  # −1 before any
+    received: int  # newest received step, or −1
 
 
 class Acknowledgement(msgspec.Struct, tag="done"):
@@ -137,7 +137,7 @@ class RolloutSender:
     """The orchestrator's end, in one event loop. `control` also carries leases of weights."""
 
     def __init__(self, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
-        """Listen at `host`. `port` 0 takes a free port."""
+        """Listen at `host`. `port` 0: any free port."""
         self.num_ranks = num_ranks
         self._keep = keep
         self.control = ControlSocket(host, port)
@@ -159,7 +159,7 @@ class RolloutSender:
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
-        """Send in the background. Wait while `keep` batches are unacknowledged."""
+        """Wait while `keep` batches are unacknowledged, then send in the background."""
         batch.check(self.num_ranks, self._last_taken)
         self._last_taken = batch.step
         await self._until(lambda: len(self._held) < self._keep)
@@ -175,7 +175,7 @@ class RolloutSender:
         return self._wanted
 
     async def drained(self, deadline_s: float | None) -> None:
-        """Wait for all acknowledgements. Raises RunFailed after `deadline_s` (None: never)."""
+        """Wait for all acknowledgements. Raise RunFailed after `deadline_s` (None: never)."""
         try:
             await asyncio.wait_for(self._until(lambda: not self._held), deadline_s)
         except TimeoutError:
@@ -250,7 +250,7 @@ class RolloutSender:
     def _answer_to(self, ask: BatchAsk) -> Answer | None:
         """Return the answer, or None if the batch does not exist yet.
 
-        Raises OrreryError if the micro-batch cannot be sent.
+        Raise OrreryError if the micro-batch cannot be sent.
         """
         step, rank, number = ask.step, ask.rank, ask.number
         for other in self._held:
@@ -280,7 +280,7 @@ class RolloutSender:
 
 
 class RolloutReceiver:
-    """A trainer rank's end. Synchronous."""
+    """A trainer rank's end. Calls block."""
 
     def __init__(self, url: str, rank: int) -> None:
         self.rank = rank
@@ -309,7 +309,7 @@ class RolloutReceiver:
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
         """Return this rank's share of batch `step`, or raise RunFailed.
 
-        `deadline_s`: longest silence, now or between micro-batches.
+        `deadline_s` limits each wait for the sender, here and in the iteration.
         """
         head = self._await(self._ask(step, _HEAD), BatchHead, deadline_s)
         count = head.num_micro_batches
@@ -338,7 +338,7 @@ class RolloutReceiver:
             following = None if is_last else self._ask(step, micro_step + 1)
             columns = self._gather(ask, head, deadline_s)
             if is_last:
-                self._done(step)  # before the yield: a reader may not ask again
+                self._done(step)  # before the yield: the caller may stop iterating
             ask = following
             yield columns
 
@@ -413,7 +413,7 @@ class RolloutReceiver:
                     f"for {deadline_s:g} s. Read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)
-            # The ask needs a new number, because the sender answers each number once.
+            # A new number, because the sender answers each number once.
             ask = self._ask(ask.step, ask.micro_step)
             head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
             if head.layout.num_bytes != len(buffer):
@@ -427,9 +427,9 @@ class RolloutReceiver:
             raise RunFailed(f"{self._asked(ask)}, but it does not decode: {error}") from error
 
     def _next(self, ask: BatchAsk, until: float) -> zmq.Frame | None:
-        """Return the next message, or None at time `until`.
+        """Return the next message, or None at monotonic time `until`.
 
-        Raises RunFailed if the peer lacks the run's token.
+        Raise RunFailed if the peer lacks the run's token.
         """
         while True:
             ready = dict(self._poller.poll(max(0, int((until - time.monotonic()) * 1000) + 1)))

@@ -1,14 +1,13 @@
 """Router replay (R3): the trainer uses the experts that an engine's routers chose.
 
-- Row t of the token column `routed_experts`, [tokens, layers, top_k], has the experts for input
-  token t, as uint8 up to 256 experts, uint16 above. Layers are in the network's order, perhaps with
-  dense layers.
-- A token without a route in a layer (the last, or all without reported routes) has the dtype's
-  largest value in all slots. The trainer's router chooses for it. With 256 experts and top_k 1 this
-  also replaces expert 255.
-- All documents of a batch have the column, or none.
-- Unless `trainer.indexer_choice` is "own", a row is bytes [1, X]: the routes of all layers, then of
-  each indexer the chosen keys, one bit for each position of the document.
+- Row t of the token column `routed_experts`, [tokens, layers, top_k], holds the experts of input
+  token t: uint8 for up to 256 experts, uint16 for more. It may include dense layers.
+- A missing route has the dtype's largest value in all slots, and the trainer's router chooses
+  instead. A document's last token has no route. With 256 experts and top_k 1, a route to expert 255
+  counts as missing.
+- Either all documents of a batch have the column, or none.
+- Unless `trainer.indexer_choice` is "own", a row is bytes [1, X]: the routes of all layers, then
+  each indexer's chosen keys, one bit for each position of the document.
 """
 
 import io
@@ -32,7 +31,7 @@ class RouteShape(NamedTuple):
     num_layers: int  # layers with experts
     top_k: int
     num_experts: int
-    num_dense_layers: int = 0  # layers without experts, before the others
+    num_dense_layers: int = 0  # the first layers, without experts
 
     @property
     def dtype(self) -> np.dtype:
@@ -61,7 +60,7 @@ def route_shape(model: Model) -> RouteShape | None:
 
 
 def row_shape(manifest: Manifest) -> RouteShape | None:
-    """Return the shape of the rows that engines send and batches contain."""
+    """Return the shape of the rows in answers and batches, or None without router replay."""
     if not manifest.transport.routed_experts:
         return None
     if not manifest.choice_bytes:
@@ -72,9 +71,9 @@ def row_shape(manifest: Manifest) -> RouteShape | None:
 def split_choices(
     rows: np.ndarray, shape: RouteShape, num_indexers: int, what: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the routes, and the chosen keys as bits, u8 [tokens, indexers, bytes].
+    """Return routes [tokens, layers, top_k], and chosen keys as bits, u8 [tokens, indexers, bytes].
 
-    Raise RunFailed if rows have no bytes for the keys of `num_indexers` indexers.
+    Raise RunFailed if the rows do not fit the model's layers and indexers.
     """
     num_layers, item = shape.num_dense_layers + shape.num_layers, shape.dtype.itemsize
     num_bytes = num_layers * shape.top_k * item
@@ -97,9 +96,9 @@ def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
 
 
 def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRoutes:
-    """Return the column in the form that the network takes. `what` names it in errors.
+    """Return the routes in the form that the network takes. `what` names them in errors.
 
-    Raises RunFailed if dtype, layers, top_k or an id do not fit the model.
+    Raise RunFailed if dtype, layers, top_k or an id do not fit the model.
     """
     layers = {shape.num_layers, shape.num_layers + shape.num_dense_layers}
     fits = routes.dtype == shape.dtype and routes.ndim == 3 and routes.shape[1] in layers
@@ -139,16 +138,16 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
 
 # The field `routed_experts` in an engine's answer
 #
-# - It is a base64 .npy file, uint8 or uint16 [rows, layers, top_k]. Each input token from the
-#   requested position on has a row. The last sampled token is never an input, so it has no row.
-# - The engine sends all layers. The column keeps only the last layers, which have experts.
-# - It may have tens of MB, and a JSON decoder would look at every character. So `split` finds it by
-#   its quotes, and it is decoded once, in pieces that fit the cache.
+# - The field is a base64 .npy file, uint8 or uint16 [rows, layers, top_k]. Rows are input tokens
+#   from the requested position on. The last sampled token is never an input, so it has no row.
+# - The engine sends all layers. The column keeps only the layers with experts, the last layers.
+# - The field may have tens of MB, so `split` cuts it out before JSON decoding. It is decoded once,
+#   in pieces that fit the cache.
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Encoded routes of the tokens `start` to `start + num_rows`."""
+    """Encoded routes of `num_rows` tokens from token `start`."""
 
     start: int
     shape: tuple[int, int, int]  # rows, layers, experts a token
@@ -161,7 +160,7 @@ class Routes:
         return self.shape[0]
 
     def decode_into(self, rows: np.ndarray) -> None:
-        """Decode into `rows` [num_rows, layers with experts, top_k]. Raises ValueError if bad."""
+        """Fill `rows` [num_rows, layers with experts, top_k]. Raise ValueError if damaged."""
         import pybase64  # only the orchestrator has it
 
         num_layers, row_bytes = rows.shape[1], int(np.prod(self.shape[1:])) * self.dtype.itemsize
@@ -178,9 +177,9 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Return the body without the content of `routed_experts`, and its routes from token `start`.
+    """Cut the content of `routed_experts` out of `body`. Return both. `start`: first token.
 
-    Raises ValueError if the field is not such a .npy file.
+    Raise ValueError if the field is not a .npy file of routes.
     """
     import pybase64
 
@@ -206,7 +205,7 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
     """Return the column of a whole conversation, [num_tokens, layers, top_k].
 
-    A later part overwrites an earlier part. Raises ValueError if a part does not fit.
+    A later part overwrites an earlier part. Raise ValueError if a part does not fit.
     """
     for part in parts:
         _, num_layers, top_k = part.shape
@@ -220,7 +219,7 @@ def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.nd
                 f"experts per token, as {shape.dtype}"
             )
     rows = np.empty((num_tokens, shape.num_layers, shape.top_k), shape.dtype)
-    filled = 0  # all rows before this are set, by a part or as missing
+    filled = 0  # all rows before belong to a part or are set to missing
     for part in sorted(parts, key=lambda part: part.start):
         rows[filled : max(filled, part.start)] = shape.no_route
         filled = max(filled, part.start + part.num_rows)

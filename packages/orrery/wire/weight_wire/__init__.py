@@ -2,11 +2,11 @@
 
 - One marker file announces a version, with a fingerprint of every tensor in the trainer's memory.
   Version numbers only rise.
-- On a direct wire the orchestrator leases a version before engines load it (`leases`).
-- Kind `files`: rank 0 gathers and writes whole tensors, and engines read them. Kind `adapters`: the
-  same for the adapters of `trainer.lora` alone. Names are PEFT's. lora_B includes the scale.
-- Direct kinds (`nccl`, `nixl`): each trainer rank sends slices to each engine rank, without
-  gathering or writing. vLLM's senders send whole tensors or need Ray.
+- `files`: rank 0 gathers and writes whole tensors, and engines read them.
+- `adapters`: the same for LoRA adapters alone, under PEFT's names. lora_B includes the scale.
+- `nccl`, `nixl` (direct wires): trainer ranks send slices to engine ranks, without gathering or
+  writing. The orchestrator leases a version before engines load it (`leases`). vLLM's senders send
+  whole tensors or need Ray.
 """
 
 from importlib.util import find_spec
@@ -57,7 +57,7 @@ ADAPTER = "adapter"
 
 
 def served_model(manifest: Manifest, stage: str) -> str | None:
-    """Return the model name for requests in this stage: ADAPTER, or None without adapter."""
+    """Return the model name for requests: ADAPTER, or None if the stage has no adapter."""
     return ADAPTER if manifest.transport.weights == "adapters" and stage == "rl" else None
 
 
@@ -73,7 +73,7 @@ def make_weight_sender(
 ) -> "WeightSender":
     """Return a trainer rank's end of a direct wire. Rank 0 listens at `host`.
 
-    Raises OrreryError if the wire's library cannot be loaded.
+    Raise OrreryError if the wire's library cannot be loaded.
     """
     from orrery.wire.weight_wire.links import load_nixl
     from orrery.wire.weight_wire.transfer import WeightSender

@@ -1,12 +1,12 @@
 """Let trainer and engine ranks agree when a transfer on a direct wire begins and ends.
 
-- Trainer rank 0 serves one TCPStore. `wire.json` in the wire's folder, open to its owner alone, has
-  the address and a secret that is never sent.
+- Trainer rank 0 serves one TCPStore. `wire.json`, readable by its owner alone, has the address and
+  a secret that is never sent.
 - A TCPStore has no authentication, so each value carries an HMAC-SHA256 of its key and content.
   Another program can read values and stop the run, but not forge a value.
-- Each engine rank arrives with the number of the orchestrator's transfer. When all have arrived,
-  rank 0 orders the transfer, with its members and their group's number.
-- A new group forms only when the members change, or after a failure at any end.
+- Each engine rank arrives with the transfer's number. When all have arrived, rank 0 orders the
+  transfer, with its members and their group's number.
+- A new process group forms only when the members change, or after a failure.
 - All waits of a transfer end when CURRENT has another number, or a failing rank has written
   `failed/<transfer>`.
 """
@@ -31,13 +31,13 @@ from orrery.wire import nfs
 from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
 from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
-ADDRESS = "wire.json"  # exists only in a direct wire's folder
-CURRENT = "current"  # key of the current transfer's number, or 0
+ADDRESS = "wire.json"  # only direct wires have this file
+CURRENT = "current"  # key of the current transfer's number (0: none)
 MEET_S = 120.0  # longest wait for a value of another rank
-FOREVER_S = 10.0**7  # a wait for the next transfer ends only with the store
+FOREVER_S = 10.0**7  # for waits that end only when the store does
 ARRIVAL_S = 120.0  # longest time between a transfer's first and last engine rank
 DONE_S = 300.0  # longest wait for the other trainer ranks to finish sending
-LOOK_S = 0.5  # period of checks whether the transfer is over
+LOOK_S = 0.5  # period of checks whether a transfer is over
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -66,7 +66,7 @@ class Arrival(msgspec.Struct):
 
 
 class TransferOrder(msgspec.Struct):
-    """Rank 0's answer: the members and their group, or `error`. After `end` no order follows."""
+    """Rank 0's answer: the members and their group, or `error`. `end` marks the last order."""
 
     transfer: int
     version: int = -1
@@ -92,7 +92,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """One thread's connection to the store. A wait would block other threads on it."""
+    """One thread's connection to the store. Do not share it: a wait blocks the connection."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -100,7 +100,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def during(self, transfer: int | None) -> Iterator[None]:
-        """Within the `with` body, end every wait once the transfer is over."""
+        """In the `with` body, end every wait once the transfer is over."""
         before, self._transfer = self._transfer, transfer
         try:
             yield
@@ -119,8 +119,8 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raises WireFailed naming `what` after `within_s` (scaled), without store, or if the value is
-        forged.
+        Raise WireFailed, naming `what`, after `within_s` (scaled), or if the store is gone or the
+        value forged.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
@@ -198,13 +198,10 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Open the store on `host` and write its address into `folder`.
-
-    The store lives as long as the returned object.
-    """
+    """Open the store on `host` and write its address into `folder`. Keep the returned object."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # A bound socket keeps the store off other interfaces.
+    # By default the store would listen on all interfaces.
     store = dist.TCPStore(
         host,
         port,
@@ -222,7 +219,7 @@ def serve_store(
 
 
 def find_wire(folder: Path, within_s: float = MEET_S) -> WireAddress:
-    """Wait for the address in `folder`. Raises WireFailed after `within_s` (scaled)."""
+    """Wait for the address in `folder`. Raise WireFailed after `within_s` (scaled)."""
     end = time.monotonic() + scaled(within_s)
     while (content := nfs.read(folder / ADDRESS)) is None:
         if time.monotonic() > end:
@@ -249,7 +246,7 @@ def connect(address: WireAddress) -> StoreConnection:
 
 
 def fail_transfer(folder: Path, transfer: int) -> None:
-    """End all ranks' waits of the transfer. Raises WireFailed or RuntimeError without a store."""
+    """End all waits of the transfer. Raise WireFailed or RuntimeError if the store is gone."""
     connect(find_wire(folder, LOOK_S)).put(f"failed/{transfer}", True)
 
 
@@ -259,7 +256,7 @@ def this_host() -> str:
 
 
 class Coordinator:
-    """Run transfers in a thread of trainer rank 0. A new one ends the last."""
+    """Run transfers in a thread of trainer rank 0. A new transfer ends the last."""
 
     def __init__(self, store: StoreConnection, leases: LeaseTable) -> None:
         self._store, self._leases = store, leases
@@ -269,7 +266,7 @@ class Coordinator:
         self._member: dict[tuple[str, int], str] = {}
 
     def next(self) -> TransferOrder:
-        """Wait for all ranks of a transfer."""
+        """Wait for all ranks of a transfer, then publish and return its order."""
         arrived: dict[tuple[str, int], Arrival] = {}
         transfer: Transfer | None = None
         while True:

@@ -1,8 +1,8 @@
 """Send weights as safetensors files: the trainer writes them, every engine maps them.
 
-- The folder has mode 0700. It is in shared memory, or on several nodes in the run's folder.
+- The folder has mode 0700. It is in shared memory, or with several nodes in the run's folder.
 - `version_<n>/00000.safetensors …`: the tensors, in shards of bounded size.
-- `version_<n>.json`: the marker, written after all files are on disk. Readers look only for it.
+- `version_<n>.json`: the marker, written last. Readers look only for markers.
 - The publisher keeps the newest `keep` versions and removes a marker before its files. A mapped
   file stays readable.
 """
@@ -44,7 +44,7 @@ def remove_weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> None:
 
 
 def own(folder: Path) -> None:
-    """Make `folder`, for its owner alone. Raises OrreryError if it is a link or another user's."""
+    """Make `folder` private. Raise OrreryError if it is a link or belongs to another user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise OrreryError(
@@ -55,9 +55,9 @@ def own(folder: Path) -> None:
 
 
 def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> int:
-    """Return the bytes of shared memory for `keep` versions and another in progress.
+    """Return the bytes of shared memory for `keep` versions and the next. 0: they go to disk.
 
-    Raise OrreryError if they do not fit there, or on disk.
+    Raise OrreryError if they do not fit.
     """
     where, enlarge = Path(run_dir), "free some there"
     if num_nodes == 1:
@@ -134,7 +134,7 @@ class WeightPublisher:
     def _write_shards(
         self, aside: Path, named_tensors: "Iterable[tuple[str, torch.Tensor]]"
     ) -> dict[str, int]:
-        """Write the shards. Tied tensors are written twice."""
+        """Write the shards. Return the fingerprints. Tied tensors are written twice."""
         import torch
         from safetensors.torch import save_file
 
@@ -170,7 +170,7 @@ class WeightPublisher:
 
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
     fingerprints: dict[str, int] = {}
-    # Keep symlinks in the name, because a container mounts the folder under it.
+    # Keep symlinks, because a container mounts the folder under this name.
     for path in sorted(folder.absolute().glob("*.safetensors")):
         (aside / path.name).symlink_to(path)
         fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
@@ -194,7 +194,7 @@ class WeightWatch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        # The file identity of the newest marker, and its content.
+        # File identity and content of the newest marker.
         self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:
@@ -226,7 +226,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
-    # NFS may show the folder after its marker. A newer version means that it may be removed.
+    # NFS may show the marker first. With a newer version, the folder may have been removed.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))

@@ -1,9 +1,9 @@
 """Weights in FP8 on a wire: values in e4m3, and a float32 scale for each block of 128 × 128.
 
 - Matrix `x` travels as tensors `x` and `x` + SCALE, half the bytes of bfloat16.
-- An engine gets bfloat16 numbers (`decode`), and quantizes them to the sent values and scales. The
-  scale is the same, because 448 · scale rounds to the block's largest bfloat16 magnitude. The
-  values are the same: bfloat16 rounds by at most 2⁻⁹ of a value, half a step of e4m3 is 2⁻⁵.
+- An engine gets bfloat16 numbers (`decode`). It quantizes them to exactly the sent parts: to the
+  same scales, because 448 · scale rounds to the block's largest bfloat16 magnitude, and to the same
+  values, because bfloat16 rounds by at most 2⁻⁹ of a value and half a step of e4m3 is 2⁻⁵.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,14 +26,14 @@ from orrery.wire.weight_wire.plan import (
 SCALE = "_scale_inv"  # suffix of a scale's name, as in FP8 checkpoints
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
-LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines raise a smaller block maximum to 1e-4
-CHUNK_ROWS = 1024  # decoded at once, in float32
+LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines raise smaller block maxima to 1e-4
+CHUNK_ROWS = 1024  # decoded at a time, in float32
 
 
 def in_blocks(box: Box) -> Box:
-    """Return the scales' box for a box [.., rows, columns] of values.
+    """Return the box of scales for a box [.., rows, columns] of values.
 
-    Raise ValueError if it does not begin and end between blocks.
+    Raise ValueError if the box cuts a block.
     """
     sides = box[-2:]
     if any(start % FP8_BLOCK or stop % FP8_BLOCK for start, stop in sides):
@@ -46,7 +46,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return bfloat16 numbers [N, K] of values [N, K] and scales [N/128, K/128]."""
-    # Lower a least scale: 448 · LEAST_SCALE, rounded up to bfloat16, would exceed 1e-4.
+    # Lower the least scale, because 448 · LEAST_SCALE rounds up in bfloat16 and exceeds 1e-4.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):
@@ -59,9 +59,9 @@ def decode(value: Tensor, scale: Tensor) -> Tensor:
 
 
 def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield other tensors at once, and FP8 tensors in bfloat16 once both parts have come.
+    """Yield all tensors, FP8 tensors in bfloat16 as soon as their values and scales have come.
 
-    Raise OrreryError if a part is missing at the end.
+    Raise OrreryError if values or scales are missing at the end.
     """
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -80,7 +80,7 @@ def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 def plain_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """Return the tensors as an engine's model takes them: in bfloat16, without scales."""
+    """Return the tensors that an engine's model takes: FP8 as bfloat16, no scales."""
     return [
         TensorInfo(each.name, each.shape, "bfloat16") if _is_fp8(each) else each
         for each in tensors
@@ -124,7 +124,7 @@ class SliceDecoder:
 
     @staticmethod
     def widened(values: Iterable[Slice]) -> list[Slice]:
-        """Return the slices with their offsets in the bucket that `decode` returns."""
+        """Return the slices with their offsets in the result of `decode`."""
         found, offset = [], 0
         for each in values:
             found.append(each._replace(offset=offset))
@@ -132,7 +132,7 @@ class SliceDecoder:
         return found
 
     def decode(self, scales: list[Slice], values: list[Slice], bucket: Tensor) -> Tensor:
-        """Keep the scales of `bucket` (u8), and return a bucket of its decoded values."""
+        """Keep the scales in `bucket` (u8). Return a bucket of the decoded values."""
         for name, box, offset in scales:
             if name not in self._scales:
                 shape = self._tensors[name].shape
@@ -155,7 +155,7 @@ class SliceDecoder:
 
 
 def _decode_part(value: Tensor, scale: Tensor, starts: tuple[int, ...]) -> Tensor:
-    """Decode values from index `starts` of the tensor. Blocks may be cut at every side."""
+    """Decode a slice at index `starts` of its tensor. The slice may cut blocks."""
     first_row, first_column = starts
     rows, columns = value.shape
     above, left = first_row % FP8_BLOCK, first_column % FP8_BLOCK

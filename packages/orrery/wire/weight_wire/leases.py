@@ -2,14 +2,13 @@
 
 The trainer sends weights from its parameters, so a version exists only until the next optimizer
 step. A lease delays that step.
-- `LeaseRequest`: the orchestrator's wanted version (None: no lease) and the engines of its transfer
-  (empty: no transfer). A higher number replaces a lower number.
+- `LeaseRequest`: the version that the orchestrator wants (None: no lease) and the engines to send
+  it to (empty: no transfer). A higher number replaces a lower number.
 - `LeaseReport`: trainer rank 0's answer to the newest request, a transfer or a refusal.
-- Both are sent at every change, and repeated (REPEAT_S, or after an answer to an old request). So
-  messages may be lost, late or doubled. A restarted orchestrator has a new session, which ends
-  older sessions' leases.
+- Both ends repeat their messages, so these may be lost, late or doubled. A restarted orchestrator
+  starts a new session, and its first request ends the lease of the old session.
 - Before a step, rank 0 refuses new leases, and waits until the lease is released or its version is
-  sent. If an engine is lost, the transfer fails, and the lease holds the version for a retry.
+  sent. If an engine is lost, the transfer fails, and the lease keeps the version for a retry.
 """
 
 import asyncio
@@ -27,11 +26,11 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
 from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-# vLLM passes on only the text of a worker's error, so these words mark the kind of failure.
+# vLLM passes on only the text of a worker's error, so these words tell its kind.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # longest wait for one round of messages, scaled
-LEASE_S = 120.0  # longest wait for the trainer's answer, scaled
+ROUND_S = 60.0  # longest wait for a round of messages, before scaling
+LEASE_S = 120.0  # longest wait for the trainer's answer, before scaling
 REPEAT_S = 1.0
 STOP_S = 0.2
 
@@ -51,9 +50,9 @@ class Published(msgspec.Struct, frozen=True, omit_defaults=True):
     """A readable policy version.
 
     - `fingerprints`: by Hugging Face tensor name. `digest` is their hash.
-    - `canary`: the trainer's log-probs of the canary's tokens after the first. Empty if another
-      role published.
-    - `transfer`: the direct wire's transfer to the engines. 0: none.
+    - `canary`: the trainer's log-probs of the canary's tokens after the first. Empty if the
+      publisher is not the trainer.
+    - `transfer`: number of the direct wire's transfer. 0: none.
     """
 
     version: int
@@ -83,7 +82,7 @@ class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """One version's transfer to engines. Every transfer has a higher number."""
+    """One version's transfer to engines. Numbers rise from transfer to transfer."""
 
     number: int
     version: int
@@ -91,7 +90,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class LeaseTable:
-    """Trainer rank 0's one lease and its transfer. The condition `changed` guards all fields."""
+    """Trainer rank 0's only lease and its transfer. The condition `changed` guards all fields."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -113,7 +112,7 @@ class LeaseTable:
             self._open, self._is_accepting = version, True
 
     def apply(self, request: LeaseRequest) -> LeaseReport:
-        """Apply a request, unless late or repeated."""
+        """Apply a request, unless it is late or repeated. Return the newest report."""
         with self.changed:
             is_same = request.session == self._request.session
             if is_same and request.number <= self._request.number:
@@ -140,7 +139,7 @@ class LeaseTable:
             return Transfer(number, request.version, request.engines)
 
     def admit(self, transfer: Transfer) -> str:
-        """Start the transfer, which holds the weights. Return "" or the reason for a refusal."""
+        """Start the transfer, which holds the weights until `finish`. Return "" or a refusal."""
         with self.changed:
             if transfer.version != self._open:
                 return f"version {transfer.version} {GONE}"
@@ -157,9 +156,9 @@ class LeaseTable:
             self.changed.notify_all()
 
     def settle(self, version: int, limit_s: float, check: Callable[[], object]) -> None:
-        """Refuse new leases, wait until the lease is released or its version sent, then close it.
+        """Refuse new leases. Wait until the lease is released or its version sent.
 
-        Calls `check` meanwhile. Raises WireFailed after `limit_s`.
+        Calls `check` meanwhile. Raise WireFailed after `limit_s`.
         """
         end = time.perf_counter() + limit_s
         with self.changed:
@@ -179,7 +178,7 @@ class LeaseListener:
     def __init__(
         self, url: str, apply: Callable[[LeaseRequest], LeaseReport], report: LeaseReport
     ) -> None:
-        """`report` is sent first. `apply` returns the report after a request."""
+        """Send `report` first, then the report of `apply` for each request."""
         self._url, self._apply, self._report = url, apply, report
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
@@ -248,10 +247,10 @@ class LeaseClient:
     async def start_transfer(
         self, published: Published, engines: Sequence[str]
     ) -> Published | None:
-        """Lease the version, unless leased, and start its transfer to `engines`.
+        """Lease the version and start its transfer to `engines`. End the previous transfer.
 
-        Ends the previous transfer. Return the version to load, or None if the trainer has stepped.
-        Always call `release` afterwards. Raises WireFailed if the trainer does not answer.
+        Return the version to load, or None if the trainer has stepped. Always call `release`
+        afterwards. Raise WireFailed if the trainer does not answer.
         """
         request = self._want(published.version, tuple(engines))
         try:
@@ -269,7 +268,7 @@ class LeaseClient:
         return msgspec.structs.replace(published, transfer=self._report.transfer)
 
     def abandon(self, leased: Published) -> None:
-        """End all waits of the transfer, but keep the lease."""
+        """End the transfer, but keep the lease."""
         is_newest = self._report.number == self._request.number
         if is_newest and leased.transfer == self._report.transfer:
             self._want(leased.version)
@@ -278,7 +277,7 @@ class LeaseClient:
         self._want(None)
 
     def reported(self, report: LeaseReport) -> None:
-        """Record a report. If it answers an old request, send the newest again."""
+        """Record a report. If it answers an old request, send the newest request again."""
         request = self._request
         if (report.session, report.number) != (request.session, request.number):
             self._send(request)

@@ -1,13 +1,12 @@
 """Move bytes from a source's bucket into a target's bucket, one message per round and pair.
 
-- `nccl`: messages of a separate process group (nccl on GPUs, gloo on CPUs). Its ranks are the
+- `nccl`: a separate process group sends messages (nccl on GPUs, gloo on CPUs). Its ranks are the
   sources, then the targets. On one host, a target GPU reads the source's buckets by CUDA IPC.
-- `nixl`: the target reads the source's registered buckets, over NIXL and UCX, i.e. RDMA, shared
-  memory or TCP.
+- `nixl`: the target reads the source's buckets over NIXL and UCX (RDMA, shared memory or TCP).
 
-nccl gives each pair of ranks a communicator and a stream. The pair's first message creates them,
-and waits for the peer without a deadline, so it runs in a thread, abandoned after ROUND_S. A rank
-that waits for a dead peer gets an error: from gloo at once, from nccl after ROUND_S.
+The first nccl message of two ranks creates their communicator, and waits for the peer without a
+deadline. So it runs in a thread that is abandoned after ROUND_S. A rank that waits for a dead peer
+gets an error: from gloo at once, from nccl after ROUND_S.
 """
 
 import os
@@ -32,7 +31,7 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.plan import Location, TransferPlan
 
-FORM_S = 30.0  # longest wait for a group's ranks to connect, scaled
+FORM_S = 30.0  # longest wait for a group's ranks to connect, before scaling
 POLL_S = 0.0002
 NEVER = timedelta(days=30)  # after a timeout nccl's watchdog would end the process
 
@@ -50,9 +49,9 @@ class GroupLink:
     def __init__(
         self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device
     ) -> None:
-        """Join group `generation`. gloo waits for all its ranks.
+        """Join group `generation`. gloo waits for all ranks. Raise WireFailed if it cannot connect.
 
-        `names`: each rank's name in errors. Raises WireFailed if gloo cannot connect.
+        `names`: each rank's name in errors.
         """
         self._names, self._device = names, device
         self._met: set[int] = set()
@@ -108,7 +107,7 @@ class GroupLink:
             raise self._failed(peer, verb, error) from error
 
     def _await(self, work: dist.Work) -> None:
-        """Wait until `work` is done, on the device too. Raises RuntimeError after ROUND_S."""
+        """Wait until `work` is done, on the device too. Raise RuntimeError after ROUND_S."""
         limit_s = scaled(ROUND_S)
         if self._device.type == "cpu":
             work.wait(timedelta(seconds=limit_s))
@@ -134,7 +133,7 @@ class GroupLink:
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Run `call()` in a thread and return its result. Raises RuntimeError after `limit_s`."""
+    """Return `call()`, run in a thread. Raise RuntimeError after `limit_s`."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -161,11 +160,11 @@ def _first_line(error: Exception) -> str:
 
 # Messages that a target reads from a source's bucket
 #
-# The source announces a filled message in the wire's store. Once the target has acknowledged it,
-# the source may overwrite that part of its bucket. A pair's message numbers rise over all
-# transfers of a group, so no message is mistaken for an older one. CUDA IPC uses NVLink if
-# available. The reader maps the memory on its own device, because it does not know the source's
-# device number.
+# The source announces a filled message in the wire's store. It may overwrite that part of its
+# bucket once the target has acknowledged the message. A pair's message numbers rise over all
+# transfers of a group, so no message is mistaken for an older message. CUDA IPC uses NVLink if
+# available. The reader maps the memory on its own device, because the source's device number has
+# no meaning in another process.
 
 
 class MessageReady(msgspec.Struct):
@@ -182,7 +181,7 @@ class Reader(Protocol):
 
 
 class PullSender:
-    """A source's end. `offer` is the store key of its buckets, which `close` removes."""
+    """A source's end. `close` removes `offer`, the store key of its buckets."""
 
     def __init__(
         self,
@@ -200,7 +199,7 @@ class PullSender:
 
     def send(self, side: int, target: int, offset: int, num_bytes: int) -> Wait:
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # fills the bucket
+            torch.cuda.current_stream().synchronize()  # the copies into the bucket
         key = f"{self._key}.{target}/{self._count[target]}"
         self._count[target] += 1
         self._announced.add(key)
@@ -248,7 +247,7 @@ class PullReceiver:
 
 
 class IpcHandle(msgspec.Struct):
-    """A bucket, as `torch.UntypedStorage._share_cuda_` describes it (torch 2.13)."""
+    """A bucket's description by `torch.UntypedStorage._share_cuda_` (torch 2.13)."""
 
     memory: bytes
     num_bytes: int
@@ -321,8 +320,8 @@ class IpcReader:
 
 # NIXL
 #
-# Both ends register their buckets once for each group of ranks. A source publishes its NIXL
-# metadata and its buckets' addresses in the wire's store.
+# Both ends register their buckets once per process group. A source publishes its NIXL metadata and
+# its buckets' addresses in the wire's store.
 
 PROGRESS_US = 20_000  # longest sleep of NIXL's progress thread without traffic
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
@@ -336,7 +335,7 @@ class NixlAgent(msgspec.Struct):
 
 
 def load_nixl() -> Any:
-    """Raises OrreryError if it cannot load."""
+    """Return NIXL's Python module. Raise OrreryError if it cannot be loaded."""
     try:
         import nixl._api
     except ImportError as error:
@@ -348,7 +347,7 @@ def load_nixl() -> Any:
 
 
 def wait_for_progress() -> None:
-    """Patch NIXL so that the progress thread of a CPU process sleeps, before making an agent.
+    """Patch NIXL so that its progress thread sleeps. Call this before making an agent.
 
     `nixl_agent` sets `pthrDelay` to 0, so the thread of every idle process polls on a whole core.
     Seen with 1.5.1. Remove this when `nixl_agent_config` takes the delay.
@@ -452,13 +451,13 @@ class NixlReader:
             ) from error
 
 
-# A source's and a target's whole link
+# The links of a source and a target
 
 
 class SenderLink:
-    """A source's end. Targets in `pulling` read its messages, others get them over the group.
+    """A source's end. Targets in `pulling` read its buckets. The group sends to other targets.
 
-    After `close` all waits at the other ends fail.
+    After `close` all waits at the targets fail.
     """
 
     def __init__(
@@ -483,7 +482,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """A target's end. It reads from the sources in `pulled`, and gets the rest over the group."""
+    """A target's end. It reads from sources in `pulled`. Other sources send over the group."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
@@ -492,7 +491,7 @@ class ReceiverLink:
         self.close = opened.close
 
     def receive(self, number: int, source: int, into: Tensor) -> Wait:
-        """Receive into `into` (u8), once the device has finished its earlier work on it."""
+        """Receive into `into` (u8), after the device's earlier work on that buffer."""
         if source in self._pulled:
             return self._pull.receive(source, into)
         assert self._group is not None

@@ -1,14 +1,13 @@
 """Plan a transfer: which trainer rank sends which slices to which engine rank, in buckets.
 
 - Sources are trainer ranks, targets are engine ranks. A source holds one box of a tensor, a target
-  needs boxes of it. A box has a `[start, stop)` for every dimension.
+  needs one or more. A box has a `[start, stop)` for every dimension.
 - Every needed element goes to its target exactly once. Among replicas, the source with the fewest
-  bytes so far sends.
-- A move is a part of its source's box, so no rank buffers foreign data.
+  bytes so far sends. A source sends only parts of its own box.
 - In a round a rank sends and receives at most `bucket_bytes`. Rounds are not barriers.
 - Every rank computes the same schedule from the same tables.
 - A slice is dense in its bucket. Copies into a bucket convert the dtype. A rank fills one of its
-  two buckets while sending the other.
+  two buckets while it sends the other.
 """
 
 import math
@@ -28,8 +27,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # alignment of slices in a message, so that any dtype can view them
-PIECES_A_BUCKET = 4  # a slice is at most 1/4 of a bucket, so that buckets fill
+ALIGNMENT_BYTES = 16  # of slices in a message, so that any dtype can view them
+PIECES_A_BUCKET = 4  # slices of at most 1/4 bucket leave little room unused
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -39,7 +38,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class Location(msgspec.Struct, frozen=True):
-    """Where a rank's memory is. GPU ranks of one `host` can map each other's memory."""
+    """The place of a rank's memory. GPU ranks of one `host` can map each other's memory."""
 
     host: str
     device: str  # "cpu" or "cuda"
@@ -156,7 +155,7 @@ def plan_moves(
 ) -> list[Move]:
     """Return all moves, in the order of `names`.
 
-    Raises OrreryError if the sources do not hold every needed element exactly once.
+    Raise OrreryError unless the sources, replicas aside, hold every needed element exactly once.
     """
     load = [0] * len(holdings)
     found: list[Move] = []
@@ -201,10 +200,7 @@ def aligned_bytes(box: Box, itemsize: int) -> int:
 
 
 def schedule(moves: Sequence[Move], itemsize: Mapping[str, int], bucket_bytes: int) -> Rounds:
-    """Put each slice into the first round with room at both of its ranks.
-
-    A rank's slices keep their order.
-    """
+    """Put each slice into the first round with room at source and target. Keep their order."""
     rounds: Rounds = []
     sent: dict[tuple[int, int], int] = defaultdict(int)
     received: dict[tuple[int, int], int] = defaultdict(int)
@@ -240,7 +236,7 @@ def pieces(
 ) -> list[tuple[str, Box]]:
     """Return the distinct boxes of one engine's ranks.
 
-    Raises OrreryError, naming the tensor, if its boxes do not tile it.
+    Raise OrreryError if a tensor's boxes do not tile the tensor.
     """
     found: list[tuple[str, Box]] = []
     for name in names:
@@ -261,7 +257,7 @@ def pieces(
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A trainer rank's part of a tensor: `local` is the data of `box`, sent as `dtype`."""
+    """A trainer rank's part of a tensor: `local` has the data of `box`, to be sent as `dtype`."""
 
     name: str
     shape: tuple[int, ...]
@@ -274,7 +270,7 @@ class HeldTensor:
         return self.local[tuple(slice(a - first, b - first) for (a, b), (first, _) in sides)]
 
 
-# (view of the source, byte offset in the bucket, sent dtype).
+# (view of the source, byte offset in the bucket, sent dtype)
 Copy = tuple[Tensor, int, torch.dtype]
 
 
@@ -346,9 +342,9 @@ class _Bucketful:
 
 
 class RankFingerprints:
-    """A trainer rank's shares of the tensors' fingerprints, in the sent dtype.
+    """Compute a trainer rank's shares of the tensors' fingerprints, in the sent dtype.
 
-    Slices are hashed in a bucket as sent. Only the first rank with a box counts it.
+    Only the lowest rank with a box counts that box.
     """
 
     def __init__(
@@ -359,7 +355,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before`: each lower rank's boxes, which this rank does not count again."""
+        """`held_before`: each lower rank's boxes, not to be counted again."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0

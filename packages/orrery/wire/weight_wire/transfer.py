@@ -2,12 +2,12 @@
 
 - `WeightSender.publish` fingerprints this rank's part, and rank 0 announces the version. A thread
   sends slices while the weights stay unchanged. Before the optimizer's step, `settle` withdraws the
-  version and waits for its leases (`leases.py`).
-- `WeightReceiver.receive` yields a version's slices round by round, in one of two buckets. So round
-  n must be used before round n + 2 is requested. Every slice is fingerprinted on arrival.
+  version and waits for its lease (`leases.py`).
+- `WeightReceiver.receive` yields a version's slices round by round, in two buckets by turns. So use
+  round n before you request round n + 2. Every slice is fingerprinted on arrival.
 - A failed transfer closes its process group, so no process waits for a failed rank. A trainer rank
-  whose thread fails raises WireFailed at its next `publish`, rank 0 also in `settle`. A receiver
-  raises TransferFailed.
+  whose thread failed raises WireFailed at its next `publish`, and rank 0 also in `settle`. A
+  receiver raises TransferFailed.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ class WeightSender:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Connect to the store named in the existing `folder`. Rank 0 first opens it at `host`."""
+        """Connect to the store whose address is in `folder`. Rank 0 first opens it at `host`."""
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
         self._server = None
         if rank == 0:
@@ -117,11 +117,11 @@ class WeightSender:
         self._sending: _SendLoop | None = None
 
     def listen(self, url: str) -> None:
-        """Grant the orchestrator's leases, over its control socket at `url`. Call it at rank 0."""
+        """Grant the orchestrator's leases over its control socket at `url`. Only for rank 0."""
         self._listener = LeaseListener(url, self.apply, self.leases.report)
 
     def apply(self, request: LeaseRequest) -> LeaseReport:
-        """Apply a lease request, and tell all ranks the current transfer. One thread calls this."""
+        """Apply a lease request, and tell all ranks the current transfer. Not thread-safe."""
         before, report = self.leases.report, self.leases.apply(request)
         if report.transfer != before.transfer:
             self._lease_store.put(CURRENT, report.transfer)
@@ -142,9 +142,8 @@ class WeightSender:
         All ranks call this, but never between `settle` and the optimizer step.
 
         - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part
-          of it. It is called again only if the storage of a weight in `standing` has changed.
-        - `report` is called after every transfer with the version, the error or "", and each part's
-          seconds.
+          of that tensor. It is called again only after a weight in `standing` changed its storage.
+        - `report` gets each transfer's version, its error or "", and each part's seconds.
         """
         self.check()
         if self._version is not None and version <= self._version:
@@ -177,7 +176,7 @@ class WeightSender:
         return published
 
     def settle(self) -> float:
-        """Withdraw the version and wait for its leases. Return the seconds waited."""
+        """Withdraw the version and wait for its lease. Return the seconds waited."""
         begin, version = time.perf_counter(), self._version
         if version is None or self._sending is None:
             return 0.0
@@ -235,7 +234,7 @@ class WeightSender:
 
 
 class _SendLoop:
-    """The sending thread. Rank 0's also coordinates the transfers."""
+    """The sending thread. On rank 0 it also coordinates the transfers."""
 
     def __init__(self, sender: WeightSender, holdings: Sequence[Holding]) -> None:
         self._sender, self._holdings = sender, holdings
@@ -265,7 +264,7 @@ class _SendLoop:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
                 # Paused engines wait for this stream, so its priority is higher than the trainer's.
-                # `publish` has waited for the step's end, so the weights are complete.
+                # `publish` has waited for the end of the step, so the weights are complete.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -378,7 +377,7 @@ class Round:
     messages: dict[int, SliceMessage]
     slices: list[Slice]
     fingerprints: SliceFingerprints
-    piece: torch.Tensor  # i64 [slices], the rank's box that contains each slice
+    piece: torch.Tensor  # i64 [slices], index of the rank's box around each slice
 
 
 @dataclass
@@ -390,7 +389,7 @@ class Pieces:
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
-        """Raises OrreryError, naming a tensor, if they do not tile it."""
+        """Raise OrreryError if a tensor's boxes do not tile the tensor."""
         position = {name: index for index, name in enumerate(tensors)}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         found = pieces(list(tensors), shapes, [member.needs for member in members])
@@ -403,7 +402,7 @@ class Pieces:
 
 
 class WeightReceiver:
-    """One engine rank's end, for its process's lifetime."""
+    """One engine rank's end, kept over transfers and trainer restarts."""
 
     def __init__(self, engine: str, rank: int, world_size: int, device: torch.device) -> None:
         self.engine, self.rank, self.world_size, self.device = engine, rank, world_size, device
@@ -414,7 +413,7 @@ class WeightReceiver:
         self.tensors: dict[str, TensorInfo] = {}
 
     def join(self, folder: Path, needs: Callable[[list[TensorInfo]], Needs]) -> None:
-        """Connect to the wire in `folder`, unless connected. `needs` returns this rank's boxes."""
+        """Connect to the wire in `folder` if needed. `needs` returns this rank's boxes."""
         address = find_wire(folder)
         if address == self._address:
             return
@@ -435,7 +434,7 @@ class WeightReceiver:
     def receive(
         self, transfer: int, parts: PartTimer
     ) -> Generator[tuple[Round, torch.Tensor], None, None]:
-        """Yield (round, its bucket) until all slices have arrived. Raises TransferFailed."""
+        """Yield each round with its bucket. Raise TransferFailed if the transfer fails."""
         begin = time.perf_counter()
         self._store.forget(f"{self._attested}/{self.rank}")
         self._transfer, self._attested = transfer, f"attest/{transfer}/{self.engine}"
@@ -459,7 +458,7 @@ class WeightReceiver:
             raise
 
     def fail(self) -> None:
-        """Drop the link, and make `attest` fail at the engine's other ranks."""
+        """Close the link, and make `attest` fail at the engine's other ranks."""
         self.drop()
         with contextlib.suppress(RuntimeError):
             self._store.put_raw(f"{self._attested}/{self.rank}", b"")
@@ -467,8 +466,8 @@ class WeightReceiver:
     def attest(self) -> dict[str, int]:
         """Return the fingerprints of the engine's whole tensors, by name.
 
-        Raises TransferFailed if another rank has not received everything, and WireFailed, naming
-        the tensor, if two ranks' bits differ.
+        Raise TransferFailed if another rank has not received everything, and WireFailed if two
+        ranks received different bits.
         """
         shares = self._shares.cpu().numpy().tobytes()
         self._store.put_raw(f"{self._attested}/{self.rank}", shares)
@@ -491,7 +490,7 @@ class WeightReceiver:
         return dict(zip(self.tensors, total.tolist(), strict=True))
 
     def _shares_of(self, rank: int) -> np.ndarray:
-        """Return the fingerprints u64 [pieces of `rank`]. A failed rank publishes empty bytes."""
+        """Return the fingerprints of `rank`, u64 [pieces]. A failed rank publishes empty bytes."""
         name = f"{self.engine} (rank {rank})"
         try:
             shares = self._store.raw(f"{self._attested}/{rank}", f"the fingerprints of {name}")
@@ -504,7 +503,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Kept messages in flight would keep connections open, and peers would wait.
+        # Messages in flight would keep connections open, and peers would wait.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
