@@ -3,7 +3,7 @@
     python contrib/kubernetes dynamo RUN --image IMAGE --claim CLAIM
     python contrib/kubernetes llm_d RUN --image IMAGE --claim CLAIM --proxy-image PROXY
 
-Each engine, without the patches of `orrery.inference.patches`, is a component or Deployment.
+Each engine is a component or Deployment, without the patches of `orrery.inference.patches`.
 """
 
 import argparse

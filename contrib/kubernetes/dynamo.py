@@ -1,7 +1,7 @@
 """NVIDIA Dynamo: a DynamoGraphDeployment (nvidia.com/v1beta1) of a frontend and the engines.
 
-- The frontend routes. A worker takes vLLM's engine flags only.
-- Routers that use caches receive the engines' events inside the graph's network.
+- The frontend routes requests. A worker takes only vLLM's engine flags.
+- Cache-aware routers receive the engines' KV events inside the graph's network.
 - Dynamo names sessions by the header X-Dynamo-Session-ID.
 """
 
@@ -33,7 +33,7 @@ EVENTS = {
     "endpoint": "tcp://*:20080",
     "enable_kv_cache_events": True,
 }
-MODES = {"round_robin": "round-robin", "power_of_two": "least-loaded"}  # others use caches
+MODES = {"round_robin": "round-robin", "power_of_two": "least-loaded"}  # other policies use "kv"
 TYPES = {"whole": "worker", "prefill": "prefill", "decode": "decode"}
 
 

@@ -1,8 +1,8 @@
-"""llm-d: a Deployment an engine, and values for the chart `llm-d-router-standalone`.
+"""llm-d: one Deployment per engine, and values for the chart `llm-d-router-standalone`.
 
-- The picker finds engines by label. Its session filter reads X-Session-ID.
+- The endpoint picker finds engines by label. Its session filter reads X-Session-ID.
 - Any client with the token and a pod's address can use the engine.
-- With separate prefill a decode pod has llm-d's routing proxy. It sends requests to prefill first.
+- With separate prefill, llm-d's routing proxy in a decode pod sends requests to prefill first.
 """
 
 from typing import Any
@@ -26,9 +26,7 @@ PICKER_FILE = "picker.yaml"
 
 
 def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
-    """Return `engines.yaml` and `router.values.yaml`. Raise OrreryError if the proxy image is
-    missing.
-    """
+    """Return `engines.yaml` and `router.values.yaml`. Raise OrreryError without a proxy image."""
     if manifest.inference.prefill_replicas and not place.proxy_image:
         raise OrreryError(
             f"inference.prefill_replicas {manifest.inference.prefill_replicas}: decoding pods have "
@@ -101,9 +99,7 @@ def _values(manifest: Manifest) -> dict[str, Any]:
 
 
 def picker(manifest: Manifest) -> dict[str, Any]:
-    """Return the endpoint picker's configuration. Round robin, missing in llm-d, becomes the
-    shortest queue.
-    """
+    """Return the endpoint picker's configuration. Shortest queue replaces round robin."""
     router, apart = manifest.inference.router, manifest.inference.prefill_replicas > 0
     plugins: list[dict[str, Any]] = [
         {"type": "vllmhttp-parser"},

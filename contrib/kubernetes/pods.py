@@ -1,4 +1,4 @@
-"""One engine as a container, for every router: command line, variables, devices, volumes."""
+"""Each engine as a container, for every router: command line, variables, devices, volumes."""
 
 import json
 from dataclasses import dataclass
@@ -30,8 +30,10 @@ TOKEN_MOUNT: dict[str, Any] = {"name": "token", "mountPath": str(TOKEN_FOLDER), 
 
 @dataclass(frozen=True)
 class Place:
-    """A cluster's images and weights. `image` has vLLM, this package and, if used, Dynamo. The root
-    of volume `claim` has the weights. `proxy_image` is llm-d's routing proxy.
+    """A cluster's images and weights.
+
+    `image` has vLLM, this package and, if used, Dynamo. The root of volume `claim` has the weights.
+    `proxy_image` is llm-d's routing proxy.
     """
 
     image: str
@@ -59,7 +61,7 @@ def name_of(manifest: Manifest) -> str:
 
 
 def labels(manifest: Manifest) -> dict[str, str]:
-    # "id-", because YAML would read some ids as numbers.
+    # Without "id-", YAML would read some ids as numbers.
     return {"app": name_of(manifest), "orrery-manifest": f"id-{id12(manifest)}"}
 
 
@@ -99,7 +101,7 @@ def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine
         host, port = ("0.0.0.0", BEHIND_PROXY_PORT) if proxied else (ADDRESS, PORT)
         arguments = server_arguments(of_engine, WEIGHTS, index, host, port)
         if (config := connector_config(of_engine, index, TIERS)) is not None:
-            config.pop("engine_id", None)  # it is for one start, and a pod may start several times
+            config.pop("engine_id", None)  # must differ at each start of a pod
             arguments += ["--kv-transfer-config", json.dumps(config)]
         container: dict[str, Any] = {
             "name": "engine",

@@ -1,8 +1,8 @@
 """Write the model axis of a Hugging Face folder: `python -m orrery.models.axis FOLDER …`.
 
-- A model type of our own families takes that family if `hf_folder.check_config` agrees. All other
-  causal models take `hugging_face`, and the output says why.
-- The network is built on "meta". If the folder has weights, their names and shapes are checked.
+- The family is the model type's own family if `hf_folder.check_config` passes. Every other causal
+  model gets `hugging_face`, and the output gives the reason.
+- If the folder has weights, their names and shapes are checked.
 - The output is JSON: the axis, family, number of parameters, vocabulary size, and a reason or null.
 """
 
@@ -32,7 +32,7 @@ OWN_TYPES = {  # families by transformers' model types
     "glm_moe_dsa": "glm5",
 }
 NO_DIGEST = "0" * 64
-# Defaults of lib/run.libsonnet. An axis need not repeat them.
+# Defaults of lib/run.libsonnet, left out of an axis.
 DEFAULTS = {
     "rotary_fraction": 1.0,
     "rope_scaling": None,
@@ -60,9 +60,10 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return the folder's model, and the reason if it has no network of our own.
+    """Return the folder's model, and why it does not use our own network, or None if it does.
 
-    Raise OrreryError for quantized weights except FP8 blocks, or if transformers lacks the type.
+    Raise OrreryError if weights are quantized other than in FP8 blocks, or transformers lacks the
+    model type.
     """
     content = read_object(folder / CONFIG_FILE, "fetch the model again")
     kind = content.get("model_type")
@@ -92,7 +93,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Return the number of MTP layers in the weights, of which `config.json` may state more."""
+    """Return the number of MTP layers in the weights. `config.json` may state more."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated
@@ -100,7 +101,7 @@ def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
 
 
 def _is_readable(quantization: Any) -> bool:
-    """Return whether weights are plain, or in FP8 blocks that `hf_folder.read` takes."""
+    """Return whether `hf_folder.read` takes the weights: plain, or in FP8 blocks."""
     blocks = [FP8_BLOCK, FP8_BLOCK]
     return not quantization or (
         quantization.get("quant_method") == "fp8"
@@ -176,7 +177,7 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
 
 
 def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
-    """Return `Model` fields from transformers' config, with defaults for some."""
+    """Return `Model` fields from transformers' config. Missing fields get defaults."""
     found = {}
     for ours, names in hugging_face.FIELDS.items():
         if (theirs := hugging_face.find_field(config, names)) is not None:
@@ -185,7 +186,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # beyond this length, a pack rotates by its longest document
+    for rope in ropes:  # beyond it, rotations depend on the longest document of a pack
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads = found.get("num_heads", 1)

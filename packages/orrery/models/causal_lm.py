@@ -2,8 +2,8 @@
 
 T tokens · D hidden · V vocabulary · L layers with experts · K experts a token
 
-- FSDP gathers a weight only in the forward pass of the module it wraps. Elsewhere `lm_head_weight`
-  may be a shard.
+- FSDP gathers a weight only while its wrapped module runs. Elsewhere `lm_head_weight` may be a
+  shard.
 - Parameters are NaN until `orrery.models.weights` fills them.
 """
 
@@ -27,8 +27,8 @@ from orrery.models.layers import (
     rotary_angles,
 )
 
-# Our parameter name → HF's names, with `{layer}` in both. HF has one tensor per `{expert}`, an
-# index of our dimension 0. Several names divide the first dimension besides it evenly, in order.
+# Our parameter name → HF's names, with `{layer}` in both. HF has one tensor per `{expert}`, our
+# dimension 0. Several names split our first other dimension evenly, in order.
 Names = dict[str, str | tuple[str, ...]]
 
 
@@ -62,7 +62,7 @@ class CausalLm(nn.Module):
 
     layers: nn.ModuleList
     lm_head: Any
-    names: Names | None = None  # set if they depend on more than the family
+    names: Names | None = None  # None: the family decides
     # From the latest forward pass (see `Router` and `RouteCounts`):
     num_routes_differ: Tensor | None = None  # i64 []
     expert_load_LE: Tensor | None = None  # i64
@@ -75,7 +75,7 @@ class CausalLm(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """Return [V, D], the embedding if tied."""
+        """Return [V, D]: the embedding if tied, else the head."""
         raise NotImplementedError
 
     def forward(
@@ -90,11 +90,12 @@ class CausalLm(nn.Module):
     ) -> Tensor:
         """Return hidden states [T, D] after the final norm. Documents do not attend to each other.
 
-        token_ids, positions i64 [T]. cu_seqlens i32 [n + 1] from 0 to T. `routed_experts`, integers
-        [T, L, K], replays an engine's routes (see `Router`). `max_seqlen` saves a device-to-host
-        copy. `engine_keys`, u8 [T, I, B], has the keys that an engine chose for each of I indexers
-        (`orrery.kernels.key_bits`). The indexers' loss and experts' load leave out `is_padding`,
-        bool [T].
+        - `token_ids`, `positions`: i64 [T].
+        - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
+        - `routed_experts`: integers [T, L, K], an engine's routes to replay (see `Router`).
+        - `engine_keys`: u8 [T, I, B], the keys that an engine chose for each of I indexers
+          (`orrery.kernels.key_bits`).
+        - `is_padding`: bool [T], tokens outside the indexers' loss and experts' load.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
         replayed = routed_experts_TLK, engine_keys_TIB
@@ -111,10 +112,10 @@ class CausalLm(nn.Module):
         raise NotImplementedError
 
     def compute_buffers(self) -> None:
-        """Fill the non-persistent buffers, once they have storage."""
+        """Fill the non-persistent buffers. Call this once they have storage."""
 
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """Return the family's whole initial tensor on the CPU, or None."""
+        """Return the whole initial tensor on the CPU, or None for the default draw."""
         return None
 
     def log_probs(
@@ -125,9 +126,9 @@ class CausalLm(nn.Module):
         chunk_tokens: ChunkTokens,
         keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-prob of `target_T[t]` after hidden row t, and the entropy there.
+        """Return the log-prob of `target_T[t]` given hidden row t, and the entropy there.
 
-        Both float32 [T], differentiable. target i64 [T], temperature f32 [T] > 0.
+        Both are float32 [T] and differentiable. Target is i64 [T], temperature f32 [T] > 0.
         """
         rows = (target_T, temperature_T)
         if self.lm_head is not None:
@@ -144,7 +145,7 @@ class CausalLm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention, then a feed-forward, or a mixture from block `num_dense_layers` on."""
+    """Pre-norm attention, then a feed-forward, or experts from block `num_dense_layers` on."""
 
     def __init__(self, config: Model, index: int) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ class TransformerBlock(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, RouteCounts | None, ChosenKeys | None]:
-        """Return the output [T, D], `RouteCounts` of experts, and the next block's `choice`."""
+        """Return the output [T, D], counts of routes or None, and the next block's `choice`."""
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
             out_TD, choice = self.self_attn(inner_TD, angles, documents, choice, engine_keys_TB)

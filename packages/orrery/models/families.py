@@ -2,10 +2,10 @@
 
 - `qwen3`, `qwen3_moe`: Qwen3 (https://arxiv.org/abs/2505.09388).
 - `llama`: Llama 2 to 3.3 and SmolLM2 (https://arxiv.org/abs/2407.21783).
-- `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471): dense blocks, then mixtures with shared
-  experts and biased sigmoid scores.
-- `glm5`: GLM-5, 5.1 and 5.2 (https://arxiv.org/abs/2602.15763): latent attention to keys that an
-  indexer chooses, experts as in GLM-4.5.
+- `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471). Dense blocks come first, then mixtures
+  with shared experts and biased sigmoid scores.
+- `glm5`: GLM-5, 5.1 and 5.2 (https://arxiv.org/abs/2602.15763). Latent attention reads keys that an
+  indexer chooses. Experts are as in GLM-4.5.
 - `deepseek_v3` (https://arxiv.org/abs/2412.19437), `deepseek_v32` with an indexer, `kimi_k2`.
 - `hugging_face`: any causal language model of transformers, built from `hf_config`.
 """
@@ -27,7 +27,7 @@ from orrery.manifest.schema.model import EXPERT_GROUPS
 from orrery.models import lora
 from orrery.models.causal_lm import CausalLm, Decoder, Names
 
-# Other names are HF's without "model.". We stack experts and fuse gate and up, and HF's files hold
+# All other names are HF's without "model.". We stack experts, and fuse gate and up. HF's files have
 # one tensor per expert and projection.
 _NAMES: Names = {
     "lm_head.weight": "lm_head.weight",
@@ -40,7 +40,7 @@ _NAMES: Names = {
         "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
     ),
 }
-# transformers' fields of rope_type "llama3", and ours of `model.rope_scaling`.
+# transformers' fields of rope_type "llama3" → fields of `model.rope_scaling`.
 LLAMA3_FIELDS = {
     "factor": "factor",
     "low_freq_factor": "low_frequency_factor",
@@ -52,7 +52,7 @@ LLAMA3_FIELDS = {
 _GLM4_ONLY = ("partial_rotary_factor", "use_qk_norm")
 
 
-# transformers' fields of rope_type "yarn", with DeepSeek's two mscale factors, and ours.
+# transformers' fields of rope_type "yarn", with DeepSeek's mscale factors → ours.
 YARN_FIELDS = {
     "factor": "factor",
     "beta_fast": "fast_turns",
@@ -161,7 +161,7 @@ def _indexer_config(indexer: Indexer | None, num_layers: int) -> dict[str, Any]:
 
 
 def deepseek_config(config: Model) -> dict[str, Any]:
-    """Return the config of DeepSeek-V3, of V3.2 with an indexer, or of Kimi-K2."""
+    """Return the config of DeepSeek-V3, DeepSeek-V3.2 (with an indexer) or Kimi-K2."""
     architecture, model_type = _DEEPSEEK[config.family]
     theirs = {k: v for k, v in glm5_config(config).items() if not k.startswith("indexer_")}
     num_groups, num_kept = EXPERT_GROUPS.get(config.family, (1, 1))
@@ -215,11 +215,11 @@ def _decoder_config(config: Model) -> dict[str, Any]:
 class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
-    - `ignored`: regular expressions of HF names that are not loaded or saved.
+    - `ignored`: regular expressions for HF names to skip.
     - `fsdp_units`: groups of modules, one `fully_shard` call each, in this order, before the
       root's. `layers.*` means one group per layer. `trainer/parallel` disables
       `cast_forward_inputs`, because temperatures must stay float32.
-    - `expert_modules`: name patterns of modules. Dimension 0 of their parameters is the expert.
+    - `expert_modules`: name patterns of modules whose parameters have experts as dimension 0.
     """
 
     hf_config: Callable[[Model], dict[str, Any]]
@@ -232,7 +232,7 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# The root's unit has tied embeddings, because both ends of the network read them.
+# Tied embeddings stay with the root, because both ends of the network read them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
 # Old checkpoints store rotary frequencies.
@@ -256,13 +256,13 @@ def build(
 ) -> CausalLm:
     """Return the manifest's network with NaN parameters, or without storage on "meta".
 
-    Then call `orrery.models.weights.initialize` or `.load`. Raise OrreryError if transformers is
+    Fill it by `orrery.models.weights.initialize` or `.load`. Raise OrreryError if transformers is
     missing or the model is not supported.
     """
     with torch.device("meta"):
         module = _network(model)
     for parameter in module.parameters():
-        # `module.to` would cast the buffers too.
+        # `module.to` would also cast buffers.
         parameter.data = parameter.data.to(dtype)
     if torch.device(device).type != "meta":
         module = module.to_empty(device=device)
@@ -336,7 +336,7 @@ def expert_modules(module: CausalLm) -> list[nn.Module]:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Raise OrreryError if it cannot be built, for example without the package transformers."""
+    """Raise OrreryError if the network cannot be built, e.g. without transformers."""
     if model.family != "hugging_face":
         return parameters.count_parameters(model, adapters)
     return count_built(model, adapters)

@@ -1,13 +1,13 @@
 """Read and write Hugging Face folders: safetensors files, an index and `config.json`.
 
-- `config.json` is removed first and written last, so a folder with it is complete.
+- `config.json` is removed first and written last, so a folder that has one is complete.
 - Tensors are read lazily, after all names and shapes have been checked.
-- FP8 matrices (e4m3, as DeepSeek-V3 and GLM-5 are published) are dequantized in float32 by scales
+- FP8 matrices (e4m3, as published for DeepSeek-V3 and GLM-5) are dequantized in float32 by scales
   of 128 × 128 blocks, then rounded to the parameter's dtype.
 - `check_config` compares `config.json` with the manifest's model, because tensor shapes do not show
-  rotations, epsilons or routing, and the engine's `config.json` also comes from the manifest.
-- The trainer only copies layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437,
-  section 2.2), `model.layers.<num_layers>.…`, from checkpoint to checkpoint, for engines to draft.
+  rotations, epsilons or routing. Engines get a `config.json` made from the manifest.
+- Layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2), named
+  `model.layers.<num_layers>.…`, are not trained, only copied between checkpoints for the engines.
 """
 
 import copy
@@ -46,8 +46,8 @@ FP8 = "F8_E4M3"  # safetensors' name
 class HfTensor:
     """One tensor of a checkpoint. It holds the part `box` of our parameter `parameter_name`.
 
-    A single expert's tensor lacks the first dimension of our stacked experts. MTP tensors belong to
-    no parameter: their `parameter_name` is empty.
+    An expert's tensor lacks the first dimension of our stacked experts. MTP tensors belong to no
+    parameter, so their `parameter_name` is empty.
     """
 
     name: str
@@ -78,9 +78,8 @@ def open_tensors(
 ) -> Iterator[dict[str, Any]]:
     """Yield a dict from the HF name of each tensor in the folder to its open file, for `read`.
 
-    Besides `wanted` the folder may hold scales of FP8 tensors, tensors for whose HF name
-    `is_expected` is true, and if `tied` an LM head, which the dict omits. Raise OrreryError for
-    other differences.
+    Besides `wanted` the folder may have scales of FP8 tensors, tensors whose HF name `is_expected`,
+    and if `tied` an LM head. The dict omits that head. Raise OrreryError for other differences.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)
@@ -125,7 +124,7 @@ def tensor_names(directory: Path) -> list[str]:
 
 
 def read(files: dict[str, Any], hf: HfTensor, box: Box | None = None) -> Tensor:
-    """Return a tensor or its `box`, in the folder's dtype, or in float32 if that is FP8."""
+    """Return a tensor or its `box`, in the folder's dtype. FP8 becomes float32."""
     file = files[hf.name]
     value = file.get_slice(hf.name)[slices(box)] if box else file.get_tensor(hf.name)
     if value.dtype != torch.float8_e4m3fn:
@@ -160,7 +159,7 @@ def _refuse(directory: Path, problem: str, names: list[str]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Raise OrreryError if the folder is unfinished or has no safetensors."""
+    """Return the paths. Raise OrreryError if the folder is unfinished or has no safetensors."""
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
             f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory. "
@@ -192,7 +191,7 @@ def check_digest(directory: Path, expected: str) -> None:
 
 
 def assign_files(tensors: Sequence[HfTensor], max_file_bytes: int) -> dict[str, list[HfTensor]]:
-    """Map file names to their tensors, in order. A tensor above the limit gets its own file."""
+    """Return {file name: tensors}, in order. A tensor above the limit gets its own file."""
     groups: list[list[HfTensor]] = [[]]
     used = 0
     for hf in tensors:
@@ -243,7 +242,7 @@ def _publish_json(path: Path, content: dict) -> None:
     write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-JOIN = "eh_proj.weight"  # joins embedding and hidden state, so each MTP layer has it
+JOIN = "eh_proj.weight"  # joins embedding and hidden state in each MTP layer
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -260,7 +259,7 @@ def num_mtp_layers(names: Any, num_layers: int) -> int:
 
 
 def check_layers(model: Model, directory: Path, names: Any) -> None:
-    """Raise OrreryError unless a folder has as many MTP layers as `model.num_mtp_layers`."""
+    """Raise OrreryError unless the folder has `model.num_mtp_layers` MTP layers."""
     if model.family not in MTP_FAMILIES:
         return
     if (found := num_mtp_layers(names, model.num_layers)) != model.num_mtp_layers:
@@ -271,9 +270,9 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 
 
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
-    """Return the MTP tensors in `files`, which are from `open_tensors`.
+    """Return the MTP tensors in `files`, from `open_tensors`.
 
-    FP8 tensors get `dtype` and lose their scales. Raise OrreryError for dtypes that `DTYPES` lacks.
+    FP8 tensors get `dtype` and lose their scales. Raise OrreryError for a dtype outside `DTYPES`.
     """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):
@@ -291,7 +290,7 @@ def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list
     return tensors
 
 
-# The manifest's model field for each field of `config.json`. A family fixes the other fields.
+# Field of `config.json` → field of the manifest's model. The family fixes all other fields.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -403,7 +402,7 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
 
 def rotation(settings: Any) -> dict[str, Any]:
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    # each layer type has its own rotation
+    # nested values: each layer type has its own rotation
     if not rope or any(isinstance(one, dict) for one in rope.values()):
         return rope
     rope.pop("type", None)  # older name of rope_type

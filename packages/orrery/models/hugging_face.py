@@ -1,8 +1,8 @@
 """Give any causal language model of transformers the interface of our own networks.
 
-- A pack becomes a padded batch and back, which is exact on causal models. Others are refused.
-- No context or expert parallelism, router replay, or own kernels except the LM head's.
-- Stacked experts may be separate in files. Other differences from the files are refused.
+- A pack becomes a padded batch and back. This is exact on causal models. Others are refused.
+- There is no context or expert parallelism and no router replay. Only the LM head has our kernels.
+- Files may hold stacked experts one by one. Other differences from the files are refused.
 
 T tokens · E experts · D hidden · V vocabulary
 """
@@ -31,9 +31,9 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm, Names
 
-# transformers lists these as causal, without `is_decoder`, but tokens attend to later tokens.
+# transformers lists these types as causal, but their tokens attend to later tokens.
 NOT_CAUSAL = ("cpmant", "xlnet")
-# Fields of the manifest's model, and their names in configs. A config type has one name.
+# Field of the manifest's model → its names in configs. A config type has one of them.
 FIELDS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -54,7 +54,7 @@ POSITIONS = ("n_positions", "max_position_embeddings", "max_seq_len")
 
 
 def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> Any:
-    """Raise OrreryError with the message of any exception."""
+    """Return `make(…)`. Turn any exception into OrreryError."""
     try:
         return make(*args, **content)
     except Exception as error:
@@ -66,7 +66,7 @@ def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> A
 
 
 def check_config(model: Model, config: PreTrainedConfig) -> None:
-    """Raise OrreryError unless `config` is of one causal model and agrees with the manifest."""
+    """Raise OrreryError unless `config` is of a causal model and agrees with the manifest."""
     check_type(config)
     _check_fields(model, config)
     _check_positions(model, config)
@@ -75,7 +75,7 @@ def check_config(model: Model, config: PreTrainedConfig) -> None:
 def check_network(model: Model, network: PreTrainedModel) -> None:
     """Raise OrreryError if a token's output depends on later tokens, or head sizes are wrong.
 
-    On "meta" the model type and `is_decoder` tell what tokens see.
+    Causality is judged by model type and `is_decoder`, because the network may be on "meta".
     """
     kind = network.config.model_type
     if kind in NOT_CAUSAL:
@@ -143,8 +143,8 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network cannot compute `max_positions`.
 
-    Most networks without a rotation have a table of positions. Beyond a length, `longrope` and
-    `dynamic` rotations depend on a batch's longest row.
+    Most networks without a rotation have a table of positions. Beyond some length, `longrope` and
+    `dynamic` rotations depend on the longest row of a batch.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
@@ -170,12 +170,12 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
             )
 
 
-try:  # private names: how transformers renames tensors when it saves
+try:  # private: renames tensors as transformers does when it saves
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # shape of a probe's expert, with rows divisible by 2, 3 and 4
+PROBE_SHAPE = (12, 2)  # of an expert in a probe, with rows divisible by 2, 3 and 4
 
 _global_generator = threading.Lock()  # transformers draws from torch's global generator
 
@@ -215,7 +215,7 @@ class HuggingFaceLm(CausalLm):
         self.names = {ours[name]: in_file for name, in_file in in_files.items()}
 
     def train(self, mode: bool = True) -> "HuggingFaceLm":
-        """Keep dropout off, as in the engine."""
+        """Set the mode, but keep dropout off, as in the engine."""
         super().train(mode)
         self.body.eval()
         return self
@@ -239,13 +239,13 @@ class HuggingFaceLm(CausalLm):
     ) -> Tensor:
         if routes is not None or engine_keys_TIB is not None:
             raise ValueError("a network of transformers cannot replay an engine's choices")
-        # An empty pack runs one token, because gradients and collectives are still needed.
+        # An empty pack runs one token, for gradients and collectives.
         num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
         index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
         row_T = torch.searchsorted(documents.cu_seqlens[1:].long(), index_T, right=True)
         cell_T = row_T * longest + index_T - documents.cu_seqlens.long()[row_T]
         cells = token_ids_T.new_zeros(num_rows * longest).index_put((cell_T,), token_ids_T)
-        # Without a mask and positions, transformers takes its fastest causal attention.
+        # Without mask and positions, transformers takes its fastest causal attention.
         output = self.body(input_ids=cells.view(num_rows, longest), use_cache=False)
         return output.last_hidden_state.flatten(0, 1).index_select(0, cell_T)
 
@@ -270,7 +270,7 @@ class HuggingFaceLm(CausalLm):
 
     @torch.no_grad()
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor:
-        """Draw as transformers does, with the manifest's `std`. Cached for a stack's experts."""
+        """Draw as transformers does, with the manifest's `std`. The latest draw is cached."""
         network, key = self._network[0], (parameter_name, seed, std)
         owner_name, _, attribute = parameter_name.rpartition(".")
         with _global_generator, torch.random.fork_rng(devices=[]):
@@ -315,7 +315,7 @@ class _PassthroughBody(nn.Module):
 
 
 class _PassthroughHead(nn.Identity):
-    """Identity. Some networks cast the head's input to its weight's dtype."""
+    """Identity. Some networks cast the head's input to the dtype of `weight`."""
 
     weight = torch.empty(0)
 
@@ -323,8 +323,8 @@ class _PassthroughHead(nn.Identity):
 class Head(nn.Module):
     """Map hidden states to log-probs and entropies, with the interface of `LmHead`.
 
-    If the network changes logits, transformers' own `forward` runs on whole chunks around a
-    passthrough body and head, and again in the backward pass.
+    If the network changes logits, transformers' own `forward` runs chunk by chunk, with
+    pass-through body and head. The backward pass runs it again.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class Head(nn.Module):
 
 
 class _WideLinear(torch.autograd.Function):
-    """Compute hidden · weightᵀ in float32 (float64 for float64). Gradients are narrow."""
+    """Compute hidden · weightᵀ in float32 or float64. Gradients have the inputs' dtype."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -412,9 +412,9 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 
 
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
-    """Return the names of a stack's experts in files, each in one or several even parts.
+    """Return the names of stacked experts in files, where an expert has one or more even parts.
 
-    Convert a small probe and find each part by its values, or raise OrreryError.
+    Convert a small probe and find each part by its values. Raise OrreryError if that fails.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")
@@ -455,7 +455,7 @@ def _as_linear(head: Head) -> nn.Linear:
 
 
 def _nan_copy(owner: nn.Module) -> nn.Module:
-    """Copy a module with NaN parameters and buffers on the CPU. Children are shared."""
+    """Return a copy with NaN parameters and buffers on the CPU. Children are shared."""
     filled = copy.copy(owner)
     filled._parameters, filled._buffers = {}, {}
     for key, one in owner._parameters.items():

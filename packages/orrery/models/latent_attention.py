@@ -7,9 +7,9 @@ W = C + R, width of a latent key · J indexer heads · I width of an indexer's k
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
   https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
 - While no document is longer than the indexer's `top_k`, a query attends to all keys up to its own.
-  With indexers and context parallelism these stay latent: no rank expands the keys of all ranks.
+  With indexers and context parallelism keys stay latent, so no rank expands the keys of all ranks.
 - Indexers are frozen, or learn (`train_indexers`) the mean attention of the layers that share their
-  choice. That loss has no gradient to other weights. The choice has no gradient.
+  choice. Their loss reaches no other weights. The choice itself has no gradient.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from orrery.kernels.sparse_mla import sparse_mla
 from orrery.manifest.schema import MLA, Indexer, Model, YarnRopeScaling
 from orrery.models.layers import apply_rotary, project, yarn_scale
 
-INDEXER_EPSILON = 1e-6  # a constant of DeepSeek-V3.2's and GLM-5's code
+INDEXER_EPSILON = 1e-6  # as in the code of DeepSeek-V3.2 and GLM-5
 
 
 def rotate_pairs(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
@@ -43,7 +43,7 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 class ChosenKeys(NamedTuple):
     """The latest indexer's choice, passed from layer to layer, with sums over the layers so far.
 
-    `score_TK` and `kl` are None unless indexers learn, `differ` unless an engine's keys are given.
+    `score_TK` and `kl` are None unless indexers learn. `differ` is None without an engine's keys.
     """
 
     chosen_TK: Tensor  # i32 indices of keys, −1 for none
@@ -55,14 +55,14 @@ class ChosenKeys(NamedTuple):
 class KeyIndexer(nn.Module):
     """Choose keys by score_ts = Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
 
-    q and k have rotary embeddings: of column pairs (`turns_pairs`) in GLM-5, of halves in
+    Rotary embeddings turn column pairs of q and k in GLM-5 (`turns_pairs`), halves in
     DeepSeek-V3.2.
     """
 
     def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer, turns_pairs: bool) -> None:
         super().__init__()
         self.rotate = rotate_pairs if turns_pairs else rotate_halves
-        self.replays = False  # whether an engine's keys replace the own choice
+        self.replays = False  # whether an engine's keys replace this choice
         self.indexer, self.rotary_dim = indexer, mla.rope_head_dim
         width, num_heads = indexer.head_dim, indexer.num_heads
         self.wq_b = nn.Linear(mla.q_lora_rank, num_heads * width, bias=False)
@@ -90,10 +90,10 @@ class KeyIndexer(nn.Module):
     ) -> ChosenKeys:
         """Choose K = min(`top_k`, `longest`) keys for each query.
 
-        `q_TC` is the output of `q_a_layernorm`. `k_SI` is the output of `keys`, gathered from all
-        ranks. `ranges` are the first and last key that each query may choose, i32 [T] each.
-        `longest` is the length of the longest document in tokens. Compare the choice with
-        `engine_keys`, and replace it if `replays`.
+        - `q_TC`: output of `q_a_layernorm`. `k_SI`: output of `keys`, gathered from all ranks.
+        - `ranges`: first and last key that each query may choose, i32 [T] each.
+        - `longest`: tokens of the longest document.
+        - `engine_keys`: compared with the choice. They replace it if `replays`.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self._rotate(self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width)), angles)
@@ -115,8 +115,8 @@ class KeyIndexer(nn.Module):
 class LocalKeys(nn.Module):
     """Give queries the keys of this device. Context parallelism replaces the module.
 
-    `send` starts to gather keys and `receive` waits for them. Queries are computed in between.
-    `is_gathered` is true if keys come from several ranks.
+    `send` starts to gather keys, `receive` waits for them. Queries are computed in between.
+    `is_gathered`: keys come from several ranks.
     """
 
     is_gathered = False
@@ -124,7 +124,7 @@ class LocalKeys(nn.Module):
     def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
         """Start to gather `keys`, tensors [T, ·]. `receive` turns the result into tensors [S, ·].
 
-        `is_latent` says whether attention reads latent keys by index, or expanded keys densely.
+        `is_latent`: attention reads latent keys by index, otherwise expanded keys densely.
         """
         return keys
 
@@ -132,7 +132,7 @@ class LocalKeys(nn.Module):
         return sent
 
     def ranges(self, documents: Documents, num_queries: int) -> tuple[Tensor, Tensor]:
-        """Return indices of the first and last key that each query may see, i32 [T] each.
+        """Return the first and last key that each query may see, i32 [T] each.
 
         These are the first token of the query's document and the query's own token.
         """
@@ -167,7 +167,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
-        # Other projections are never in FP8: q_a and kv_a are narrow, `_absorb` reads kv_b.
+        # Never in FP8: q_a and kv_a (narrow), kv_b (read by `_absorb`).
         is_fp8 = "attention" in (config.fp8 or ())
         self.q_b_fp8: Parts | None = [] if is_fp8 else None
         self.o_fp8: Parts | None = [] if is_fp8 else None
@@ -188,9 +188,9 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, ChosenKeys | None]:
         """Return the output [T, D] and the `choice` for the next layer.
 
-        `choice` is what the previous layer returned, or None. A layer whose indexer runs replaces
-        it, other layers return it. Sparse attention reads the keys of the returned choice. An
-        indexer runs if attention is sparse or the indexer learns.
+        `choice` comes from the previous layer, or is None. A layer whose indexer runs replaces it.
+        Other layers return it unchanged. Sparse attention reads the keys of the returned choice.
+        An indexer runs if attention is sparse or the indexer learns.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -241,7 +241,7 @@ class LatentAttention(nn.Module):
     ) -> ChosenKeys:
         """Add this layer's loss to `choice.kl`: Σ_t of `index_kl`, divided by `num_served`.
 
-        Summed over the layers that share a choice, these losses have the gradient of one KL to the
+        Summed over the layers that share a choice, the losses have the gradient of one KL to the
         mean attention of these layers.
         """
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
@@ -256,7 +256,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Return attention [T, H, V] to keys and values that `kv_b_proj` expands from latent keys.
 
-        Keys and queries or values, whichever are narrower, are padded with zeros to one width.
+        Zeros pad queries, keys and values to one width.
         """
         mla = self.mla
         latent_SC, k_SR = kv_SW.split((mla.kv_lora_rank, mla.rope_head_dim), dim=-1)
@@ -278,7 +278,7 @@ class LatentAttention(nn.Module):
     def _absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
         """Return queries [T, H, W] for latent keys.
 
-        Their first C columns are q_THN times the key part of `kv_b_proj`, the others are q_THR.
+        The first C columns are q_THN times the key part of `kv_b_proj`. The rest is q_THR.
         """
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
@@ -313,7 +313,7 @@ def train_indexers(module: nn.Module) -> None:
 
 
 def replay_choices(module: nn.Module) -> None:
-    """Let each indexer attend to the keys that an engine chose, where they are given."""
+    """Let an engine's keys, where given, replace the choice of each indexer."""
     for one in module.modules():
         if isinstance(one, KeyIndexer):
             one.replays = True

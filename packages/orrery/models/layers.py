@@ -3,7 +3,7 @@
 T tokens · D hidden · H query heads · G key and value heads · K head size · R rotary part of a head.
 In mixtures: E experts · K experts a token · M = T·K routed rows · I expert intermediate.
 
-One stacked tensor of all experts multiplies rows sorted by expert. Scores multiply the activation.
+Rows sorted by expert meet one stacked weight of all experts. Scores multiply the activation.
 """
 
 import math
@@ -31,7 +31,7 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 
 
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
-    """Return each layer's output. A list `fp8` selects FP8. If empty, quantize weights here."""
+    """Return each layer's output. A list `fp8` selects FP8. Quantize weights if it is empty."""
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
     outputs = fp8_linear(x_TD, [linear.weight for linear in linears], fp8)
@@ -42,7 +42,7 @@ def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate x) · up x).
 
-    `gate_up_fp8` and `down_fp8`: None, or the quantized weights of a layer in FP8 (`fp8.py`).
+    `gate_up_fp8`, `down_fp8`: the quantized weights of a layer in FP8 (`fp8.py`), or None.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, is_fp8: bool = False) -> None:
@@ -74,7 +74,7 @@ class Adapter(nn.Module):
         return F.linear(F.linear(x, a), b)
 
     def scaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return a and scaled b. Scaling b is cheaper than scaling all rows."""
+        """Return a and the scaled b. Scaling b is cheaper than scaling all rows."""
         return self.a.to(dtype), (self.b * self.scale).to(dtype)
 
 
@@ -87,7 +87,7 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, R] of RoFormer's angles, position · theta^(−2i/R).
 
-    Both halves of R are equal (GPT-NeoX). Angles are float32.
+    Both halves of R are equal (GPT-NeoX). Angles are float32, results `dtype`.
     """
     index = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=positions_T.device)
     frequency, size = 1.0 / theta ** (index.float() / rotary_dim), 1.0
@@ -106,7 +106,7 @@ def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
 
 
 def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, and interpolate over indices, not over turns."""
+    """Divide low frequencies by `factor`. Interpolate over indices, not turns (YaRN)."""
     half = frequency.shape[0]
 
     def index(turns: float) -> float:
@@ -173,10 +173,10 @@ class Attention(nn.Module):
 class Router(nn.Module):
     """Choose each token's top K experts and score them.
 
-    - Scores are probabilities times `scale`, first normalised to sum to one if `normalize_top_k`.
+    - Scores are probabilities times `scale`. `normalize_top_k` first makes the K sum to one.
     - "softmax" is over all experts. "sigmoid" is per expert, with `expert_bias` in the choice alone
       (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equation 16).
-    - `groups` (G, g) leaves the choice to the best g of G groups of experts (DeepSeek-V3).
+    - `groups` (G, g) limits the choice to the best g of G groups of experts (DeepSeek-V3).
     - `expert_bias` [E] is a float32 buffer without gradient. bfloat16 would change choices.
     """
 
@@ -205,9 +205,9 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
 
-        Expert ids in `replayed_TK` replace the choice (router replay), with this router's scores
-        and gradients. The number, i64 [], counts replayed ids that the router had not chosen, else
-        None.
+        Expert ids in `replayed_TK` replace the choice (router replay). Scores and gradients stay
+        this router's. The number, i64 [], counts replayed ids that the router did not choose. It
+        is None without replay.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -229,7 +229,7 @@ class Router(nn.Module):
 
 
 def _keep_groups(choice_TE: Tensor, num_groups: int, num_kept: int) -> Tensor:
-    """Exclude experts outside the `num_kept` groups with the greatest sums of two best choices."""
+    """Exclude experts outside the `num_kept` groups whose two best choices sum highest."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1)
     kept_TG = best_TG.topk(num_kept, dim=-1).indices
@@ -244,9 +244,9 @@ def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tens
 
 
 class Experts(nn.Module):
-    """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has an expert's gate rows first.
+    """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has gate rows before up rows.
 
-    In FP8 each expert's rows of the input begin at a multiple of 128 (`row_block`).
+    In FP8 each expert's input rows begin at a multiple of 128 (`row_block`).
     """
 
     def __init__(
@@ -268,14 +268,13 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return [T, D]: each token's sum of score · output over its experts.
 
-        `rows` is from `sort_by_expert` with block `row_block`. `has_spare` is that of
-        `fp8_experts`.
+        `rows` is from `sort_by_expert` with block `row_block`. `has_spare`: see `fp8_experts`.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
             return fp8_experts(x_TD, score_TK, rows, weights, parts, has_spare)
         x_MD, score_M, ends_E = gather_rows(x_TD, rows), order_slots(score_TK, rows), rows.ends_E
-        if has_spare:  # in kernels' results rows beyond `ends_E[-1]` are undefined
+        if has_spare:  # kernels leave rows beyond `ends_E[-1]` undefined
             is_real_M = torch.arange(x_MD.shape[0], device=x_MD.device) < ends_E[-1]
             x_MD = torch.where(is_real_M[:, None], x_MD, 0)
             score_M = torch.where(is_real_M, score_M, 0)
@@ -303,12 +302,12 @@ class LocalExchange(nn.Module):
 class RouteCounts(NamedTuple):
     """Counts of one mixture in one forward pass."""
 
-    load_E: Tensor  # i64, each expert's tokens without padding
+    load_E: Tensor  # i64, tokens of each expert, without padding
     num_differing: Tensor | None  # i64 [], see `Router`
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts, plus all shared experts as one feed-forward."""
+    """Routed experts, and all shared experts as one feed-forward."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A, W frozen.
 
 - A projection has its adapter as `lora`. Stacked experts have `gate_up_lora` and `down_lora`.
-- Merging is in float32, rounded once.
-- A is uniform in ±1/√(inputs), B is zero. Draws depend only on the seed and the adapter's name.
+- Merging computes in float32 and rounds once.
+- A starts uniform in ±1/√(inputs), B zero. Draws depend only on the seed and the adapter's name.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def adapters(module: nn.Module) -> Iterator[tuple[str, Adapter]]:
 
 @torch.no_grad()
 def initialize(module: nn.Module, seed: int) -> None:
-    """Fill this rank's part of all adapters. Ranks draw whole adapters."""
+    """Fill this rank's part of all adapters. Every rank draws whole adapters."""
     for name, adapter in adapters(module):
         local_tensor(adapter.b).zero_()
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
@@ -72,7 +72,7 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
-    """Return the merged whole `weight`. A collective if the adapter is sharded."""
+    """Return the whole `weight` merged with its adapter. A collective if sharded."""
     a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
     return (weight.float() + adapter.scale * (b @ a)).to(weight.dtype)
 
@@ -95,9 +95,9 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 
 
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
-    """Return the `box` of an adapter's factor for this rank's shard of the weight.
+    """Return `box` of an adapter's factor A or B, for this rank's shard of the weight.
 
-    Placements alone decide whether to gather, so all ranks decide alike.
+    Only placements decide whether to gather, so all ranks decide alike.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

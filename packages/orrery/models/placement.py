@@ -20,7 +20,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole tensor, gathered by a collective if it is sharded."""
+    """Return the whole tensor. A collective if sharded."""
     if not isinstance(parameter, DTensor):
         return parameter
     mesh, local = parameter.device_mesh, parameter.to_local()
@@ -37,7 +37,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def local_box(parameter: Tensor) -> Box:
-    """Raise NotImplementedError if the placements do not explain the local shape."""
+    """Return this rank's box. Raise NotImplementedError if placements do not explain it."""
     if not isinstance(parameter, DTensor):
         return tuple((0, size) for size in parameter.shape)
     mesh = parameter.device_mesh
@@ -59,10 +59,10 @@ def local_box(parameter: Tensor) -> Box:
 
 
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
-    """Split `shape` by `axes` = (strided, dim, number of parts, this part), as `torch.chunk` does.
+    """Split `shape` by mesh axes (strided, dim, number of parts, this part) like `torch.chunk`.
 
     Axes apply from left to right, strided axes last. FSDP's axis is strided if an axis to its right
-    in the mesh (expert or tensor parallel) had split the same dimension before.
+    in the mesh (expert or tensor parallel) has already split the same dimension.
     """
     box = [(0, size) for size in shape]
     for _, dim, num_parts, part in sorted(axes, key=lambda axis: axis[0]):
@@ -78,7 +78,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def relative(box: Box, origin: Box) -> Box:
-    """Return `box` in coordinates from the first corner of `origin`."""
+    """Return `box` in coordinates that start at the first corner of `origin`."""
     pairs = zip(box, origin, strict=True)
     return tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
 

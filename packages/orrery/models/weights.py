@@ -2,8 +2,8 @@
 
 - `load` and `initialize` read or draw only tensors that overlap this rank's shards.
 - `save` and `named_hf_tensors` are collectives on a sharded module: all ranks iterate to the end.
-- Each drawn tensor has a generator seeded by the manifest's seed and the tensor's name.
-- An HF tensor is a box of a parameter or buffer. Adapters have no checkpoint names.
+- Each drawn tensor has a generator, seeded by the manifest's seed and the tensor's name.
+- An HF tensor is a box of a parameter or buffer. Checkpoints have no adapters.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @torch.no_grad()
 def initialize(module: CausalLm, model: Model) -> None:
-    """Fill the module by `model.init`: from a folder, or drawn (normal, norms one, biases zero)."""
+    """Fill the module from a folder or by draws (normal, norms one, biases zero)."""
     if model.init.kind == "pretrained":
         with _open_pretrained(module, model, model.init) as files:
             _fill(module, files)
@@ -71,12 +71,12 @@ def _seed(init: RandomInit, name: str) -> int:
 
 @torch.no_grad()
 def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
-    """Draw local shards on their device. Fast, but other meshes give other weights."""
+    """Draw local shards on their device: fast, but weights depend on the mesh."""
     _allocate(module)
     device = local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
     generator = torch.Generator(device).manual_seed(seed + rank)
-    # Stacked experts are drawn at once, because single experts take minutes.
+    # Draws of single experts would take minutes.
     for name, tensor in module.state_dict().items():
         local = local_tensor(tensor.detach())
         if tensor.ndim == 1:
@@ -88,11 +88,11 @@ def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
 def write_initial(
     model: Model, directory: Path | str, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
 ) -> int:
-    """Write the bytes that `initialize` and `save` would. Return the parameter count."""
+    """Write the files that `save` would after `initialize`. Return the parameter count."""
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
-    # A generator uses one core, so tensors are drawn in threads. Reading is disk-bound.
+    # A generator uses one core, so threads draw tensors. Reading is disk-bound.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as (tensors, tensor), pool:
@@ -131,7 +131,7 @@ def _open_pretrained(
 
 
 def _allocate(module: CausalLm) -> None:
-    """Allocate a module built on "meta": on its mesh's device if sharded, otherwise on the CPU."""
+    """Allocate a module built on "meta": on its mesh's device if sharded, else on the CPU."""
     parameters = list(module.parameters())
     if not any(parameter.is_meta for parameter in parameters):
         return
@@ -148,7 +148,7 @@ def load(
 ) -> None:
     """Fill the module from a Hugging Face folder, in the module's dtype.
 
-    Call `on_tensor` after every tensor. Raise OrreryError before any change.
+    Call `on_tensor` after every tensor. Raise OrreryError, before any change, if the folder does not fit.
     """
     with open_checkpoint(module, Path(directory)) as files:
         _fill(module, files, on_tensor)
@@ -165,7 +165,7 @@ def _fill(
 
 @contextmanager
 def open_checkpoint(module: CausalLm, directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield a folder's files as `open_tensors` does, if its number of MTP layers is the model's."""
+    """Yield a folder's files as `open_tensors` does. Check its number of MTP layers."""
     config = module.config
 
     def is_expected(name: str) -> bool:
@@ -187,8 +187,7 @@ def save(
     """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
 
     MTP layers are copied from the folder `start`. Other files in `directory` stay. A collective on
-    a sharded module: ranks write in parallel to a shared folder, and hold at most one file in host
-    memory.
+    a sharded module: ranks write in parallel to a shared folder, with one file each in host memory.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -312,8 +311,8 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield (PEFT name, tensor in `dtype`) of all adapters. A collective if sharded.
 
-    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale, as if alpha were the rank.
-    Parts of a parameter share A. Experts are not supported.
+    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale, so alpha equals the rank. Parts
+    of a parameter share A. Experts are not supported.
     """
     groups = groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
     parts = {name: list(group) for name, group in groups}
@@ -331,7 +330,7 @@ def named_hf_slices(
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
     """Yield (checkpoint tensor, box in it, this rank's data). No collective, no copy.
 
-    Replicas yield equal boxes. `replacements` replace shards, by our parameter name.
+    Replicas yield equal boxes. `replacements`: shards to yield instead, by our parameter name.
     """
     state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}
