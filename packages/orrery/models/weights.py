@@ -148,7 +148,7 @@ def load(
 ) -> None:
     """Fill the module from a Hugging Face folder, in the module's dtype.
 
-    Call `on_tensor` after every tensor. Raise OrreryError, before any change, if the folder does not fit.
+    Call `on_tensor` after every tensor. Raise OrreryError, before any change, on a mismatch.
     """
     with open_checkpoint(module, Path(directory)) as files:
         _fill(module, files, on_tensor)
