@@ -97,7 +97,7 @@ def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine
         apart = manifest.inference.prefill_replicas
         part = "whole" if not apart else "prefill" if index < apart else "decode"
         proxied = behind_proxy and part == "decode"
-        # A proxy reaches its engine on loopback, other callers on the pod's address.
+        # A proxy reaches its engine on loopback. Other callers use the pod's address.
         host, port = ("0.0.0.0", BEHIND_PROXY_PORT) if proxied else (ADDRESS, PORT)
         arguments = server_arguments(of_engine, WEIGHTS, index, host, port)
         if (config := connector_config(of_engine, index, TIERS)) is not None:

@@ -1,6 +1,6 @@
 """Write the model axis of a Hugging Face folder: `python -m orrery.models.axis FOLDER …`.
 
-- The family is the model type's own family if `hf_folder.check_config` passes. Every other causal
+- A model gets our own family of its type if `hf_folder.check_config` passes. Every other causal
   model gets `hugging_face`, and the output gives the reason.
 - If the folder has weights, their names and shapes are checked.
 - The output is JSON: the axis, family, number of parameters, vocabulary size, and a reason or null.
@@ -60,10 +60,9 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return the folder's model, and why it does not use our own network, or None if it does.
+    """Return the folder's model, and why it does not use our own network (None if it does).
 
-    Raise OrreryError if weights are quantized other than in FP8 blocks, or transformers lacks the
-    model type.
+    Raise OrreryError for quantized weights, except FP8 blocks, and types that transformers lacks.
     """
     content = read_object(folder / CONFIG_FILE, "fetch the model again")
     kind = content.get("model_type")
@@ -211,7 +210,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def axis_text(model: Model, title: str) -> str:
-    """Return the Jsonnet file of a model, formatted as by `jsonnetfmt`."""
+    """Return a model's Jsonnet file, formatted as by `jsonnetfmt`."""
     fields = model.model_dump(mode="json")
     defaults = {**DEFAULTS, "qk_norm": model.family in ("qwen3", "qwen3_moe")}
     lines = [

@@ -75,7 +75,7 @@ class CausalLm(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """Return [V, D]: the embedding if tied, else the head."""
+        """Return [V, D], the embedding if tied."""
         raise NotImplementedError
 
     def forward(

@@ -257,7 +257,7 @@ def build(
     """Return the manifest's network with NaN parameters, or without storage on "meta".
 
     Fill it by `orrery.models.weights.initialize` or `.load`. Raise OrreryError if transformers is
-    missing or the model is not supported.
+    missing or the model unsupported.
     """
     with torch.device("meta"):
         module = _network(model)

@@ -79,7 +79,7 @@ def open_tensors(
     """Yield a dict from the HF name of each tensor in the folder to its open file, for `read`.
 
     Besides `wanted` the folder may have scales of FP8 tensors, tensors whose HF name `is_expected`,
-    and if `tied` an LM head. The dict omits that head. Raise OrreryError for other differences.
+    and if `tied` an LM head, not in the dict. Raise OrreryError for other differences.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)

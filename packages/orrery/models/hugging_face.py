@@ -75,7 +75,7 @@ def check_config(model: Model, config: PreTrainedConfig) -> None:
 def check_network(model: Model, network: PreTrainedModel) -> None:
     """Raise OrreryError if a token's output depends on later tokens, or head sizes are wrong.
 
-    Causality is judged by model type and `is_decoder`, because the network may be on "meta".
+    The network may be on "meta", so model type and `is_decoder` tell whether it is causal.
     """
     kind = network.config.model_type
     if kind in NOT_CAUSAL:
@@ -143,8 +143,8 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network cannot compute `max_positions`.
 
-    Most networks without a rotation have a table of positions. Beyond some length, `longrope` and
-    `dynamic` rotations depend on the longest row of a batch.
+    Networks without a rotation may have a table of positions. Beyond some length, `longrope` and
+    `dynamic` rotations depend on a batch's longest row.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
@@ -412,9 +412,9 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 
 
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
-    """Return the names of stacked experts in files, where an expert has one or more even parts.
+    """Return the names in files of stacked experts, or of the even parts of each expert.
 
-    Convert a small probe and find each part by its values. Raise OrreryError if that fails.
+    Convert a small probe, and find each part by its values. Raise OrreryError on failure.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")

@@ -188,9 +188,8 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, ChosenKeys | None]:
         """Return the output [T, D] and the `choice` for the next layer.
 
-        `choice` comes from the previous layer, or is None. A layer whose indexer runs replaces it.
-        Other layers return it unchanged. Sparse attention reads the keys of the returned choice.
-        An indexer runs if attention is sparse or the indexer learns.
+        `choice` comes from the previous layer, or is None. A layer replaces it if its indexer runs:
+        if attention is sparse or the indexer learns. Sparse attention reads the returned choice.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -241,8 +240,8 @@ class LatentAttention(nn.Module):
     ) -> ChosenKeys:
         """Add this layer's loss to `choice.kl`: Σ_t of `index_kl`, divided by `num_served`.
 
-        Summed over the layers that share a choice, the losses have the gradient of one KL to the
-        mean attention of these layers.
+        Summed over the layers that share a choice, these losses have the gradient of one KL to the
+        layers' mean attention.
         """
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
@@ -297,7 +296,7 @@ class LatentAttention(nn.Module):
 
 
 def num_served(types: Sequence[str], index: int) -> int:
-    """Return the number of layers that share the choice of layer `index`, itself included.
+    """Return the number of layers that share the choice of layer `index`.
 
     A layer of type "full" has an indexer. The "shared" layers after it read its choice.
     """

@@ -3,7 +3,8 @@
 T tokens · D hidden · H query heads · G key and value heads · K head size · R rotary part of a head.
 In mixtures: E experts · K experts a token · M = T·K routed rows · I expert intermediate.
 
-Rows sorted by expert meet one stacked weight of all experts. Scores multiply the activation.
+Grouped matrix products take rows sorted by expert and stacked expert weights. A row's score
+multiplies its activation, before the down projection.
 """
 
 import math
@@ -74,7 +75,7 @@ class Adapter(nn.Module):
         return F.linear(F.linear(x, a), b)
 
     def scaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return a and the scaled b. Scaling b is cheaper than scaling all rows."""
+        """Return a and the scaled b. Scaling rows would cost more."""
         return self.a.to(dtype), (self.b * self.scale).to(dtype)
 
 
@@ -205,9 +206,8 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
 
-        Expert ids in `replayed_TK` replace the choice (router replay). Scores and gradients stay
-        this router's. The number, i64 [], counts replayed ids that the router did not choose. It
-        is None without replay.
+        Expert ids in `replayed_TK` replace the choice (router replay), but not scores or gradients.
+        The number, i64 [], counts replayed ids that the router did not choose. None without replay.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:

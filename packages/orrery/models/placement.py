@@ -78,7 +78,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def relative(box: Box, origin: Box) -> Box:
-    """Return `box` in coordinates that start at the first corner of `origin`."""
+    """Return `box` relative to the first corner of `origin`."""
     pairs = zip(box, origin, strict=True)
     return tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
 

@@ -131,7 +131,7 @@ def _open_pretrained(
 
 
 def _allocate(module: CausalLm) -> None:
-    """Allocate a module built on "meta": on its mesh's device if sharded, else on the CPU."""
+    """Allocate a module built on "meta" on its mesh's device, or unsharded on the CPU."""
     parameters = list(module.parameters())
     if not any(parameter.is_meta for parameter in parameters):
         return

@@ -49,7 +49,7 @@ class _TicketedBatch:
 
 
 class BulkSender:
-    """The sender's listener. `issue` needs a running event loop."""
+    """The sender's listener. `issue` needs an event loop."""
 
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0))
@@ -194,7 +194,7 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Reuse receive buffers, because fresh memory pages cost as much as the copy into them.
+    """Reuse receive buffers, because fresh pages cost as much as the copy into them.
 
     A buffer that only the pool references is free.
     """

@@ -94,7 +94,7 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 
 
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
-    """Write `note` from the (bytes, sha256) of every file, by name.
+    """Write `note` from each file's (bytes, sha256), by name.
 
     Call this last, because a reader of the note may rename the folder.
     """

@@ -87,7 +87,7 @@ class Columns:
         return np.diff(self.offsets)
 
     def select(self, samples: Sequence[int] | np.ndarray) -> "Columns":
-        """Return copies of the samples, in the given order."""
+        """Copy the samples, in the given order."""
         samples = np.asarray(samples, dtype=np.int64)
         lengths = self.lengths[samples]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -101,7 +101,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable["Columns"]) -> "Columns":
-        """Return all samples, in order. Raise ValueError if the parts' columns differ."""
+        """Return all samples. Raise ValueError if the parts' columns differ."""
         parts = list(parts)
         if not parts:
             return cls(np.zeros(1, dtype=np.int64))
@@ -309,7 +309,7 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 def read(path: Path) -> tuple[Columns, dict[str, Any]]:
     """Return memory-mapped columns and info. Raise OrreryError if the file is missing or damaged.
 
-    Columns stay valid if this machine removes the file, but not if another machine does over NFS.
+    Columns stay valid if this machine removes the file, but not if another does over NFS.
     """
     try:
         file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))

@@ -5,8 +5,8 @@ b_i are the bits of element i, in row-major order, read as a signed integer:
     F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
     m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix(i): output i of splitmix64 from seed 0
 
-- c_i depends only on the position in the whole tensor. So disjoint slices have shares of the sum
-  that add up to F.
+- c_i depends only on the position in the whole tensor. So the sums over disjoint slices, their
+  shares, add up to F.
 - A flipped bit always changes F, because it adds a power of two times c_i, and c_i is odd.
 - Swapping elements i and j changes F unless 2^64 divides (b_i − b_j) · (c_j − c_i).
 - F detects damage, not tampering.
@@ -35,7 +35,6 @@ GROUP = 16  # consecutive elements that share one m(q)
 
 
 def _mixed(index: np.ndarray) -> np.ndarray:
-    """Return `mix(index) | 1`, u64."""
     value = (index + np.uint64(1)) * np.uint64(GOLDEN)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(FIRST)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(SECOND)

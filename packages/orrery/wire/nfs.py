@@ -1,7 +1,7 @@
 """Read files that another node writes, although NFS shows them late.
 
 A node caches for up to a minute whether a name exists. Listing the folder bypasses the cache.
-A writer syncs all files before it renames the marker that announces them into place.
+A writer syncs all files before it renames their marker into place.
 """
 
 import errno

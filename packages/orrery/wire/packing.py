@@ -123,9 +123,9 @@ def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _spread(
     lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_tokens: int, num_bins: int
 ) -> np.ndarray | None:
-    """Return each sample's bin, int64 [num_samples], or None if a sample finds no bin.
+    """Put each sample, longest first, into the cheapest bin with room.
 
-    Put each sample, longest first, into the cheapest bin with room.
+    Return each sample's bin, int64 [num_samples], or None if a sample finds no bin.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     rooms = [max_tokens] * num_bins
@@ -154,7 +154,7 @@ def _lock_step(
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """Return a plan's cost, its bins from costliest to cheapest, and each sample's bin.
 
-    The cost is the sum of each micro-step's largest cost. Costly bins first: memory peaks early.
+    The cost is the sum of each micro-step's largest cost. Memory peaks early.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
@@ -166,7 +166,7 @@ def is_padded(model: Model) -> bool:
 
 
 def quadratic_cost(model: Model) -> float:
-    """Return a sample's attention FLOPs per squared token, divided by its matrix FLOPs per token.
+    """Return attention FLOPs per squared token, divided by matrix FLOPs per token.
 
     This equals layers · heads · head_dim / active matrix parameters.
     """
@@ -229,9 +229,9 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 
 
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
-    """Return the plan's micro-batches, `[rank][micro_step]`, as lists of uncopied documents.
+    """Return micro-batches, `[rank][micro_step]`, as lists of uncopied documents.
 
-    A dummy step has the same columns, of length 0.
+    A dummy step has all columns, with length 0.
     """
     empty = [documents[0].select([])] if len(documents) else []
 

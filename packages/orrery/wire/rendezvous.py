@@ -127,7 +127,7 @@ NUM_CANARY_TOKENS = 32
 
 
 def request_s(manifest: "Manifest") -> float:
-    """Return a request's timeout in seconds, for the client and every proxy before the engine.
+    """Return a request's timeout in seconds, for the client and every proxy.
 
     The orchestrator usually ends slow rollouts earlier, but its clock stops during an update.
     """

@@ -24,7 +24,7 @@ from orrery.manifest.schema import Manifest, Model
 COLUMN = "routed_experts"
 PIECE = 1 << 20  # characters, a multiple of 4
 _FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
-_HEADER_CHARACTERS = 1024  # more than the .npy header (version 1) of a 3-dimensional array
+_HEADER_CHARACTERS = 1024  # more than the .npy header of 3 dimensions
 
 
 class RouteShape(NamedTuple):
@@ -177,9 +177,9 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Cut the content of `routed_experts` out of `body`. Return both. `start`: first token.
+    """Return `body` without the content of `routed_experts`, and the routes from token `start`.
 
-    Raise ValueError if the field is not a .npy file of routes.
+    The routes are None without that field. Raise ValueError if it is not a .npy file of routes.
     """
     import pybase64
 

@@ -2,10 +2,10 @@
 
 - One marker file announces a version, with a fingerprint of every tensor in the trainer's memory.
   Version numbers only rise.
-- `files`: rank 0 gathers and writes whole tensors, and engines read them.
-- `adapters`: the same for LoRA adapters alone, under PEFT's names. lora_B includes the scale.
-- `nccl`, `nixl` (direct wires): trainer ranks send slices to engine ranks, without gathering or
-  writing. The orchestrator leases a version before engines load it (`leases`). vLLM's senders send
+- Kind `files`: rank 0 gathers and writes whole tensors, and engines read them.
+- Kind `adapters`: the same for LoRA adapters alone, under PEFT's names. lora_B includes the scale.
+- Direct kinds (`nccl`, `nixl`): trainer ranks send slices to engine ranks, without gathering or
+  writing. The orchestrator leases a version before its transfer (`leases`). vLLM's senders send
   whole tensors or need Ray.
 """
 

@@ -266,7 +266,7 @@ class Coordinator:
         self._member: dict[tuple[str, int], str] = {}
 
     def next(self) -> TransferOrder:
-        """Wait for all ranks of a transfer, then publish and return its order."""
+        """Wait for all ranks of a transfer, and publish its order."""
         arrived: dict[tuple[str, int], Arrival] = {}
         transfer: Transfer | None = None
         while True:
@@ -336,7 +336,6 @@ class Coordinator:
         return TransferOrder(transfer.number, transfer.version, self._generation, members)
 
     def _answer(self, order: TransferOrder) -> TransferOrder:
-        """Publish the order and remove the previous one from the store."""
         self._store.put(f"go/{order.transfer}", order)
         self._store.forget(f"go/{self._answered}")
         self._answered = order.transfer

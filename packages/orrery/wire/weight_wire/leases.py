@@ -50,8 +50,7 @@ class Published(msgspec.Struct, frozen=True, omit_defaults=True):
     """A readable policy version.
 
     - `fingerprints`: by Hugging Face tensor name. `digest` is their hash.
-    - `canary`: the trainer's log-probs of the canary's tokens after the first. Empty if the
-      publisher is not the trainer.
+    - `canary`: the trainer's log-probs of the canary's tokens after the first, or empty.
     - `transfer`: number of the direct wire's transfer. 0: none.
     """
 

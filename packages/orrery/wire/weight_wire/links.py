@@ -49,7 +49,7 @@ class GroupLink:
     def __init__(
         self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device
     ) -> None:
-        """Join group `generation`. gloo waits for all ranks. Raise WireFailed if it cannot connect.
+        """Join group `generation`. gloo waits for all ranks, and raises WireFailed on failure.
 
         `names`: each rank's name in errors.
         """
@@ -163,8 +163,8 @@ def _first_line(error: Exception) -> str:
 # The source announces a filled message in the wire's store. It may overwrite that part of its
 # bucket once the target has acknowledged the message. A pair's message numbers rise over all
 # transfers of a group, so no message is mistaken for an older message. CUDA IPC uses NVLink if
-# available. The reader maps the memory on its own device, because the source's device number has
-# no meaning in another process.
+# available. The reader maps the memory on its own device, because it does not know the source's
+# device number.
 
 
 class MessageReady(msgspec.Struct):

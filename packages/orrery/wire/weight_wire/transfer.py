@@ -105,7 +105,7 @@ class WeightSender:
         else:
             self.address = find_wire(folder)
         self._store = connect(self.address)
-        self.leases = LeaseTable()  # used at rank 0 only
+        self.leases = LeaseTable()  # for rank 0
         self._listener: LeaseListener | None = None
         if rank == 0:
             self._lease_store = connect(self.address)
@@ -263,8 +263,8 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # Paused engines wait for this stream, so its priority is higher than the trainer's.
-                # `publish` has waited for the end of the step, so the weights are complete.
+                # Paused engines wait for this stream, so it has priority over the trainer's.
+                # The weights are complete, because `publish` has waited for the step's end.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -466,8 +466,7 @@ class WeightReceiver:
     def attest(self) -> dict[str, int]:
         """Return the fingerprints of the engine's whole tensors, by name.
 
-        Raise TransferFailed if another rank has not received everything, and WireFailed if two
-        ranks received different bits.
+        Raise TransferFailed if another rank misses slices, WireFailed if two ranks' bits differ.
         """
         shares = self._shares.cpu().numpy().tobytes()
         self._store.put_raw(f"{self._attested}/{self.rank}", shares)
