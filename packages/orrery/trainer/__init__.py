@@ -1,6 +1,6 @@
-"""Train: `__main__` parses, `assemble` builds, `loop` trains.
+"""Train: `__main__` parses arguments, `assemble` builds the objects, `loop` trains.
 
-This module does not import torch, because `grow_segments` must run before that.
+This module does not import torch, because `grow_segments` must run before that import.
 """
 
 import os
@@ -10,7 +10,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def grow_segments() -> None:
-    """Let torch's CUDA allocator grow its segments, unless the environment configures it.
+    """Let torch's CUDA allocator grow its segments, unless an environment variable configures it.
 
     Micro-batches differ in length and would fragment segments of fixed size.
     """

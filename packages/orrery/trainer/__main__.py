@@ -1,6 +1,6 @@
 """Run one rank of the trainer in one stage: `python -m orrery.trainer --stage init|sft|rl`.
 
-The health file and the parent watch start first, because the import of torch is slow.
+The health file and the parent watch start before the slow import of torch.
 """
 
 import gc
@@ -22,7 +22,7 @@ def main() -> None:
             raise OrreryError(
                 f"--stage: the trainer has no stage {ctx.stage!r}; choose from {', '.join(STAGES)}"
             )
-        gc.disable()  # garbage collections during imports would scan lasting objects
+        gc.disable()  # a collection during imports would scan objects that live until exit
         import_module("orrery.trainer.assemble" if ctx.stage != "init" else "orrery.models.weights")
         gc.freeze()
         gc.enable()

@@ -42,15 +42,16 @@ from orrery.wire.weight_wire import (
     weight_dir,
 )
 
-STEP_DEADLINE_S = 600.0  # longest wait for a batch after its rollouts' time is over
-ORCHESTRATOR_DEADLINE_S = 900.0  # engines may load from the same disks while it starts
+STEP_DEADLINE_S = 600.0  # longest wait for a batch, in addition to four rollout timeouts
+ORCHESTRATOR_DEADLINE_S = 900.0  # engines may load from the same disks meanwhile
 
 
 @contextmanager
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
-    """Join the other ranks.
+    """Join the other ranks, and yield their `World`.
 
-    After an error the process group is not shut down: nccl would wait for other ranks' collectives.
+    An error leaves the process group open, because its shutdown would wait for other ranks'
+    collectives.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
@@ -82,7 +83,7 @@ def assemble_learner(
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:
         learner.outer_momentum = fresh_outer(learner)
-        # Where a checkpoint may lie within a phase: in RL, a preemption's.
+        # θ_start is needed if a checkpoint may lie within a phase, as in RL after a preemption.
         has_start = elastic.fragments > 1 or ctx.stage == "rl"
         learner.outer_start = fresh_outer(learner) if has_start else {}
     return learner
@@ -92,7 +93,7 @@ def assemble_learner(
 def assemble_site(
     ctx: RoleContext, learner: Learner, resumed: Path | None
 ) -> Iterator[SiteTraining | None]:
-    """Join the other sites of `trainer.elastic`. Without it yield None."""
+    """Join the other sites of `trainer.elastic`, or yield None without that field."""
     if (spec := ctx.manifest.trainer.elastic) is None:
         yield None
         return
@@ -153,8 +154,8 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return the seconds without progress after which a publication has stalled.
 
-    On a direct wire rank 0 can first name the absent ranks, within
-    `weight_wire.coordinator.MEET_S`.
+    A direct wire gets the longer limit, so that rank 0 can first name absent ranks (`MEET_S` of
+    `weight_wire.coordinator`).
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -176,14 +177,14 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # Versions on disk: loaded by engines, in training, queued, and ahead.
+    # Engines load one version, one is in training, one is queued, and the rest are ahead.
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> int:
-    """Return the bytes of shared memory for the kept weight versions. Adapters are small.
+    """Return the bytes of shared memory for the kept versions, 0 unless the wire is `files`.
 
-    Raise OrreryError if the versions do not fit there, or on disk.
+    Raise OrreryError if the versions do not fit in shared memory or on disk.
     """
     manifest = ctx.manifest
     if manifest.transport.weights != "files":

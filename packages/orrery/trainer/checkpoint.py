@@ -73,16 +73,16 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
 
 
 def _frozen_names(learner: Learner) -> frozenset[str]:
-    """Return the names of frozen weights. Checkpoints do not store them."""
+    """Return the names of frozen weights, which checkpoints do not store."""
     parameters = learner.policy.named_parameters()
     return frozenset(name for name, weight in parameters if not weight.requires_grad)
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return one sha256 of all weight files in `start`, the base of adapters' checkpoints.
+    """Return one sha256 of all weight files in `start`, the frozen weights under adapters.
 
-    It hashes lines "digest  name", sorted by name. The launcher's `inputs.json` saves reading the
-    files.
+    The hash covers lines "digest  name", sorted by name. Digests in the launcher's `inputs.json`
+    save reading the files.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
@@ -131,7 +131,7 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
 
 
 def load(learner: Learner, folder: Path) -> None:
-    """Load `folder` into the learner, or raise RunFailed.
+    """Load `folder` into the learner. Raise RunFailed if that fails.
 
     Random-number state is restored only at the same world size.
     """
@@ -176,7 +176,7 @@ def _check_fits(
 
 
 class CheckpointReader:
-    """Read boxes of tensors from mapped files. Raise RunFailed if a file is unreadable."""
+    """Read boxes of tensors from memory-mapped files. Raise RunFailed if a file is unreadable."""
 
     def __init__(self, folder: Path):
         state = _read_json(folder / "state.json")

@@ -1,12 +1,12 @@
 """Write checkpoints during training, and resume from them. `checkpoint.py` describes the files.
 
 - Training waits only for the copy into shared memory and for the previous checkpoint.
-- A process of each rank writes the files, then a checksum file (`saver.py`). It finishes even if
-  the trainer is killed. Its error is raised at the next step.
-- The first rank's process waits for all checksum files, renames the folder, writes the marker and
+- Each rank has a saver process (`saver.py`) that writes its files, then a checksum file. The saver
+  finishes even if the trainer is killed. Its error is raised at the next step.
+- The first rank's saver waits for all checksum files, renames the folder, writes the marker and
   removes old checkpoints.
 - A step's metrics are written between `copy` and `write`, so a complete checkpoint has them.
-- Non-finite state is refused, because every attempt to resume from it would fail.
+- A checkpoint with a non-finite value is refused, because every resumed attempt would fail.
 """
 
 import json
@@ -62,12 +62,12 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """Save one rank's part of checkpoints beside training.
+    """Save one rank's part of each checkpoint while training continues.
 
     Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside the
     context manager `waiting(what, deadline_s, behind_s)`. Leaving the `with` block completes the
-    last checkpoint, except after an exception. Then only the saver does. It may upload for long, so
-    the wait for its end comes after the last collective (`World.at_end`).
+    last checkpoint. After an exception only the saver completes it. An upload may take long, so the
+    wait for the saver's end comes after the last collective (`World.at_end`).
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class CheckpointWriter:
             self._saver.wait()
 
     def reserve(self, learner: Learner, spared: int = 0) -> None:
-        """Allocate memory in the background, and leave `spared` bytes of shared memory.
+        """Allocate memory in the background, and leave `spared` bytes of shared memory free.
 
         A collective.
         """
@@ -113,13 +113,13 @@ class CheckpointWriter:
     def copy(
         self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None
     ) -> float:
-        """Copy the state and `files` into shared memory, and return the seconds taken.
+        """Copy the state and `files` into shared memory. Return the seconds taken. A collective.
 
-        A collective. Raise RunFailed if replicas differ or a value is not finite.
+        Raise RunFailed if replicas differ or a value is not finite.
         """
         begin_s = time.monotonic()
         self._await_complete()
-        (self._memory / JOB).unlink(missing_ok=True)  # a copy that could not be saved
+        (self._memory / JOB).unlink(missing_ok=True)  # the job of a copy that was never saved
         _check_finite(learner)
         if self._world.is_first:
             shutil.rmtree(partial_of(folder), ignore_errors=True)
@@ -151,7 +151,7 @@ class CheckpointWriter:
     ) -> None:
         """Let the saver write the copy. Then the first rank calls `on_written`.
 
-        `marker` (default: the folder) exists once both are done.
+        `marker` (default: the folder) exists once the saver is done.
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
@@ -183,7 +183,7 @@ class CheckpointWriter:
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # stays set if the wait is interrupted
+        self._work = None  # after an interrupted wait `_work` stays set
         if work.error is not None:
             raise work.error
 
@@ -192,7 +192,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait for the marker file. A collective would time out earlier."""
+        """Wait for the previous checkpoint's marker file. A collective would time out earlier."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:
@@ -263,7 +263,9 @@ def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -
 
 @torch.no_grad()
 def fingerprint(weights: Iterable[torch.Tensor]) -> int:
-    """Hash the bits of local shards: sum each shard's words, and mix the sums in order."""
+    """Return a hash of the bits of local shards: each shard's words are summed, the sums mixed in
+    order.
+    """
     sums = []
     for weight in weights:
         shard = local_tensor(weight.detach())
@@ -306,7 +308,7 @@ class StageCheckpoints:
     """Write one rank's checkpoints of a stage. Leaving the `with` block completes the last.
 
     The role `beside` writes its half of checkpoint n before it sends batch n. `spared` bytes of
-    shared memory are for others.
+    shared memory stay free.
     """
 
     def __init__(
@@ -319,7 +321,7 @@ class StageCheckpoints:
     ):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
         self._spared = spared
-        # A saver of an earlier attempt may still run on another node than the launcher's.
+        # A saver of an earlier attempt may still run on a node without a launcher.
         memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}.{ctx.attempt}"
         self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 
@@ -329,8 +331,7 @@ class StageCheckpoints:
         num_steps = (manifest.sft if self._stage == "sft" else manifest.stages.rl).num_steps
         steps_left = range(self._learner.step + 1, num_steps + 1)
         if any(self.is_due(step) for step in steps_left):
-            # Killed jobs leave copies on other nodes than the launcher's. `reserve` meets all ranks
-            # before one allocates.
+            # Killed jobs leave copies on nodes without a launcher. `reserve` syncs ranks first.
             remove_memory(saves_prefix(self._ctx.run_dir))
             self._writer.reserve(self._learner, self._spared)
         return self
@@ -345,7 +346,7 @@ class StageCheckpoints:
         self._writer.check()
 
     def copy(self, files: Mapping[str, bytes] | None = None) -> float:
-        """Copy the state and `files`. Return the seconds waited. A collective."""
+        """Copy the state and `files`. Return the seconds taken. A collective."""
         step, trainer = self._learner.step, self._ctx.manifest.trainer
         still_s = step_stall_s(self._learner.world, trainer)
         self._ctx.health.doing("copying a checkpoint", step=step, still_s=still_s)

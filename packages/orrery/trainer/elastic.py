@@ -1,12 +1,12 @@
 """Train this site's share of a run of several sites (`orrery.elastic`).
 
-- `site.json` in the run's folder holds the site's placement. `orrery join` writes it.
-- From the port P of `listen`: P and P + 1 belong to the log, P + 2 to the snapshots of rank 0, and
-  so on for every rank, then as many ports to the exchange.
-- After every round each rank copies θ, the outer momentum and its inner state into shared memory.
-  A site that joins, or was left behind, takes them from its peers.
-- An RL site that joins trains a phase before its first round. If it resumes, it trains its own
-  weights until then, because engines may have sampled from them.
+- `orrery join` writes `site.json` into the run's folder: where the site listens and whom it joins.
+- Ports: the log uses P (the port of `listen`) and P + 1. Rank i of R serves snapshots at P + 2 + i,
+  and exchanges updates at P + 2 + R + i.
+- After every round each rank copies its weights θ, the outer momentum and the optimizer state into
+  shared memory. A site that joins or has missed rounds fetches them from other sites.
+- An RL site that joins trains a phase (the steps between rounds) before its first round. A resumed
+  RL site trains its own weights until then, because engines may have sampled from them.
 """
 
 import shutil
@@ -49,24 +49,25 @@ from orrery.trainer.optim import named_state
 from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
-FETCH_S = 60.0  # scaled, for each try
+FETCH_S = 60.0  # scaled; limit of one try
 PHASE_S = 24 * 3600.0  # scaled; longest wait for the inner steps of other sites
-ROUNDS = "rounds.json"  # file of a checkpoint, a `HeldRound`
+ROUNDS = "rounds.json"  # a checkpoint's file, with a `HeldRound`
 T = TypeVar("T")
 
 
 class HeldRound(msgspec.Struct, frozen=True):
-    """The last round of a checkpoint, and the data that was trained until then."""
+    """The last round in a checkpoint, and the data trained until then."""
 
     round: int
     shards: ShardMap
-    tokens: list[int] = []  # of each fragment
+    tokens: list[int] = []  # by fragment
 
 
 class SiteTraining:
-    """Take part in the run's rounds. `shard` and `start` place the next inner steps in the data.
+    """Take part in the run's rounds. `shard` and `start` are the position of the next step in the
+    data.
 
-    `resumed` is the checkpoint that the learner holds, if there is one.
+    `resumed`: the folder of the loaded checkpoint, if any.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class SiteTraining:
         self._files = Certificates.of(Path(self._place.certificates), self._place.name)
         self._member = SiteMember("", "", 0)
         self._stack = ExitStack()
-        self._site: EtcdSite | None = None  # of the first rank
+        self._site: EtcdSite | None = None  # on the first rank
         self._codec = codec(spec.codec)
         self._feedback: ErrorFeedback | None = None
         if spec.error_feedback:
@@ -99,9 +100,9 @@ class SiteTraining:
         sft = ctx.manifest.stages.sft if ctx.stage == "sft" else None
         data = getattr(sft, "data", None)
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
-        self._phase = spec.inner_steps // spec.fragments  # steps from round to round
+        self._phase = spec.inner_steps // spec.fragments  # steps between rounds
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
-        # After the last step every fragment has a round.
+        # After the last step every fragment takes part in one more round.
         self._last = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
         self._held, self._holders = NO_ROUND, dict[str, int]()
@@ -120,7 +121,7 @@ class SiteTraining:
 
     @property
     def start(self) -> int:
-        """Return this site's place in its shard, counting steps since the last round."""
+        """Return the position in the site's shard, including steps since the last round."""
         num_beyond = self._learner.step - (self._loop.round - 1) * self._phase
         return self._shards.trained[self.shard] + num_beyond * self._step_documents
 
@@ -131,7 +132,7 @@ class SiteTraining:
         return sent + self._delay(sent)
 
     def __enter__(self) -> Self:
-        """Join the run, and in SFT finish this site's first round, in which it has no weight."""
+        """Join the run. In SFT, finish this site's first round, in which it has weight 0."""
         waiting = self._ctx.health.waiting("the other sites", deadline_s=self._limit_s())
         with waiting, ExitStack() as on_failure:
             on_failure.callback(self._stack.close)
@@ -151,7 +152,7 @@ class SiteTraining:
         self._stack.close()
 
     def after_step(self, num_tokens: int) -> None:
-        """Count the tokens of a step. Exchange a fragment after every phase."""
+        """Count the step's tokens. Exchange a fragment after every phase."""
         self._loop.count(num_tokens if self._spec.weights == "tokens" else 1)
         beyond = self._learner.step % self._phase
         if beyond == 0 and self._delay(self._learner.step):
@@ -163,9 +164,9 @@ class SiteTraining:
                     self._finish_round()
 
     def _delay(self, step: int) -> int:
-        """Return the steps from sending a round to applying it: 0 at a checkpoint and at the end.
+        """Return the steps between sending and applying a round: 0 at a checkpoint and at the end.
 
-        In RL no round is delayed, because a published version must not change.
+        In RL the delay is 0, because a published version must not change.
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
@@ -187,7 +188,7 @@ class SiteTraining:
         self._shards.finish_round(row.members, num_documents * (row.round > 0))
         step = min(row.round * self._phase, self._num_steps)
         if self._ctx.stage == "sft" and not step <= self._learner.step < step + self._phase:
-            self._learner.step = step  # in RL the step is that of this site's rollouts
+            self._learner.step = step  # an RL step is a step of this site's rollouts
         self._copy(row.round, row.digest)
         if self._ranks.is_first:
             self._record(row, inner_s)
@@ -200,7 +201,7 @@ class SiteTraining:
                     return self._loop.apply(self._spec.delay_merge)
                 return self._loop.exchange()
             except Behind as behind:
-                # A straggler's Δ counts in the next round, if it missed this round alone.
+                # A late site adds its update Δ to the next round, if it missed this round alone.
                 self._take_state(keeps_delta=behind.committed == self._loop.round)
             except LeaseLost as error:
                 self._ctx.log.warning("left behind: %s; joining again", error)
@@ -288,9 +289,9 @@ class SiteTraining:
         check_room(SHARED_MEMORY, num_bytes, count)
 
     def _join(self) -> None:
-        """Join with a new id. Take the newest state if this site does not hold it.
+        """Join with a new id. Fetch the newest state if this site lacks it.
 
-        A resumed RL site takes it at its next round.
+        A resumed RL site fetches the state at its next round.
         """
         held = self._loop.round - 1
         digest = self._loop.digest() if held > NO_ROUND else ""
@@ -310,7 +311,7 @@ class SiteTraining:
         last, found, members = self._ranks.from_first(join, tuple[int, str, list[str]])
         self._loop.site_id = site_id
         if not self._holders.keys().isdisjoint(members):
-            self._shards.holders = self._holders  # the others go on from the checkpoint's shards
+            self._shards.holders = self._holders  # the others continue with the checkpoint's shards
         self._holders, self._place = {}, msgspec.structs.replace(self._place, rewinds=False)
         waits = self._is_resumed_rl and last > held
         if (last, found) != (held, digest) and not waits:
@@ -348,9 +349,9 @@ class SiteTraining:
         self._keeper.copied()
 
     def _take_state(self, keeps_delta: bool) -> None:
-        """Take θ, m and inner state from peers. With `keeps_delta` keep Δ, tokens and inner state.
+        """Fetch the state of the newest round from other sites, the same round on all ranks.
 
-        All ranks take the same round.
+        With `keeps_delta` keep this site's update Δ, token counts and optimizer state.
         """
         rank, snapshot = self._learner.world.rank, None
         end_s = time.monotonic() + scaled(self._spec.store_timeout_s)

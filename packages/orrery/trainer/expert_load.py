@@ -1,4 +1,4 @@
-"""Count the tokens of experts in a step, and balance experts by the bias of their routers.
+"""Count the tokens of each expert in a step, and balance experts by the bias of their routers.
 
 After a step the bias of an expert moves by rate · sign(mean load − load of this expert), as in
 DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are whole numbers summed over
@@ -15,10 +15,10 @@ from orrery.trainer.policy import Policy
 
 
 class ExpertLoad:
-    """The load of one step. It stays empty without experts and in the family `hugging_face`.
+    """The load of one step. Without experts, and in the family `hugging_face`, it stays empty.
 
-    Call `clear`, `add` after each forward pass, and `reduce`. Then `metrics` and `balance` are
-    defined. `biases` has the biases that move, by name: none without a `rate`.
+    Call `clear`, `add` after each forward pass, then `reduce`, then `metrics` and `balance`.
+    `biases` maps names to the biases that move, and is empty without a `rate`.
     """
 
     def __init__(self, policy: Policy, world: World, rate: float | None):
@@ -46,7 +46,7 @@ class ExpertLoad:
             self._figures_3L = torch.stack((share_LE.amax(1), share_LE.amin(1), entropy_L))
 
     def metrics(self) -> dict[str, list[float] | None]:
-        """Return shares of the routed tokens and their entropy in nats, by layer."""
+        """Return, by layer, the largest and smallest share of tokens and the entropy in nats."""
         names = ("expert_load_max", "expert_load_min", "expert_load_entropy")
         if self._figures_3L is None:
             return dict.fromkeys(names)

@@ -2,12 +2,12 @@
 
     python -m orrery.trainer.export RUN_DIR [--stage rl] [--step N] [--to FOLDER]
 
-`orrery export RUN …` runs it on one CPU, even during a stage.
+`orrery export RUN …` runs this module on one CPU, even during a stage.
 
 - A folder appears only when it is complete.
-- An exported checkpoint equals the stage's weights after that step byte for byte, except merged
-  adapters, because devices round differently.
-- `export_checkpoint` holds at most one output file's tensors in memory.
+- An exported checkpoint equals the weights after that step byte for byte, except merged adapters,
+  because devices round differently.
+- Memory holds the tensors of at most one output file.
 - Frozen weights and buffers come from the stage's start weights.
 """
 
@@ -38,13 +38,13 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.wire import checkpoints
 
-PREFIX = "weight/network."  # precedes parameter names in checkpoints
+PREFIX = "weight/network."  # prefix of parameter names in checkpoints
 
 
 def export_policy(policy: Policy, world: World, model: Model, start: Path, folder: Path) -> None:
     """Write the policy to the new `folder` in Hugging Face's format, synced to disk. A collective.
 
-    Its tokenizer and MTP layers come from the folder `start`.
+    The tokenizer and MTP layers are copied from the folder `start`.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:
@@ -155,7 +155,7 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
 
 
 class _Tensors:
-    """The policy's tensors. Reading in the order of `hf_tensors` reads each byte once."""
+    """The policy's tensors. Reading them in the order of `hf_tensors` reads each byte once."""
 
     def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
         self._stored, self._network, self._base = stored, network, base

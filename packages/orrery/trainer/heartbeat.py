@@ -1,7 +1,7 @@
 """Report this rank's progress to the launcher's hang detector.
 
-- Every PERIOD_S the health file gets the counts of started collectives, completed collectives
-  (from torch's private flight recorder, or 0) and marks.
+- Every PERIOD_S the health file gets three counts: started collectives, completed collectives (both
+  from torch's private flight recorder, or 0) and marks.
 - A mark is a micro-batch begun on the device, or a tensor or file finished on the host.
 - SIGUSR1 and nccl's watchdog write `logs/flight_recorder/rank_<i>` for `torchfrtrace`.
 """
@@ -25,7 +25,7 @@ from orrery.runtime.timing import scaled
 from orrery.trainer.parallel.world import World
 
 PERIOD_S = 3.0
-WARM_UP_STALL_S = 600.0  # longest step that compiles or connects, or runs on a single rank
+WARM_UP_STALL_S = 600.0  # longest step that compiles, connects, or runs on a single rank
 IO_STALL_S = 300.0  # longest access to one tensor or file on a shared file system
 
 
@@ -40,12 +40,12 @@ def io_stall_s(num_ranks: int) -> float:
 
 
 def warms_up(trainer: Trainer, device: torch.device) -> bool:
-    """Return whether the first step may compile. On a GPU, libraries may also compile."""
+    """Return whether the first step may compile blocks, or on a GPU kernels of libraries."""
     return trainer.compile or device.type == "cuda"
 
 
 class _Progress:
-    """Count marks. A separate thread waits for their CUDA events.
+    """Count marks. On a GPU a thread waits for each mark's CUDA event.
 
     `Event.query` would hold the GIL while another CUDA call blocks.
     """

@@ -2,9 +2,9 @@
 
 - Linux kills a process above the limit of its control group (Slurm job, container) without a
   message.
-- A container may see its control group as the mount's root, so missing folders are skipped.
+- A container may see its control group at the mount's root, so missing folders are skipped.
 - A block is unregistered from CUDA before its pages are freed. Otherwise the next use of their
-  addresses would fail (CUDA error 712).
+  addresses fails (CUDA error 712).
 - torch's pinned allocator is not used, because it rounds sizes up to powers of two.
 """
 
@@ -24,9 +24,7 @@ ROOT = Path("/")
 
 
 class CgroupVersion(NamedTuple):
-    """A version of control groups: its mount, its files, and its page-cache rows of
-    `memory.stat`.
-    """
+    """A version of control groups: mount, file names, and page-cache rows of `memory.stat`."""
 
     mount: str
     limit: str
@@ -40,7 +38,7 @@ V2 = CgroupVersion("", "memory.max", "memory.current", ("inactive_file", "active
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Return the bytes free without swapping. `root` contains proc/ and sys/."""
+    """Return the bytes available without swapping. `root` contains proc/ and sys/."""
     found = [cgroup_available_bytes(root)]
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -60,7 +58,7 @@ def cgroup_available_bytes(root: Path = ROOT) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[CgroupVersion, str]]:
-    """Yield groups from lines such as `4:cpu,memory:/a/b` (V1) and `0::/a/b` (V2)."""
+    """Yield the groups in lines such as `4:cpu,memory:/a/b` (V1) and `0::/a/b` (V2)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -95,9 +93,9 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Pinned memory pages.
+    """Memory pages. `__del__` unregisters them from CUDA before they are freed.
 
-    `__del__` unregisters them before they are freed. `weakref.finalize` would run too late.
+    `weakref.finalize` would run too late.
     """
 
     address: int | None = None  # set while registered
@@ -109,18 +107,19 @@ class _Pages(mmap.mmap):
 
 
 def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
-    """Return resident zeros u8 [num_bytes], and the CUDA error of registering them or 0.
+    """Return (resident zeros u8 [num_bytes], CUDA error of registering them or 0).
 
-    With `file` they are the content of this file in memory. Raise OSError if it does not fit.
+    With `file` the zeros are the content of this descriptor's file. Raise OSError if they do not
+    fit.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
     if file is None:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        os.posix_fallocate(file, 0, num_bytes)  # without room fail here, not by SIGBUS
+        os.posix_fallocate(file, 0, num_bytes)  # if memory is short, fail here and not by SIGBUS
         pages = _Pages(file, num_bytes)
-    # Zeroing maps the pages with many threads. Registration would map them with one.
+    # Zeroing maps the pages with many threads. Registration would use one thread.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":
         return block, 0

@@ -1,12 +1,11 @@
-"""Train one batch in one optimizer step, for SFT and RL alike.
+"""Train one batch in one optimizer step, for SFT and RL.
 
-- All ranks have equally many micro-batches, and train each when it arrives.
-- `MismatchGuard` compares engines' log-probs with ours: a warning beyond a `warn` bound, an error
-  before the step beyond a `stop` bound of `trainer.mismatch`. KL is over the whole batch, the mean
-  |difference| over all engines and over each engine with at least MIN_TOKENS tokens. An engine
-  names itself (`X-Orrery-Engine`), perhaps wrongly. The canary checks each address.
-- Raise before the weights change if a loss or gradient is not finite, or if a loss has not the
-  announced number of tokens.
+- All ranks have equally many micro-batches. Each micro-batch is trained when it arrives.
+- `MismatchGuard` compares log-probs of engines and trainer by the bounds of `trainer.mismatch`: the
+  batch's KL, and the mean |difference| of all engines and of each engine with MIN_TOKENS tokens.
+  Engines name themselves (`X-Orrery-Engine`), perhaps wrongly, so the canary checks each address.
+- A step raises RunFailed before the weights change if a `stop` bound is exceeded, a loss or gradient
+  is not finite, or token counts differ from the announced counts.
 """
 
 import logging
@@ -36,7 +35,7 @@ from orrery.trainer.policy import Policy
 from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import route_shape
 
-Metrics = dict[str, Any]  # numbers, None, and lists of numbers by layer
+Metrics = dict[str, Any]  # values: numbers, None, or lists of numbers by layer
 MIN_TOKENS = 256
 MEASURES = {
     "kl": "the KL from engines to trainer",
@@ -56,7 +55,7 @@ class MismatchGuard:
         self._sums.zero_()
 
     def add(self, batch: MicroBatch, logprob: torch.Tensor) -> None:
-        """Add a micro-batch without a device sync. `logprob` f32 [M] is the trainer's."""
+        """Add a micro-batch without a device sync. `logprob`: f32 [M] of the trainer."""
         _, num_engines, num_ages = self._sums.shape
         engine, age = batch.origin.unbind(1)
         known = (engine >= 0) & (engine < num_engines - 1)
@@ -68,7 +67,7 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, cell, is_member.double())
 
     def check(self, step: int, kl: float | None) -> float | None:
-        """Return the mean |difference| over members of `rl`, or None without any. A collective.
+        """Return the mean |difference| of `rl` tokens, or None without such tokens. A collective.
 
         Raise RunFailed beyond a `stop` bound.
         """
@@ -115,7 +114,7 @@ class MismatchGuard:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The metrics of a step, and the (begin, end) of its phases as `time.time()`."""
+    """A step's metrics. Each phase is (begin, end) in seconds of `time.time()`."""
 
     metrics: Metrics
     wait_s: float
@@ -128,7 +127,7 @@ class StepResult:
 
 
 class Learner:
-    """`step` is also the version of the weights."""
+    """Hold the policy, its optimizer and `step`, which is also the version of the weights."""
 
     def __init__(
         self,
@@ -141,7 +140,7 @@ class Learner:
         self.policy, self.world, self.trainer = policy, world, trainer
         self.loss, self.max_grad_norm, self.peak_lr = trainer.loss, max_grad_norm, optimizer.lr
         self.route_shape = route_shape(policy.network.config)
-        self.num_indexers = self.top_k = 0  # of indexers whose choice engines send
+        self.num_indexers = self.top_k = 0  # for indexers whose choice of keys the engines send
         if trainer.indexer_choice != "own" and (mla := policy.network.config.mla) and mla.indexer:
             self.num_indexers, self.top_k = policy.network.config.num_indexers, mla.indexer.top_k
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
@@ -155,12 +154,10 @@ class Learner:
         self.step = 0
         self.outer_momentum: dict[str, torch.Tensor] = {}  # of the outer loop, on the host
         self.outer_start: dict[str, torch.Tensor] = {}  # θ_start, with several fragments or in RL
-        self.base_sha256: str | None = None  # sha256 of the frozen weights under adapters
-        self.guard: MismatchGuard | None = (
-            None  # compares log-probs with the engines', so None in SFT
-        )
-        self.before_step: Callable[[], float] = lambda: 0.0  # returns seconds taken
-        # Largest |gradient| at each cp exchange, then at the embedding's output.
+        self.base_sha256: str | None = None  # of the frozen weights, if adapters are trained
+        self.guard: MismatchGuard | None = None  # None in SFT
+        self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds that it took
+        # Largest |gradient| at each context-parallel exchange, then at the embedding's output.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -174,15 +171,16 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch. `totals` has N_c of each loss component (`loss.py`) and `num_tokens`.
+        """Train one batch. `totals` has `num_tokens` and N_c of each loss component (`loss.py`).
 
-        Raise RunFailed for a bad batch or number, and OrreryError if blocks do not compile.
+        Raise RunFailed for a bad batch or a non-finite number, and OrreryError if blocks do not
+        compile.
         """
         step = self.step + 1
         begin_s = time.time()
         with blocks.explain_compile_error(self.policy.network.config):
             sums, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
-        # Queue the norm first, so that the device stays busy during the wait.
+        # Queue the norm before `_check_sums` waits for the device.
         norm = gradient_norm(self.weights.values(), self.world)
         divisor = clip(norm, self.max_grad_norm)
         self.optimizer.prepare()
@@ -205,9 +203,9 @@ class Learner:
 
     @torch.no_grad()
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
-        """Return (largest |log π − log μ|, number of scored tokens) of rollouts. A collective.
+        """Return (largest log-prob difference to engines, number of scored tokens). A collective.
 
-        The first covers samples of the current version alone, or is None.
+        The difference is over samples of the current version only, and None without such samples.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
@@ -227,7 +225,8 @@ class Learner:
 
         Blocks run uncompiled, because a graph for this length would change later compilations.
         """
-        positions = np.arange(len(token_ids), dtype=np.float32)  # positions stand in for log-probs
+        # Positions stand in for log-probs, to map scored tokens back to their places.
+        positions = np.arange(len(token_ids), dtype=np.float32)
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),
             "trained": positions > 0,
@@ -253,7 +252,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return the part of an error message that names non-finite weights. A collective."""
+        """Return the end of an error message, with the non-finite weight if any. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -329,9 +328,7 @@ class Learner:
         return _metrics(values, float(sums.peaks)) | more
 
     def _add_up(self, what: str, sums: StepSums) -> dict[str, float]:
-        """Sum `sums` in place over all ranks. Raise RunFailed if one is not finite. A
-        collective.
-        """
+        """Sum `sums` in place over ranks. Raise RunFailed if a sum is not finite. A collective."""
         mine = sums.sums.clone()
         self.world.sum(sums.sums)
         self.world.max(sums.peaks)
@@ -339,7 +336,7 @@ class Learner:
         for index, name in enumerate(StepSums.NAMES):
             if not math.isfinite(values[name]):
                 is_bad = self.world.all_gather(int(not torch.isfinite(mine[index])))
-                # "none alone": each rank's number is finite, and their sum overflows.
+                # "none alone": each rank's number is finite, but their sum overflows.
                 where = is_bad.index(1) if any(is_bad) else "none alone"
                 blame = self.weights_to_blame()
                 raise RunFailed(f"{what}: {name} is {values[name]} on rank {where}{blame}")
@@ -352,7 +349,7 @@ class Learner:
 
     def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            if not hidden.requires_grad:  # the embedding is frozen, so only observe its gradient
+            if not hidden.requires_grad:  # frozen embedding: only observe the gradient
                 hidden.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)
             self._watch(hidden)
 
@@ -367,7 +364,7 @@ class Learner:
         """Raise RunFailed that names the tensor and ranks of a non-finite gradient.
 
         A bad value spreads from the head towards the embedding, so name the bad weight nearest to
-        the head. If only the sum over ranks is not finite, name the rank of the bad shard.
+        the head. If only the sum over ranks is not finite, name the rank with the bad shard.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())
@@ -387,7 +384,7 @@ class Learner:
         )
 
     def _ranks_that_broke(self) -> list[int]:
-        """Return the ranks whose gradient was the first of their cp group to be not finite."""
+        """Return the ranks whose gradient was the first non-finite one in their cp group."""
         maxima = [float(value) for value in self._max_gradients]
         own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
         broke = self.world.all_gather(own)
@@ -460,7 +457,7 @@ def _metrics(sums: dict[str, float], peak: float) -> Metrics:
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:
     """Return the learning rate at `step` (1 … num_steps) as a fraction of the peak.
 
-    It rises to 1 at `warmup_steps`. A decay reaches `final_fraction` at `num_steps`.
+    The rate rises to 1 at `warmup_steps`. A decay reaches `final_fraction` at `num_steps`.
     """
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps

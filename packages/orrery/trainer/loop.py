@@ -1,7 +1,7 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- The final batch, marked `compare`, holds rollouts of the last version alone. They are not trained,
-  but their log-probs are compared. It comes early if the policy is good enough.
+- The final batch, marked `compare`, holds rollouts of the last version only. The trainer compares
+  their log-probs with the engines' and does not train. It comes early if the policy is good enough.
 - At a batch marked `wind_down` every rank writes a checkpoint of the last step and ends.
 - A step's metrics are written before its checkpoint is complete.
 - The orchestrator writes its half of checkpoint n before it sends batch n.
@@ -28,7 +28,7 @@ from orrery.trainer.publish import Publisher
 from orrery.wire.rendezvous import canary_tokens
 from orrery.wire.rollout_wire import ReceivedBatch, RolloutReceiver
 
-SAME_WEIGHTS_TOLERANCE = 1e-4  # largest difference of log-probs in float32 on a CPU
+SAME_WEIGHTS_TOLERANCE = 1e-4  # largest difference of float32 log-probs on a CPU
 
 
 @dataclass
@@ -42,7 +42,7 @@ class RlLoop:
     batch_deadline_s: float
     batch_behind_s: float  # longest wait for a batch that another rank has received
     publish_still_s: float  # longest publication without progress
-    site: SiteTraining | None = None  # with trainer.elastic
+    site: SiteTraining | None = None  # if trainer.elastic is set
     start_step: int = field(init=False)  # the resumed step, or 0
 
     def __post_init__(self) -> None:
@@ -131,7 +131,9 @@ class RlLoop:
         return self.checkpoints.copy(files)
 
     def checkpoint_last_step(self) -> None:
-        """Write a checkpoint of the last step, unless it exists. All ranks decide alike."""
+        """Write a checkpoint of the last step, unless it exists. The decision is equal on all
+        ranks.
+        """
         step = self.learner.step
         if step != self.start_step and not self.checkpoints.is_due(step):
             self.copy_checkpoint()
@@ -140,7 +142,7 @@ class RlLoop:
     def compare(self, batch: ReceivedBatch) -> None:
         """Compare the trainer's log-probs with the engines'.
 
-        Raise RunFailed without a rollout to compare, or if they differ in float32 on CPUs.
+        Raise RunFailed if there is no rollout to compare, or if float32 log-probs on CPUs differ.
         """
         ctx, version = self.ctx, self.learner.step
         what = "comparing log-probs with the engines"
@@ -171,7 +173,7 @@ class RlLoop:
         ctx = self.ctx
         still_s = io_stall_s(self.world.size)
         ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
-        self.learner.check_weights()  # the compared tokens may miss some experts
+        self.learner.check_weights()  # the compared tokens may not reach every expert
         start, made = start_weights(ctx), weights_path(ctx.run_dir, "rl")
         export_policy(self.learner.policy, self.world, ctx.manifest.model, start, made)
 

@@ -2,15 +2,15 @@
 
     L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c    c in rl, cross_entropy, reference_kl
 
-Token t is a member of component c if it is trained and its weight w_c[t] ≠ 0. N_c counts members
-on all ranks, at least 1. `rl` is DPPO with the binary total-variation mask (Qi et al. 2026, arXiv
-2602.04879) and Kimi K2.5's squared log-ratio penalty (arXiv 2602.02276). A token has probability π
-in the trainer, μ in the engine, ratio r = π/μ and advantage A:
+Component c contains the trained tokens with w_c[t] ≠ 0. N_c counts them on all ranks, at least 1.
+A token has probability π in the trainer, μ in the engine, and advantage A. `rl` is DPPO with the
+binary total-variation mask (arXiv 2602.04879), and Kimi K2.5's penalty (arXiv 2602.02276):
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
-    ℓ_rl = −keep · A · r + penalty · (log π − log μ)²      r: unclamped, with gradient
-`reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π.
-If `trainer.indexer` is "train", the learner adds Σ KL(attention ‖ indexer) / N to L, both over all
-N tokens of the batch, because indexers choose keys for prompts too.
+    ℓ_rl = −keep · A · π/μ + penalty · (log π − log μ)²    π/μ is unclamped and has a gradient
+`reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π. If
+`trainer.indexer` is "train", the learner adds Σ KL(attention ‖ indexer) / N to L, over all N
+tokens,
+prompts included.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ COMPONENTS = ("rl", "cross_entropy", "reference_kl")
 
 @dataclass(frozen=True)
 class Targets:
-    """The loss's constants of M scored tokens, float32 [M]. Non-members have weight 0."""
+    """The loss's constants of M scored tokens, float32 [M]. A weight of 0 excludes the token."""
 
     engine_logprob: torch.Tensor
     advantage: torch.Tensor
@@ -37,7 +37,7 @@ class Targets:
 
 @dataclass
 class StepSums:
-    """Sums for a step's metrics, additive over micro-batches and ranks."""
+    """Sums for a step's metrics. They add up over micro-batches and ranks."""
 
     NAMES = (
         "loss_rl", "loss_cross_entropy", "loss_reference_kl",
@@ -48,7 +48,7 @@ class StepSums:
     )  # fmt: skip
 
     sums: torch.Tensor  # float64 [len(NAMES)]: float32 counts exactly only up to 2^24
-    peaks: torch.Tensor  # float32 [1]: max |log π − log μ| over `same_weights` tokens, or −1
+    peaks: torch.Tensor  # float32 [1]: max |log π − log μ| of `same_weights` tokens, or −1
 
     @classmethod
     def zero(cls, device: torch.device) -> "StepSums":
@@ -70,10 +70,10 @@ class StepSums:
         choices_differ: torch.Tensor | None,
         indexer_kl: torch.Tensor | None,
     ) -> None:
-        """Add one micro-batch's numbers to the last sums of `NAMES`. None adds nothing.
+        """Add one micro-batch's numbers to the last nine sums of `NAMES`. None adds 0.
 
-        `routes_…` count tokens' choices of experts, `choices_sent` indexers' choices of keys
-        (`MicroBatch`). `choices_differ`: i64 [2] (`ChosenKeys`). `indexer_kl`: f32 [].
+        `routes_…` count choices of experts. `choices_…` count indexers' choices of keys,
+        `choices_differ` as i64 [2] (`ChosenKeys.differ`). `indexer_kl`: f32 [].
         """
         known, differ = (None, None) if choices_differ is None else choices_differ
         counts = (
@@ -118,12 +118,12 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of L (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c. The last six sums are zero, for
-    `StepSums.count` to add.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c. `StepSums.count` later adds the
+    last nine sums, which are zero here.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
-    # Values of non-members may be infinite, and 0 · inf is NaN.
+    # Tokens outside a component may have infinite values, and 0 · inf is NaN.
     engine = torch.where(in_rl, targets.engine_logprob, constant)
     rl, keep = policy_gradient(logprob, engine, targets.advantage, spec)
     kl_advantage = torch.where(
@@ -142,7 +142,7 @@ def loss(
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
         log_ratio = constant - engine  # 0 for tokens outside rl
-        # kl's mean estimates KL(engine || trainer). A masked token's ratio may overflow float32.
+        # mean(kl) estimates KL(engine || trainer). A masked token's ratio may overflow float32.
         kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl
         sums = [

@@ -1,8 +1,8 @@
 """Turn columns into the tensors of one forward pass.
 
-- The LM head scores only trained tokens with a component weight. Hidden row t − 1 predicts token t.
-- A rank without samples gets one token of weight 0, because it must join every collective.
-- `shard` cuts a micro-batch among context-parallel ranks on the host.
+- The LM head scores only trained tokens with a loss weight. Hidden row t − 1 predicts token t.
+- A rank without samples gets one token of weight 0, because every rank must join all collectives.
+- `shard` cuts a micro-batch among context-parallel ranks, on the host.
 """
 
 from collections.abc import Callable
@@ -22,29 +22,32 @@ _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass over T packed tokens, M of them scored."""
+    """One forward pass over T packed tokens. M of them are scored.
+
+    L layers with experts · K experts per token · I indexers · B bytes of key bits
+    """
 
     token_id: torch.Tensor  # i64 [T]
     position: torch.Tensor  # i64 [T], counted from 0 in each document
     cu_seqlens: torch.Tensor  # i32 [documents + 1]
     max_seqlen: int
-    row: torch.Tensor  # i64 [M], the hidden states that predict the targets
+    row: torch.Tensor  # i64 [M], the hidden rows that predict the targets
     target: torch.Tensor  # i64 [M]
     temperature: torch.Tensor  # f32 [M]
-    routed_experts: torch.Tensor | None  # integers [T, L, K]. With None the router chooses
+    routed_experts: torch.Tensor | None  # integers [T, L, K], or None if the router chooses
     loss: Targets  # [M]
     origin: torch.Tensor  # i64 [M, 2]: engine (−1: unknown), age in versions
     num_samples: int
     num_tokens: int
     routes_missing: int = 0  # tokens without a route, except the last of each sample
     routes_replayed: int = 0  # K for each token and layer that has a route
-    engine_keys: torch.Tensor | None = None  # u8 [T, I, B], as bits (`kernels.key_bits`)
-    is_padding: torch.Tensor | None = None  # bool [T]: for context parallelism, or no samples
+    engine_keys: torch.Tensor | None = None  # u8 [T, I, B], bits of `kernels.key_bits`
+    is_padding: torch.Tensor | None = None  # bool [T]: added for cp, or for no samples
     choices_sent: int = 0  # I for each token that sees more than `top_k` keys, except the last
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
-    """Return each component's weights f32 [T]."""
+    """Return the weights f32 [T] of each loss component, 0 for untrained tokens."""
     trained = columns.token["trained"]
     weights = {}
     for name in COMPONENTS:
@@ -54,7 +57,7 @@ def member_weights(columns: Columns) -> dict[str, np.ndarray]:
 
 
 def count_members(columns: Columns) -> dict[str, int]:
-    """Return N_c of each loss component in these columns, and `num_tokens`."""
+    """Return `num_tokens` and N_c of each loss component in these columns."""
     if not columns.num_samples:
         return dict.fromkeys(TOTALS, 0)
     weights = member_weights(columns).items()
@@ -72,9 +75,9 @@ def micro_batch(
 ) -> MicroBatch:
     """Build a micro-batch that trains version `step` − 1.
 
-    `shard` takes this rank's part on the CPU. `routes` is the network's route shape. `indexers` are
-    the number and `top_k` of indexers whose choice engines send. Raise RunFailed if a sample's
-    first token is trained or the routes do not fit.
+    `shard` takes this rank's part on the CPU. `routes` is the network's route shape. `indexers`:
+    (number, `top_k`) of the indexers whose choice engines send. Raise RunFailed if a sample's first
+    token is trained or the routes do not fit.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -138,7 +141,7 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
 
 
 def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return i64 [T, 2]: each token's engine and age in versions."""
+    """Return i64 [T, 2]: each token's engine and age in versions, −1 if unknown."""
     engine, version = columns.sample.get("engine"), columns.token.get("version")
     unknown = np.full(columns.num_tokens, -1, dtype=np.int64)
     age = unknown if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)
@@ -192,7 +195,7 @@ def unweighted_token() -> MicroBatch:
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    """Copy the array into a tensor, because columns may be read-only views."""
+    """Return a copy of the array as a tensor, because columns may be read-only views."""
     return torch.from_numpy(np.array(array))
 
 
@@ -206,7 +209,7 @@ def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to `device` from pinned memory, so that the host does not wait."""
+    """Copy to `device` through pinned memory, so that the host does not wait."""
     if device.type != "cuda":
         return tensor.to(device)
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,8 +1,9 @@
-"""Out-of-memory errors as one sentence: the manifest field to change, its gain and its cost.
+"""Explain an out-of-memory error: the manifest field to change, its gain and its cost.
 
-Needed bytes are the failed allocation, or the plan's excess over torch's memory if larger, plus a
-margin. If the device has room and a field that pins host memory is on, a CUDA error (which has no
-numbers) means that pinning failed.
+The missing bytes are the failed allocation, or the plan's excess over torch's memory if that is
+larger, plus a margin. CUDA's own error has no numbers. It means that host memory could not be
+pinned
+if the device has free memory and a manifest field pins host memory.
 """
 
 import os
@@ -23,8 +24,8 @@ from orrery.runtime.role_context import RoleContext
 from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
 
-MARGIN = 0.02  # share of the device's memory, for fragmentation
-END_S = 10.0  # longest orderly end, with collectives
+MARGIN = 0.02  # share of the device's memory lost to fragmentation
+END_S = 10.0  # time for an orderly end, which may wait in collectives
 # On a CPU the device's memory is the host's.
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -43,7 +44,7 @@ class StageProgress:
 def explain_out_of_memory(ctx: RoleContext) -> Iterator[StageProgress]:
     """Raise OutOfMemory with an explanation if the stage runs out of memory.
 
-    Rank 0 first logs a warning if the plan predicts it.
+    Rank 0 first logs a warning if the memory plan predicts the error.
     """
     progress, world_size = StageProgress(), ctx.manifest.trainer.mesh.world_size
     ranks_here = min(world_size, ctx.manifest.hardware.devices_per_node)
@@ -107,7 +108,7 @@ def describe_error(
 def predict_out_of_memory(
     manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize
 ) -> str | None:
-    """Return a warning if the stage's plan exceeds `capacity` device bytes."""
+    """Return a warning if the stage's memory plan exceeds `capacity` device bytes."""
     if not capacity:
         return None
     model = manifest.model
@@ -150,7 +151,8 @@ def describe_device_error(
 ) -> str:
     """Return a sentence for torch's error message `error`. `step` is None before the first step.
 
-    `capacity`: device bytes, if the message has none. `host_bytes`: free host memory for this rank.
+    `capacity`: device bytes, used if the message has no number. `host_bytes`: free host memory for
+    this rank.
     """
     asked, free = _bytes(error, "ried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity

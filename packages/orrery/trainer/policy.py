@@ -1,6 +1,6 @@
-"""Join network and LM head in one `forward`, so that FSDP's hooks see every weight.
+"""Join network and LM head in one `forward`, so that FSDP's hooks cover every weight.
 
-T tokens · M scored tokens · D hidden
+T tokens · M scored tokens · D hidden size
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class Policy(nn.Module):
-    """`network` maps tokens to hidden states. At most `chunk_tokens` rows of logits exist at once.
+    """A `network` (tokens to hidden states) and its LM head.
 
-    With `keep_logits` all rows exist until the backward pass.
+    At most `chunk_tokens` rows of logits exist at once. With `keep_logits` all rows exist until the
+    backward pass.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Policy(nn.Module):
 
 
 class _SelectRows(torch.autograd.Function):
-    """Select distinct rows. The gradient of `index_select` would sum in no fixed order."""
+    """Select distinct rows. The backward pass of `index_select` would sum in no fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, row_M: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Publish the policy's weights after every step, under Hugging Face names.
 
-- On the wire `files` rank 0 gathers and writes the tensors one by one. On a direct wire every rank
+- On the wire `files` rank 0 gathers and writes one tensor at a time. On a direct wire every rank
   sends its shards on request.
 - Direct wires and `adapters` convert weights, but not buffers, to the engines' dtype. Layers of
   `model.fp8` travel in FP8 on all wires.
-- Rank 0 keeps all versions' digests, across resumes, and checks batches against them.
+- Rank 0 keeps the digests of all versions, across resumes, and checks batches against them.
 """
 
 import json
@@ -101,9 +101,9 @@ class AdapterPublisher(Publisher):
 
 
 class DirectPublisher(Publisher):
-    """Publish on a direct wire, on every rank.
+    """Publish on a direct wire, from every rank.
 
-    Weights are sent without a copy, except FP8 weights and merged weights (in the engines' dtype).
+    Only FP8 weights and merged weights (in the engines' dtype) are copied before they are sent.
     """
 
     def __init__(self, policy: Policy, source: WeightSender, dtype: torch.dtype, ctx: RoleContext):

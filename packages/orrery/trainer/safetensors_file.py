@@ -1,6 +1,6 @@
 """Copy a rank's part of a checkpoint into shared memory.
 
-The copy equals the file of `safetensors.torch.save_file`: 8 bytes of header length (little endian),
+The copy has the format of `safetensors.torch.save_file`: 8 bytes of header length (little endian),
 a JSON header, the tensors' bytes without gaps.
 """
 
@@ -60,10 +60,10 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 
 
 class SharedCopy:
-    """A copy of tensors as a safetensors file in shared memory, in a folder of its own.
+    """A safetensors file in shared memory, in its own folder.
 
-    If the copies of this host's ranks do not fit there, as in many containers, the file has no
-    name, and `path` is a link to its descriptor.
+    If the copies of this host's ranks do not fit into shared memory, as in many containers, the
+    file is a nameless descriptor, and `path` links to it.
     """
 
     def __init__(self, path: Path, device: torch.device):
@@ -74,8 +74,8 @@ class SharedCopy:
     def check_room(self, num_bytes: int, world: World, spared: int = 0) -> None:
         """Raise RunFailed if this host's ranks need more memory than it has. A collective.
 
-        All ranks read free memory before any rank allocates. `spared` bytes of shared memory (the
-        most of all ranks) are left free.
+        All ranks read free memory before any rank allocates. The largest `spared` of all ranks is
+        left free, in bytes of shared memory.
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())
@@ -125,7 +125,7 @@ class SharedCopy:
                 with self._path.open("xb+") as file:
                     self._buffer, error = host_block(num_bytes, self._device, file.fileno())
                 return error
-            except OSError as full:  # others took it meanwhile
+            except OSError as full:  # another process took the space meanwhile
                 if full.errno != errno.ENOSPC:
                     raise
                 self._path.unlink()
@@ -136,7 +136,7 @@ class SharedCopy:
         return error
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> int:
-        """Copy the tensors, and return the bytes of the file."""
+        """Copy the tensors. Return the file's bytes."""
         found = layout(pieces)
         self.reserve(found.file_bytes)
         header = torch.frombuffer(bytearray(found.header), dtype=torch.uint8)

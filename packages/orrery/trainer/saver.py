@@ -4,9 +4,9 @@
     python -m orrery.trainer.saver finish MEMORY…   save copies that ended processes have left
 
 - MEMORY holds `copy`, mapped by the trainer, and `job.json` while the copy waits to be saved.
-- Without room in shared memory, `copy` links to a file descriptor that the saver inherits.
-- All steps can be repeated. A killed process is started again by the trainer, or by the launcher.
-- Once the trainer has ended, the process saves the copy, removes MEMORY and ends.
+- If shared memory is too small, `copy` links to a file descriptor that the saver inherits.
+- Every step can be repeated, so the trainer or the launcher may restart a killed saver.
+- After the trainer's end the saver saves the copy, removes MEMORY and ends.
 """
 
 import fcntl
@@ -37,13 +37,13 @@ COPY, JOB, LOCK = "copy", "job.json", ".lock"
 CHUNK_BYTES = 32 << 20
 SYNC_BYTES = 1 << 30
 WRITE_DEADLINE_S = 1800.0
-ORPHAN_S = 20.0  # longest wait for other ranks' files once the trainer has ended
+ORPHAN_S = 20.0  # longest wait for other ranks' files after the trainer's end
 MAX_STARTS = 3
 POLL_S = 0.1
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """How the first rank completes the checkpoint after all ranks have saved it.
+    """How the first rank completes a checkpoint that all ranks have saved.
 
     `beside`: the role that wrote the checkpoint's other half.
     """
@@ -56,7 +56,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class SaveJob(msgspec.Struct, frozen=True):
-    """The copy of one rank. `files` and `completion` are the first rank's."""
+    """The copy of one rank. Only the first rank has `completion`."""
 
     folder: str
     rank: int
@@ -79,7 +79,7 @@ def partial_of(folder: Path) -> Path:
 
 
 def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
-    """Save the copy, if one waits. Raise RunFailed or OSError."""
+    """Save the copy if `job.json` exists. Raise RunFailed or OSError."""
     if not (memory / JOB).exists():
         return
     job = msgspec.json.decode((memory / JOB).read_bytes(), type=SaveJob)
@@ -101,7 +101,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
 
 def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
     if (partial / (note := checksum_file(job.rank))).exists():
-        return  # saved by an earlier process; another rank may publish it now
+        return  # saved by an earlier process, and perhaps renamed now by the first rank
     tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
     with copy.open("rb") as file:
         mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)
@@ -119,7 +119,7 @@ def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], b
             return
         now = 0
         for name in found:
-            with suppress(OSError):  # `write_note` has renamed it
+            with suppress(OSError):  # `write_note` renamed the file meanwhile
                 now += (partial / name).stat().st_size
         if now != size:
             size, grown_s = now, time.monotonic()
@@ -154,10 +154,10 @@ def _is_listed(path: Path) -> bool:
 def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write and sync `buffers`. Return (bytes, sha256). Remove the file on failure.
 
-    Big files are synced as they grow, because unwritten pages could fill memory.
+    Syncs every SYNC_BYTES keep unwritten pages from filling memory.
     """
     digest, num_bytes, unsynced = sha256(), 0, 0
-    # Writing and hashing release the GIL, so both run in parallel.
+    # Writing and hashing release the GIL, so they run in parallel.
     with (
         ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing,
         path.open("wb", buffering=0) as file,
@@ -179,7 +179,7 @@ def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
 
 @contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
-    """On failure remove `path`, to free space for logs, and name it in an OSError."""
+    """On failure remove `path`, to free space for logs, and name `path` in an OSError."""
     try:
         yield
     except BaseException as error:
@@ -205,7 +205,7 @@ def _write_all(file: int, chunk: memoryview) -> None:
 
 
 class Saver:
-    """Start the process of MEMORY, ask it to save, and leave it when the trainer ends."""
+    """Run the saver of MEMORY for the trainer."""
 
     def __init__(self, memory: Path) -> None:
         self._memory, self._is_closed = memory, False
@@ -213,7 +213,7 @@ class Saver:
         self._starting = threading.Lock()  # `save` runs in a thread
 
     def offer(self, job: SaveJob) -> None:
-        """Record that `copy` is whole. From now on it is saved, even if the trainer ends."""
+        """Record that `copy` is whole. From now on the copy is saved even if the trainer ends."""
         write_atomic(self._memory / JOB, msgspec.json.encode(job))
 
     def save(self) -> None:
@@ -236,7 +236,7 @@ class Saver:
         )
 
     def close(self) -> None:
-        """Let the process finish and end."""
+        """Let the process finish its work and end."""
         with self._starting:
             if self._is_closed:
                 return
@@ -257,7 +257,7 @@ class Saver:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Tell the process that its trainer has ended, and wait for its end."""
+    """Tell the process that its trainer has ended, and wait."""
     with suppress(BrokenPipeError), process:
         pass
 
@@ -269,7 +269,7 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
         stdout=subprocess.PIPE,
         pass_fds=inherited(memory),
         start_new_session=True,
-        # The launcher ends all processes that have START.
+        # The launcher kills all processes that have START.
         env={name: value for name, value in os.environ.items() if name != START},
     )
 
@@ -323,7 +323,7 @@ def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
 
 
 class Uploads:
-    """Uploads of complete checkpoints, by a process that reads only the disk."""
+    """Uploads of complete checkpoints, in a process that reads only the disk."""
 
     def __init__(self) -> None:
         self._command: list[str] = []
@@ -340,7 +340,7 @@ class Uploads:
     def begin(self) -> None:
         """Start an upload of the newest checkpoint, unless one is running."""
         if self._command and (self._process is None or self._process.poll() is not None):
-            # Two uploaders would remove blocks of one another.
+            # Two uploaders would remove each other's blocks.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=die_with_parent
             )
@@ -348,14 +348,14 @@ class Uploads:
     def finish(self) -> None:
         """Upload the newest checkpoint, and wait."""
         if self._process is not None:
-            self._process.wait()  # it may have missed the newest
+            self._process.wait()  # may have started before the newest checkpoint
         self.begin()
         if self._process is not None:
             self._process.wait()
 
 
 def failure(memory: Path, has_trainer: Callable[[], bool]) -> str:
-    """Save the copy. Return the reason if that fails, or ""."""
+    """Save the copy. Return the error, or ""."""
     try:
         save(memory, has_trainer)
     except OSError as error:
@@ -379,7 +379,7 @@ def main() -> None:
         serve(Path(folders[0]), sys.stdin.buffer, sys.stdout.buffer)
         return
     for memory in map(Path, folders):
-        with suppress(FileNotFoundError), _locked(memory):  # a saver that still runs ends first
+        with suppress(FileNotFoundError), _locked(memory):  # the lock waits for a running saver
             if not inherited(memory):
                 finish(memory)
             elif (memory / JOB).exists():

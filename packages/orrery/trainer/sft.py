@@ -1,7 +1,7 @@
-"""Train the SFT stage, with all weight on cross-entropy, and validate.
+"""Train the SFT stage on cross-entropy, and validate.
 
-Validation (the mean cross-entropy of trained tokens) runs before the first step, every
-`interval_steps` and after the last.
+Validation (mean cross-entropy of trained tokens) runs before the first step, every `interval_steps`
+steps, and after the last.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class _SftLoop:
     first_step: int
 
     def run(self) -> None:
-        """Train to the end, or with other sites to the next round."""
+        """Train to the last step or, with other sites, to the next round."""
         ctx, learner, checkpoints = self.ctx, self.learner, self.checkpoints
         manifest, spec, world = ctx.manifest, ctx.manifest.sft, learner.world
         last_step = spec.num_steps
@@ -157,7 +157,7 @@ def load_validation(
 ) -> ValidationSet | None:
     """Load the first `num_examples` of the validation data. A collective.
 
-    Raise OrreryError if there are too few, or if `training` shares a chat.
+    Raise OrreryError if there are too few, or if `training` contains one of them.
     """
     spec = manifest.sft.validation
     if spec is None:

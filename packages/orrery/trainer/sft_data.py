@@ -1,9 +1,9 @@
 """Read SFT chats by index, and tokenise them shortly before a step trains them.
 
-- Chats come from a task's demonstrations, a mapped JSONL file or a dataset. A sha256 or fingerprint
-  that differs from the manifest's is refused.
-- Errors name the place of a malformed chat: `data.jsonl:7`, `folder: row 6`. Each unknown field of
-  a message, call or tool is refused. A row may have further fields, except REFUSED.
+- Chats come from a task's demonstrations, a JSONL file or a dataset. Data whose sha256 or
+  fingerprint differs from the manifest is refused.
+- Errors name the place of a malformed chat: `data.jsonl:7`, `folder: row 6`. An unknown field of a
+  message, call or tool is refused. A row may have other fields, except REFUSED.
 - Each epoch has its own permutation, drawn from (manifest.seed, epoch). A thread tokenises the next
   batch during training. The first KEPT_TOKENS stay in memory.
 - At start each rank checks about CHECKED_TOKENS of its share.
@@ -53,7 +53,7 @@ class Chat:
 
 
 class Chats(Protocol):
-    """A sequence of chats. Raise OrreryError for a malformed chat."""
+    """A sequence of chats. Indexing raises OrreryError for a malformed chat."""
 
     def __len__(self) -> int: ...
 
@@ -61,7 +61,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Open the manifest's `field`. Raise OrreryError if missing, changed or empty."""
+    """Open the data of the manifest's `field`. Raise OrreryError if missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")
@@ -259,7 +259,7 @@ class Examples:
                 return
 
     def columns(self, indices: Iterable[int]) -> Columns:
-        """Tokenise these examples. Raise OrreryError for an untrainable chat."""
+        """Tokenise examples. Raise OrreryError for an untrainable chat."""
         indices = list(indices)
         new = [index for index in dict.fromkeys(indices) if index not in self._kept]
         made = self._tokenise(new)
@@ -299,7 +299,7 @@ class Examples:
 def load_examples(
     manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)
 ) -> "Examples | Texts":
-    """Open `stages.sft.data`, and check the part `share` = (rank, ranks)."""
+    """Open `stages.sft.data`, and check the examples of `share` = (rank, number of ranks)."""
     examples = open_examples(manifest, manifest.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples
@@ -309,7 +309,7 @@ def open_examples(
     manifest: Manifest, data: SftData, field: str, tokenizer: Path
 ) -> "Examples | Texts":
     if data.kind == "text":
-        from orrery.trainer.text_data import open_texts  # late: it imports this module
+        from orrery.trainer.text_data import open_texts  # late, because it imports this module
 
         return open_texts(manifest, field, data, tokenizer)
     renderer = Renderer(tokenizer, manifest.model.vocab_size)
@@ -333,7 +333,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield a function that returns the next item, which a thread makes ahead."""
+    """Yield a function that returns the next item. A thread prepares it ahead of time."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

@@ -1,4 +1,4 @@
-"""The weights and ranks of one site, as the outer loop sees them."""
+"""Give the outer loop access to the weights and ranks of one site."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class LearnerWeights:
-    """This rank's shard of the trained weights, as f32[n] in the order of their names."""
+    """This rank's shard of the trained weights: f32 [n], sorted by weight name."""
 
     def __init__(self, learner: Learner) -> None:
         named = sorted(learner.weights.items())
@@ -42,7 +42,7 @@ class LearnerWeights:
             weight.copy_(torch.from_numpy(values[part]).view(weight.shape))
 
     def views(self, values: Floats) -> dict[str, torch.Tensor]:
-        """Return views of f32[n] with the names and shapes of the weights."""
+        """Return views of f32 [n] with the names and shapes of the weights."""
         names = zip(self.sizes, self._placed(), strict=True)
         return {
             name: torch.from_numpy(values[part]).view(weight.shape)
@@ -50,7 +50,7 @@ class LearnerWeights:
         }
 
     def filled(self, values: Floats, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy `held` into `values` f32[n]. Return the views of the same names."""
+        """Copy `held` into `values` f32 [n]. Return the views of the same names."""
         views = self.views(values)
         for name, tensor in held.items():
             views[name].copy_(tensor)
@@ -65,10 +65,10 @@ class LearnerWeights:
 
 
 class WorldRanks:
-    """The ranks of this site. Messages are msgpack.
+    """Exchange msgpack messages among the ranks of this site.
 
-    They use another group, on CPUs, because a thread may use it beside the trainer's collectives,
-    and because waits for other sites are longer: up to `limit_s`.
+    A separate CPU process group lets a thread send messages during the trainer's collectives, and
+    wait for other sites for up to `limit_s`.
     """
 
     def __init__(self, world: World, limit_s: float) -> None:
@@ -118,6 +118,6 @@ class WorldRanks:
 
 
 def fresh_outer(learner: Learner) -> dict[str, torch.Tensor]:
-    """Return θ_start or the outer momentum of a fresh site, to be filled from a checkpoint."""
+    """Return zeros for θ_start or the outer momentum, to be filled from a checkpoint."""
     weights = LearnerWeights(learner)
     return weights.views(np.zeros(weights.num_parameters, dtype=np.float32))

@@ -1,11 +1,11 @@
-"""Read plain text for SFT: every token is trained once an epoch.
+"""Read plain text for SFT. Each token is trained once an epoch.
 
 - A document is tokenised between two end tokens. The first is context, the last is trained.
 - A document longer than a micro-batch is cut. Each part starts with the token before it, untrained.
-- A stream is one shard, in the order of a permutation drawn from (manifest.seed, shard, epoch).
+- A stream is one shard, in the order of a permutation drawn from (manifest.seed, epoch, shard).
 - With `shard_by` "file" a site holds the files of its shard, and perhaps others. Indices count the
   documents that it holds.
-- TextDocuments are read and tokenised shortly before a step trains them.
+- Documents are read and tokenised shortly before a step trains them.
 """
 
 import json
@@ -111,7 +111,7 @@ class Texts:
         return len(self.rows)
 
     def check(self, indices: Sequence[int]) -> None:
-        """Tokenise documents up to CHECKED_CHARACTERS, which raises for a malformed one."""
+        """Tokenise about CHECKED_CHARACTERS. Raise OrreryError for a malformed document."""
         num_characters = 0
         for index in indices:
             num_characters += len(self.text(index))
@@ -120,9 +120,9 @@ class Texts:
                 return
 
     def documents(self, shard: int | None) -> Sequence[int]:
-        """Return the indices of the documents in `shard`, or of all documents if it is None.
+        """Return the indices of the documents in `shard`, or of all documents without a shard.
 
-        Raise OrreryError if a file of the shard is missing, or it has no document.
+        Raise OrreryError if a file of the shard is missing, or the shard has no document.
         """
         if shard is None:
             return range(len(self.rows))
@@ -210,7 +210,7 @@ def text_order(documents: Sequence[int], seed: int, shard: int | None, start: in
 def text_batches(
     texts: Texts, manifest: Manifest, num_done: int, site: "SiteTraining | None"
 ) -> Iterator[Columns]:
-    """Yield batches after `num_done` steps, or from the site's place in its shard."""
+    """Yield the batches after `num_done` steps, or from the site's position in its shard."""
     spec = manifest.sft
     shard, start = None, num_done * spec.examples_per_batch
     if site is not None:

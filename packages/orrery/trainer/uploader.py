@@ -5,9 +5,10 @@
     python -m orrery.trainer.uploader restore TARGET RUN_DIR STAGE
 
 - TARGET is a folder of fsspec, such as `s3://bucket/runs`. Files lie below `<run>/<stage>`.
-- `blocks/<sha256>` is a block of a file. `round_<step>.json` lists the blocks of a checkpoint.
-- An upload writes the missing blocks, then the list. So a killed upload resumes, and until then the
-  checkpoint before it stays.
+- `blocks/<sha256>` is a block of a file. `round_<step>.json`, the header, lists a checkpoint's
+  blocks.
+- An upload writes the missing blocks, then the header. So a killed upload can resume, and the
+  previous checkpoint stays valid until then.
 """
 
 import hashlib
@@ -42,11 +43,11 @@ from orrery.wire import checkpoints
 
 FIELD = "[roles] checkpoint_target"
 FETCHED = ".fetched"
-UPLOADING = f"{checkpoints.DISCARDED}.uploading"  # so the next attempt removes it
+UPLOADING = f"{checkpoints.DISCARDED}.uploading"  # this prefix lets the next attempt remove it
 
 
 class FsspecTarget:
-    """A folder of blocks by sha256 and of headers, on any file system of fsspec."""
+    """A folder of blocks and headers, on any file system of fsspec."""
 
     def __init__(self, url: str) -> None:
         import fsspec  # a dependency of torch
@@ -57,7 +58,7 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Write the missing blocks, then the header. Remove all but the newest `keep`."""
+        """Write the missing blocks, then the header. Remove all but the newest `keep` headers."""
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
@@ -76,7 +77,7 @@ class FsspecTarget:
             self._files.rm_file(f"{self._root}/blocks/{sha}")
 
     def newest(self) -> StateSnapshot | None:
-        """Return the newest header that can be read."""
+        """Return the newest readable header, or None."""
         for path in reversed(self._headers()):
             with suppress(OSError, msgspec.MsgspecError, ElasticError):
                 return self._header(path)
@@ -109,7 +110,7 @@ def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
 
 @contextmanager
 def _kept(folder: Path, links: Path) -> Iterator[Path]:
-    """Yield a copy of hard links, if possible. The trainer may remove `folder` meanwhile."""
+    """Yield a hard-linked copy of `folder` if possible, because the trainer may remove `folder`."""
     shutil.rmtree(links, ignore_errors=True)
     files = links
     try:
@@ -123,7 +124,7 @@ def _kept(folder: Path, links: Path) -> Iterator[Path]:
 
 
 def describe(folder: Path, checkpoint: Checkpoint) -> StateSnapshot:
-    """Return the header of a complete checkpoint. It reads all files."""
+    """Return the header of a complete checkpoint, computed from all its files."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     parts = {
         path.relative_to(folder).as_posix(): SnapshotPart(
@@ -140,7 +141,7 @@ def _digest(folder: Path) -> str:
 
 
 def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
-    """Upload the newest checkpoint, and then newer ones that appeared meanwhile."""
+    """Upload the newest checkpoint, then any newer checkpoint that appeared meanwhile."""
     done = None
     while (newest := checkpoints.latest(run_dir, stage)) not in (None, done):
         assert newest is not None
@@ -152,7 +153,7 @@ def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
 
 
 def restore(target: FsspecTarget, run_dir: Path, stage: str) -> str:
-    """Fetch the newest checkpoint. Return a sentence. Raise OrreryError if the run has one."""
+    """Fetch the newest checkpoint. Return a message. Raise OrreryError if the run has one."""
     folder = checkpoints_dir(run_dir, stage)
     if checkpoints.latest(run_dir, stage) is not None:
         raise OrreryError(

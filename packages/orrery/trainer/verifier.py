@@ -1,7 +1,7 @@
 """Recompute log-probs with kept weight versions on the CPU: `python -m orrery.trainer.verifier`.
 
-In: the manifest's path as argument, and `Recompute` messages. Out: `Recomputed` messages. It keeps
-the networks of the two newest versions that it was asked for.
+The argument is the manifest's path. The process reads `Recompute` messages, writes `Recomputed`
+messages, and keeps the networks of the two most recently used versions.
 """
 
 import os
@@ -26,7 +26,7 @@ from orrery.wire.weight_wire import read_weights
 from orrery.wire.weight_wire.fp8_blocks import decoded
 
 NUM_NETWORKS = 2
-ROWS = 64  # of logits at a time
+ROWS = 64  # rows of logits at a time
 
 
 class Networks:
@@ -37,7 +37,7 @@ class Networks:
         prefer("auto")
 
     def at(self, folder: str) -> CausalLm:
-        """Return the network with the weights in `folder`. Raise OrreryError without them."""
+        """Return the network with the weights in `folder`, or raise OrreryError."""
         if folder not in self._loaded:
             while len(self._loaded) >= NUM_NETWORKS:
                 self._loaded.popitem(last=False)
@@ -76,7 +76,7 @@ def recompute(network: CausalLm, request: Recompute) -> Recomputed:
 def _answer(networks: Networks, request: Recompute) -> Recomputed:
     folder = Path(request.folder)
     try:
-        # Look first: `read_weights` waits for a folder that NFS may not show yet.
+        # Look first, because `read_weights` waits for a folder that NFS may not show yet.
         return recompute(networks.at(request.folder), request) if folder.is_dir() else Recomputed()
     except OrreryError:
         if folder.is_dir():
