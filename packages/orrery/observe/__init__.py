@@ -1,1 +1,1 @@
-"""Watching a run: hang detector, progress, metric sinks and the report."""
+"""Watch a run: hang detector, progress, metric sinks and the report."""

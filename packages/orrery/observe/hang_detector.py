@@ -1,12 +1,12 @@
 """Find stalls: processes that will make no more progress.
 
-`find_stall` looks at the health of all processes of a stage:
+`find_stall` reads the health of all processes of a stage. A wait's text names the awaited roles, or
+a thing outside the stage. Stalls are:
+
 - hung: an event loop has not beaten within its limit.
 - overdue: a wait or activity is GRACE_S past its deadline, and its process has not failed.
 - deadlock: processes wait only for one another, without a change for DEADLOCK_S.
 - abandoned: all waits of a process name ended roles, without a change for DEADLOCK_S.
-
-A wait's text names the awaited roles, or else is for something outside the stage.
 """
 
 import math
@@ -34,7 +34,7 @@ ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
 @dataclass(frozen=True)
 class Stall:
-    """A stall. `blamed`: the end of a chain of waits, all of a cycle, or ranks of a role."""
+    """A stall. `blamed`: the end of a chain of waits, a cycle's processes, or ranks of a role."""
 
     blamed: tuple[str, ...]
     sentence: str
@@ -53,7 +53,7 @@ def find_stall(
     grace_s: float = GRACE_S,
     deadlock_s: float = DEADLOCK_S,
 ) -> Stall | None:
-    """Return the stall at `now_s`, if any, among running and done processes."""
+    """Return the stall among running and done processes at `now_s`, if any."""
     living = _living(processes)
     return (
         _hung(living, now_s)
@@ -101,7 +101,7 @@ def _abandoned(
 ) -> Stall | None:
     """Return the stall of the processes whose every wait names only done processes.
 
-    It must last `deadlock_s`, as messages may arrive after their sender's end.
+    The stall must last `deadlock_s`, because messages may arrive after their sender's end.
     """
     quiet = {name for name, health in processes.items() if now_s - health.time_s > deadlock_s}
     done = {name: health for name, health in processes.items() if health.doing == DONE}
@@ -147,7 +147,7 @@ def deadlocked(living: Mapping[str, Health]) -> set[str]:
 def _ended_sources(
     health: Health, living: Mapping[str, Health], done: Mapping[str, Health]
 ) -> set[str]:
-    """Return the done processes that the waits name. Empty if a wait names none."""
+    """Return the done processes that the waits name, or an empty set if any wait names none."""
     gone = [
         set() if _named(wait.what, living) else _named(wait.what, done) for wait in health.waits
     ]
@@ -201,10 +201,11 @@ class RankStallDetector:
     """Find the ranks that hold up their role. Only one reader may call `look`.
 
     A role has stalled when each of its ranks is in one of these states:
-    - silent: it waits, or has a `still_s`, but sends no heartbeats.
+
+    - silent: sends no heartbeats, although in a wait or with a `still_s`.
     - held: no progress within its limit, in a collective that it has not completed.
     - still: no progress within its `still_s`, outside a collective.
-    - late: `behind_s` after the role's last progress it waits for data, and another rank is held.
+    - late: waits for data `behind_s` after the role's last progress, while another rank is held.
 
     Blame, in order: silent ranks (after `hang_s` always), still ranks, ranks that started the
     fewest collectives. Progress is any change of the health except the beats.
@@ -306,7 +307,7 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SeenHealth:
-    """One process's health, with times on its writer's (`said`) and the reader's clock."""
+    """A process's health, with times on its clock (`said`) and the reader's (`stamped`)."""
 
     said: Health
     stamped: Health
@@ -317,7 +318,7 @@ class HealthView:
 
     - A time is when the reader first saw the change. A deadline keeps its distance from the start
       of its wait or activity. The clock stops while the host is suspended.
-    - A longer gap than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
+    - A gap of more than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
     - `changed_s` orders changes. Another host's clock is shifted by the smallest delay seen.
     """
 

@@ -1,9 +1,9 @@
 """Show a running stage as a live panel or one line, and pass its metric rows to sinks.
 
-- TensorBoard files: `metrics/tensorboard/<stage>/<process>`. W&B needs the site's WANDB_PROJECT.
-- Names: `<event>/<value>`, of nested dicts `dropped/stale`. Rows without an event are named by
-  role. A row's subjects follow the event: `evaluation/<task>/reward_mean` (with two policies
-  `evaluation/<task>/<policy>/…`), `engine/<index>/kv_usage`.
+- TensorBoard files lie in `metrics/tensorboard/<stage>/<process>`. W&B needs the site's
+  WANDB_PROJECT.
+- A value is named `<event>/<value>`, in nested dicts `<event>/<name>/<value>`. A role's name
+  replaces a missing event. SUBJECTS follow the event: `evaluation/<task>/reward_mean`.
 - TensorBoard's step is the row's `step`, its `version`, or seconds since the first row.
 """
 

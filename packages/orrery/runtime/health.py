@@ -1,8 +1,8 @@
 """The health file of a process: its current activity, or its waits with their deadlines.
 
 - `stages/<stage>/health/<role>.<i>.json` is replaced atomically and never synced.
-- Times are `time.time()`. `time_s` is the last change other than a heartbeat, and `clock_s` the
-  same moment on the monotonic clock of the host with the boot id `boot`.
+- Times are `time.time()`. `time_s` is the last change other than a heartbeat. `clock_s` is the same
+  moment on the monotonic clock of the host with boot id `boot`.
 - On a full disk the file is overwritten in place. A reader may then see broken JSON once.
 """
 
@@ -55,7 +55,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LoopBeats:
-    """The beats of an event loop. It is hung if `count` does not change for `within_s`."""
+    """Beats of an event loop. The loop is hung if `count` does not change for `within_s`."""
 
     count: int
     time_s: float
@@ -154,7 +154,7 @@ class HealthFile:
             self._write(changed=False)
 
     def beat_loop(self, within_s: float | None) -> None:
-        """Count one beat. The next is due within `within_s`. None: the loop beats no more."""
+        """Count one beat. The next is due within `within_s`, or never if None."""
         with self._lock:
             count = self._loop_beats.count + 1 if self._loop_beats else 1
             beats = None if within_s is None else LoopBeats(count, time.time(), within_s)
@@ -296,7 +296,7 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 
 @asynccontextmanager
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
-    """Count beats of the event loop every BEAT_S while the body runs, or the launcher ends it.
+    """Count beats of the event loop every BEAT_S in the body. The launcher ends a hung process.
 
     Run blocking work in a thread, inside a wait with a deadline.
     """

@@ -3,8 +3,8 @@
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`.
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
   **attrs}`, times as `time.time()`.
-- One `write` in append mode writes a row. A kill or a full disk may cut it off. Readers skip such
-  rows, and the next row begins a new line.
+- A kill or a full disk may cut a row off. Readers skip such rows, and the next row begins a new
+  line.
 - If an attempt resumes at step n, its rows replace older attempts' rows from step n on.
 """
 
@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def rows(path: Path | str) -> Iterator[Row]:
-    """Yield the complete rows of all attempts in order. A missing file has none."""
+    """Yield the complete rows of all attempts in order. A missing file has no rows."""
     try:
         file = open_regular(Path(path))
     except FileNotFoundError:
@@ -130,7 +130,7 @@ STAMPS: dict[str, type | UnionType] = {
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Parse a row. Return None if the line, stage, attempt or step is invalid."""
+    """Parse a row. Return None if the line or a value of STAMPS is invalid."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -282,7 +282,7 @@ class Sampler:
         self._cpu_s = {pid: each.cpu_s for pid, each in process_tree(pid, self._without).items()}
 
     def sample(self) -> dict[str, float]:
-        """Return `cpu_percent` since the last sample, new children included, and `rss_bytes`."""
+        """Return `cpu_percent` since the last sample, including new children, and `rss_bytes`."""
         now_s, found = time.monotonic(), process_tree(self._pid, self._without)
         used_s = sum(each.cpu_s - self._cpu_s.get(pid, 0.0) for pid, each in found.items())
         percent = 100 * used_s / max(now_s - self._time_s, 1 / TICKS_PER_S)

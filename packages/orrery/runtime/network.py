@@ -1,6 +1,6 @@
-"""The address on which a role listens, never all interfaces, and free ports.
+"""Find the address on which a role listens, never all interfaces, and free ports.
 
-ORRERY_INTERFACE names the network interface, by default loopback, for stages on one machine.
+ORRERY_INTERFACE names the network interface. The default is loopback, for one machine.
 """
 
 import os
@@ -54,7 +54,7 @@ def name_interface() -> None:
 
 
 def name_ucx_devices() -> None:
-    """Set UCX_NET_DEVICES to our interface and all RDMA ports, unless it is set."""
+    """Set UCX_NET_DEVICES, unless set, to the role's interface and all RDMA ports."""
     ports = sorted(f"{port.parents[1].name}:{port.name}" for port in RDMA_DEVICES.glob("*/ports/*"))
     os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *ports]))
 

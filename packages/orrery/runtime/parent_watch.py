@@ -1,6 +1,7 @@
 """End a process soon after its parent has ended.
 
-- A role polls its parent (`ParentWatch`), then runs its callbacks and kills its process group.
+- A role polls its parent (`ParentWatch`). After the parent's end it runs its callbacks and kills
+  its process group.
 - Another project's program (the router) cannot poll. Start it with `preexec_fn=die_with_parent`.
 - A pipe would not show the parent's end, because other children inherit the parent's side.
 """
@@ -12,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # pid of a role's parent. 0: unknown
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # pid of a role's parent, or 0 if unknown
 START = "ORRERY_START"  # marks an attempt's processes, not secret
 # Read at import, because `ParentWatch` removes LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
@@ -45,7 +46,7 @@ def adopt_orphans() -> None:
 def hide_memory() -> None:
     """Hide memory, environment and open files from other processes of this user.
 
-    Forks inherit this, exec does not.
+    Forks inherit this, exec does not keep it.
     """
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 

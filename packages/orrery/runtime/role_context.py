@@ -1,9 +1,9 @@
 """Run a role's process: its command line, logs, signals, and exit code.
 
 - The launcher gives `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
-- `OrreryError` gives one line `error: …`, the health `failed` and the error's exit code.
-  `Preempted` gives the health `wound down` and EXIT_PREEMPTED. Other exceptions, also
-  `SystemExit(0)`, give a traceback and exit code 1.
+- `OrreryError` prints one line `error: …`, and sets the health `failed` and the error's exit code.
+  `Preempted` sets the health `wound down` and EXIT_PREEMPTED. Other exceptions, even
+  `SystemExit(0)`, print a traceback and set exit code 1.
 - SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
 - SIGUSR1 writes the stacks of all threads to stderr, even if the main thread is stuck.
 """
@@ -85,7 +85,7 @@ class RoleContext:
 
     @cached_property
     def manifest(self) -> "Manifest":
-        from orrery.manifest.identity import load  # late: a role without manifest skips it
+        from orrery.manifest.identity import load  # late, because some roles have no manifest
 
         return load(self.run_dir / MANIFEST)
 
@@ -204,7 +204,7 @@ def stacks_on_signal(chain: bool = False) -> None:
 def call_on_signal(answer: Callable[[], object]) -> None:
     """Also run `answer` at every SIGUSR1. Call this in the main thread.
 
-    A thread runs `answer` at the byte that Python writes to the wake-up descriptor.
+    A thread runs `answer` when Python writes the signal's byte to the wake-up descriptor.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -2,8 +2,8 @@
 
 - `<process>` is a name such as `trainer.0`.
 - `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
-- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so no two launchers share an
-  attempt.
+- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so that no two launchers
+  share an attempt.
 - Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so a process left on an
   unreachable node never changes a newer attempt's checkpoint.
 """
@@ -42,12 +42,12 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    """The marker of a finished stage, written last."""
+    """Return the marker of a finished stage, written last."""
     return stage_dir(run_dir, stage) / "DONE"
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
-    """A stage's verified inputs: {path: sha256}."""
+    """Return the file of a stage's verified inputs: {path: sha256}."""
     return stage_dir(run_dir, stage) / "inputs.json"
 
 
@@ -64,17 +64,17 @@ def health_dir(run_dir: Path, stage: str) -> Path:
 
 
 def fence_dir(run_dir: Path, stage: str) -> Path:
-    """Fences, files `<process>.<attempt>.<incarnation>`."""
+    """Return the folder of fences, files `<process>.<attempt>.<incarnation>`."""
     return stage_dir(run_dir, stage) / "fenced"
 
 
 def request_path(run_dir: Path, stage: str) -> Path:
-    """The marker that asks a stage to write a checkpoint and end."""
+    """Return the marker that asks a stage to write a checkpoint and end."""
     return stage_dir(run_dir, stage) / "wind_down"
 
 
 def no_requeue_path(run_dir: Path, stage: str) -> Path:
-    """The marker that keeps a preempted job out of the queue."""
+    """Return the marker that keeps a preempted job out of the queue."""
     return stage_dir(run_dir, stage) / "stay"
 
 
@@ -87,7 +87,7 @@ def log_path(run_dir: Path, process: str) -> Path:
 
 
 def flight_recorder_dir(run_dir: Path) -> Path:
-    """torch's flight recorders, files `rank_<n>`."""
+    """Return the folder of torch's flight recorders, files `rank_<n>`."""
     return logs_dir(run_dir) / "flight_recorder"
 
 
@@ -100,7 +100,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """A folder of weights. `name`: a stage, `step_<n>` (an export) or WIRE (versions)."""
+    """Return a folder of weights. `name`: a stage, `step_<n>` (an export) or WIRE (versions)."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -117,7 +117,7 @@ def report_page(run_dir: Path) -> Path:
 
 
 def code_dir(run_dir: Path) -> Path:
-    """Snapshots of the code, named by digest."""
+    """Return the folder of code snapshots, named by digest."""
     return Path(run_dir) / "code"
 
 
@@ -248,7 +248,7 @@ def memory_prefix(run_dir: Path) -> str:
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the prefix of copies for checkpoints. They outlive their trainer until saved."""
+    """Return the prefix of copies for checkpoints, which outlive their trainer until saved."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
@@ -257,7 +257,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove shared memory named `*name*`, after all processes of that run, or role, have ended."""
+    """Remove shared memory named `*name*`. Call this after all its processes have ended."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():

@@ -4,8 +4,8 @@
 - `MismatchGuard` compares log-probs of engines and trainer by the bounds of `trainer.mismatch`: the
   batch's KL, and the mean |difference| of all engines and of each engine with MIN_TOKENS tokens.
   Engines name themselves (`X-Orrery-Engine`), perhaps wrongly, so the canary checks each address.
-- A step raises RunFailed before the weights change if a `stop` bound is exceeded, a loss or gradient
-  is not finite, or token counts differ from the announced counts.
+- A step raises RunFailed before the weights change if a `stop` bound is exceeded, a number is not
+  finite, or token counts differ from the announced counts.
 """
 
 import logging

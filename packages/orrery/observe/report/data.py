@@ -1,9 +1,9 @@
-"""Read the data of a report once from a run directory.
+"""Read a report's data once from a run directory.
 
-- For a step of several attempts the newest row counts. Spans are of the newest attempt.
+- If several attempts trained a step, the newest row counts. Spans are of the newest attempt.
 - Rows become columns of eight bytes per number, so that a run of weeks fits into memory.
-- A line with more than POINTS points is cut into equal pieces, each drawn as its mean (rates and
-  shares), its extremes (single values) or its largest value.
+- A line with more than POINTS points is cut into equal pieces. Each piece is drawn as its mean
+  (rates and shares), its extremes (single values) or its largest value.
 """
 
 import logging
@@ -101,7 +101,7 @@ class Table(Sequence[Row]):
 
 class _Column:
     def __init__(self) -> None:
-        self._code: str | None = None  # type code of the array. None: a list
+        self._code: str | None = None  # type code of the array, or None for a list
         self._values: Any = []
 
     @property
@@ -196,7 +196,7 @@ def _pieces(num_points: int, thin: Thinning) -> list[range]:
 
 Interval = tuple[float, float]
 
-KINDS = {  # process and event → the table of `RunData`
+KINDS = {  # (process, event) → the table of `RunData`
     ("trainer.0", "validation"): "validation",
     ("trainer.0", "compare"): "compared",
     ("trainer.0", "round"): "rounds",
@@ -222,13 +222,13 @@ class RunData:
     compared: Table  # log-probs of the last version, trainer against engine
     rounds: Table  # exchanges with other sites
     batches: Table
-    stopped_early: Table  # the end of an RL stage at `evaluation.stop_at`
+    stopped_early: Table  # an early end of RL at `evaluation.stop_at`
     evaluations: Table
     updates: Table
     engine_restarts: Table
-    refused_sites: Table  # sites refused for false answers
+    refused_sites: Table  # refused for false answers
     admission: Table  # rollouts in flight and their adaptive limit
-    engines: Mapping[int, Table]  # each engine's own measurements
+    engines: Mapping[int, Table]  # by engine
     usage: Sequence[Row]
     processors: Mapping[str, Table]  # CPU use of each process in the RL stage
     spans: Sequence[Span]  # of the RL stage's newest attempt
@@ -253,7 +253,7 @@ class RunData:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise OrreryError if a file cannot be read, or (naming `what`) if a row is malformed."""
+    """Raise OrreryError if a file is unreadable or (naming `what`) a row is malformed."""
     try:
         yield
     except OSError as error:
@@ -274,7 +274,7 @@ def same_weights(run: RunData) -> list[tuple[int, float]]:
 
 
 def without_signal(run: RunData) -> float | None:
-    """Return the share of sampled training rollouts without signal, None without counts."""
+    """Return the share of sampled training rollouts without signal, or None without counts."""
     counts = [each for each in run.batches.each("num_without_signal", "num_sampled") if each[1]]
     return sum(num for num, _ in counts) / sum(all_ for _, all_ in counts) if counts else None
 
@@ -372,7 +372,9 @@ def _take_usage(row: Row, usage: dict[tuple[str, int], Row], processors: dict[st
 
 
 def _spans(metrics: Path) -> Spans:
-    """Return the spans of the RL stage's newest attempt. The orchestrator records the engines'."""
+    """Return the spans of the RL stage's newest attempt. The orchestrator's file has the engines'
+    spans.
+    """
     found, newest = Spans(), None
     for path in sorted(metrics.glob("*.spans.jsonl")):
         process = path.name.removesuffix(".spans.jsonl")
@@ -412,12 +414,12 @@ def overlap_s(left: list[Interval], right: list[Interval]) -> float:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the RL stage's newest attempt, from the first work to the last training."""
+    """Shares of time in the RL stage's newest attempt, from the first work to the last training."""
 
     window_s: float
-    trainer_busy: float  # share with `trainer.0` in forward, backward or optimizer
-    engine_busy: float  # share with a request in flight at any engine
-    overlapped: float  # share of the trainer's busy time with a request in flight
+    trainer_busy: float  # `trainer.0` in forward, backward or optimizer
+    engine_busy: float  # a request in flight at any engine
+    overlapped: float  # of the trainer's busy time, with a request in flight
 
 
 def shares(spans: Iterable[Span]) -> Shares | None:

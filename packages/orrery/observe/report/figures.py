@@ -1,4 +1,4 @@
-"""The report's figures. Each function returns a plotly figure, or None without data.
+"""Draw the report's figures. Each function returns a plotly figure, or None without data.
 
 - Its docstring is the figure's caption on the page.
 - A line has at most POINTS points, a role at most POINTS spans.

@@ -1,4 +1,4 @@
-"""The report of a run as one self-contained HTML file, and its summary line."""
+"""Write the report of a run as one self-contained HTML file, and its summary line."""
 
 import json
 from collections.abc import Callable
@@ -217,10 +217,10 @@ def render(run: RunData, wall_s: float) -> str:
         )
 
 
-# Planned speed and memory of the RL stage (`orrery plan`) beside the run's measurements
+# Planned speed and memory of the RL stage (`orrery plan`) beside the measurements
 
-WARM = 2  # number of first rows of each metric that are left out, because these steps compile
-# Parts of the planned memory that torch's peak of allocated bytes does not count.
+WARM = 2  # first rows of each metric to leave out, because these steps compile
+# Planned memory that torch's peak of allocated bytes does not count.
 NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
@@ -254,7 +254,7 @@ def comparison(run: RunData) -> list[tuple[str, str, str]]:
             "sampled tokens a second",
             run.manifest.orchestrator.rollouts_per_batch
             * budget.tokens["sampled"]
-            / budget.step_s,  # of the whole step, as engines wait for a slower trainer
+            / budget.step_s,  # engines wait for a slower trainer
             _values(run.batches, "generated_tokens_per_s"),
             lambda value: f"{value:,.0f}",
         ),

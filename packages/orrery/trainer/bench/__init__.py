@@ -1,7 +1,7 @@
 """`orrery bench trainer`: measure a trainer's speed and memory on synthetic batches.
 
-This file fits a manifest to this machine's devices and makes the batches. `__main__.py` parses the
-options and starts one process per device, `rank.py` times the steps, `report.py` reports them.
+This file fits a manifest to this machine's devices and makes the batches. `__main__.py` starts one
+process per device, `rank.py` times the steps, `report.py` reports them.
 """
 
 import json
@@ -31,7 +31,7 @@ from orrery.wire.columns import Columns
 from orrery.wire.packing import is_padded
 from orrery.wire.routed_experts import route_shape
 
-# Default options of each run.
+# Default options by run.
 SFT = {"loss": "sft"}
 ROWS: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_16k": SFT,

@@ -1,6 +1,6 @@
 """Measure one rank: `python -m orrery.trainer.bench.rank FOLDER`.
 
-Weights are random. Rank 0 profiles one more step. Write the numbers or the error to
+Weights are random. Rank 0 profiles one more step. The numbers or the error go to
 `FOLDER/rank.<n>.json`.
 """
 
@@ -142,7 +142,7 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
         model, trainer = request.model, request.trainer
         text = describe_error(error, rank, step, model, trainer, request.load, size)
         return {"out_of_memory": text}
-    destroy_world(world)  # not after an error: collectives are in flight
+    destroy_world(world)  # not after an error, which leaves collectives in flight
     return answer
 
 
@@ -160,7 +160,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """A step's time ends when the host continues. The device may still compute then."""
+    """Time `count` steps. A step ends when the host continues, perhaps before the device."""
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
     totals = [count_totals(each, world) for each in batches]
@@ -223,13 +223,13 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict, and fill it with the mean of CLOCK_FIELDS on exit, if there is a GPU."""
+    """Yield a dict. On exit fill it with the mean of CLOCK_FIELDS, if there is a GPU."""
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
         yield found
         return
-    # nvidia-smi numbers the GPUs without regard to CUDA_VISIBLE_DEVICES.
+    # nvidia-smi ignores CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     with tempfile.TemporaryFile("w+") as file:
         with clock_reader(command, uuid, file.fileno()):
@@ -257,7 +257,7 @@ def clock_reader(command: str, uuid: str, output: int) -> Iterator["subprocess.P
 
 
 def mean_clocks(text: str) -> dict[str, float] | None:
-    """Return the mean of each field over complete lines, or None without a line or number."""
+    """Return the mean of each field over complete lines, or None if a line or number is missing."""
     rows = [line.split(", ") for line in text.splitlines(keepends=True) if line.endswith("\n")]
     try:
         columns = zip(*([float(value) for value in row] for row in rows), strict=True)
@@ -277,7 +277,7 @@ class Phases:
     step_s: float
     by_kind: dict[str, float]
     by_pass: dict[str, dict[str, float]]
-    communication_total_s: float  # both hidden and exposed
+    communication_total_s: float  # hidden and exposed
     num_kernels: int
     longest: list[tuple[str, str, float, int]]
 
@@ -328,7 +328,7 @@ def divide_step(events: list[Event], step: str) -> Phases:
 
 
 def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
-    """Return the step's copies by direction, or none without a device. Computation hides copies."""
+    """Return the step's copies by direction, or {} without a device."""
     begin, end = _step_window(events, step)
 
     def union(found: list[Event]) -> Spans:

@@ -1,9 +1,9 @@
 """`orrery bench rates`: measure this machine's rates, for `manifest/rates/<device>.json`.
 
-- Products by shape in the compute precision and FP8, products of experts, attention, copies in
-  device memory, to the host and between devices. A rate is the median of several runs.
-- Links need two devices. With one, they come from the data sheet, and `source` says so. On a CPU
-  they link two processes over gloo.
+- Measured are matrix products in the compute precision and FP8, products of experts, attention, and
+  copies in device memory, to the host and between devices. A rate is the median of several runs.
+- Link rates need two devices. With one device they come from the data sheet, and `source` says so.
+  On a CPU they are of two processes over gloo.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def measure(device: torch.device) -> tuple[str, Rates]:
 
 
 def write(path: Path, rates: Rates) -> None:
-    """Print the rates, and write them. Raise OrreryError if the file cannot be written."""
+    """Print and write the rates. Raise OrreryError if the file cannot be written."""
     for field, value in asdict(rates).items():
         print(f"{field:24}{value if isinstance(value, str) else format(value, '.4g')}")
     try:
@@ -172,7 +172,7 @@ def grouped_flops(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> flo
 
 
 def attention(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Return (limit, half) of forward and backward: a length L reaches limit · L / (L + half)."""
+    """Return (limit, half): forward and backward at length L reach limit · L / (L + half)."""
     rates = []
     for length in sizes.lengths:
         shape = (sizes.lengths[1], sizes.heads, 64)

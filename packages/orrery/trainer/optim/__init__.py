@@ -1,7 +1,6 @@
 """Build the manifest's optimizer.
 
-Norms and biases have no weight decay: decaying a gain fights its normalisation. Checkpoints use
-`named_state`.
+Norms and biases have no weight decay, because decaying a gain fights its normalisation.
 """
 
 from torch import nn

@@ -1,6 +1,6 @@
 """Cut groups of weights into buckets, and define the rules that update them.
 
-`FlatShards` concatenates a group's local shards of one dtype. A bucket is a window of it.
+`FlatShards` concatenates a group's local shards of one dtype. A bucket is a range of it.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup
 
 
 def is_bias(name: str) -> bool:
-    """Return whether the name is a bias's. Stacked experts' biases have two dimensions."""
+    """Return whether the name is a bias's. Biases of stacked experts have two dimensions."""
     return name.endswith("bias")
 
 
@@ -99,7 +99,7 @@ class Bucket:
 
 @dataclass
 class FlatShards:
-    """The local shards of a group's weights of one dtype, concatenated into one flat tensor."""
+    """A group's local shards of one dtype, concatenated into one flat tensor."""
 
     weights: list[nn.Parameter]
     dtype: torch.dtype
@@ -112,7 +112,7 @@ class FlatShards:
             self.length += -(-local_tensor(weight).numel() // ALIGNMENT) * ALIGNMENT
 
     def windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of at most `num_values`. A window may cut a weight."""
+        """Yield (begin, end, slices) of at most `num_values` values. A window may cut a weight."""
         shards = [
             (weight, start, local_tensor(weight).numel())
             for weight, start in zip(self.weights, self.starts, strict=True)

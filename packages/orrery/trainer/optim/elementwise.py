@@ -1,7 +1,4 @@
-"""Update rules for each value alone: AdamW, SGD with momentum and sign SGD.
-
-AdamW and SGD call torch's fused kernels.
-"""
+"""Update rules for each value alone: AdamW, SGD with momentum and sign SGD."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +27,7 @@ class AdamWRule(UpdateRule):
             [part.state["exp_avg"] for part in parts],
             [part.state["exp_avg_sq"] for part in parts],
             [],
-            # `adamw` increments the count in every bucket that holds a part of the weight, so
-            # copy it.
+            # Copy the count, because `adamw` would increment it in each bucket of the weight.
             list(torch._foreach_add([part.state["step"] for part in parts], 0.0)),
             fused=True,
             grad_scale=divisor,
@@ -73,7 +69,7 @@ class SgdRule(UpdateRule):
 class SignSgdRule(UpdateRule):
     """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434): w ← w − lr · (sign(g) + decay · w).
 
-    It ignores the divisor, because signs stay the same.
+    The divisor is ignored, because it does not change signs.
     """
 
     def update(

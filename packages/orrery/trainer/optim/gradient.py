@@ -20,7 +20,7 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
     if not isinstance(weight, DTensor):
         return {}
     return {
-        axis: placement.dim  # FSDP with ep gives a strided shard
+        axis: placement.dim  # with ep, FSDP makes strided shards
         for axis, placement in enumerate(weight.placements)
         if hasattr(placement, "dim")
     }
@@ -28,8 +28,7 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
 
 @torch.no_grad()
 def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
-    """Return the L2 norm of the whole gradient as a float32 scalar, equal on all ranks. A
-    collective.
+    """Return the gradient's global L2 norm, float32 [], equal on all ranks. A collective.
 
     Weights without a gradient count as zero. Squares are summed in float64.
     """

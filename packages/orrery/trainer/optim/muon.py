@@ -1,12 +1,12 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for the matrices of blocks.
 
-    m ← momentum · m + (1 − momentum) · g
+    m ← momentum · m + (1 − momentum) · g          g gradient, w weight
     u = m, or Nesterov: momentum · m + (1 − momentum) · g
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
-With this factor, updates have AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982, eq. 4).
-Other weights use AdamW (`rest`). `orthogonalize` is a collective, so either all ranks that share a
-weight have a gradient of it, or none.
+The last factor gives updates AdamW's root mean square (arXiv 2502.16982, eq. 4). Other weights use
+AdamW (`rest`). `orthogonalize` is a collective, so a weight has a gradient on all of its ranks or
+on no rank.
 
 B matrices of a stack · M rows · N columns
 """
@@ -41,8 +41,8 @@ EPSILON = 1e-7
 class GateUp:
     """Layout of a weight [M, N] or [B, M, N] that joins an MLP's gate and up projections.
 
-    `dim` −2 joins their rows, −1 their columns. If `is_interleaved`, gate and up rows (columns)
-    alternate. Otherwise all of the gate come first.
+    `dim` −2 joins their rows, −1 their columns. If `is_interleaved`, rows (columns) of gate and up
+    alternate. Otherwise the gate comes first.
     """
 
     dim: int = -2
@@ -108,7 +108,7 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 def gate_up(policy: nn.Module, name: str) -> GateUp:
     """Return the layout of the weight `name`, inferred from the shape of the layer's `down_proj`.
 
-    E experts · D hidden · I inner width. Orrery's layout is [E, 2·I, D]. Some models of the
+    E experts · D hidden size · I inner width. Orrery's layout is [E, 2·I, D]. Some models of the
     transformers library have [E, D, 2·I], and gpt_oss interleaves its columns.
     """
     owner = policy.get_submodule(name.rpartition(".")[0])
@@ -123,7 +123,7 @@ def gate_up(policy: nn.Module, name: str) -> GateUp:
 
 
 def groups(spec: Muon, policy: nn.Module, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
-    """Return a group of block matrices for Muon, then groups of all other `weights` for AdamW.
+    """Return the block matrices as a group for Muon, then the other weights as groups for AdamW.
 
     `weights` are some or all parameters of `policy`, by name.
     """
@@ -146,7 +146,7 @@ class MatrixShard:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Return (rows, columns) of one matrix of `source`. If `fused`, of its gate projection."""
+        """Return (rows, columns) of a matrix of `source`, or of its gate projection if `fused`."""
         *_, rows, columns = self.source.shape
         if self.fused is None:
             return rows, columns
@@ -180,7 +180,7 @@ class MatrixShard:
         return parts.redistribute(mesh, new).to_local(), new
 
     def part(self, matrices: Tensor, placements: list[Placement]) -> Tensor:
-        """Return this rank's part of what `whole` returned."""
+        """Return this rank's part of the result of `whole`."""
         assert isinstance(self.source, DTensor)
         mesh, old = self.source.device_mesh, self.source.placements
         shape, stride = self.source.shape, self.source.stride()
@@ -212,7 +212,7 @@ def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
 def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]:
     """Return this rank's shard of each orthogonalized direction. A collective.
 
-    Compute in bfloat16 on CUDA, and in the shard's dtype on a CPU.
+    Computes in bfloat16 on CUDA, and in the shard's dtype on a CPU.
     """
     found: dict[int, Tensor] = {}
     together: dict[tuple[DeviceMesh, int] | None, list[int]] = {}
@@ -240,7 +240,7 @@ def _stack(one: MatrixShard) -> Tensor:
 
 
 def _orthogonalize_gathered(one: MatrixShard, num_steps: int) -> Tensor:
-    """Orthogonalize matrices that several mesh axes cut. Each rank gathers and computes them."""
+    """Orthogonalize matrices cut along several mesh axes. Each rank gathers and computes all."""
     whole, placements = one.whole(_stack(one))
     stack = whole if whole.ndim == 3 else whole.unsqueeze(0)
     [done] = _orthogonalize_whole([stack], [one.fused], num_steps)
@@ -252,7 +252,7 @@ def _orthogonalize_whole(
 ) -> list[Tensor]:
     """Return orthogonalized unsharded stacks [B, M, N] of one dtype. Equal shapes form one batch.
 
-    Gate and up projections that stack i joins (layout `fused[i]`) are orthogonalized separately.
+    If `fused[i]` is a layout, gate and up projections in stack i are orthogonalized separately.
     """
     matrices = [
         stack if how is None else how.split(stack) for stack, how in zip(stacks, fused, strict=True)
@@ -302,8 +302,7 @@ def _orthogonalize_split(
 ) -> list[Tensor]:
     """Orthogonalize stacks [B, M, N] of which each rank holds a part of M or N.
 
-    Each matrix has an owner rank that gathers its parts and returns them (Dion, Ahn et al. 2025,
-    arXiv 2504.05295).
+    Each matrix has an owner rank, which gathers and returns its parts (Dion, arXiv 2504.05295).
     """
     group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     ranks = range(num_ranks)

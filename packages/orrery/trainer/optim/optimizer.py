@@ -1,8 +1,7 @@
 """Update groups of weights in buckets, each group by its own rule.
 
-State exists before the first step so that checkpoints can load it. State is sharded like its
-weight. Offloaded state is a host tensor of the local shard. A weight without a gradient does not
-change.
+State exists before the first step, so that checkpoints can load it. State is sharded like its
+weight. A weight without a gradient does not change.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from orrery.trainer.optim.buckets import (
 )
 from orrery.trainer.optim.state_offload import StateOffload
 
-RESIDENT_BYTES = 1 << 30  # size of resident state's buckets, bounds temporary memory
+RESIDENT_BYTES = 1 << 30  # bucket size of resident state, to bound temporary memory
 
 
 class BucketedOptimizer:

@@ -1,13 +1,13 @@
-"""Keep optimizer state in pinned host memory, and copy it beside computation.
+"""Keep optimizer state in pinned host memory, and copy it during computation.
 
 A bucket's state is copied to a slot on the device before its update and back afterwards, each
-direction on its own stream. `StateStream` copies in beside the backward pass of a step's last
-micro-batch, and out beside the first micro-batch of the next step. It uses device memory that the
-plan says is free then (`manifest/budget/state_rooms.py`), so most copies take no time.
+direction on its own stream. `StateStream` copies in during the backward pass of a step's last
+micro-batch, and out during the first micro-batch of the next step. The memory plan
+(`manifest/budget/state_rooms.py`) says how much device memory is free then.
 
-An AdamW step on the host would move 30 bytes a weight through host memory and 6 over PCIe. These
-copies move 16 through host memory and 8 over PCIe each way. The GPUs of a node share host memory,
-so the copies are faster, and `optimizer_offload_resident` shortens them further.
+An AdamW step on the host would move 30 bytes a weight through host memory and 6 over PCIe. The
+copies move 16 through host memory and 8 over PCIe each way. They are faster, because the GPUs of a
+node share host memory. `optimizer_offload_resident` shortens them further.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ class StateOffload:
     """The host blocks of state, and the slots on the device.
 
     `host[id(shards)][key]` is the host block of one `FlatShards`. `fill` copies in. `visits` copies
-    in what is missing and copies out, with at least NUM_SLOTS slots. `drain` frees slots.
+    the rest in and copies all out, with at least NUM_SLOTS slots. `drain` frees slots.
     """
 
     def __init__(self, buckets: list[Bucket]):
@@ -47,7 +47,7 @@ class StateOffload:
                     for key in bucket.group.rule.keys
                 }
         self._slot_bytes = max(bucket.num_bytes * len(bucket.group.rule.keys) for bucket in buckets)
-        self.drains_late = False  # slots stay after the step, until `drain`
+        self.drains_late = False  # True: slots stay after the step, until `drain`
         self._limit = NUM_SLOTS
         self._slots: dict[int, Tensor] = {}  # bucket → slot, until its copy out is queued
         self._leaving: deque[tuple[int, Tensor]] = deque()  # (bucket, slot), the oldest first
@@ -106,7 +106,7 @@ class StateOffload:
         while self._num_fetched < len(self._buckets):
             if len(self._slots) + len(self._leaving) < self._limit:
                 slot = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.device)
-                if self._cuda:  # its memory may be in use by kernels before
+                if self._cuda:  # queued kernels may still use the slot's memory
                     self._inward.wait_stream(torch.cuda.current_stream(self.device))
             elif self._leaving:
                 index, slot = self._leaving.popleft()
@@ -163,9 +163,9 @@ class StateOffload:
 
 
 class StateStream:
-    """Call `fill` and `drain` from hooks of `blocks`, at the moments of `StateRooms`.
+    """Call `fill` and `drain` from hooks of `blocks`, with the free bytes of `StateRooms`.
 
-    `one` and `many`: the rooms in steps of one and of more micro-batches.
+    `one` and `many`: free bytes in steps of one and of more micro-batches.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class StateStream:
             block.register_forward_hook(partial(self._after_forward, index))
 
     def begin(self, index: int, count: int) -> None:
-        """Announce the next micro-batch of a step, `index` of `count`."""
+        """Announce the next micro-batch of a step: number `index` of `count`."""
         self._is_first, self._is_last = index == 0, index == count - 1
         self._rooms = self._one if count == 1 else self._many
         if not self._is_first:

@@ -1,8 +1,8 @@
 """Keep tensors saved for the backward pass in pinned host memory.
 
 While block i computes, the `max_in_flight` blocks before it are copied out (forward) or in
-(backward), each direction on its own stream. Other blocks' tensors are not on the device. These
-tensors stay there: weights, small, gapped or shared tensors, and the last block's.
+(backward), each direction on its own stream. The device holds no other blocks' tensors, except
+weights, tensors that are small, not dense or shared, and the tensors of the last block.
 """
 
 from collections import defaultdict, deque
@@ -54,7 +54,7 @@ class HostBufferPool:
 
 
 class OffloadedTensor:
-    """`device_tensor` is None while only the host has it."""
+    """A saved tensor. `device_tensor` is None while only the host has the data."""
 
     def __init__(self, owner: "BlockActivations", tensor: Tensor):
         self.owner, self.dtype = owner, tensor.dtype

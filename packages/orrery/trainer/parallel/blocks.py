@@ -1,7 +1,7 @@
 """Run blocks under activation checkpointing and torch.compile.
 
-- In checkpointed blocks `full` keeps the block's input, `selective` also the results of named
-  operations. All other blocks keep what autograd saves.
+- A checkpointed block keeps its input, with `selective` also the results of named operations. All
+  other blocks keep all tensors that autograd saves.
 - Equal blocks share one compilation. The checkpoint wraps one graph (`fullgraph`). If ranks
   exchange tokens or keys inside a block, the graphs lie inside the checkpoint instead.
 - The first micro-batch length is compiled as a constant, the second as a symbol.
@@ -130,9 +130,9 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
 
 
 def _called_by_graphs(trainer: Trainer, model: Model) -> frozenset[Any]:
-    """Return the operators that compiled graphs call, none without `trainer.compile`.
+    """Return the operators that compiled graphs call: attention, experts, both or none.
 
-    Those are attention if `mesh.cp` = 1 or latent, and experts if `mesh.ep` = 1.
+    Graphs contain attention if it is latent or `mesh.cp` = 1, and experts if `mesh.ep` = 1.
     """
     if not trainer.compile:
         return frozenset()
@@ -161,8 +161,8 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 def without_view(x: Tensor) -> Tensor:
     """Return x as a base tensor (no view) of the same memory. The gradient passes through.
 
-    FSDP passes views, and activation offload returns base tensors. A function compiled inside a
-    checkpoint would get different graphs in the two runs.
+    FSDP passes views, but activation offload returns base tensors. Without the conversion a
+    function compiled inside a checkpoint would get different graphs in the two runs.
     """
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 

@@ -7,8 +7,8 @@
     ring      pieces r and 2·cp − 1 − r of each document's 2·cp. Ranks pass keys and values around
     dsa       pieces as in ring. Each rank gathers all ranks' latent keys (latent attention only)
 
-The rank that predicts a scored token has its loss. Ranks get equal numbers of tokens. Padding
-repeats a real token and is never scored or attended to by a real token.
+The loss of a token lies on the rank that predicts it. Ranks get equal numbers of tokens. Padding
+repeats a real token, is not scored, and real tokens do not attend to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -113,7 +113,7 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Return the tokens of `zigzag`, but `cu_seqlens` counts the tokens of all ranks."""
+    """Return the tokens of `zigzag`, with `cu_seqlens` that count the tokens of all ranks."""
     shard = zigzag(lengths, num_ranks, rank)
     return shard._replace(cu_seqlens=shard.cu_seqlens * num_ranks)
 
@@ -155,7 +155,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
 def _routes(
     routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the choices, without those of padding, whose mismatches would count twice."""
+    """Return the choices, without padding's choices, whose mismatches would count twice."""
     if routes is None:
         return None
     here = routes[source]

@@ -4,8 +4,9 @@
 the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gradient covers all ep
 ranks' tokens.
 
-T tokens here · K experts a token · M = T·K rows here · R ranks · E experts · D hidden
-N tokens with an expert of this rank, from all ranks
+T tokens here · K experts a token · M = T·K rows here · R ranks · E experts · D hidden size
+
+N tokens from all ranks with an expert of this rank
 """
 
 from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         with _local_shares(experts):
             return forward(*args, **options)
 
-    # Replace `forward`, which runs inside FSDP's hooks: these read the parameters.
+    # Replace `forward`, which runs inside FSDP's hooks, because the hooks read the parameters.
     experts.forward = on_local_shares
 
 
@@ -118,10 +119,10 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
 
 
 class TorchExchange(nn.Module):
-    """Send each token once to each rank with experts for it, and sum what comes back.
+    """Send each token once to each rank with experts for it, and sum the results.
 
     Counts travel first, because torch's all-to-all needs lengths on the host. The backward pass and
-    recomputation reuse them. Stable sorts make results deterministic.
+    recomputation reuse the counts. Stable sorts make results deterministic.
     """
 
     eager = ("forward",)  # blocks.py does not compile these methods
@@ -203,8 +204,8 @@ class HostLengths:
 class DeepEpExchange(nn.Module):
     """The exchange by DeepEP (https://github.com/deepseek-ai/DeepEP): bfloat16, NVLink and RDMA.
 
-    A token travels once to each rank with experts for it. `dispatch` and `combine` are each other's
-    gradient. Raise OrreryError if deep_ep is not installed.
+    A token travels once to each rank with experts for it. The gradient of `dispatch` is `combine`,
+    and vice versa. Raise OrreryError if deep_ep is not installed.
     """
 
     eager = ("forward",)  # blocks.py does not compile these methods
@@ -255,7 +256,7 @@ class DeepEpExchange(nn.Module):
 def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: int) -> RowOrder:
     """Return the order of received slots by local expert, padded to multiples of `block` rows.
 
-    `expert_NK` has −1 for experts of other ranks. These slots all share one spare row at the end.
+    `expert_NK` is −1 for experts of other ranks. Their slots share one spare row at the end.
     `rows_of_expert[e]` is the number of slots of local expert e.
     """
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local, block)

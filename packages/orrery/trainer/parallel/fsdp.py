@@ -1,7 +1,7 @@
 """FSDP2: weights sharded over dp_shard · cp ranks, replicated over dp_replicate (HSDP).
 
-- The model names the units, and the root takes the rest. With expert parallel a layer's experts are
-  another unit, sharded over the ranks with the same experts.
+- The model names the units, and the root unit holds the other weights. With expert parallel a
+  layer's experts are another unit, sharded over the ranks with the same experts.
 - Gradients are summed over ranks, because the loss already divides by global counts.
 - A single rank may stay unwrapped (`Trainer.needs_fsdp`), with `ComputeCopies`.
 """
@@ -51,7 +51,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # A factor would select PREMUL_SUM. Gloo lacks it.
+            # A factor would select PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
     if trainer.mesh.ep > 1:
         _prefetch(policy)
@@ -80,7 +80,7 @@ def _prefetch(policy: Policy) -> None:
 
 
 def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
-    """Choose the reductions of the next backward pass. `last`: it is the step's last."""
+    """Choose the reductions of the next backward pass. `last`: it is the step's last pass."""
     if not isinstance(policy, FSDPModule):
         return
     if spec.reduce_gradients == "step":
@@ -101,9 +101,9 @@ def reshard_all(policy: Policy) -> None:
 class ComputeCopies:
     """Copies of one rank's weights in the compute dtype.
 
-    The forward pass fills them from the trained weights and puts them into the modules. Each
-    gradient moves at once to its trained weight, in that weight's dtype, with the bits of FSDP on
-    one rank.
+    The forward pass fills the copies from the trained weights and puts them into the modules. Each
+    gradient moves at once to its trained weight, in that weight's dtype, bit-equal to FSDP on one
+    rank.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype):

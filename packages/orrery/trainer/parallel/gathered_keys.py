@@ -3,9 +3,9 @@
 - One all-gather per layer carries latent, rotated and indexer keys while queries are computed.
 - One all-to-all returns gradients to the keys' ranks, which sum them in rank order in float32.
 - Tokens lie in zig-zag order (`context_parallel.zigzag`), so all ranks score equally many keys.
-- The padded stream is all padded documents, one after another. Chosen keys are indices in it, and
-  so are the offsets in the `Documents` that layers get.
-- Recomputation does not gather a frozen indexer's keys: the forward pass saves which it chose.
+- The padded stream joins all padded documents. Indices of chosen keys and the offsets in layers'
+  `Documents` refer to this stream.
+- Recomputation does not gather a frozen indexer's keys: the forward pass saves the chosen keys.
 
 t queries of this rank · S = R·t keys of all ranks · K keys read by this rank: S if they stay
 latent, (R + ½)·t if dense attention expands them
@@ -29,9 +29,9 @@ class KeyOrder(NamedTuple):
     """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
     Row r·t + i is token i of rank r. A rank has an early and a late piece of the queries of each
-    document. With latent keys, both read one copy of all keys: `parts` has one entry. With expanded
-    keys, each reads its own copy of the document's prefix: two entries. No entry repeats a row, so
-    adding gradients needs no atomics.
+    document. Latent keys are read from one copy by both pieces: `parts` has one entry. Of expanded
+    keys each piece reads its own copy of the document's prefix: two entries. An entry has distinct
+    rows, so adding gradients needs no atomics.
     """
 
     row: Tensor  # i64 [K], the gathered row of each key
@@ -39,7 +39,7 @@ class KeyOrder(NamedTuple):
     first: Tensor  # i32 [t], each query's first key, as an index of the padded stream
     last: Tensor  # i32 [t], each query's last key, which is its own
     queries: Documents  # each document's early and late piece as two sequences
-    keys: Documents  # the prefixes that they read, or whole documents if keys stay latent
+    keys: Documents  # the pieces' prefixes, or whole documents if keys stay latent
 
     @classmethod
     def of(cls, documents: Documents, t: int, size: int, rank: int, is_latent: bool) -> "KeyOrder":
@@ -53,7 +53,7 @@ class KeyOrder(NamedTuple):
         if is_latent:
             parts: list[tuple[Tensor, Tensor | None]] = [(row_S, None)]
             return cls(row_S, parts, first.int(), place_Rt[rank].int(), queries, documents)
-        early, late = rank + 1, 2 * size - rank  # pieces of keys that each query piece reads
+        early, late = rank + 1, 2 * size - rank  # number of key pieces that each query piece reads
         keys = _side(piece, (early, late), longest)
         row = row_S.new_empty((early + late) * (t // 2))  # t / 2: one piece of each document
         parts = []
@@ -82,10 +82,10 @@ def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
 
 
 def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
-    """Return `Documents` with two sequences for each document, for its early and its late queries.
+    """Return `Documents` with two sequences for each document: its early and its late part.
 
-    `piece` is i64 [documents], the length of one piece of each document in tokens. The early
-    sequence has `counts[0]` pieces, the late one `counts[1]`. `longest` is the largest `piece`.
+    `piece`: i64 [documents], tokens in one piece of each document. The early sequence has
+    `counts[0]` pieces, the late sequence `counts[1]`. `longest` is the largest `piece`.
     """
     lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
@@ -95,11 +95,11 @@ def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
 def _prefixes(
     row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of each document's first `length` keys, and where `KeyOrder.row` has them.
+    """Return (rows of each document's first `length` keys, their places in `KeyOrder.row`).
 
     Both are i64 [total], and `total` is the sum of `length`. `start`, `length`, `at`: [documents].
-    A document begins at `start` in the padded stream, its prefix at `at` in `KeyOrder.row`.
-    `row_S` maps indices in the padded stream to rows of the all-gather's result.
+    A document begins at `start` in the padded stream, its prefix at `at` in `KeyOrder.row`. `row_S`
+    maps indices in the padded stream to rows of the all-gather's result.
     """
     before = length.cumsum(0) - length
     offset = torch.arange(total, device=start.device)
@@ -115,7 +115,7 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 class GatheredKeys(LocalKeys):
     """Give this rank's queries the keys of all ranks in `group`.
 
-    Recomputation gathers them again unless `keeps`.
+    Recomputation gathers the keys again unless `keeps`.
     """
 
     is_gathered = True
@@ -154,8 +154,8 @@ class GatheredKeys(LocalKeys):
 class _Transfer:
     """Gather one layer's keys from all ranks, and send each key's gradient to its rank.
 
-    `known` is None in a forward pass. In a recomputation it is the keys that the forward pass
-    kept, or () if it kept none.
+    `known` is None in a forward pass. In a recomputation it is the keys that the forward pass kept,
+    or ().
     """
 
     def __init__(
@@ -222,10 +222,10 @@ class _Transfer:
 
 
 class _Send(torch.autograd.Function):
-    """Begin the all-gather of the keys.
+    """Begin the all-gather of the keys. Return a scalar zero, the ticket.
 
-    Return a scalar zero, the ticket. `_Receive` takes it as input, so autograd runs `_Receive`'s
-    backward pass before `_Send`'s. The first begins the all-to-all of gradients, the second waits.
+    `_Receive` takes the ticket as input, so its backward pass runs first and begins the all-to-all
+    of gradients. The backward pass of `_Send` waits for them.
     """
 
     @staticmethod

@@ -2,10 +2,10 @@
 
 T tokens here · H query heads · G key and value heads · K head size
 
-Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`). Keys and
-values pass around. A step with rank j's keys is one of three cases of equal work:
+Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`). Ranks
+pass keys and values around. A step with rank j's keys is one of three cases of equal work:
 
-    j = r   all queries, all keys, causal in the order of places here
+    j = r   all queries, all keys, causal in the order of tokens here
     j < r   all queries, early keys
     j > r   late queries, all keys
 """
