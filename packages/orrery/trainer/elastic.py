@@ -64,8 +64,7 @@ class HeldRound(msgspec.Struct, frozen=True):
 
 
 class SiteTraining:
-    """Take part in the run's rounds. `shard` and `start` are the position of the next step in the
-    data.
+    """Take part in the run's rounds. `shard` and `start` locate the next step in the data.
 
     `resumed`: the folder of the loaded checkpoint, if any.
     """
