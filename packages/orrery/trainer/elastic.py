@@ -1,6 +1,6 @@
 """Train this site's share of a run of several sites (`orrery.elastic`).
 
-- `orrery join` writes `site.json` into the run's folder: where the site listens and whom it joins.
+- `orrery join` writes `site.json` into the run's folder: the addresses to listen on and to join.
 - Ports: the log uses P (the port of `listen`) and P + 1. Rank i of R serves snapshots at P + 2 + i,
   and exchanges updates at P + 2 + R + i.
 - After every round each rank copies its weights θ, the outer momentum and the optimizer state into

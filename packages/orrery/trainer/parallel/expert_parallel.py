@@ -5,7 +5,6 @@ the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gr
 ranks' tokens.
 
 T tokens here · K experts a token · M = T·K rows here · R ranks · E experts · D hidden size
-
 N tokens from all ranks with an expert of this rank
 """
 

@@ -29,9 +29,9 @@ class KeyOrder(NamedTuple):
     """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
     Row r·t + i is token i of rank r. A rank has an early and a late piece of the queries of each
-    document. Latent keys are read from one copy by both pieces: `parts` has one entry. Of expanded
-    keys each piece reads its own copy of the document's prefix: two entries. An entry has distinct
-    rows, so adding gradients needs no atomics.
+    document. If keys stay latent, both pieces read one copy of all keys: `parts` has one entry. If
+    they are expanded, each piece reads its own copy of the document's prefix: two entries. An entry
+    has distinct rows, so adding gradients needs no atomics.
     """
 
     row: Tensor  # i64 [K], the gathered row of each key
