@@ -5,10 +5,8 @@
 Component c contains the trained tokens with w_c[t] ≠ 0. N_c counts them on all ranks, at least 1.
 A token has probability π in the trainer, μ in the engine, and advantage A. `rl` is DPPO with the
 binary total-variation mask (arXiv 2602.04879) and Kimi K2.5's penalty (arXiv 2602.02276):
-
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
     ℓ_rl = −keep · A · π/μ + penalty · (log π − log μ)²    π/μ: unclamped, with gradient
-
 `reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π. If
 `trainer.indexer` is "train", the learner adds the mean of KL(attention ‖ indexer) over all tokens.
 """

@@ -1,8 +1,8 @@
 """Explain an out-of-memory error: the manifest field to change, its gain and its cost.
 
-The missing bytes are the failed allocation, or the plan's excess over torch's memory if larger, plus
-a margin. A CUDA error has no numbers. If the device has room and a manifest field pins host memory,
-the error means that pinning failed.
+The missing bytes are the failed allocation, or the plan's excess over torch's memory if larger,
+plus a margin. A CUDA error has no numbers. If the device has room and a manifest field pins host
+memory, the error means that pinning failed.
 """
 
 import os
