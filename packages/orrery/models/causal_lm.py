@@ -93,8 +93,7 @@ class CausalLm(nn.Module):
         - `token_ids`, `positions`: i64 [T].
         - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
         - `routed_experts`: integers [T, L, K], an engine's routes to replay (see `Router`).
-        - `engine_keys`: u8 [T, I, B], the keys that an engine chose for each of I indexers
-          (`orrery.kernels.key_bits`).
+        - `engine_keys`: u8 [T, I, B], an engine's choice for each of I indexers (`key_bits`).
         - `is_padding`: bool [T], tokens outside the indexers' loss and experts' load.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
@@ -128,7 +127,7 @@ class CausalLm(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the log-prob of `target_T[t]` given hidden row t, and the entropy there.
 
-        Both are float32 [T] and differentiable. Target is i64 [T], temperature f32 [T] > 0.
+        Both are f32 [T], differentiable. Target is i64 [T], temperature f32 [T] > 0.
         """
         rows = (target_T, temperature_T)
         if self.lm_head is not None:

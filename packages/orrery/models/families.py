@@ -216,9 +216,9 @@ class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
     - `ignored`: regular expressions for HF names to skip.
-    - `fsdp_units`: groups of modules, one `fully_shard` call each, in this order, before the
-      root's. `layers.*` means one group per layer. `trainer/parallel` disables
-      `cast_forward_inputs`, because temperatures must stay float32.
+    - `fsdp_units`: groups of modules for one `fully_shard` call each, in order, before the root.
+      `layers.*` means one group per layer. `trainer/parallel` disables `cast_forward_inputs`,
+      because temperatures must stay float32.
     - `expert_modules`: name patterns of modules whose parameters have experts as dimension 0.
     """
 

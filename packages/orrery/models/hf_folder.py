@@ -46,8 +46,8 @@ FP8 = "F8_E4M3"  # safetensors' name
 class HfTensor:
     """One tensor of a checkpoint. It holds the part `box` of our parameter `parameter_name`.
 
-    An expert's tensor lacks the first dimension of our stacked experts. MTP tensors belong to no
-    parameter, so their `parameter_name` is empty.
+    An expert's tensor lacks the first dimension of our stacked experts. MTP tensors have an empty
+    `parameter_name`.
     """
 
     name: str
@@ -76,10 +76,10 @@ def open_tensors(
     is_expected: Callable[[str], bool] = lambda name: False,
     tied: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a dict from the HF name of each tensor in the folder to its open file, for `read`.
+    """Yield {HF name: open file} of the folder's tensors, for `read`.
 
     Besides `wanted` the folder may have scales of FP8 tensors, tensors whose HF name `is_expected`,
-    and if `tied` an LM head, not in the dict. Raise OrreryError for other differences.
+    and if `tied` an LM head, left out. Raise OrreryError for other differences.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)

@@ -323,8 +323,8 @@ class _PassthroughHead(nn.Identity):
 class Head(nn.Module):
     """Map hidden states to log-probs and entropies, with the interface of `LmHead`.
 
-    If the network changes logits, transformers' own `forward` runs chunk by chunk, with
-    pass-through body and head. The backward pass runs it again.
+    If the network changes logits, transformers' own `forward` runs on chunks of logits, and again
+    in the backward pass.
     """
 
     def __init__(

@@ -115,8 +115,7 @@ class KeyIndexer(nn.Module):
 class LocalKeys(nn.Module):
     """Give queries the keys of this device. Context parallelism replaces the module.
 
-    `send` starts to gather keys, `receive` waits for them. Queries are computed in between.
-    `is_gathered`: keys come from several ranks.
+    Queries are computed between `send` and `receive`. `is_gathered`: keys come from several ranks.
     """
 
     is_gathered = False
@@ -134,7 +133,7 @@ class LocalKeys(nn.Module):
     def ranges(self, documents: Documents, num_queries: int) -> tuple[Tensor, Tensor]:
         """Return the first and last key that each query may see, i32 [T] each.
 
-        These are the first token of the query's document and the query's own token.
+        They are the document's first token and the query's own token.
         """
         last_T = torch.arange(num_queries, dtype=torch.int32, device=documents.cu_seqlens.device)
         document_T = torch.searchsorted(documents.cu_seqlens, last_T, right=True) - 1
@@ -298,7 +297,7 @@ class LatentAttention(nn.Module):
 def num_served(types: Sequence[str], index: int) -> int:
     """Return the number of layers that share the choice of layer `index`.
 
-    A layer of type "full" has an indexer. The "shared" layers after it read its choice.
+    A "full" layer has an indexer. The "shared" layers after it read its choice.
     """
     first = max(i for i in range(index + 1) if types[i] == "full")
     after = (i for i in range(first + 1, len(types)) if types[i] == "full")

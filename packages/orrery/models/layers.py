@@ -177,8 +177,8 @@ class Router(nn.Module):
     - Scores are probabilities times `scale`. `normalize_top_k` first makes the K sum to one.
     - "softmax" is over all experts. "sigmoid" is per expert, with `expert_bias` in the choice alone
       (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equation 16).
-    - `groups` (G, g) limits the choice to the best g of G groups of experts (DeepSeek-V3).
-    - `expert_bias` [E] is a float32 buffer without gradient. bfloat16 would change choices.
+    - `groups` (G, g) limits the choice to the best g of G groups (DeepSeek-V3).
+    - `expert_bias` [E] is a float32 buffer, because bfloat16 would change choices.
     """
 
     expert_bias: Tensor | None

@@ -95,7 +95,7 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 
 
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
-    """Return `box` of an adapter's factor A or B, for this rank's shard of the weight.
+    """Return `box` of an adapter's factor A or B.
 
     Only placements decide whether to gather, so all ranks decide alike.
     """

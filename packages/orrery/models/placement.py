@@ -61,8 +61,8 @@ def local_box(parameter: Tensor) -> Box:
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
     """Split `shape` by mesh axes (strided, dim, number of parts, this part) like `torch.chunk`.
 
-    Axes apply from left to right, strided axes last. FSDP's axis is strided if an axis to its right
-    in the mesh (expert or tensor parallel) has already split the same dimension.
+    Axes apply from left to right, strided axes last. FSDP's axis is strided if a later mesh axis
+    (expert or tensor parallel) has already split the same dimension.
     """
     box = [(0, size) for size in shape]
     for _, dim, num_parts, part in sorted(axes, key=lambda axis: axis[0]):

@@ -186,8 +186,8 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
 
-    MTP layers are copied from the folder `start`. Other files in `directory` stay. A collective on
-    a sharded module: ranks write in parallel to a shared folder, with one file each in host memory.
+    MTP layers are copied from the folder `start`. Other files in `directory` stay. A collective if
+    sharded: ranks write in parallel, and hold at most one file each in host memory.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -311,8 +311,8 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield (PEFT name, tensor in `dtype`) of all adapters. A collective if sharded.
 
-    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale, so alpha equals the rank. Parts
-    of a parameter share A. Experts are not supported.
+    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale. Parts of a parameter share A.
+    Experts are not supported.
     """
     groups = groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
     parts = {name: list(group) for name, group in groups}

@@ -107,8 +107,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    `notes` are paths in `folder`. Files that a note lists are not hashed again. Raise RunFailed if
-    such a file is missing or has another size.
+    Files listed in `notes` (paths in `folder`) are not hashed again. Raise RunFailed if such a
+    file is missing or has another size.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)

@@ -51,8 +51,8 @@ def tensor_fingerprint(
 ) -> int:
     """Return F of `tensor`, in [0, 2^64), for dtypes of 1, 2, 4 or 8 bytes on any device.
 
-    With `full_shape` and `starts`, `tensor` is a slice of a larger tensor: return its share of F.
-    Raise ValueError if the slice does not fit.
+    With `full_shape` and `starts`, return the share of this slice of a larger tensor, or raise
+    ValueError.
     """
     shape = tuple(tensor.shape)
     full_shape = shape if full_shape is None else tuple(full_shape)

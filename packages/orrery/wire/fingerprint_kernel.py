@@ -204,9 +204,9 @@ def _of_groups(
 def _tables(
     rows: Sequence[Rows], chosen: list[int], run: int, taken: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return each program's slice, each program's first run, and the fields of the slices' `Rows`.
+    """Return each program's slice and first run, and the fields of `Rows`, each [slices].
 
-    A program takes `taken` elements. Fields except `begin` are counted in runs of `run` elements.
+    A program takes `taken` elements. Fields except `begin` count runs of `run` elements.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

@@ -47,8 +47,8 @@ def pack(
 
     - `lengths`: int64 [num_samples], tokens.
     - `quadratic`: a sample of n tokens costs n + quadratic · n².
-    - `attention`: costs that replace quadratic · n², float64 [num_samples].
-    - `padded`: the model pads samples to the longest. The padded rows must fit `max_tokens`.
+    - `attention`: replaces quadratic · n², float64 [num_samples].
+    - `padded`: the model pads samples to the longest. Padded rows must fit `max_tokens`.
 
     Raise OrreryError if a sample is empty or longer than a micro-batch.
     """
@@ -191,7 +191,7 @@ def _active_matrices(model: Model) -> int:
 def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
     """Return each sample's sparse-attention FLOPs, divided by a token's matrix FLOPs.
 
-    An indexer scores all earlier tokens in the forward pass. Attention reads at most top-k of them.
+    Indexers score all earlier tokens, forward only. Attention reads at most top-k tokens.
     """
     mla, n = model.latent, lengths.astype(np.float64)
     indexer = mla.indexer

@@ -92,9 +92,9 @@ def await_endpoints(
     deadline_s: float,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Endpoint]:
-    """Return the endpoints of `role` with indices 0 to `count` − 1, once all are published.
+    """Return endpoints 0 to `count` − 1 of `role`, once all are published.
 
-    Blocks the thread, and calls `meanwhile` at each poll. Raise RunFailed after `deadline_s`.
+    Blocks the thread. Calls `meanwhile` at each poll. Raise RunFailed after `deadline_s`.
     """
     with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
         start = time.monotonic()
@@ -129,7 +129,7 @@ NUM_CANARY_TOKENS = 32
 def request_s(manifest: "Manifest") -> float:
     """Return a request's timeout in seconds, for the client and every proxy.
 
-    The orchestrator usually ends slow rollouts earlier, but its clock stops during an update.
+    The orchestrator ends slow rollouts earlier, but its clock stops during an update.
     """
     return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
 

@@ -44,8 +44,8 @@ _HEAD = -1
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches[rank][micro_step]`: all ranks have equally many micro-steps. The wire may read
-      an index twice. Arrays must not change until all ranks have acknowledged the batch.
+    - `micro_batches[rank][micro_step]`: equally many per rank. The wire may read an index twice.
+      Arrays must not change until all ranks have acknowledged the batch.
     - `totals` (the loss's token counts) and `info`: JSON values, sent to every rank.
     """
 

@@ -177,9 +177,9 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Return `body` without the content of `routed_experts`, and the routes from token `start`.
+    """Return `body` without the content of `routed_experts`, and the routes (None without field).
 
-    The routes are None without that field. Raise ValueError if it is not a .npy file of routes.
+    Raise ValueError if the field is not a .npy file of routes.
     """
     import pybase64
 

@@ -4,9 +4,9 @@
   a secret that is never sent.
 - A TCPStore has no authentication, so each value carries an HMAC-SHA256 of its key and content.
   Another program can read values and stop the run, but not forge a value.
-- Each engine rank arrives with the transfer's number. When all have arrived, rank 0 orders the
-  transfer, with its members and their group's number.
-- A new process group forms only when the members change, or after a failure.
+- Engine ranks arrive with the transfer's number. When all have arrived, rank 0 orders the transfer,
+  with its members and their group's number. A new process group forms only when the members change,
+  or after a failure.
 - All waits of a transfer end when CURRENT has another number, or a failing rank has written
   `failed/<transfer>`.
 """

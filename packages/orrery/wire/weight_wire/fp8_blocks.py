@@ -59,9 +59,9 @@ def decode(value: Tensor, scale: Tensor) -> Tensor:
 
 
 def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors, FP8 tensors in bfloat16 as soon as their values and scales have come.
+    """Yield all tensors. FP8 tensors come in bfloat16, once values and scales are there.
 
-    Raise OrreryError if values or scales are missing at the end.
+    Raise OrreryError if values or scales are missing.
     """
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:

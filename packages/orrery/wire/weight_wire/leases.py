@@ -248,8 +248,8 @@ class LeaseClient:
     ) -> Published | None:
         """Lease the version and start its transfer to `engines`. End the previous transfer.
 
-        Return the version to load, or None if the trainer has stepped. Always call `release`
-        afterwards. Raise WireFailed if the trainer does not answer.
+        Return the version to load, or None if the trainer has stepped. Call `release` afterwards.
+        Raise WireFailed if the trainer does not answer.
         """
         request = self._want(published.version, tuple(engines))
         try:

@@ -3,7 +3,7 @@
 - `WeightSender.publish` fingerprints this rank's part, and rank 0 announces the version. A thread
   sends slices while the weights stay unchanged. Before the optimizer's step, `settle` withdraws the
   version and waits for its lease (`leases.py`).
-- `WeightReceiver.receive` yields a version's slices round by round, in two buckets by turns. So use
+- `WeightReceiver.receive` yields a version's slices round by round, in two buckets by turns. Use
   round n before you request round n + 2. Every slice is fingerprinted on arrival.
 - A failed transfer closes its process group, so no process waits for a failed rank. A trainer rank
   whose thread failed raises WireFailed at its next `publish`, and rank 0 also in `settle`. A
@@ -141,9 +141,9 @@ class WeightSender:
 
         All ranks call this, but never between `settle` and the optimizer step.
 
-        - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part
-          of that tensor. It is called again only after a weight in `standing` changed its storage.
-        - `report` gets each transfer's version, its error or "", and each part's seconds.
+        - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part.
+          It is called again only after a weight in `standing` changed its storage.
+        - `report` gets each transfer's version, error or "", and each part's seconds.
         """
         self.check()
         if self._version is not None and version <= self._version:
