@@ -1,7 +1,7 @@
 """NVIDIA Dynamo: a DynamoGraphDeployment (nvidia.com/v1beta1) of a frontend and the engines.
 
 - The frontend routes requests. A worker takes only vLLM's engine flags.
-- Cache-aware routers receive the engines' KV events inside the graph's network.
+- Routers in mode "kv" receive the engines' cache events inside the graph's network.
 - Dynamo names sessions by the header X-Dynamo-Session-ID.
 """
 

@@ -28,7 +28,7 @@ from orrery.models.layers import (
 )
 
 # Our parameter name → HF's names, with `{layer}` in both. HF has one tensor per `{expert}`, our
-# dimension 0. Several names split our first other dimension evenly, in order.
+# dimension 0. Several names split our first non-expert dimension evenly, in order.
 Names = dict[str, str | tuple[str, ...]]
 
 

@@ -66,7 +66,7 @@ def dealer(context: zmq.Context, url: str) -> zmq.Socket:
 
 
 class ControlSocket:
-    """The orchestrator's end, in one event loop. `num_foreign` counts what it refused."""
+    """The orchestrator's end, in one event loop. `num_foreign` counts refusals."""
 
     def __init__(self, host: str, port: int) -> None:
         self.num_foreign = 0
@@ -96,7 +96,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Call `handle(peer, message)` for messages of `kind`. It returns False to refuse one."""
+        """Call `handle(peer, message)` for messages of `kind`. False refuses the message."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 

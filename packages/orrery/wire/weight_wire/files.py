@@ -44,7 +44,7 @@ def remove_weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> None:
 
 
 def own(folder: Path) -> None:
-    """Make `folder` private. Raise OrreryError if it is a link or belongs to another user."""
+    """Create `folder` as private. Raise OrreryError if it is a link or another user's."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise OrreryError(
