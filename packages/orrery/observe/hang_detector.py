@@ -101,7 +101,7 @@ def _abandoned(
 ) -> Stall | None:
     """Return the stall of the processes whose every wait names only done processes.
 
-    The stall must last `deadlock_s`, because messages may arrive after their sender's end.
+    It must last `deadlock_s`, because messages may arrive after their sender's end.
     """
     quiet = {name for name, health in processes.items() if now_s - health.time_s > deadlock_s}
     done = {name: health for name, health in processes.items() if health.doing == DONE}

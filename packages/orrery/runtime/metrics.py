@@ -3,8 +3,7 @@
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`.
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
   **attrs}`, times as `time.time()`.
-- A kill or a full disk may cut a row off. Readers skip such rows, and the next row begins a new
-  line.
+- A kill or a full disk may cut off a row. Readers skip it, and the next row begins a new line.
 - If an attempt resumes at step n, its rows replace older attempts' rows from step n on.
 """
 

@@ -5,7 +5,7 @@
   `Preempted` sets the health `wound down` and EXIT_PREEMPTED. Other exceptions, even
   `SystemExit(0)`, print a traceback and set exit code 1.
 - SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
-- SIGUSR1 writes the stacks of all threads to stderr, even if the main thread is stuck.
+- SIGUSR1 writes all threads' stacks to stderr, even if the main thread is stuck.
 """
 
 import argparse
@@ -204,7 +204,7 @@ def stacks_on_signal(chain: bool = False) -> None:
 def call_on_signal(answer: Callable[[], object]) -> None:
     """Also run `answer` at every SIGUSR1. Call this in the main thread.
 
-    A thread runs `answer` when Python writes the signal's byte to the wake-up descriptor.
+    A thread runs `answer` when Python writes the signal to the wake-up descriptor.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -5,7 +5,7 @@
 - ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
   secret of Kubernetes.
 - A process with the token hides its memory from its user's other processes.
-- Requests carry a credential for generation or for administration, derived from the token.
+- Requests carry a credential derived from the token, for generation or for administration.
 """
 
 import hmac

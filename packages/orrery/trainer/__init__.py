@@ -1,6 +1,6 @@
 """Train: `__main__` parses arguments, `assemble` builds the objects, `loop` trains.
 
-This module does not import torch, because `grow_segments` must run before that import.
+This module does not import torch, because `grow_segments` must run first.
 """
 
 import os

@@ -50,7 +50,7 @@ ORCHESTRATOR_DEADLINE_S = 900.0  # engines may load from the same disks meanwhil
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
     """Join the other ranks, and yield their `World`.
 
-    An error leaves the process group open, because its shutdown would wait for other ranks'
+    An error leaves the process group open, because closing it would wait for other ranks'
     collectives.
     """
     trainer = ctx.manifest.trainer
@@ -154,8 +154,8 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return the seconds without progress after which a publication has stalled.
 
-    A direct wire gets the longer limit, so that rank 0 can first name absent ranks (`MEET_S` of
-    `weight_wire.coordinator`).
+    A direct wire gets the longer limit, to name absent ranks first
+    (`weight_wire.coordinator.MEET_S`).
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)

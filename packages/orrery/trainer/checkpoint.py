@@ -73,7 +73,6 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
 
 
 def _frozen_names(learner: Learner) -> frozenset[str]:
-    """Return the names of frozen weights, which checkpoints do not store."""
     parameters = learner.policy.named_parameters()
     return frozenset(name for name, weight in parameters if not weight.requires_grad)
 
@@ -81,8 +80,7 @@ def _frozen_names(learner: Learner) -> frozenset[str]:
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
     """Return one sha256 of all weight files in `start`, the frozen weights under adapters.
 
-    The hash covers lines "digest  name", sorted by name. Digests in the launcher's `inputs.json`
-    save reading the files.
+    The hash covers lines "digest  name", sorted by name. Known digests come from `inputs.json`.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}

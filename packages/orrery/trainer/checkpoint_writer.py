@@ -1,12 +1,12 @@
 """Write checkpoints during training, and resume from them. `checkpoint.py` describes the files.
 
 - Training waits only for the copy into shared memory and for the previous checkpoint.
-- Each rank has a saver process (`saver.py`) that writes its files, then a checksum file. The saver
-  finishes even if the trainer is killed. Its error is raised at the next step.
+- Each rank's saver process (`saver.py`) writes its files, then a checksum file, even if the trainer
+  is killed. Its error is raised at the next step.
 - The first rank's saver waits for all checksum files, renames the folder, writes the marker and
   removes old checkpoints.
 - A step's metrics are written between `copy` and `write`, so a complete checkpoint has them.
-- A checkpoint with a non-finite value is refused, because every resumed attempt would fail.
+- Non-finite state is refused, because every resumed attempt would fail.
 """
 
 import json
@@ -64,10 +64,10 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 class CheckpointWriter:
     """Save one rank's part of each checkpoint while training continues.
 
-    Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside the
-    context manager `waiting(what, deadline_s, behind_s)`. Leaving the `with` block completes the
-    last checkpoint. After an exception only the saver completes it. An upload may take long, so the
-    wait for the saver's end comes after the last collective (`World.at_end`).
+    Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside
+    `waiting(what, deadline_s, behind_s)`. Leaving the `with` block completes the last checkpoint.
+    After an exception only the saver does so. The wait for the saver's end, perhaps a long upload,
+    comes after the last collective (`World.at_end`).
     """
 
     def __init__(
@@ -100,10 +100,7 @@ class CheckpointWriter:
             self._saver.wait()
 
     def reserve(self, learner: Learner, spared: int = 0) -> None:
-        """Allocate memory in the background, and leave `spared` bytes of shared memory free.
-
-        A collective.
-        """
+        """Allocate memory in the background. Leave `spared` shared bytes free. A collective."""
         self.wait()
         state = {name: one.local for name, one in state_of(learner).items() if one.writes}
         num_bytes = layout(state | rng_state(self._world.device)).file_bytes
@@ -263,9 +260,7 @@ def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -
 
 @torch.no_grad()
 def fingerprint(weights: Iterable[torch.Tensor]) -> int:
-    """Return a hash of the bits of local shards: each shard's words are summed, the sums mixed in
-    order.
-    """
+    """Return a hash of the bits of local shards: the mixed sums of each shard's words."""
     sums = []
     for weight in weights:
         shard = local_tensor(weight.detach())

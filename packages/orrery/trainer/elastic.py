@@ -5,8 +5,8 @@
   and exchanges updates at P + 2 + R + i.
 - After every round each rank copies its weights θ, the outer momentum and the optimizer state into
   shared memory. A site that joins or has missed rounds fetches them from other sites.
-- An RL site that joins trains a phase (the steps between rounds) before its first round. A resumed
-  RL site trains its own weights until then, because engines may have sampled from them.
+- A joining RL site trains a phase (the steps between rounds) before its first round. A resumed RL
+  site keeps its own weights until then, because engines may have sampled from them.
 """
 
 import shutil

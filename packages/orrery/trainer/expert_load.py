@@ -1,6 +1,6 @@
 """Count the tokens of each expert in a step, and balance experts by the bias of their routers.
 
-After a step the bias of an expert moves by rate · sign(mean load − load of this expert), as in
+After a step an expert's bias moves by rate · sign(mean load − load of this expert), as in
 DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are whole numbers summed over
 all ranks, so biases stay equal on all ranks.
 
@@ -15,10 +15,10 @@ from orrery.trainer.policy import Policy
 
 
 class ExpertLoad:
-    """The load of one step. Without experts, and in the family `hugging_face`, it stays empty.
+    """The load of one step, empty without experts and in the family `hugging_face`.
 
     Call `clear`, `add` after each forward pass, then `reduce`, then `metrics` and `balance`.
-    `biases` maps names to the biases that move, and is empty without a `rate`.
+    `biases` maps names to the moving biases, none without a `rate`.
     """
 
     def __init__(self, policy: Policy, world: World, rate: float | None):

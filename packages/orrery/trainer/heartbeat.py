@@ -1,7 +1,7 @@
 """Report this rank's progress to the launcher's hang detector.
 
-- Every PERIOD_S the health file gets three counts: started collectives, completed collectives (both
-  from torch's private flight recorder, or 0) and marks.
+- Every PERIOD_S the health file gets the counts of started and completed collectives (from torch's
+  private flight recorder, or 0) and of marks.
 - A mark is a micro-batch begun on the device, or a tensor or file finished on the host.
 - SIGUSR1 and nccl's watchdog write `logs/flight_recorder/rank_<i>` for `torchfrtrace`.
 """

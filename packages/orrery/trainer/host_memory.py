@@ -109,8 +109,7 @@ class _Pages(mmap.mmap):
 def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
     """Return (resident zeros u8 [num_bytes], CUDA error of registering them or 0).
 
-    With `file` the zeros are the content of this descriptor's file. Raise OSError if they do not
-    fit.
+    With the descriptor `file` they are its content. Raise OSError if they do not fit.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0

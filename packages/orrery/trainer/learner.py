@@ -173,8 +173,7 @@ class Learner:
     ) -> StepResult:
         """Train one batch. `totals` has `num_tokens` and N_c of each loss component (`loss.py`).
 
-        Raise RunFailed for a bad batch or a non-finite number, and OrreryError if blocks do not
-        compile.
+        Raise RunFailed for a bad batch or number, and OrreryError if blocks do not compile.
         """
         step = self.step + 1
         begin_s = time.time()
@@ -205,7 +204,7 @@ class Learner:
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
         """Return (largest log-prob difference to engines, number of scored tokens). A collective.
 
-        The difference is over samples of the current version only, and None without such samples.
+        The difference is over samples of the current version only, or None.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
@@ -364,7 +363,7 @@ class Learner:
         """Raise RunFailed that names the tensor and ranks of a non-finite gradient.
 
         A bad value spreads from the head towards the embedding, so name the bad weight nearest to
-        the head. If only the sum over ranks is not finite, name the rank with the bad shard.
+        the head. If only the sum over ranks is bad, name the rank with the bad shard.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())

@@ -1,7 +1,7 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- The final batch, marked `compare`, holds rollouts of the last version only. The trainer compares
-  their log-probs with the engines' and does not train. It comes early if the policy is good enough.
+- The final batch, marked `compare`, is not trained. Its rollouts are of the last version, to
+  compare log-probs with the engines. It comes early if the policy is good enough.
 - At a batch marked `wind_down` every rank writes a checkpoint of the last step and ends.
 - A step's metrics are written before its checkpoint is complete.
 - The orchestrator writes its half of checkpoint n before it sends batch n.
@@ -131,9 +131,7 @@ class RlLoop:
         return self.checkpoints.copy(files)
 
     def checkpoint_last_step(self) -> None:
-        """Write a checkpoint of the last step, unless it exists. The decision is equal on all
-        ranks.
-        """
+        """Write a checkpoint of the last step unless it exists. All ranks decide equally."""
         step = self.learner.step
         if step != self.start_step and not self.checkpoints.is_due(step):
             self.copy_checkpoint()

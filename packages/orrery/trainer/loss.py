@@ -70,8 +70,8 @@ class StepSums:
     ) -> None:
         """Add one micro-batch's numbers to the last nine sums of `NAMES`. None adds 0.
 
-        `routes_…` count choices of experts. `choices_…` count indexers' choices of keys,
-        `choices_differ` as i64 [2] (`ChosenKeys.differ`). `indexer_kl`: f32 [].
+        `routes_…` count choices of experts, `choices_…` indexers' choices of keys.
+        `choices_differ`: i64 [2] (`ChosenKeys.differ`). `indexer_kl`: f32 [].
         """
         known, differ = (None, None) if choices_differ is None else choices_differ
         counts = (
@@ -116,8 +116,8 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of L (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c. `StepSums.count` later adds the
-    last nine sums, which are zero here.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c. The last nine sums are zero,
+    for `StepSums.count` to add.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0

@@ -75,9 +75,9 @@ def micro_batch(
 ) -> MicroBatch:
     """Build a micro-batch that trains version `step` − 1.
 
-    `shard` takes this rank's part on the CPU. `routes` is the network's route shape. `indexers`:
-    (number, `top_k`) of the indexers whose choice engines send. Raise RunFailed if a sample's first
-    token is trained or the routes do not fit.
+    `shard` takes this rank's part on the CPU. `indexers`: (number, `top_k`) of the indexers whose
+    choice engines send. Raise RunFailed if a sample's first token is trained or the routes do not
+    fit.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -195,7 +195,7 @@ def unweighted_token() -> MicroBatch:
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    """Return a copy of the array as a tensor, because columns may be read-only views."""
+    """Copy the array, because columns may be read-only views."""
     return torch.from_numpy(np.array(array))
 
 

@@ -148,10 +148,9 @@ def describe_device_error(
     capacity: int = 0,
     host_bytes: int = sys.maxsize,
 ) -> str:
-    """Return a sentence for torch's error message `error`. `step` is None before the first step.
+    """Return a sentence for torch's message `error`. `step` is None before the first step.
 
-    `capacity`: device bytes, used if the message has no number. `host_bytes`: free host memory for
-    this rank.
+    `capacity`: device bytes, if the message has none. `host_bytes`: free host memory for this rank.
     """
     asked, free = _bytes(error, "ried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity

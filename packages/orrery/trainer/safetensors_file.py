@@ -62,8 +62,8 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 class SharedCopy:
     """A safetensors file in shared memory, in its own folder.
 
-    If the copies of this host's ranks do not fit into shared memory, as in many containers, the
-    file is a nameless descriptor, and `path` links to it.
+    If the copies of this host's ranks do not fit into shared memory, as in many containers, `path`
+    links to the descriptor of a nameless file.
     """
 
     def __init__(self, path: Path, device: torch.device):
@@ -74,8 +74,8 @@ class SharedCopy:
     def check_room(self, num_bytes: int, world: World, spared: int = 0) -> None:
         """Raise RunFailed if this host's ranks need more memory than it has. A collective.
 
-        All ranks read free memory before any rank allocates. The largest `spared` of all ranks is
-        left free, in bytes of shared memory.
+        All ranks read free memory before any rank allocates. The largest `spared` of all ranks
+        (bytes of shared memory) stays free.
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())

@@ -43,10 +43,7 @@ POLL_S = 0.1
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """How the first rank completes a checkpoint that all ranks have saved.
-
-    `beside`: the role that wrote the checkpoint's other half.
-    """
+    """The first rank's part of a job. `beside`: the role that wrote the checkpoint's other half."""
 
     run_dir: str
     stage: str
@@ -257,7 +254,6 @@ class Saver:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Tell the process that its trainer has ended, and wait."""
     with suppress(BrokenPipeError), process:
         pass
 

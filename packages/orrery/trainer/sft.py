@@ -1,7 +1,7 @@
 """Train the SFT stage on cross-entropy, and validate.
 
 Validation (mean cross-entropy of trained tokens) runs before the first step, every `interval_steps`
-steps, and after the last.
+and after the last.
 """
 
 import hashlib

@@ -67,8 +67,8 @@ class LearnerWeights:
 class WorldRanks:
     """Exchange msgpack messages among the ranks of this site.
 
-    A separate CPU process group lets a thread send messages during the trainer's collectives, and
-    wait for other sites for up to `limit_s`.
+    A separate CPU process group lets a thread send during the trainer's collectives, and wait for
+    other sites for up to `limit_s`.
     """
 
     def __init__(self, world: World, limit_s: float) -> None:

@@ -47,8 +47,6 @@ UPLOADING = f"{checkpoints.DISCARDED}.uploading"  # this prefix lets the next at
 
 
 class FsspecTarget:
-    """A folder of blocks and headers, on any file system of fsspec."""
-
     def __init__(self, url: str) -> None:
         import fsspec  # a dependency of torch
 

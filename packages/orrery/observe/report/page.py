@@ -227,7 +227,7 @@ NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 def comparison(run: RunData) -> list[tuple[str, str, str]]:
     """Return rows of texts (name, planned figure, measured figure).
 
-    The plan is for rollouts of the run's mean length. A measured figure is a median over steps or
+    The plan is for rollouts of the run's mean length. Measured figures are medians over steps or
     weight updates. Return [] without a plan or with at most WARM steps.
     """
     tokens = _values(run.rl, "num_tokens")

@@ -1,7 +1,7 @@
 """`orrery bench trainer`: measure a trainer's speed and memory on synthetic batches.
 
-This file fits a manifest to this machine's devices and makes the batches. `__main__.py` starts one
-process per device, `rank.py` times the steps, `report.py` reports them.
+This file fits a manifest to this machine and makes the batches. `__main__.py` starts one process
+per device, `rank.py` times the steps, `report.py` reports them.
 """
 
 import json
@@ -105,7 +105,7 @@ class BenchRequest:
 
 
 def make_request(manifest: Manifest, options: Options) -> BenchRequest:
-    """Fit the manifest to the options. Raise OrreryError if they do not fit."""
+    """Raise OrreryError if the manifest and the options do not fit."""
     model = _fit_layers(manifest.model, options)
     base = _stage_trainer(manifest, options)
     trainer = _merge_options(manifest, base, model, options)

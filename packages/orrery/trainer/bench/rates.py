@@ -1,9 +1,8 @@
 """`orrery bench rates`: measure this machine's rates, for `manifest/rates/<device>.json`.
 
-- Measured are matrix products in the compute precision and FP8, products of experts, attention, and
-  copies in device memory, to the host and between devices. A rate is the median of several runs.
+- A rate is the median of several runs of a matrix product, an expert product, attention or a copy.
 - Link rates need two devices. With one device they come from the data sheet, and `source` says so.
-  On a CPU they are of two processes over gloo.
+  On a CPU two processes copy over gloo.
 """
 
 import argparse
@@ -113,7 +112,6 @@ def measure(device: torch.device) -> tuple[str, Rates]:
 
 
 def write(path: Path, rates: Rates) -> None:
-    """Print and write the rates. Raise OrreryError if the file cannot be written."""
     for field, value in asdict(rates).items():
         print(f"{field:24}{value if isinstance(value, str) else format(value, '.4g')}")
     try:

@@ -21,7 +21,7 @@ ALIGNMENT = 128  # in values, for vectorised kernels
 class WeightPart:
     """A part of one weight, with its gradient and state on the device.
 
-    Tensors are flat, or whole local shards if the rule needs these.
+    Tensors are flat, or whole local shards if the rule needs whole shards.
     """
 
     source: nn.Parameter
@@ -70,7 +70,7 @@ def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup
 
 
 def is_bias(name: str) -> bool:
-    """Return whether the name is a bias's. Biases of stacked experts have two dimensions."""
+    """Return whether the name is a bias's. Stacked experts' biases have two dimensions."""
     return name.endswith("bias")
 
 

@@ -138,7 +138,7 @@ def groups(spec: Muon, policy: nn.Module, weights: dict[str, nn.Parameter]) -> l
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """This rank's shard of the update direction of the weight `source`, [M, N] or [B, M, N]."""
+    """This rank's shard of the update direction of `source`, [M, N] or [B, M, N]."""
 
     source: nn.Parameter
     shard: Tensor
@@ -180,7 +180,6 @@ class MatrixShard:
         return parts.redistribute(mesh, new).to_local(), new
 
     def part(self, matrices: Tensor, placements: list[Placement]) -> Tensor:
-        """Return this rank's part of the result of `whole`."""
         assert isinstance(self.source, DTensor)
         mesh, old = self.source.device_mesh, self.source.placements
         shape, stride = self.source.shape, self.source.stride()

@@ -1,7 +1,7 @@
 """Update groups of weights in buckets, each group by its own rule.
 
-State exists before the first step, so that checkpoints can load it. State is sharded like its
-weight. A weight without a gradient does not change.
+State exists before the first step, so that checkpoints can load it, and is sharded like its weight.
+A weight without a gradient does not change.
 """
 
 from collections.abc import Iterator
@@ -25,10 +25,7 @@ RESIDENT_BYTES = 1 << 30  # bucket size of resident state, to bound temporary me
 
 
 class BucketedOptimizer:
-    """Update weights bucket by bucket.
-
-    Call `set_rate` and `step` once per training step. `prefetch` and `prepare` are optional.
-    """
+    """Call `set_rate` and `step` once per training step. `prefetch` and `prepare` are optional."""
 
     def __init__(
         self,

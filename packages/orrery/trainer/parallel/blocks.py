@@ -161,8 +161,8 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 def without_view(x: Tensor) -> Tensor:
     """Return x as a base tensor (no view) of the same memory. The gradient passes through.
 
-    FSDP passes views, but activation offload returns base tensors. Without the conversion a
-    function compiled inside a checkpoint would get different graphs in the two runs.
+    FSDP passes views, but activation offload returns base tensors. A function compiled inside a
+    checkpoint would get different graphs in the two runs.
     """
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 

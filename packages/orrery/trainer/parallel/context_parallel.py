@@ -155,7 +155,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
 def _routes(
     routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the choices, without padding's choices, whose mismatches would count twice."""
+    """Return the choices. Padding gets none, because its mismatches would count twice."""
     if routes is None:
         return None
     here = routes[source]

@@ -4,8 +4,8 @@
 the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gradient covers all ep
 ranks' tokens.
 
-T tokens here · K experts a token · M = T·K rows here · R ranks · E experts · D hidden size
-N tokens from all ranks with an expert of this rank
+    T tokens here · K experts a token · M = T·K rows here · R ranks · E experts · D hidden size
+    N tokens from all ranks with an expert of this rank
 """
 
 from collections.abc import Callable, Iterator
@@ -45,9 +45,8 @@ def make_exchange(
 ) -> nn.Module:
     """Return the exchange over `group`. Rank i holds the i-th share of `num_experts`.
 
-    `num_sms` and `chunk_tokens`: `mesh.deepep_num_sms` and `mesh.deepep_token_chunk_size`.
-
-    Raise OrreryError if `backend` is unknown or not installed.
+    `num_sms` and `chunk_tokens` are for DeepEP. Raise OrreryError if `backend` is unknown or not
+    installed.
     """
     if backend not in KINDS:
         choices = ", ".join(KINDS)
@@ -121,7 +120,7 @@ class TorchExchange(nn.Module):
     """Send each token once to each rank with experts for it, and sum the results.
 
     Counts travel first, because torch's all-to-all needs lengths on the host. The backward pass and
-    recomputation reuse the counts. Stable sorts make results deterministic.
+    recomputation reuse them. Stable sorts make results deterministic.
     """
 
     eager = ("forward",)  # blocks.py does not compile these methods

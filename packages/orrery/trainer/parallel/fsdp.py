@@ -1,7 +1,7 @@
 """FSDP2: weights sharded over dp_shard · cp ranks, replicated over dp_replicate (HSDP).
 
-- The model names the units, and the root unit holds the other weights. With expert parallel a
-  layer's experts are another unit, sharded over the ranks with the same experts.
+- The model names the units. The root unit holds the other weights. With expert parallel a layer's
+  experts are a further unit, sharded over the ranks with the same experts.
 - Gradients are summed over ranks, because the loss already divides by global counts.
 - A single rank may stay unwrapped (`Trainer.needs_fsdp`), with `ComputeCopies`.
 """
@@ -101,9 +101,8 @@ def reshard_all(policy: Policy) -> None:
 class ComputeCopies:
     """Copies of one rank's weights in the compute dtype.
 
-    The forward pass fills the copies from the trained weights and puts them into the modules. Each
-    gradient moves at once to its trained weight, in that weight's dtype, bit-equal to FSDP on one
-    rank.
+    The forward pass fills them and puts them into the modules. Each gradient moves at once to its
+    trained weight, in that weight's dtype, bit-equal to FSDP on one rank.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype):

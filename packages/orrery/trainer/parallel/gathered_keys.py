@@ -84,8 +84,8 @@ def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
 def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
     """Return `Documents` with two sequences for each document: its early and its late part.
 
-    `piece`: i64 [documents], tokens in one piece of each document. The early sequence has
-    `counts[0]` pieces, the late sequence `counts[1]`. `longest` is the largest `piece`.
+    `piece`: i64 [documents], tokens in one piece of each document, at most `longest`. The early and
+    late sequences have `counts[0]` and `counts[1]` pieces.
     """
     lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
@@ -98,8 +98,8 @@ def _prefixes(
     """Return (rows of each document's first `length` keys, their places in `KeyOrder.row`).
 
     Both are i64 [total], and `total` is the sum of `length`. `start`, `length`, `at`: [documents].
-    A document begins at `start` in the padded stream, its prefix at `at` in `KeyOrder.row`. `row_S`
-    maps indices in the padded stream to rows of the all-gather's result.
+    A document begins at `start` in the padded stream, its prefix at `at` in `KeyOrder.row`.
+    `row_S[i]` is the gathered row of index i in the padded stream.
     """
     before = length.cumsum(0) - length
     offset = torch.arange(total, device=start.device)
@@ -154,8 +154,7 @@ class GatheredKeys(LocalKeys):
 class _Transfer:
     """Gather one layer's keys from all ranks, and send each key's gradient to its rank.
 
-    `known` is None in a forward pass. In a recomputation it is the keys that the forward pass kept,
-    or ().
+    `known`: None in a forward pass. In a recomputation, the keys that the forward pass kept, or ().
     """
 
     def __init__(
