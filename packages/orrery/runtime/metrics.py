@@ -239,10 +239,6 @@ class MetricsTail:
 
 log = logging.getLogger(__name__)
 
-# CPU time and memory of a process and its children, every PERIOD_S or less often in long runs:
-# `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}`, 100 % is one core.
-# Only roles under a launcher record usage. This reads /proc, as psutil would list all processes.
-
 PERIOD_S = 2.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -261,6 +257,7 @@ def parse_stat(stat: str) -> Stat:
 
 
 def process_tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
+    """Return a process and its descendants. psutil would list all processes."""
     found: dict[int, Stat] = {}
     left = [root]
     while left:
@@ -293,6 +290,11 @@ class Sampler:
 
 
 class UsageRows:
+    """Write rows of the CPU use (100 % is one core) and memory of this process and its children.
+
+    A row is `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}`.
+    """
+
     def __init__(self, name: str, metrics: MetricsFile, period_s: float = PERIOD_S):
         self._name, self._metrics, self._period_s = name, metrics, period_s
         self._stop = threading.Event()

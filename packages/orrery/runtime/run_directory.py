@@ -221,21 +221,12 @@ def whole_checkpoints(run_dir: Path, stage: str = "rl") -> list[Checkpoint]:
 
 
 # Shared memory and scratch folders outside the run's directory
-#
-# - Shared memory: names in `/dev/shm` contain `orrery-<id12>-<place>-`.
-# - Cache blocks: `<TMPDIR>/orrery-kv-<run>-<which>-<stage>`. `which` hashes the run's path and its
-#   manifest's inode and time, because a run begun anew repeats version numbers.
-# - Sockets of an engine: `<TMPDIR>/orrery-<place>-<engine>-*`. A path has at most 107 characters.
-# - The launcher removes all of these when a stage begins (on its node) and ends (on every node). An
-#   engine removes its own when it ends, and those of its killed starts when it begins.
-# - Copies for checkpoints: `/dev/shm/orrery-<id12>-<place>.saves-<rank>.<attempt>`, removed once
-#   saved.
 
 SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
 
 
-# The folder of fsspec to which complete checkpoints are copied. Empty: none.
+# The folder of fsspec to which complete checkpoints are copied, or "".
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -244,6 +235,11 @@ def place(run_dir: Path) -> str:
 
 
 def memory_prefix(run_dir: Path) -> str:
+    """Return the prefix of names in /dev/shm: `orrery-<id12>-<place>-`.
+
+    The launcher removes these names and the scratch folders when a stage begins (on its node) and
+    ends (on every node). An engine removes its own at its end, and those of killed starts.
+    """
     return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
 
 
@@ -269,7 +265,10 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def disk_prefix(run_dir: Path) -> str:
-    """Return the prefix of the run's cache folders. Raise FileNotFoundError without a manifest."""
+    """Return the prefix of the run's cache folders. Raise FileNotFoundError without a manifest.
+
+    It includes the manifest's inode and time, because a run begun anew repeats version numbers.
+    """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
     return f"orrery-kv-{run_dir.name}-{hashlib.sha256(which.encode()).hexdigest()[:12]}-"
@@ -280,6 +279,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
+    """Return the prefix of engines' socket folders. A socket's path has at most 107 characters."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 
