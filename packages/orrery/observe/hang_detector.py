@@ -6,7 +6,7 @@ a thing outside the stage. Stalls are:
 - hung: an event loop has not beaten within its limit.
 - overdue: a wait or activity is GRACE_S past its deadline, and its process has not failed.
 - deadlock: processes wait only for one another, without a change for DEADLOCK_S.
-- abandoned: all waits of a process name ended roles, without a change for DEADLOCK_S.
+- abandoned: all waits of a process name done processes, without a change for DEADLOCK_S.
 """
 
 import math

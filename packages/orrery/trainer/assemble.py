@@ -83,7 +83,7 @@ def assemble_learner(
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:
         learner.outer_momentum = fresh_outer(learner)
-        # θ_start is needed if a checkpoint may lie within a phase, as in RL after a preemption.
+        # Keep the phase's start weights if a checkpoint may lie within a phase, as in RL.
         has_start = elastic.fragments > 1 or ctx.stage == "rl"
         learner.outer_start = fresh_outer(learner) if has_start else {}
     return learner

@@ -40,7 +40,7 @@ def io_stall_s(num_ranks: int) -> float:
 
 
 def warms_up(trainer: Trainer, device: torch.device) -> bool:
-    """Return whether the first step may compile blocks, or on a GPU kernels of libraries."""
+    """Return whether the first step may compile blocks, or kernels of libraries on a GPU."""
     return trainer.compile or device.type == "cuda"
 
 

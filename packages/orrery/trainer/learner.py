@@ -153,7 +153,7 @@ class Learner:
         self.expert_load = ExpertLoad(policy, world, trainer.expert_bias_rate)
         self.step = 0
         self.outer_momentum: dict[str, torch.Tensor] = {}  # of the outer loop, on the host
-        self.outer_start: dict[str, torch.Tensor] = {}  # θ_start, with several fragments or in RL
+        self.outer_start: dict[str, torch.Tensor] = {}  # the phase's start weights
         self.base_sha256: str | None = None  # of the frozen weights, if adapters are trained
         self.guard: MismatchGuard | None = None  # None in SFT
         self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds that it took

@@ -42,7 +42,7 @@ class MicroBatch:
     routes_missing: int = 0  # tokens without a route, except the last of each sample
     routes_replayed: int = 0  # K for each token and layer that has a route
     engine_keys: torch.Tensor | None = None  # u8 [T, I, B], bits of `kernels.key_bits`
-    is_padding: torch.Tensor | None = None  # bool [T]: added for cp, or for no samples
+    is_padding: torch.Tensor | None = None  # bool [T]: for cp, or an empty rank's token
     choices_sent: int = 0  # I for each token that sees more than `top_k` keys, except the last
 
 

@@ -176,7 +176,7 @@ def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
 
 @contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
-    """On failure remove `path`, to free space for logs, and name `path` in an OSError."""
+    """On failure remove `path`, to free space for logs. Name `path` in an OSError."""
     try:
         yield
     except BaseException as error:
@@ -202,8 +202,6 @@ def _write_all(file: int, chunk: memoryview) -> None:
 
 
 class Saver:
-    """Run the saver of MEMORY for the trainer."""
-
     def __init__(self, memory: Path) -> None:
         self._memory, self._is_closed = memory, False
         self._process: subprocess.Popen[bytes] | None = None

@@ -2,8 +2,8 @@
 
 - Chats come from a task's demonstrations, a JSONL file or a dataset. Data whose sha256 or
   fingerprint differs from the manifest is refused.
-- Errors name the place of a malformed chat: `data.jsonl:7`, `folder: row 6`. Unknown fields of a
-  message, call or tool are refused, and of a row only REFUSED.
+- Errors name the place of a malformed chat: `data.jsonl:7`, `folder: row 6`. A message, call or
+  tool with an unknown field is refused, and a row with a field of REFUSED.
 - Each epoch has its own permutation, drawn from (manifest.seed, epoch). A thread tokenises the next
   batch during training. The first KEPT_TOKENS stay in memory.
 - At start each rank checks about CHECKED_TOKENS of its share.

@@ -118,6 +118,6 @@ class WorldRanks:
 
 
 def fresh_outer(learner: Learner) -> dict[str, torch.Tensor]:
-    """Return zeros for θ_start or the outer momentum, to be filled from a checkpoint."""
+    """Return zeros for start weights or outer momentum, to be filled from a checkpoint."""
     weights = LearnerWeights(learner)
     return weights.views(np.zeros(weights.num_parameters, dtype=np.float32))

@@ -1,6 +1,6 @@
 """Draw the report's figures. Each function returns a plotly figure, or None without data.
 
-- Its docstring is the figure's caption on the page.
+- A function's docstring is the caption on the page.
 - A line has at most POINTS points, a role at most POINTS spans.
 - `layout.meta` holds the caption's sentences about omitted data.
 """

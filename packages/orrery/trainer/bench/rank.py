@@ -307,7 +307,7 @@ def divide_step(events: list[Event], step: str) -> Phases:
     """Divide the time of the host range `step`. Raise ValueError if the trace lacks it.
 
     Each instant counts for one kind, in this order: computation, copies, communication, idle.
-    Parallel computations share an instant equally. Without a GPU host operators count instead.
+    Parallel computations share an instant equally. Without a GPU host operators count.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]

@@ -1,7 +1,7 @@
 """Write a measurement as JSON and as a table beside the expected time.
 
 A step takes as long as its slowest rank. Tokens per second are the median over steps. MFU is
-relative to the data sheet's rate, for models whose operations can be counted.
+relative to the data sheet's rate.
 """
 
 import os

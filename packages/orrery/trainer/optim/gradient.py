@@ -30,7 +30,7 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
 def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
     """Return the gradient's global L2 norm, float32 [], equal on all ranks. A collective.
 
-    Weights without a gradient count as zero. Squares are summed in float64.
+    Missing gradients count as zero. Squares are summed in float64.
     """
     alike: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for weight in weights:

@@ -4,9 +4,9 @@
     u = m, or Nesterov: momentum · m + (1 − momentum) · g
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
-The last factor gives updates AdamW's root mean square (arXiv 2502.16982, eq. 4). Other weights use
-AdamW (`rest`). `orthogonalize` is a collective, so a weight has a gradient on all of its ranks or
-on no rank.
+The factor 0.2 · √max(rows, columns) gives updates AdamW's root mean square (arXiv 2502.16982, eq.
+4). Other weights use AdamW (`rest`). `orthogonalize` is a collective, so a weight has a gradient on
+all of its ranks or on no rank.
 
 B matrices of a stack · M rows · N columns
 """

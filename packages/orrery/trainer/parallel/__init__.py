@@ -66,6 +66,6 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     blocks.apply(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
-    # Only copies have versions that show changes. Other weights are quantized in each pass.
+    # A copy's `_version` shows its changes. Other weights are quantized in each pass.
     if trainer.has_compute_copies:
         policy.network.register_forward_pre_hook(fp8.WeightCache(policy.network).refresh)

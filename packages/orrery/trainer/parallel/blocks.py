@@ -6,8 +6,8 @@
   exchange tokens or keys inside a block, the graphs lie inside the checkpoint instead.
 - The first micro-batch length is compiled as a constant, the second as a symbol.
 - `keep` stores numbers that the host has read from the device, and `recall` returns them, so that
-  recomputation does not wait for the device. FSDP's hooks break torch's selective checkpointing,
-  which requires equal operations in both runs, so `_Run` keeps results of named operations.
+  recomputation does not wait for the device. `_Run` keeps results of named operations, because
+  FSDP's hooks break torch's selective checkpointing.
 """
 
 import textwrap

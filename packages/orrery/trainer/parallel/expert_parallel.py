@@ -254,8 +254,8 @@ class DeepEpExchange(nn.Module):
 def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: int) -> RowOrder:
     """Return the order of received slots by local expert, padded to multiples of `block` rows.
 
-    `expert_NK` is −1 for experts of other ranks. Their slots share one spare row at the end.
-    `rows_of_expert[e]` is the number of slots of local expert e.
+    `expert_NK` is −1 for experts of other ranks. Their slots share a spare row at the end.
+    `rows_of_expert[e]`: number of slots of local expert e.
     """
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local, block)
     last = sum((count + block - 1) // block * block for count in rows_of_expert)

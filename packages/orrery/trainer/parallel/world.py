@@ -44,7 +44,8 @@ class World:
     mesh: DeviceMesh | None  # None for one rank
     fsdp_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None  # None if ep is 1
-    at_end: list[Callable[[], object]] = field(default_factory=list, compare=False)  # last waits
+    # Waits that must follow the last collective.
+    at_end: list[Callable[[], object]] = field(default_factory=list, compare=False)
 
     @property
     def is_first(self) -> bool:
