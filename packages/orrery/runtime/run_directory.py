@@ -2,8 +2,8 @@
 
 - `<process>` is a name such as `trainer.0`.
 - `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
-- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so that no two launchers
-  share an attempt.
+- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so launchers never share
+  one.
 - Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so a process left on an
   unreachable node never changes a newer attempt's checkpoint.
 """

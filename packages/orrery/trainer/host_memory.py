@@ -1,7 +1,6 @@
 """Measure available host memory, and allocate blocks that a GPU copies to at full speed.
 
-- Linux kills a process above the limit of its control group (Slurm job, container) without a
-  message.
+- Linux kills a process above its control group's limit (Slurm job, container) without a message.
 - A container may see its control group at the mount's root, so missing folders are skipped.
 - A block is unregistered from CUDA before its pages are freed. Otherwise the next use of their
   addresses fails (CUDA error 712).

@@ -4,7 +4,7 @@
   sends its shards on request.
 - Direct wires and `adapters` convert weights, but not buffers, to the engines' dtype. Layers of
   `model.fp8` travel in FP8 on all wires.
-- Rank 0 keeps the digests of all versions, across resumes, and checks batches against them.
+- Rank 0 keeps all versions' digests, across resumes, and checks batches against them.
 """
 
 import json

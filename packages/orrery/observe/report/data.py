@@ -372,9 +372,7 @@ def _take_usage(row: Row, usage: dict[tuple[str, int], Row], processors: dict[st
 
 
 def _spans(metrics: Path) -> Spans:
-    """Return the spans of the RL stage's newest attempt. The orchestrator's file has the engines'
-    spans.
-    """
+    """Return the spans of RL's newest attempt. The orchestrator records spans of engines."""
     found, newest = Spans(), None
     for path in sorted(metrics.glob("*.spans.jsonl")):
         process = path.name.removesuffix(".spans.jsonl")

@@ -2,8 +2,8 @@
 
 A bucket's state is copied to a slot on the device before its update and back afterwards, each
 direction on its own stream. `StateStream` copies in during the backward pass of a step's last
-micro-batch, and out during the first micro-batch of the next step, into device memory that is free
-by the memory plan (`manifest/budget/state_rooms.py`).
+micro-batch, and out during the first micro-batch of the next step. The memory plan
+(`manifest/budget/state_rooms.py`) says how much device memory is free for slots.
 
 An AdamW step on the host would move 30 bytes a weight through host memory and 6 over PCIe. These
 copies move 16, and 8 over PCIe each way. They are faster, because a node's GPUs share host memory.
