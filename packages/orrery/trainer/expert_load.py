@@ -18,7 +18,7 @@ class ExpertLoad:
     """The load of one step, empty without experts and in the family `hugging_face`.
 
     Call `clear`, `add` after each forward pass, then `reduce`, then `metrics` and `balance`.
-    `biases` maps names to the moving biases, none without a `rate`.
+    `biases` maps names to the biases that move, and is empty without a `rate`.
     """
 
     def __init__(self, policy: Policy, world: World, rate: float | None):

@@ -108,7 +108,7 @@ class _Pages(mmap.mmap):
 def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
     """Return (resident zeros u8 [num_bytes], CUDA error of registering them or 0).
 
-    With the descriptor `file` they are its content. Raise OSError if they do not fit.
+    With the descriptor `file` the zeros are that file's content. Raise OSError if they do not fit.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Policy(nn.Module):
     """A `network` (tokens to hidden states) and its LM head.
 
-    At most `chunk_tokens` rows of logits exist at once, or with `keep_logits` all until the
+    At most `chunk_tokens` rows of logits exist at once. With `keep_logits` all rows exist until the
     backward pass.
     """
 

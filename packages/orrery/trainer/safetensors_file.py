@@ -136,7 +136,7 @@ class SharedCopy:
         return error
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> int:
-        """Copy the tensors. Return the file's bytes."""
+        """Copy the tensors. Return the file's size in bytes."""
         found = layout(pieces)
         self.reserve(found.file_bytes)
         header = torch.frombuffer(bytearray(found.header), dtype=torch.uint8)

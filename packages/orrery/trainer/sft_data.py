@@ -333,7 +333,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield a function that returns the next item. A thread prepares it ahead of time."""
+    """Yield a function that returns the next item. A thread prepares that item."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 
