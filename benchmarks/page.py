@@ -297,6 +297,17 @@ UNITS = {
 NO_UNIT = ("reward", "characters", "batches", "defects", "cases")  # the line's title says it
 
 
+# Lines that wait for a host of 2, 4 or 8 GPUs. The page shows each once its record exists.
+HOST = (
+    "On one host of several GPUs",
+    "Layouts, sites and updates that need two, four or eight GPUs.",
+    [
+        Line("elastic/two_sites_2", "Device memory that a second site adds, 2 sites × 1 GPU"),
+        Line("elastic/two_sites_4", "Device memory that a second site adds, 2 sites × 2 GPUs"),
+    ],
+)
+
+
 def number(value: float, unit: str) -> str:
     """Format a value: shares as per cent, large numbers with separators, others with 3 digits."""
     unit = UNITS.get(unit, unit)
@@ -353,11 +364,14 @@ def page() -> str:
     """Return the page's text. Raise SystemExit if `TOPICS` misses a record or names none."""
     paths = sorted(FOLDER.glob("*/*.json"))
     records = {f"{each.parent.name}/{each.stem}": json.loads(each.read_text()) for each in paths}
-    named = {line.record for _, lines in TOPICS.values() for line in lines}
+    name, text, waiting = HOST
+    measured = [line for line in waiting if line.record in records]
+    topics = TOPICS | ({name: (text, measured)} if measured else {})
+    named = {line.record for _, lines in topics.values() for line in lines}
     if differs := named ^ set(records):
         raise SystemExit(f"error: TOPICS of benchmarks/page.py: add or remove {sorted(differs)}")
     parts = [HEAD]
-    for topic, (text, lines) in TOPICS.items():
+    for topic, (text, lines) in topics.items():
         head = ["", f"## {topic}", "", text, ""]
         head += ["|figure|value|goal|peer|hardware|date|", "|---|--:|--:|---|---|---|"]
         parts += [*head, *(row(line, records[line.record]) for line in lines)]
