@@ -2,8 +2,8 @@
 
 - In: a run directory without a manifest, with a link `weights/serve` to the folder.
 - Out: vLLM's HTTP interface as OpenAI defines it, without developers' paths.
-- On a CPU the cache takes a part of the free memory, and vLLM would not compute in float32 unless
-  told the folder's dtype.
+- On a CPU, the KV cache takes a quarter of the free memory, at most 4 GiB. The arguments name the
+  folder's dtype, because vLLM would otherwise not compute in float32.
 """
 
 import gc
@@ -27,7 +27,7 @@ MAX_ERROR_CHARACTERS = 300
 
 
 def arguments(folder: Path, host: str, port: int, cpu_cache_bytes: int | None) -> list[str]:
-    """Return the arguments of `vllm serve`. `cpu_cache_bytes` None: on a GPU."""
+    """Return the arguments of `vllm serve`. `cpu_cache_bytes` is None on a GPU."""
     found = ["--model", str(folder), "--served-model-name", folder.name]
     found += ["--host", host, "--port", str(port), "--max-model-len", "auto"]
     found += ["--middleware", "orrery.inference.front.RequireKey"]

@@ -17,14 +17,14 @@ from orrery.manifest.schema import Algorithm, Grpo, MaxRl
 from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import Failed, Rollout
 
-STD_FLOOR = 1e-6  # limits the rounding errors of nearly equal rewards
+STD_FLOOR = 1e-6  # bounds the rounding error for nearly equal rewards
 
 
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
     """Return A_i = R_i − mean(R) (GRPO: Shao et al. 2024, DeepSeekMath, eq. 3).
 
-    `normalize_std` divides by the population's standard deviation, as in the paper. The division
-    favours easy and hard problems (Liu et al. 2025, "Dr. GRPO").
+    `normalize_std` divides by the population standard deviation, as in the paper. This gives very
+    easy and very hard problems more weight (Liu et al. 2025, "Dr. GRPO").
     """
     if (rewards == rewards[0]).all():
         return np.zeros(len(rewards), dtype=np.float32)
@@ -66,7 +66,7 @@ class Group:
 
 
 def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
-    """Return the finished rollouts with their advantages. The group has at least two rewards."""
+    """Return the finished rollouts with their advantages. Requires at least two rewards."""
     rewards = [*(rollout.reward for rollout in group.survivors), *[0.0] * group.num_zeros]
     gained = advantages(np.asarray(rewards, dtype=np.float32), algorithm)
     return [

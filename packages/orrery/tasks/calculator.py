@@ -1,8 +1,9 @@
-"""Work out an integer expression with a calculator tool. Multi-turn.
+"""Evaluate an integer expression with a calculator tool, in several turns.
 
 - The model calls `calculator` with the argument `input`, gets the value as a tool message, and must
   answer with the value alone. At most three calls per turn are answered.
-- `call_syntax` "chat_format" uses the chat format's tool calls, "text" `calculator(12+7)` in text.
+- `call_syntax` is "chat_format" for the chat format's tool calls, or "text" for
+  `calculator(12+7)` in the answer's text.
 - Reward: `call_reward` for any valid call, plus 1 − `call_reward` for the right answer.
 - A malformed call counts as text, so it ends the episode.
 """

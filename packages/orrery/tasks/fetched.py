@@ -1,7 +1,7 @@
 """Examine a fetched folder for `orrery fetch`, and print JSON.
 
 - `tokenizer FOLDER`: the `sha256` for a model axis, the number of tokens, and added tokens' ids.
-- `dataset FOLDER`: rows and columns of each split in the files that are here, and the `sha256` of
+- `dataset FOLDER`: the number of rows and the columns of each fetched split, and the `sha256` of
   the whole dataset for a spec.
 """
 

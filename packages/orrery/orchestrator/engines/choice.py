@@ -1,9 +1,9 @@
 """Choose an engine's data-parallel rank for a request by cached prefix, queue and load.
 
-- The cost of a rank, in tokens: prompt tokens that its cache lacks, plus tokens that it owes to
-  requests in flight. The cheapest rank gets the request. A session thus stays at the rank that
-  holds its earlier turns, unless that rank is busier than a recomputation is worth.
-- What a rank caches is estimated from the requests that it got, block by block, under their salt.
+- A rank's cost is the number of prompt tokens missing from its cache, plus the number of tokens
+  still to process for its requests in flight. The rank with the lowest cost gets the request.
+- A session thus stays on the rank that caches its earlier turns, unless another rank costs less.
+- The cache contents are estimated from the requests sent to each rank, per salt and token block.
   The least recently used blocks are forgotten.
 """
 
@@ -28,7 +28,7 @@ class Address(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A rank, and how many of the request's tokens its cache probably has."""
+    """A rank, and the estimated number of the request's tokens in its cache."""
 
     address: Address
     cached_tokens: int
@@ -38,8 +38,8 @@ class EngineChoice:
     def __init__(self, num_ranks: Sequence[int], is_decoding: bool = False):
         """Take the number of ranks of each engine.
 
-        A rank owes a request the tokens that it must compute, or if `is_decoding` all tokens,
-        because each step reads their cache.
+        A request in flight adds its uncached tokens to its rank's load. If `is_decoding`, it adds
+        all its tokens, because each decoding step reads their cache.
         """
         self.addresses = [Address(e, r) for e, ranks in enumerate(num_ranks) for r in range(ranks)]
         self.owed_tokens = [0] * len(self.addresses)
@@ -48,7 +48,7 @@ class EngineChoice:
 
     @contextmanager
     def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Chosen]:
-        """Choose a rank of the engines `among`. It owes the request's tokens in the `with` body."""
+        """Choose a rank of engines `among`. Its load includes the request in the `with` body."""
         blocks = _blocks(token_ids, salt)
         cached = self._cached_tokens(blocks)
         lacking = [len(token_ids) - tokens for tokens in cached]
@@ -94,7 +94,7 @@ class EngineChoice:
 
 
 def _blocks(token_ids: TokenIds, salt: str) -> list[int]:
-    """Return a key for each whole block. It depends on the salt and all earlier tokens."""
+    """Return a key for each whole block. A key depends on the salt and all tokens so far."""
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     key, keys = hash(salt), []
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

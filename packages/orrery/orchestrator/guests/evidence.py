@@ -1,11 +1,11 @@
 """Judge from recomputed log-probs whether a site sampled with the weights that it names.
 
-- Bounds on a rollout's mean and largest |Δ log-prob| come from the trainer's own engines: a
-  multiple of the value below which 90 % of their rollouts are.
-- Honest tokens have E[log p] = −entropy. Over many rollouts, tokens of another model differ from
-  that, even if their log-probs are true. The sum of log p + entropy, divided by its standard
-  deviation, must stay within MAX_DEVIATIONS. The deviation is at least the root of the summed
-  squares, so that a few unlikely tokens of a nearly certain policy are no evidence.
+- A rollout's mean and largest absolute log-prob differences are bounded. Each bound is a multiple
+  of the 90th percentile over rollouts of the trainer's own engines, with a configured minimum.
+- Honestly sampled tokens have E[log p] = −entropy. Tokens of another model deviate over many
+  rollouts, even if their log-probs are true. The sum of log p + entropy, divided by its standard
+  deviation, must stay within MAX_DEVIATIONS. The standard deviation is at least the root of the
+  summed squares, so that a few unlikely tokens of a nearly certain policy are no evidence.
 """
 
 from collections import deque
