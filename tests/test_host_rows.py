@@ -38,3 +38,26 @@ def test_sites_with_other_weights_or_too_few_rounds_fail(two_sites):
         two_sites.check_bits(same, rounds("a", "b", "c", "e"))
     with pytest.raises(SystemExit, match="2 exchanged rounds"):
         two_sites.check_bits(rounds("a", "b"), rounds("a", "b"))
+
+
+def test_gradients_compare_on_context_and_expert_parallel_ranks():
+    command = [sys.executable, "benchmarks/trainer/context_expert.py", "--dry-run"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert '"cp": 4' in shown and '"ep": 8' in shown and '"num_experts": 32' in shown
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "glm5_slice",
+        "qwen3_30b_a3b_16k",
+        "qwen3_30b_a3b_16k_fp8",
+        "qwen3_30b_a3b_16k_kitchen_sink",
+        "qwen3_30b_a3b_16k_cpu_offload",
+    ],
+)
+def test_a_row_of_eight_gpus_fits_its_memory_plan(row):
+    command = [sys.executable, "benchmarks/trainer/rows.py", row, "--dry-run", "--gpus", "8"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    peak, total = map(float, shown.rsplit(": ", 1)[1].replace("GiB of", "").split())
+    assert 0 < peak < total

@@ -11,6 +11,7 @@
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import torchtitan_peer
+from planned import H200_BYTES
 
+from orrery.manifest.budget.parameters import count_parameters
+from orrery.manifest.budget.trainer_memory import plan_memory
+from orrery.manifest.identity import load
+from orrery.trainer.bench import Options, make_request
+from orrery.trainer.bench.__main__ import parser as options_parser
 from record import record
 
 HERE = Path(__file__).resolve().parent
@@ -33,12 +40,14 @@ class Row:
     """A shape, and its goals on `devices` H200."""
 
     manifest: str
-    goal: float
+    goal: float | None
     ratio: float | None = None  # to torchtitan in the same run
     devices: int = 8
     routings: tuple[str, ...] = ("natural", "balanced")
     peer: torchtitan_peer.Job | None = None
     options: tuple[str, ...] = ()  # as a share of the run's
+    plan: float | None = None  # largest error of the planned peak memory
+    reduced: str | None = None  # the part of the goal's run that is left out
 
 
 def _moe(seq_len: int, experts: int) -> torchtitan_peer.Job:
@@ -62,6 +71,18 @@ ROWS = {
     "qwen3_30b_a3b_131k": Row("qwen3_30b_a3b_131k", 2200),
     "qwen3_30b_a3b_lora_16k": Row("qwen3_30b_a3b_lora_16k", 11000),
     "qwen3_30b_a3b_lora_64k": Row("qwen3_30b_a3b_lora_64k", 5500),
+    "qwen3_30b_a3b_16k_fp8": Row("qwen3_30b_a3b_16k_fp8", 11000),
+    "qwen3_30b_a3b_16k_kitchen_sink": Row("qwen3_30b_a3b_16k_kitchen_sink", None, plan=0.05),
+    "qwen3_30b_a3b_16k_cpu_offload": Row(
+        "qwen3_30b_a3b_16k", None, options=("--fsdp", '{"cpu_offload": true}'), plan=0.05
+    ),
+    "glm5_slice": Row(
+        "glm5_run",
+        None,
+        options=("--mesh", '{"cp": 4, "dp_shard": 2, "ep": 8}', "--layers", "5"),
+        plan=0.1,
+        reduced="five layers, products in bf16 instead of FP8",
+    ),
     "qwen3_8b_8k": Row("qwen3_8b_8k", 10500, 1.15, routings=ONE, peer=_dense("8B", 8192, 2)),
     "qwen3_4b_16k": Row("qwen3_4b_16k", 13700, 1.15, routings=ONE, peer=_dense("4B", 16384)),
     "qwen3_0_6b_16k": Row(
@@ -74,6 +95,9 @@ def main() -> None:
     arguments, rest = parser().parse_known_args()  # the rest goes to the measurement
     row = ROWS[arguments.row]
     devices = arguments.devices or row.devices
+    if arguments.dry_run:
+        print_plan(row, devices, arguments.layers, rest)
+        return
     folder = arguments.out
     folder.mkdir(parents=True, exist_ok=True)
     theirs = None
@@ -91,6 +115,23 @@ def main() -> None:
         found[routing] = bench(row.manifest, options, traces)
         # After each, so that a session that ends early keeps its results.
         write(arguments.row, row, devices, arguments.layers, rest, found, theirs, folder)
+
+
+def print_plan(row: Row, devices: int, layers: int | None, rest: list[str]) -> None:
+    """Print the command and the planned peak of a device. Raise OrreryError if they do not fit."""
+    depth = [] if layers is None else ["--layers", str(layers)]
+    words = [f"manifests/{row.manifest}.json", *row.options, "--devices", str(devices)]
+    words += [*rest, *depth]
+    given = options_parser().parse_args(words)
+    names = Options.__dataclass_fields__.keys() & vars(given).keys()
+    options = Options(**{n: v for n in names if (v := getattr(given, n)) is not None})
+    asked = make_request(load(ROOT / words[0]), options)
+    counted = count_parameters(asked.model, asked.trainer.lora)
+    plan = plan_memory(asked.model, asked.trainer, asked.load, H200_BYTES, counted)
+    print(shlex.join(["orrery", "bench", "trainer", *words]))
+    print(
+        f"planned peak of a device: {plan.peak_bytes / 2**30:.1f} GiB of {H200_BYTES / 2**30:.1f}"
+    )
 
 
 def bench(manifest: str, options: list[str], traces: Path | None) -> dict[str, Any]:
@@ -132,6 +173,12 @@ def write(
         }
         for routing, one in found.items()
     ]
+    for routing, one in found.items():
+        if row.plan is not None and (peak := one["peak_allocated_bytes"]):
+            error = abs(one["planned_peak_bytes"] / peak - 1)
+            variant = f"error of the planned peak, {routing} routing"
+            limits = {"unit": "share", "goal": row.plan, "better": "lower"}
+            rows.append({"variant": variant, "value": error, **limits})
     if theirs is not None:
         # torchtitan forces balanced routing.
         like = found.get("balanced") or next(iter(found.values()))
@@ -151,6 +198,7 @@ def write(
         "layers": layers,
         "extra_options": extra,
         "goal_is_for_devices": row.devices,
+        "reduced": row.reduced,
     }
     record(
         folder / f"{name}.json",
@@ -171,7 +219,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     one.add_argument("row", choices=list(ROWS))
-    one.add_argument("--devices", type=int)
+    one.add_argument("--devices", "--gpus", type=int)
+    one.add_argument("--dry-run", action="store_true", help="print the command and memory plan")
     one.add_argument("--layers", type=int)
     one.add_argument("--routing", action="append", choices=["natural", "balanced"])
     one.add_argument(

@@ -1,0 +1,179 @@
+"""Compare a step of GLM-5 on context- and expert-parallel ranks with the same step on one rank.
+
+    python benchmarks/trainer/context_expert.py              cp 4 × ep 8 on eight GPUs
+    python benchmarks/trainer/context_expert.py --cpu        tiny shapes over gloo, no record
+    python benchmarks/trainer/context_expert.py --dry-run    print layout, model and sizes
+
+- The value is the norm of the difference of all gradients, over the norm of one rank's gradients.
+- The model has GLM-5's widths, with `EXPERTS` experts and `LAYERS` layers to fit on one rank.
+- The speed and memory of the slice are measured by `orrery bench trainer`, not here.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.manifest.identity import load
+from orrery.manifest.schema import Model, Trainer
+from orrery.models import build, weights
+from orrery.models.placement import full_tensor
+from orrery.trainer.assemble import load_policy
+from orrery.trainer.learner import Learner, count_totals
+from orrery.trainer.parallel.world import destroy_world, init_world
+from orrery.wire.columns import Columns
+from record import ROOT, record
+
+EXPERTS, LAYERS, TOKENS = 32, 4, 4096
+GOAL, GOAL_CPU = 0.02, 1e-4  # bf16 products are summed in another order; float32 on a CPU
+
+
+def layout(gpus: int) -> dict[str, int]:
+    """Return cp and ep: all ranks share the experts, and at most four share a document."""
+    cp = min(4, gpus)
+    return {"cp": cp, "ep": gpus, "dp_shard": gpus // cp, "dp_replicate": 1}
+
+
+def specs(cpu: bool, mesh: dict[str, int]) -> tuple[Model, Trainer]:
+    manifest = load(ROOT / f"manifests/{'glm5_smoke' if cpu else 'glm5_run'}.json")
+    model = manifest.model.model_dump(mode="json")
+    if not cpu:
+        model["moe"]["num_experts"], model["num_layers"] = EXPERTS, LAYERS
+        if types := model["mla"]["indexer"]["types"]:
+            model["mla"]["indexer"]["types"] = types[:LAYERS]
+        model["num_mtp_layers"] = 0
+    trainer = manifest.trainer.model_dump(mode="json")
+    trainer["mesh"] |= mesh | {"cp_style": "dsa", "ep_backend": "torch"}
+    trainer |= {"compile": False}
+    trainer["memory"] |= {"optimizer_offload": False}
+    return Model.model_validate(model), Trainer.model_validate(trainer)
+
+
+def documents(model: Model, count: int, num_tokens: int) -> list[Columns]:
+    """Return one document for each of `count` data ranks."""
+    draw, found = np.random.default_rng(1), []
+    for _ in range(count):
+        ids = draw.integers(0, model.vocab_size, num_tokens).astype(np.int32)
+        token = {
+            "token_id": ids,
+            "trained": np.arange(num_tokens) > 0,
+            "rl_weight": np.zeros(num_tokens, dtype=np.float32),
+            "cross_entropy_weight": np.ones(num_tokens, dtype=np.float32),
+        }
+        found.append(Columns(np.array([0, num_tokens], dtype=np.int64), token))
+    return found
+
+
+def gradients(rank: int, size: int, port: int, folder: Path, options: Any) -> None:
+    """Train one step as rank `rank` of `size`. The first rank writes or compares gradients."""
+    mesh = layout(options.gpus)
+    num_data = mesh["dp_shard"]
+    alone = {name: 1 for name in mesh}
+    model, trainer = specs(options.cpu, mesh if size > 1 else alone)
+    device = torch.device("cpu") if options.cpu else torch.device("cuda", rank)
+    if not options.cpu:
+        torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False)
+    world = init_world(trainer.mesh, rank, device, store)
+    policy = load_policy(model, trainer, world, folder / "start")
+    learner = Learner(policy, world, trainer, trainer.optimizer, 1e9)
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(*_: object) -> None:
+        for name, weight in learner.weights.items():
+            whole = full_tensor(weight.grad)
+            if rank == 0:
+                found[name] = whole.float().cpu()
+
+    learner.optimizer.step = keep  # type: ignore[method-assign]
+    batch = documents(model, num_data, 64 if options.cpu else TOKENS)
+    mine = batch if size == 1 else [batch[world.data_rank]]
+    loss = learner.learn(mine, len(mine), count_totals(mine, world), 1.0).metrics["loss"]
+    if rank == 0 and size == 1:
+        torch.save({"loss": loss, "gradients": found}, folder / "alone.pt")
+    elif rank == 0:
+        reference = torch.load(folder / "alone.pt")
+        wanted = reference["gradients"]
+        square = sum(float((found[n] - w).square().sum()) for n, w in wanted.items())
+        norm = sum(float(w.square().sum()) for w in wanted.values())
+        answer = {"error": (square / norm) ** 0.5, "loss": loss, "loss_alone": reference["loss"]}
+        (folder / "answer.json").write_text(json.dumps(answer))
+    destroy_world(world)
+
+
+def run_ranks(size: int, folder: Path, words: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if "--cpu" in words else {})
+    ranks = []
+    for rank in range(size):
+        place = ["--rank", str(rank), str(size), str(port), str(folder)]
+        command = [sys.executable, __file__, *words, *place]
+        ranks.append(subprocess.Popen(command, env=environment))
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(f"error: ranks ended with {codes}; read the messages above")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, choices=(2, 4, 8), default=8)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank, size, port = map(int, options.rank[:3])
+        gradients(rank, size, port, Path(options.rank[3]), options)
+        return
+    model, trainer = specs(options.cpu, layout(options.gpus))
+    if options.dry_run:
+        shown = {"mesh": trainer.mesh.model_dump(), "moe": model.mixture.model_dump()}
+        print(json.dumps(shown | {"num_layers": model.num_layers, "tokens": TOKENS}, indent=2))
+        return
+    words = ["--gpus", str(options.gpus), *(["--cpu"] if options.cpu else [])]
+    goal = GOAL_CPU if options.cpu else GOAL
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        network = build(model)
+        weights.initialize(network, model)
+        weights.save(network, model, folder / "start")
+        del network
+        for size in (1, options.gpus):
+            run_ranks(size, folder, words)
+        answer = json.loads((folder / "answer.json").read_text())
+    print(answer)
+    if not options.cpu:
+        mesh = layout(options.gpus)
+        record(
+            options.out / f"context_expert_{options.gpus}.json",
+            figure=f"gradients of GLM-5's widths, cp {mesh['cp']} × ep {mesh['ep']} to one rank",
+            value=answer["error"],
+            unit="of the norm",
+            goal=goal,
+            better="lower",
+            details={
+                **answer,
+                "mesh": mesh,
+                "reduced": f"{EXPERTS} experts, {LAYERS} layers, {TOKENS} tokens, bf16 products",
+            },
+        )
+    if not answer["error"] <= goal:
+        raise SystemExit(f"error: gradients differ by {answer['error']:.3g}; the goal is {goal}")
+
+
+if __name__ == "__main__":
+    main()
