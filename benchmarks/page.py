@@ -182,7 +182,23 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("elastic/codecs", "… in torch operators, ±3σ", "torch operators, ±3σ"),
             Line("elastic/codecs", "… to fp8 in torch operators", "torch operators, fp8 rows"),
             Line("elastic/codec_error", "Error of a sum over 14 sites in int8, Gaussian"),
-            Line("elastic/exchange", "Ring of 2 sites at 1 Gb/s, share of the link"),
+            Line(
+                "elastic/exchange", "Ring of 2 sites, 100 Mb/s to 1 Gb/s, 1 to 100 ms, worst share"
+            ),
+            Line("elastic/exchange", "… at 1 Gb/s, 1 ms", "2 sites, 1 Gb/s, 1 ms"),
+            Line("elastic/exchange", "… at 1 Gb/s, 100 ms", "2 sites, 1 Gb/s, 100 ms"),
+            Line("elastic/exchange", "… with 0.1 % loss", "2 sites, 1 Gb/s, 10 ms, 0.1 % loss"),
+            Line("elastic/exchange", "… without a limit, of 4 Gb/s", "2 sites, no limit"),
+            Line(
+                "elastic/exchange",
+                "… a slow pair over a third site",
+                "3 sites, a slow pair over the third",
+            ),
+            Line(
+                "elastic/exchange",
+                "… a slow pair outside the ring",
+                "4 sites, a slow pair outside the ring",
+            ),
             Line("elastic/exchange", "… 4 sites, 1 GB each, at 1 Gb/s", "4 sites, 1 GB, 1 Gb/s"),
             Line("elastic/failover", "Eight sites until rounds go on, slowest of four losses"),
             Line("elastic/recovery", "A joiner of 1 GB at 1 Gb/s: seconds until it trains"),

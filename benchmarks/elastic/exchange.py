@@ -56,23 +56,19 @@ class Case:
 
 
 MILLION, SLOW = 1_000_000, ((0, 1, 10),)
+LOSSLESS = {
+    f"2 sites, {name}, {ms} ms": Case(2, rate, values, ms)
+    for name, rate, values in (("100 Mb/s", 100, 32 * MILLION), ("1 Gb/s", 1000, 512 * MILLION))
+    for ms in (1, 10, 100)
+}
 CASES = {
-    **{
-        f"2 sites, {name}, {ms} ms": Case(2, rate, values, ms)
-        for name, rate, values in (
-            ("100 Mb/s", 100, 32 * MILLION),
-            ("1 Gb/s", 1000, 256 * MILLION),
-        )
-        for ms in (1, 10, 100)
-    },
+    **LOSSLESS,
     "2 sites, 100 Mb/s, 10 ms, 0.1 % loss": Case(2, 100, 32 * MILLION, 10, 0.001),
-    "2 sites, 1 Gb/s, 10 ms, 0.1 % loss": Case(2, 1000, 256 * MILLION, 10, 0.001),
+    "2 sites, 1 Gb/s, 10 ms, 0.1 % loss": Case(2, 1000, 512 * MILLION, 10, 0.001),
     **{
-        f"2 sites, 1 Gb/s, 100 ms, {num} lanes": Case(2, 1000, 256 * MILLION, 100, lanes=num)
+        f"2 sites, 1 Gb/s, 100 ms, {num} lanes": Case(2, 1000, 512 * MILLION, 100, lanes=num)
         for num in (1, 2, 8)  # 4 is the default
     },
-    "2 sites, 100 Mb/s": Case(2, 100, 16 * MILLION),
-    "2 sites, 1 Gb/s": Case(2, 1000, 64 * MILLION),
     "2 sites, no limit": Case(2, None, 128 * MILLION),
     "2 sites, no limit, float32": Case(2, None, 32 * MILLION, codec="float32"),
     "4 sites, 1 GB, 1 Gb/s": Case(4, 1000, 250 * MILLION),
@@ -229,8 +225,8 @@ def main() -> None:
     by_name = {row["variant"]: row for row in rows}
     record(
         Path(__file__).with_suffix(".json"),
-        figure="Payload over an encrypted ring, share of the link, 2 sites at 1 Gb/s",
-        value=by_name["2 sites, 1 Gb/s"]["value"],
+        figure="Payload over an encrypted ring of 2 sites, smallest share of links without loss",
+        value=min(by_name[name]["value"] for name in LOSSLESS),
         unit="of the rate",
         goal=0.9,
         better="higher",

@@ -4,11 +4,13 @@ import socket
 import threading
 import time
 from queue import Queue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from linked_sites import HOST, epoch, linked, together
 
+from orrery.elastic import handshake
 from orrery.elastic import links as module
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.elastic.connection import Header, Kind
@@ -181,6 +183,22 @@ def test_a_round_begins_once_an_epoch(certificates):
         with pytest.raises(ElasticError, match="round 4 of epoch 1 is over"):
             links[0].begin(epoch(links), 0, 4)
         begun(links, number=4, epoch_number=2)
+
+
+@pytest.mark.parametrize(
+    ("tuned", "most", "size"),
+    [(4 << 20, 4 << 20, 8 << 20), (4 << 20, 212_992, None), (32 << 20, 64 << 20, None)],
+    ids=["the kernel allows more than it gives", "Debian's limit", "wide already"],
+)
+def test_a_send_buffer_only_grows(tuned, most, size, tmp_path, monkeypatch):
+    for name, text in (("ipv4/tcp_wmem", f"4096\t16384\t{tuned}"), ("core/wmem_max", f"{most}")):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(handshake, "KERNEL", tmp_path)
+    told = []
+    sock = SimpleNamespace(setsockopt=lambda level, option, value: told.append((option, value)))
+    handshake.widen(sock)
+    assert told == ([(socket.SO_SNDBUF, size // 2)] if size else [])
 
 
 def test_a_taken_port_is_one_sentence(certificates):

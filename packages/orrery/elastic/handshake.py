@@ -11,6 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from orrery.elastic.certificates import Certificates
 from orrery.elastic.connection import Header, Kind
@@ -24,6 +25,8 @@ HANDSHAKE_S = 10.0  # scaled
 MAX_STRANGERS = 32  # most accepted connections in a handshake
 UNSENT = 1 << 17  # most unsent bytes in the kernel; other connections can send the rest
 CONGESTION = b"bbr"  # keeps its rate under random loss
+WINDOW = 8 << 20  # bytes of a send buffer, for 0.4 Gb/s at a round trip of 100 ms
+KERNEL = Path("/proc/sys/net")
 
 
 class Handshakes:
@@ -126,11 +129,24 @@ def _greeted(tls: ssl.SSLSocket, first: Header, end_s: float) -> ssl.SSLSocket:
     return tls
 
 
+def widen(sock: socket.socket) -> None:
+    """Give `sock` a send buffer of WINDOW bytes, if the kernel would tune it to fewer.
+
+    The kernel doubles a size that is set, and then tunes it no longer (socket(7)).
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        tuned = int((KERNEL / "ipv4/tcp_wmem").read_text().split()[2])
+        most = min(WINDOW, 2 * int((KERNEL / "core/wmem_max").read_text()))
+        if tuned < most:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, most // 2)
+
+
 def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> ssl.SSLSocket:
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
+        widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
         return context.wrap_socket(sock, server_side=is_server)
