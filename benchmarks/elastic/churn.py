@@ -4,7 +4,7 @@
     python benchmarks/elastic/churn.py --minutes 30           100 events, and the record
 
 The calm run trains the same data, learner, codec and outer step in one process, into build/churn.
-The churn compares its loss with that of the calm run at the same rounds. Checks:
+The churn compares its loss with that of the calm run at equal tokens. Checks:
 - The rounds go on. No site ends by itself.
 - All sites of a round report the log's digest.
 - No document is trained twice: no two phases share a place in the data, and all are the log's.
@@ -25,7 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -112,7 +112,7 @@ class Judge:
 
 
 def simulate(run: Manifest, judge: Judge, num_rounds: int) -> Iterator[tuple[int, float]]:
-    """Yield (round, loss) of NUM_CALM sites that stay."""
+    """Yield (tokens, loss) of NUM_CALM sites that stay."""
     spec, elastic = run.sft, run.trainer.elastic
     assert elastic is not None and run.model.init.kind == "random"
     learners = [make_learner(run, run.model.init.seed) for _ in range(NUM_CALM)]
@@ -121,15 +121,17 @@ def simulate(run: Manifest, judge: Judge, num_rounds: int) -> Iterator[tuple[int
     outer = OuterOptimizer(elastic.outer.lr, elastic.outer.momentum, elastic.outer.nesterov)
     state = OuterState(held[0].num_parameters)
     held[0].read(state.start)
+    num_tokens = 0
     for number in range(1, num_rounds + 1):
         for learner, order in zip(learners, orders, strict=True):
             for _ in range(elastic.inner_steps):
                 batch = judge.texts.columns(islice(order, spec.examples_per_batch))
+                num_tokens += batch.num_tokens
                 step = learner.step + 1
                 learn(learner, batch, learning_rate_factor(spec.schedule, step, spec.num_steps))
         outer_round(held, state, codec(elastic.codec), outer)
         if number % LOSS_EVERY == 0:
-            yield number, judge.loss(state.start)
+            yield num_tokens, judge.loss(state.start)
 
 
 @dataclass
@@ -423,13 +425,13 @@ def sites() -> Iterator[Churn]:
 
 def calm(num_rounds: int) -> None:
     torch.set_num_threads(1)
-    run, losses = prepared(), {}
+    run, losses = prepared(), []
     judge = Judge(run, weights_path(run_dir(FOLDER / "calm/runs", run), "init"))
-    for number, loss in simulate(run, judge, num_rounds):
-        losses[number] = loss
+    for num_tokens, loss in simulate(run, judge, num_rounds):
+        losses.append((num_tokens, loss))
         found = {"losses": losses, "commit": committed()}
         write_atomic(FOLDER / "calm.json", json.dumps(found).encode())
-        print(f"calm round {number}: loss {loss:.4f}", flush=True)
+        print(f"calm run, {num_tokens} tokens: loss {loss:.4f}", flush=True)
 
 
 def churn_for(churn: Churn, minutes: float, num_events: int, seed: int) -> None:
@@ -477,23 +479,38 @@ def report(
     churn: Churn, log: dict[int, CommittedRound], forks: list[str], twice: list[str]
 ) -> None:
     calm_file = FOLDER / "calm.json"
-    steady = json.loads(calm_file.read_text()) if calm_file.exists() else {"losses": {}}
-    both = [n for n in sorted(churn.losses) if str(n) in steady["losses"]][-NUM_LOSSES:]
-    above = [100 * (churn.losses[n] / steady["losses"][str(n)] - 1) for n in both]
+    if not calm_file.exists():
+        raise SystemExit("error: there is no calm run; type `churn.py calm --rounds 600` first")
+    steady = json.loads(calm_file.read_text())
+    tokens, losses = zip(*steady["losses"], strict=True)
+    numbers = sorted(log)
+    sums = accumulate(sum(log[number].weights) for number in numbers)
+    trained = dict(zip(numbers, sums, strict=True))
+    compared = [
+        {
+            "round": number,
+            "tokens": trained[number],
+            "loss": churn.losses[number],
+            "calm": float(np.interp(trained[number], tokens, losses)),
+        }
+        for number in sorted(churn.losses)
+        if tokens[0] <= trained[number] <= tokens[-1]
+    ][-NUM_LOSSES:]
+    above = [100 * (each["loss"] / each["calm"] - 1) for each in compared]
     details = {
         "events": Counter(kind for _, kind, _ in churn.events),
         "rounds": max(log),
         "epochs": log[max(log)].epoch,
         "sites_median": median(len(each.members) for each in log.values()),
-        "compared_rounds": both,
+        "compared": compared,
         "failures": churn.failures,
         "other_bits": forks,
         "documents_twice": twice,
         "calm_commit": steady.get("commit"),
     }
     print(json.dumps(details, indent=1))
-    if not both:
-        raise SystemExit("error: no round in common with the calm run; run `churn.py calm` first")
+    if not compared:
+        raise SystemExit("error: the calm run has other numbers of tokens; give it more --rounds")
     must_be_none = {
         "sites that ended by themselves": churn.failures,
         "rounds with other bits at a site": forks,
@@ -505,7 +522,7 @@ def report(
     rows.append({"variant": "longest time between rounds", "value": churn.longest_s, "unit": "s"})
     record(
         Path(__file__).with_suffix(".json"),
-        figure="loss of sites that come and go above the calm run's at the same rounds",
+        figure="loss of sites that come and go above the calm run's at equal tokens",
         value=mean(above),
         unit="%",
         goal=2.0,

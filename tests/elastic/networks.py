@@ -49,6 +49,9 @@ class Networks:
         self._remove()
 
     def _remove(self) -> None:
+        for device in Path("/sys/class/net").glob(f"{self.name}[0-9]*"):
+            # The kernel deletes the devices of a namespace some time after it.
+            subprocess.run(["ip", "link", "del", device.name], capture_output=True)
         found = Path("/run/netns")
         for space in found.iterdir() if found.exists() else ():
             if space.name.startswith(f"{self.name}-"):
