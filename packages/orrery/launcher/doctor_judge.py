@@ -23,7 +23,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """One checked fact. `remedy` is "" if it is well. No run works without a required fact."""
+    """One checked fact. `remedy` is "" if all is well. No run works if a required fact fails."""
 
     what: str
     found: str
@@ -143,7 +143,7 @@ def judge_config(text: str, slurm: Slurm) -> list[Finding]:
 
 
 def judge_time_limit(limit: str, slurm: Slurm) -> Finding:
-    """Check the site's limit. Slurm accepts, but never starts, jobs above the partition's."""
+    """Check the site's time limit. Slurm never starts a job above the partition's limit."""
     allowed_s, remedy = parse_seconds(limit), ""
     if allowed_s and 60 * slurm.time_limit_min > allowed_s:
         remedy = (

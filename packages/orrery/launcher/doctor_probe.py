@@ -145,8 +145,8 @@ def free(path):
 def meet(found, options, rank, size):
     """Compare this node with all others, and write the results into `found`.
 
-    `unseen` lists ranks whose file did not appear. By other rank: `tcp` (None or the error),
-    `skew_s` of clocks, and `rename_s` (None: never seen).
+    `unseen` lists ranks whose file did not appear. Three dicts have ranks as keys: `tcp` (the
+    error, or None), `skew_s` (of clocks) and `rename_s` (None if the rename was never seen).
     """
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)

@@ -250,7 +250,7 @@ class EngineRestarts:
             return False
         if any(health.doing == FAILED for health in others):
             return False
-        # Slurm ends the other tasks of a step with SIGTERM, so prefer another ending.
+        # Slurm ends the other tasks of a step with SIGTERM, so prefer any other exit code.
         first = {
             process.plan.whole: process
             for process in sorted(ended, key=lambda one: one.poll() not in TERMINATED)

@@ -1,7 +1,8 @@
 """Lend an engine of this machine to a run that trains elsewhere.
 
 The engine and its agent are roles in a temporary run directory, which keeps their logs after a
-failure. It has the run's manifest and links to weights of this site. The agent fetches newer ones.
+failure. The directory has the run's manifest and links to this site's weights. The agent fetches
+newer weights.
 """
 
 import json

@@ -1,7 +1,7 @@
 """End a stage early: preemption, and `orrery stop`.
 
-SIGUSR1, or `warning_s` before the job's end, preempts the RL stage. It writes a checkpoint and
-ends. If this is new, the launcher asks Slurm to requeue the job.
+SIGUSR1 preempts the RL stage, as does the time `warning_s` before the job's end. The stage writes
+a checkpoint and ends. After a new checkpoint the launcher asks Slurm to requeue the job.
 """
 
 import math
@@ -92,7 +92,7 @@ class Preemption:
         stage.log("winding down")
 
     def _time_left_s(self) -> tuple[float, float]:
-        """Return the seconds for the checkpoint, and those after it."""
+        """Return the seconds for the checkpoint, and the seconds left to end the stage."""
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale, math.inf
         ends_at_s = _job_ends_at_s(self.job)  # an operator may have changed the limit

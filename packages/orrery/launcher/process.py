@@ -2,7 +2,7 @@
 
 - It has its own session, so Ctrl-C does not reach it, and its process group can be killed.
 - SIGTERM goes to the process alone, because an engine ends its own workers in order.
-- Trainers and engines are pinned to neighbouring cores, half of them for each kind.
+- Trainers and engines are pinned to neighbouring cores. If a stage has both, each gets half.
 """
 
 import os

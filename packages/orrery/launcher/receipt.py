@@ -45,7 +45,7 @@ from orrery.runtime.timing import scaled
 WITHIN_S = 60.0  # time limit of git, an image's Python and nvidia-smi
 READ_S = 600.0
 KEPT_BYTES = 2**20  # larger untracked files are named, but left out of the stored diff
-WHOLE_BYTES = 64 * 2**30  # of larger weights only the index is hashed, with shard sizes
+WHOLE_BYTES = 64 * 2**30  # for larger weights, hash only the index, and compare shard sizes
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
 )

@@ -51,7 +51,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # of jobs without GPUs, by default `partition`
+    cpu_partition: NoWord = ""  # for jobs without GPUs; default: `partition`
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300

@@ -73,7 +73,7 @@ from orrery.runtime.timing import Pace, duration
 POLL_S, LOOK_S = 0.1, 0.5
 HUNG_S = 5.0  # longest wait for the end of a process that has reported its failure
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
-SAVES_S = 3.0  # longest wait for savers without a word
+SAVES_S = 3.0  # tell the user if savers take longer
 RESTART_LOCK_S = 90.0  # a network file system keeps a dead node's lock for a while
 
 

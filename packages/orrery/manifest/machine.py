@@ -1,7 +1,8 @@
 """Fit runs to the GPUs of this machine.
 
-`nvidia-smi` lists the GPUs, so a login node needs no torch. Without it and `/dev/nvidia0` there are
-none. An adapted run is a new file in `jsonnet/runs` that changes fields of the imported original.
+`nvidia-smi` lists the GPUs, so a login node needs no torch. A machine without `nvidia-smi` and
+`/dev/nvidia0` has no GPU. An adapted run is a new file in `jsonnet/runs` that imports the original
+run and changes fields.
 """
 
 import os

@@ -34,7 +34,7 @@ def split_of(name: str) -> str:
 
 
 def main_split(names: Iterable[str]) -> str:
-    """Return "train", or without it the split of the first file."""
+    """Return "train" if it is a split, else the split of the first file."""
     splits = [split_of(name) for name in sorted(names, key=PurePosixPath)]
     return "train" if "train" in splits else splits[0]
 
@@ -72,13 +72,13 @@ def data_sums(folder: Path) -> dict[str, str]:
 
 
 def data_names(folder: Path) -> list[str]:
-    """Return the paths of all data files of the dataset, also of those that are not here."""
+    """Return the paths of all the dataset's data files, including files missing in the folder."""
     held = (file.relative_to(folder).as_posix() for file in data_files(folder))
     return list(data_sums(folder) or held)
 
 
 def checked_sha256(path: Path, num_shards: int = 1) -> str:
-    """Return `sha256_of_data`, or with DATA_SUMS that of the whole dataset.
+    """Return the sha256 of the data, or of the whole dataset if the folder has DATA_SUMS.
 
     Raise OrreryError if a file differs from DATA_SUMS. The dataset has `num_shards` shards.
     """
@@ -98,7 +98,7 @@ def checked_sha256(path: Path, num_shards: int = 1) -> str:
 
 
 def check_held(path: Path, split: str | None, shard: Shard | None = None) -> None:
-    """Raise OrreryError if the folder lacks a file of the split, or of one shard of it."""
+    """Raise OrreryError if the folder lacks a file of the split, or of the given shard."""
     if shard and not path.is_dir():
         raise OrreryError(f"path: {path} is no folder. Type `{fetch_command(path, shard)}`")
     names = files_of(data_sums(path), split, shard or (0, 1)) if split else data_sums(path)

@@ -2,9 +2,9 @@
 
 - Each node group is a component. Several components form a heterogeneous job. A component that uses
   only some devices (on CPUs: cores) of a node gets the same share of processors and memory.
-- Each engine is one step, and a second one for its further nodes. In each node group, each other
-  role is one step. The first failed task ends the step (`--kill-on-bad-exit`). A task that is done
-  ends no other (`--wait`), because the first rank may upload for long.
+- Each engine is one step, and a second step for its further nodes. In each node group, each other
+  role is one step. The first failed task ends the step (`--kill-on-bad-exit`). A finished task ends
+  no other task (`--wait`), because the first rank may upload for a long time.
 """
 
 import math
@@ -176,7 +176,7 @@ CTRL_C_S = 0.2  # between two SIGINTs. srun kills the step if both come within a
 class StepPlan:
     """A node of an engine, its further nodes, or a role's processes in a node group.
 
-    Each node has equally many of the processes.
+    Each node runs the same number of processes.
 
     `devices`: the step's first device on a node, and each task's number of devices.
     """

@@ -1,9 +1,10 @@
 """Find roles that exceed device memory, and changes of the manifest that make them fit.
 
-Each option frees the difference between two planned peaks. Tier 1 moves all trainer state to host
-memory, tier 2 adds devices, tier 0 (tried first) does neither. Moved data must fit into the rank's
-free host memory. A role is a misfit only if it certainly does not fit: a trainer's planned peak is
-first lowered by `LARGEST_ERROR`. For an engine only weights, cache and CUDA context count.
+- Each option frees the difference between two planned peaks.
+- Tier 0 is tried first. Tier 1 moves all trainer state to host memory. Tier 2 adds devices.
+- Moved data must fit into the rank's free host memory.
+- A misfit is a role that certainly does not fit. A trainer's planned peak is therefore lowered by
+  `LARGEST_ERROR`. For an engine only weights, cache and CUDA context count.
 """
 
 import json
@@ -423,7 +424,7 @@ def _engine_sentence(run: Manifest, needed: int, capacity: int) -> str:
 
 
 def _prefill_sentence(one: Manifest, needed: int, capacity: int) -> str:
-    """Return the sentence for prefill engines. `one` has their shape."""
+    """Return the sentence for prefill engines. `one`: the run, with the shape of these engines."""
     remedy = "set its kv_cache_bytes to less, or its data_parallel to more"
     if one.inference.quantization == "none":
         fp8 = one.inference.model_copy(update={"quantization": "fp8"})

@@ -183,7 +183,7 @@ class RunPlan:
         return trainer, *self._engine_roles()
 
     def _engine_roles(self) -> Iterator[RoleBudget]:
-        """Yield the engines' budget, or if prefill engines have their own shape one for each."""
+        """Yield one budget for all engines, or two if prefill engines have their own shape."""
         one, groups = self.inference, self.manifest.group_devices
         if one.prefill is None:
             yield self._engine_role("inference", one.num_devices, one)
@@ -375,9 +375,9 @@ class RunPlan:
         return found | ({f"with ep {ep}": c * largest.gathered(ep)} if ep > 1 else {})
 
     def other_ep(self) -> dict[str, Bytes]:
-        """Return how the trainer's peak changes by kind without expert parallel, or else with it.
+        """Return the peak's change, by kind, after switching expert parallel (`ep`) off or on.
 
-        Return {} if no other `ep` divides the ranks and the experts.
+        Return {} if no other `ep` is tried or divides the experts.
         """
         mesh, moe = self.trainer.mesh, self.model.moe
         ranks = mesh.dp_shard * mesh.cp

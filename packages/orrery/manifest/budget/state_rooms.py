@@ -56,10 +56,10 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # Whole gradients that wait for later micro-batches are in the plan of many only.
+    # Only the plan of several micro-batches counts whole gradients that wait for later ones.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
-    # For each moment: the most memory used from then on.
+    # For each moment, the most memory used from this moment on.
     most = list(accumulate((used(last, name) for name in reversed(names)), max))[::-1]
     forward, backward, arriving = [], [], []
     for layer in range(model.num_layers):

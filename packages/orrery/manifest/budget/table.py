@@ -34,7 +34,7 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # each adds its fields to the fields ab
     {"memory.activation_offload": True},
 )
 SIZES = (0.5, 1, 2)  # micro-batches to try / the run's `max_tokens_per_micro_batch`
-EVERY = (1, 2)  # of how many blocks one runs again, with checkpointing "full"
+EVERY = (1, 2)  # with checkpointing "full", recompute every block, or every second
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 Changes = dict[str, Any]  # new values by field

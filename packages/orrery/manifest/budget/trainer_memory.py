@@ -81,9 +81,9 @@ class _Results:
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes under the trainer's checkpointing.
 
-    `none`, or a block that is not checkpointed, keeps all results, `full` the input (c·D),
-    `selective` the input and the results that `keep` names. Unless it is compiled as one graph, the
-    block also keeps their `unread` results.
+    With `none`, or without checkpointing of this block, it keeps all results. With `full` it keeps
+    the input (c·D). With `selective` it keeps the input and the results that `keep` names, and,
+    unless compiled as one graph, their `unread` results.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -500,7 +500,7 @@ class _StepPlan:
         """Return a rank's host bytes of offloaded activations, states and weights.
 
         Activations count twice, because their buffers round up to powers of 2. With
-        `trainer.elastic` they include θ_start, outer momentum and Δ.
+        `trainer.elastic`, the outer loop's bytes count too.
         """
         total = 0
         if self.trainer.memory.activation_offload:

@@ -260,9 +260,10 @@ def _state_copies_s(
 ) -> float:
     """Return the seconds of copies of offloaded states that computation does not hide.
 
-    `room`: bytes of states on the device after the last backward pass. They come beside this pass.
-    All others come after it, while as many go back. The rest goes beside the first micro-batch, of
-    which the backward pass counts if it is not the last (`has_more`).
+    `room`: bytes of states on the device after the last backward pass, during which they arrive.
+    All other states arrive later, while as many bytes return to the host. The states in `room`
+    return during the first micro-batch. Its backward pass hides copies only if more micro-batches
+    follow (`has_more`).
     """
     link, backward_s = rates.host_link_bytes, (1 - FORWARD_SHARE) * micro_batch_s
     early = min(num_bytes, room, backward_s * link)

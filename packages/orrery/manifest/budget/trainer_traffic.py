@@ -9,10 +9,11 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends: in one FSDP gather of all weights, one reduction, and in a step.
+    """Bytes that a rank sends.
 
-    `*_experts`: of experts, which have an FSDP group of their own with ep. All others are without
-    experts. `cp` and `ep`: exchanges of a step. `replicas`: the all-reduce of a step.
+    - `gather`, `reduction`: one FSDP gather or reduction of all units, without experts.
+    - `gather_experts`, `reduction_experts`: the same for experts, whose FSDP group differs with ep.
+    - `cp`, `ep`, `replicas`: a step's context- and expert-parallel exchanges, and its all-reduce.
     """
 
     gather: float
@@ -66,9 +67,9 @@ def step_bytes(
 ) -> dict[str, dict[str, float]]:
     """Return the bytes of a step over all ranks, by collective and by link.
 
-    "links" connect devices of a node. `tokens`: of a rank. Rings leave a node once. In an exchange
-    every rank sends equally much to each other one. Ranks of a group that are `stride` apart share
-    a node with `devices_per_node` / `stride` of them.
+    "links" connect devices of a node. `tokens`: of a rank. A ring leaves each node once. In an
+    exchange each rank sends the same number of bytes to every other rank of its group. If a
+    group's ranks are `stride` apart, a node holds `devices_per_node` / `stride` of them.
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp

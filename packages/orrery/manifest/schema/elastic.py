@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Manifest
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-HOST_BYTES = 12  # of θ_start, outer momentum and Δ, for each trained parameter
+HOST_BYTES = 12  # a trained parameter: weights at the round's start, outer momentum, Δ
 OFF = "or set trainer.elastic to null"
 
 
@@ -37,6 +37,7 @@ class Elastic(Record):
 
     - Training starts when `min_sites` have joined. At most `max_sites` take part at a time.
     - Sites exchange Δ after every `inner_steps` optimizer steps, in `codec`, over `topology`.
+    - Δ: weights at the start of the round minus current weights.
     - `error_feedback`: add the codec's error of a round to the next Δ.
     - `weights` "tokens": a site's weight is its number of tokens since its last exchange.
     - `admission` "open": sites may join before any round. "closed": new sites only before the

@@ -98,14 +98,14 @@ KvOffload = Annotated[
 
 
 class EngineShape(Record):
-    """What engines that prefill and engines that decode may have differently.
+    """The settings in which prefill engines and decode engines may differ.
 
-    - A replica has `data_parallel` · `tensor_parallel` devices, equally many on each of its
-      `nodes_per_replica` nodes. `expert_parallel` spreads whole experts over them, otherwise each
-      expert is sharded.
+    - A replica has `data_parallel` · `tensor_parallel` devices, divided evenly among
+      `nodes_per_replica` nodes. With `expert_parallel` each device has whole experts. Without,
+      each expert is sharded.
     - `all2all_backend`: the exchange of tokens between data-parallel ranks, by vLLM's name.
     - `dual_batch_overlap`: exchange one half of a batch while the other half computes.
-    - `environment`: variables of the engine's processes. Variables that Orrery sets win.
+    - `environment`: variables of the engine's processes. Orrery's own values take precedence.
     """
 
     nodes_per_replica: Count
@@ -136,9 +136,9 @@ class Inference(EngineShape):
     """`num_replicas` vLLM servers. The first `prefill_replicas` prefill, the others decode.
 
     - With 0 prefill replicas every engine serves whole requests.
-    - `prefill`: the shape of the engines that prefill. None: that of the others.
-    - `max_local_prefill_tokens`: a decode engine computes a prompt itself if its cache lacks at
-      most so many tokens of it.
+    - `prefill`: the shape of prefill engines. None: the shape of decode engines.
+    - `max_local_prefill_tokens`: a decode engine prefills a prompt itself if at most this many of
+      the prompt's tokens are missing in its cache.
     - `quantization` "fp8": engines quantize dense layers and experts to FP8.
     - `max_restarts`: restarts of all engines within a day. One more failure ends the stage.
     """

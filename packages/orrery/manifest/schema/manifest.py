@@ -74,7 +74,7 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return the bytes a token of the keys that engines' indexers chose, 0 if not reported.
+        """Return the bytes per token of the engines' chosen keys, or 0 if not reported.
 
         Each indexer has one bit for each position of the longest sequence.
         """
@@ -84,7 +84,7 @@ class Manifest(Record):
 
     @property
     def route_bytes(self) -> int:
-        """Return the bytes that engines report a token: experts of all layers, and chosen keys."""
+        """Return the bytes per token that engines report: experts of all layers, chosen keys."""
         moe = self.model.moe
         if moe is None or not self.transport.routed_experts:
             return 0

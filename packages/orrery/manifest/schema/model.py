@@ -122,9 +122,10 @@ class Llama3RopeScaling(Record):
 class YarnRopeScaling(Record):
     """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn"): interpolated low frequencies.
 
-    Frequencies of more than `fast_turns` in the original context stay, those of less than
-    `slow_turns` are divided by `factor`. With s(x) = 0.1 · x · log(factor) + 1, attention scores
-    are scaled by s(score_scale)², and cosines and sines by s(angle_scale) / s(score_scale).
+    Frequencies with more than `fast_turns` turns in the original context stay. Frequencies with
+    fewer than `slow_turns` are divided by `factor`. With s(x) = 0.1 · x · log(factor) + 1,
+    attention scores are scaled by s(score_scale)², cosines and sines by
+    s(angle_scale) / s(score_scale).
     """
 
     kind: Literal["yarn"]

@@ -63,7 +63,7 @@ def span_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def group_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each node group that fills no whole number of nodes."""
+    """Yield a sentence for each group with a partly filled node, and for a wrong `num_nodes`."""
     num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
     if num_nodes == 1:
         return

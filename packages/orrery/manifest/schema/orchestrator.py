@@ -88,7 +88,7 @@ class GuestEngines(Record):
     - They sample with versions at most `max_versions_behind` behind the newest.
     - The trainer's site recomputes log-probs of `verified_share` of each site's rollouts. It
       refuses a site if a rollout's mean |difference| exceeds both `min_logprob_difference` and
-      `tolerance` times the value below which 90 % of its own engines' rollouts are.
+      `tolerance` times the 90th percentile over rollouts of the trainer's own engines.
     - `block_bytes`: size of the hashed blocks in which weights travel.
     """
 

@@ -206,12 +206,11 @@ class SelectiveCheckpointing(Record):
 class Memory(Record):
     """Options that save device memory in the trainer, at a cost of compute or host memory.
 
-    - `activation_checkpointing_every`: checkpoint blocks 0, n, 2·n, …; the others keep all
-      activations.
+    - `activation_checkpointing_every`: with value n, checkpoint blocks 0, n, 2·n, … only.
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
     - `activation_offload_max_in_flight`: blocks whose copies may be under way at a time.
-    - `optimizer_offload`: keep optimizer state in pinned host memory. It is copied beside
-      computation, in memory that activations leave.
+    - `optimizer_offload`: keep optimizer state in pinned host memory. Copies overlap with
+      computation and use device memory that activations leave free.
     - `optimizer_offload_resident`: share of this state that stays on the device.
     - `lm_head_chunk_tokens`: tokens whose logits are in memory at a time. "auto" depends on
       vocabulary and device.
@@ -271,10 +270,11 @@ class Trainer(Record):
     - `attention` is the preferred kernel. `auto` is the fastest for the device and the layout.
     - `indexer` "train": indexers of sparse attention learn to predict the attention of their layers
       (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
-    - `indexer_choice`: "own" lets the trainer's indexers choose the keys. With the others, batches
-      contain the keys that engines chose. "replay" attends to these, "compare" counts differences.
-    - `expert_bias_rate`: after each step, routers' biases move by this towards an equal load of all
-      experts (`trainer/expert_load.py`). Null: biases are frozen.
+    - `indexer_choice`: "own" lets the trainer's indexers choose the keys. With "replay" and
+      "compare", batches contain the engines' chosen keys. "replay" attends to them. "compare"
+      counts the differences.
+    - `expert_bias_rate`: after each step, routers' biases move by this value towards an equal load
+      of all experts (`trainer/expert_load.py`). Null: biases are frozen.
     - `elastic`: several sites train one model. Null: this site alone.
     """
 
