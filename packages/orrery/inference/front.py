@@ -377,7 +377,7 @@ INDEX = "ORRERY_ENGINE"
 class RequireToken:
     """ASGI middleware: answer 401 without the path's credential, before the body is read.
 
-    Generation needs the credential `generate`, paths in OPEN none, other paths `administer`.
+    Generation needs the credential `generate`. Paths in OPEN need none. Others need `administer`.
     Without a token, an engine under a launcher refuses all requests, and an engine started by hand
     accepts all. A header of generated answers names the engine, for clients behind a router.
     """

@@ -42,9 +42,9 @@ WORD = torch.int64
 
 @dataclass(frozen=True)
 class Destination:
-    """A copy of `box` of tensor `name` to `parameter` of `layer`.
+    """A copy of the region `box` of tensor `name` into `parameter` of `layer`.
 
-    Element (i, j, …) goes to element `offset + Σ i · strides`.
+    Box element (i, j, …) goes to element `offset + i·strides[0] + j·strides[1] + …`.
     """
 
     name: str
@@ -188,7 +188,7 @@ def as_box(
 ) -> tuple[Box, tuple[int, ...]]:
     """Return the view `of` as a box of a dense tensor of `shape`, and `into`'s stride by dimension.
 
-    Raise ValueError if it is no box.
+    Raise ValueError if the view is no box.
     """
     full: list[int] = []
     stride = 1
@@ -237,7 +237,7 @@ class Run(NamedTuple):
 
     @property
     def in_words(self) -> "Run":
-        """Return the copy in 8-byte words if possible, because GPUs copy rows by element."""
+        """Return the copy in 8-byte words if possible, because GPUs copy element by element."""
         size = WORD.itemsize // self.dtype.itemsize
         numbers = (
             self.begin // self.dtype.itemsize,

@@ -1,11 +1,11 @@
 """Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
-- Every task makes its first problems within `MAX_CPU_S` of CPU time, and one second more for each
-  `BYTES_PER_S` of its files.
+- Every task creates its first problems within `MAX_CPU_S` of CPU time. Each `BYTES_PER_S` of its
+  files adds a second.
 - Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless a
   pretrained tokenizer is missing on this machine.
-- A task with a file checks all its rows (`check_rows`), with a time limit for each row. Notes tell
-  of long answers, and of evaluations of more problems than rows.
+- A task with a file checks all its rows (`check_rows`), with a time limit for each row. Notes
+  report long answers, and evaluations that ask for more problems than rows.
 - Tasks of training and SFT differ from tasks of evaluation in kind, args or seed.
 """
 
@@ -176,7 +176,7 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """Raised when the time is over. It is not an Exception, because a task may catch Exceptions."""
+    """The time is over. Not an Exception, because a task may catch Exceptions."""
 
 
 @contextmanager

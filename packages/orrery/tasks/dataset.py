@@ -390,7 +390,7 @@ class RowFailed(Exception):
 def watched(
     check: Callable[[int], Any], rows: Sequence[int], limit_s: float = ROW_S
 ) -> dict[int, Any]:
-    """Return `check`'s results by row, without those that are None. They must be JSON, not text.
+    """Return `check`'s results by row, except None. A result must be JSON other than a string.
 
     Raise RowFailed for a row that takes longer than `limit_s` or ends the fork, or `check`'s
     OrreryError.

@@ -33,7 +33,7 @@ FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.S)
 
 
 class Math(Record):
-    """The reply's last formula equals the answer (math-verify). `boxed`: only in \\boxed{…}."""
+    """The reply's last formula equals the answer (math-verify). With `boxed`, only \\boxed{…}."""
 
     kind: Literal["math"]
     boxed: bool
@@ -42,7 +42,8 @@ class Math(Record):
 class Exact(Record):
     """The reply, or group 1 of the last match of `pattern` in it, is the answer as text.
 
-    Unicode is compared in form NFKC, runs of blanks as one blank, and without final full stops.
+    The comparison uses Unicode form NFKC, counts a run of blanks as one blank, and ignores final
+    full stops.
     """
 
     kind: Literal["exact"]
@@ -57,7 +58,7 @@ class Exact(Record):
 
 
 class Pattern(Record):
-    """The reply matches `pattern`. The quoted answer replaces `{answer}` in it."""
+    """The reply matches `pattern`, after the escaped answer replaces `{answer}`."""
 
     kind: Literal["pattern"]
     pattern: str

@@ -225,7 +225,7 @@ def _all_gatherv(
     dim: int = 0,
     sizes: list[int] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Return all ranks' rows. Rank i has `sizes[i]` rows. Gloo gathers equal parts only."""
+    """Return all ranks' rows, `sizes[i]` from rank i. Pad, because Gloo needs equal parts."""
     if isinstance(input_, list):
         return [_all_gatherv(self, each, dim, sizes) for each in input_]  # type: ignore[misc]
     if dim != 0:
