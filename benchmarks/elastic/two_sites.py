@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from elastic.text import write
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.manifest.identity import load, run_dir, run_id
-from record import ROOT, record
+from record import ROOT, device, record
 
 NAMES, PORTS, RUN = ("oslo", "lima"), 29600, "elastic_text"
 FOLDER = ROOT / "build/two_sites"
@@ -153,6 +153,16 @@ def check_bits(first: dict[int, dict[str, Any]], second: dict[int, dict[str, Any
     return exchanged
 
 
+def accelerator(options: argparse.Namespace) -> str:
+    """Return the accelerator of the manifests: this host's GPU, or h200 in a dry run without."""
+    if options.cpu:
+        return "cpu"
+    found = device()
+    if found == "cpu" and not options.dry_run:
+        raise SystemExit(f"error: --gpus {options.gpus}: this host has no GPU; type --cpu")
+    return "h200" if found == "cpu" else found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -163,7 +173,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     options = parser.parse_args()
     num_ranks = options.gpus // 2
-    runs = manifests(num_ranks, "cpu" if options.cpu else "h200")
+    runs = manifests(num_ranks, accelerator(options))
     if options.dry_run:
         for name in NAMES:
             print(" ".join(join(name, num_ranks)))
@@ -175,10 +185,10 @@ def main() -> None:
     together = run_all({name: join(name, num_ranks) for name in NAMES}, num_ranks)
     exchanged = check_bits(*(rounds(name) for name in NAMES))
     print(f"{exchanged} rounds with equal weights on both sites")
-    if options.cpu:
-        return
     for stage in ("init", "sft"):
         alone = run_all({"alone": orrery("run", f"{RUN}_alone", stage)}, num_ranks)
+    if options.cpu:
+        return
     added = max(together[: options.gpus]) / max(alone[:num_ranks]) - 1
     record(
         options.out / f"two_sites_{options.gpus}.json",
