@@ -330,8 +330,10 @@ HOST = (
         Line("elastic/two_sites_4", "Device memory that a second site adds, 2 sites × 2 GPUs"),
         Line("trainer/context_expert_8", "GLM-5's widths: gradients of cp 4 × ep 8 to one rank"),
         Line("trainer/glm5_slice", "GLM-5, five layers, 131,072 tokens, cp 4 × ep 8: tokens/s/GPU"),
-        Line("trainer/qwen3_30b_a3b_16k_fp8", "Qwen3-30B-A3B, FP8, 16k: tokens/s/GPU"),
-        Line("trainer/qwen3_30b_a3b_16k_kitchen_sink", "… every memory lever: tokens/s/GPU"),
+        Line(
+            "trainer/qwen3_30b_a3b_16k_kitchen_sink",
+            "Qwen3-30B-A3B, 16k, every memory lever: tokens/s/GPU",
+        ),
         Line("trainer/qwen3_30b_a3b_16k_cpu_offload", "… fsdp.cpu_offload: tokens/s/GPU"),
         Line("async/whole_loop_h200_8", "The loop on eight H200, trained tokens/s"),
         Line("async/asynchrony_h200_8", "Asynchronous relative to synchronous, eight H200"),
