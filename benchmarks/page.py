@@ -378,7 +378,7 @@ def figure(line: Line, record: dict[str, Any], variant: str | None) -> Figure:
         name=line.record,
         variant=variant or "",
         value=row["value"],
-        unit=row.get("unit") or record["unit"],
+        unit=row.get("unit", record["unit"]),
         goal=row.get("goal"),
         better=row.get("better") or record["better"],
         hardware=hardware(record),
