@@ -102,7 +102,7 @@ def keep(options: KeeperOptions) -> None:
     while time.monotonic() < end_s and not _has_successor(folder):
         time.sleep(POLL_S)
     if server is not None:
-        server.shutdown()  # a thread in `poll` would keep the port from the next keeper
+        server.shutdown()  # or its thread keeps the port open, and the next keeper cannot bind
         server.server_close()
     lock.close()
 

@@ -1,6 +1,6 @@
 """`receipt.json`: the nodes, code, software, outputs and metrics of every stage.
 
-- Code, software and images are examined while the stage runs, so that it ends quickly.
+- The code is examined before the processes start, software and images while they run.
 - Attempts are numbered without gaps. If a launcher died, its attempt has the state `unrecorded`.
 - Before a stage starts, `verify` compares earlier stages' files with the receipt, against accidents
   (a power cut, a bad disk, an edit). Weights above WHOLE_BYTES are compared by size and index only.

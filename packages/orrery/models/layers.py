@@ -32,7 +32,10 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 
 
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
-    """Return each layer's output. A list `fp8` selects FP8. Quantize weights if it is empty."""
+    """Return each layer's output. Without `fp8` the products are plain.
+
+    `fp8` holds the layers' quantized weights. An empty list quantizes them in this call.
+    """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
     outputs = fp8_linear(x_TD, [linear.weight for linear in linears], fp8)

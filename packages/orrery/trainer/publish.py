@@ -1,9 +1,9 @@
 """Publish the policy's weights after every step, under Hugging Face names.
 
-- On the wire `files` rank 0 gathers and writes one tensor at a time. On a direct wire every rank
-  sends its shards on request.
-- Direct wires and `adapters` convert weights, but not buffers, to the engines' dtype. Layers of
-  `model.fp8` travel in FP8 on all wires.
+- With `transport.weights` files or adapters, rank 0 gathers and writes one tensor at a time. With
+  nccl or nixl every rank sends its shards on request.
+- Weights take the engines' dtype first, except in files. Buffers keep theirs. Layers of `model.fp8`
+  travel in FP8.
 - Rank 0 keeps all versions' digests, across resumes, and checks batches against them.
 """
 

@@ -53,7 +53,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class SaveJob(msgspec.Struct, frozen=True):
-    """The copy of one rank. Only the first rank has `completion`."""
+    """`job.json`: the files of one rank's copy. Only the first rank's job has `completion`."""
 
     folder: str
     rank: int

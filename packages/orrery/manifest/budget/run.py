@@ -375,9 +375,10 @@ class RunPlan:
         return found | ({f"with ep {ep}": c * largest.gathered(ep)} if ep > 1 else {})
 
     def other_ep(self) -> dict[str, Bytes]:
-        """Return the peak's change, by kind, after switching expert parallel (`ep`) off or on.
+        """Return by kind of memory how the trainer's peak changes without expert parallel (`ep`).
 
-        Return {} if no other `ep` is tried or divides the experts.
+        If the run has no `ep`, return the change with the largest of 8, 4 and 2 that divides the
+        ranks. Return {} for a dense model, or if that `ep` does not divide the experts.
         """
         mesh, moe = self.trainer.mesh, self.model.moe
         ranks = mesh.dp_shard * mesh.cp

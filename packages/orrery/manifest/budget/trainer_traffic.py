@@ -114,7 +114,7 @@ def _context_values(model: Model, trainer: Trainer) -> float:
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp
-    # Latent keys are sent forward and, unless kept, in recomputation. Their gradients go back once.
+    # The forward pass and recomputation send latent keys, the backward pass their gradients.
     memory = trainer.memory
     is_kept = "attention" in trainer.kept and not memory.activation_offload
     passes = 2 if is_kept or memory.activation_checkpointing.kind == "none" else 3

@@ -417,7 +417,7 @@ class Shares:
     window_s: float
     trainer_busy: float  # `trainer.0` in forward, backward or optimizer
     engine_busy: float  # a request in flight at any engine
-    overlapped: float  # of the trainer's busy time, with a request in flight
+    overlapped: float  # share of the trainer's busy time with a request in flight
 
 
 def shares(spans: Iterable[Span]) -> Shares | None:

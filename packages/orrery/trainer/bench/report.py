@@ -70,7 +70,7 @@ def result(
     first = answers[0]
     accelerator = accelerator_of(first["device"])
     device = None if accelerator is None else DEVICES[accelerator]
-    # With variable lengths, the profiled step has other documents.
+    # The last timed step, because the profiled step may have documents of other lengths.
     predicted = expected(request, first["steps"][-1]["lengths"], accelerator)
     counted = count_parameters(model, trainer.lora)
     planned = plan_memory(model, trainer, request.load, first["device_bytes"], counted)

@@ -97,8 +97,9 @@ def _prefixes(
 ) -> tuple[Tensor, Tensor]:
     """Return (rows of each document's first `length` keys, their places in `KeyOrder.row`).
 
-    Both are i64 [total], and `total` is the sum of `length`. `start`, `length`, `at`: [documents].
-    A document begins at `start` in the padded stream, its prefix at `at` in `KeyOrder.row`.
+    Both are i64 [total], and `total` is the sum of `length`.
+    `start`, `length`, `at` ([documents]): a document's first index in the padded stream, the number
+    of keys in its prefix, and the prefix's first place in `KeyOrder.row`.
     `row_S[i]` is the gathered row of index i in the padded stream.
     """
     before = length.cumsum(0) - length
