@@ -73,7 +73,7 @@ ROWS = {
     "qwen3_30b_a3b_lora_64k": Row("qwen3_30b_a3b_lora_64k", 5500),
     "qwen3_30b_a3b_16k_kitchen_sink": Row("qwen3_30b_a3b_16k_kitchen_sink", None, plan=0.05),
     "qwen3_30b_a3b_16k_cpu_offload": Row(
-        "qwen3_30b_a3b_16k", None, options=("--fsdp", '{"cpu_offload": true}'), plan=0.05
+        "qwen3_30b_a3b_16k", None, options=(*RL, "--fsdp", '{"cpu_offload": true}'), plan=0.05
     ),
     "glm5_slice": Row(
         "glm5_run",
