@@ -40,7 +40,7 @@ def some_of(name: str, among: list[str]) -> str:
 
 
 def sentence(error: ValidationError) -> str:
-    """Return a sentence about the first bad field: misspelt, then wrong, then missing."""
+    """Return a sentence about the first bad field: misspelt, then wrong, then missing fields."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
@@ -84,7 +84,7 @@ def _short(value: Any) -> str:
 
 
 def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
-    """Return the manifest with other values, by dotted path. Raise ValidationError as pydantic."""
+    """Return the manifest with new `values` by dotted path. Raise pydantic's ValidationError."""
     data = manifest.model_dump(mode="json")
     for path, value in values.items():
         *parents, name = path.split(".")
@@ -107,7 +107,7 @@ def misspelt(path: str, given: list[str]) -> str | None:
 
 
 def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], Any]:
-    """Return the field path of pydantic's `loc`, the names beside the last field, and its type."""
+    """Return (field path of pydantic's `loc`, names in the last field's object, its type)."""
     kind: Any = Manifest
     path = ""
     siblings: list[str] = []

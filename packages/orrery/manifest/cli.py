@@ -45,8 +45,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-FIRST_LINE = "tasks.train[0]: "  # `orrery.tasks.check` prints it first for a correct manifest
-NOTE = "  note: "  # `orrery.tasks.check` begins each note with it
+FIRST_LINE = "tasks.train[0]: "  # first words of `orrery.tasks.check` about a correct manifest
+NOTE = "  note: "  # first words of each note of `orrery.tasks.check`
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
@@ -108,8 +108,8 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     """Return the notes that `orrery.tasks.check` prints about the tasks of (name, manifest) pairs.
 
-    Raise OrreryError for the first task that does not build or fit. Check none without
-    `orrery.tasks`. The init stage repeats this check.
+    Raise OrreryError for the first task that does not build or fit. If `orrery.tasks` is not
+    installed, check no task. The init stage repeats this check.
     """
     if not manifests or find_spec("orrery.tasks") is None:
         return []

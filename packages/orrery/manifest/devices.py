@@ -3,8 +3,8 @@
 - Rates are from data sheets: dense operations a second, bytes a second of memory, and bytes a
   second to a peer in one direction. Measured rates are in `rates/`.
 - Other devices get a name from their driver's data: `l40g_sm89_44gb` is an L40G of compute
-  capability 8.9 with 44 GiB. Each rate is the lowest of all rows with this or the next lower
-  capability.
+  capability 8.9 with 44 GiB. Each of its rates is the lowest among the rows of `DEVICES` with the
+  same capability, or else with the next lower capability.
 - A device without a file in `rates/` is assumed to reach the share of its data sheet's rates that
   an H200 reaches.
 """
@@ -22,10 +22,11 @@ GB, T = 10**9, 10**12
 
 @dataclass(frozen=True)
 class Device:
-    """One type of device. `names`: the driver's names for it. `capability`: (major, minor).
+    """One type of device. `names`: the driver's names for the type. `capability`: (major, minor).
 
-    `memory_bytes` is what the driver offers, without error correction's part of GDDR6. `fp8_flops`
-    is 0 on devices without FP8. `is_estimated`: `DEVICES` has no such device.
+    `memory_bytes`: memory that the driver offers, without the part of GDDR6 that error correction
+    takes. `fp8_flops`: 0 on devices without FP8. `is_estimated`: whether the type is not in
+    `DEVICES`.
     """
 
     names: tuple[str, ...]
@@ -191,7 +192,7 @@ def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
 def blocks(length: int, longest: int) -> list[slice]:
     """Divide range(length) into the fewest slices of at most `longest` elements.
 
-    All except the last have a multiple of 128 elements, if `longest` allows that.
+    All slices except the last have a multiple of 128 elements, if `longest` allows that.
     """
     longest = max(1, longest)
     size = -(-length // max(1, -(-length // longest)))
@@ -201,7 +202,7 @@ def blocks(length: int, longest: int) -> list[slice]:
 
 
 FOLDER = Path(__file__).with_name("rates")
-MEASURED_ON = "h200"  # its rates are scaled for devices without measured rates
+MEASURED_ON = "h200"  # device whose measured rates are scaled for devices without measured rates
 USABLE = 0.99  # share of a device's GiB open to a process. Data sheets write GB for GiB.
 PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5, one direction
 
@@ -213,9 +214,9 @@ class Rates:
     - `dense_flops`, `grouped_flops`: products of matrices and of routed experts, in bfloat16.
     - `attention_flops`: the limit that attention approaches in long documents.
     - `attention_half_tokens`: the document length that reaches half of this limit.
-    - `link_bytes`: from a device to another one of its node. `host_link_bytes`: to pinned host
-      memory. Both in one direction.
-    - `collective_bytes`: of an all-gather or reduce-scatter while the device computes.
+    - `link_bytes`: copies from a device to another device of its node, in one direction.
+    - `host_link_bytes`: copies from a device to pinned host memory, in one direction.
+    - `collective_bytes`: all-gathers and reduce-scatters while the device computes.
     """
 
     source: str

@@ -71,9 +71,10 @@ def _has_attempts(stage: Any) -> bool:
 
 
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
-    """Return the differences, as fields `receipt.<kind>.<stage>.<field>`.
+    """Return the differences. Their fields are named `receipt.<kind>.<stage>.<field>`.
 
-    A change that is equal in all stages appears once, without the stage.
+    A kind is a key of a stage in the receipt, such as "metrics". A change that is equal in all
+    stages with this field appears once, without the stage.
     """
     a, b = (_facts(receipt, everything) for receipt in (before, after))
     stages = list(dict.fromkeys([*before["stages"], *after["stages"]]))

@@ -13,7 +13,7 @@ class OrreryError(Exception):
 
 
 class RunFailed(OrreryError):
-    """The run ended early, for example after a deadline. It can be resumed."""
+    """The run ended early, for example after a deadline. The run can be resumed."""
 
     exit_code = 1
 

@@ -1,7 +1,8 @@
 """Explain which file and which axis gave a field its value.
 
 - An axis sets a field if the axis contains the field when evaluated alone. Run files override axes.
-- `lib/run.libsonnet` derives all other fields, from each axis without which the value changes.
+- `lib/run.libsonnet` derives all other fields. The sources of a derived field are the axes without
+  which its value changes.
 """
 
 import json
@@ -65,7 +66,10 @@ class Explanation:
 
 
 def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
-    """Return the origin of each scalar at or below `field`. Raise OrreryError if it is unknown."""
+    """Return the origin of each scalar at or below `field`.
+
+    Raise OrreryError if the run has no such field.
+    """
     run = render(workspace, name)
     path = fields.parse(field)
     found = fields.lookup(run.manifest.model_dump(mode="json"), path, name)
@@ -128,7 +132,7 @@ class _Case:
 
 
 def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | None:
-    """Return the line that sets a field, or None. `under_key`: look below a run's key too."""
+    """Return the line that sets a field, or None. `under_key`: look inside every run's object."""
     stack: list[str | None] = []
     key: str | None = None
     text = file.read_text(encoding="utf-8", errors="replace")

@@ -1,8 +1,10 @@
 """Plan the memory and the speed of one engine (vLLM) from the manifest.
 
-- A decode step takes the longer of its memory reads and its operations (roofline, arXiv 2402.16363,
-  section 3), plus exchanges and the host's work. Prefill takes the time of its operations.
-- An engine is one of `num_replicas` replicas. Its data-parallel ranks each serve other sequences.
+- A decode step takes the longer of two times, for memory reads and for operations (roofline,
+  arXiv 2402.16363, section 3), plus the time of collectives and of the host's work. Prefill takes
+  the time of its operations.
+- An engine is one of `num_replicas` replicas. Each of its data-parallel ranks serves its own
+  sequences.
 - GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
   `benchmarks/async/memory_h100.json`.
 """
@@ -21,7 +23,7 @@ from orrery.manifest.schema import Inference, Model
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
-MAX_GRAPH_TOKENS = 4096  # steps of more tokens gain little from CUDA graphs
+MAX_GRAPH_TOKENS = 4096  # tokens of the largest CUDA graph. Larger steps gain little from a graph.
 CONTEXT_BYTES = 700 << 20  # CUDA context and libraries of a process
 NCCL_BYTES = 400 << 20  # NCCL buffers of a process
 LOGIT_COPIES = 4  # float32 copies of a step's logits during sampling
@@ -36,8 +38,8 @@ Bytes = dict[str, int]
 def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts for which vLLM captures a CUDA graph. Steps pad to the next count.
 
-    Most steps of a busy engine also prefill, and exceed vLLM's default limit of 512 tokens. With
-    data parallel all ranks pad to the fullest, so the limit stays 512.
+    Most steps of a busy engine also prefill, and have more tokens than vLLM's default limit of 512.
+    With data parallel all ranks pad to the rank with the most tokens, so the limit stays 512.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
@@ -129,7 +131,8 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 class Serving:
     """The load of a replica.
 
-    `prompt`, `sampled`: mean tokens of a rollout. `in_flight`: unfinished rollouts of the replica.
+    `prompt`, `sampled`: mean number of prompt tokens and of sampled tokens in a rollout.
+    `in_flight`: unfinished rollouts of the replica.
     """
 
     prompt: float
@@ -197,7 +200,8 @@ def _exchange_s(
 ) -> float:
     """Return the seconds of a step's all-reduces (tensor parallel) and all-to-alls (experts).
 
-    `tokens`: of a data-parallel rank. `network`: bytes per second of a device between nodes.
+    `tokens`: tokens of a data-parallel rank in the step. `network`: bytes per second of a device
+    between nodes.
     """
     num_bytes = tokens * model.hidden_size * DTYPE_BYTES[inference.dtype] * model.num_layers
     tensor, devices = inference.tensor_parallel, inference.devices_per_replica

@@ -1,8 +1,9 @@
 """Find roles that exceed device memory, and changes of the manifest that make them fit.
 
-- Each option frees the difference between two planned peaks.
-- Tier 0 is tried first. Tier 1 moves all trainer state to host memory. Tier 2 adds devices.
-- Moved data must fit into the rank's free host memory.
+- An option frees the difference between the peaks planned without and with the option.
+- Options of tier 0 are tried first. Tier 1 moves all trainer state to host memory. Tier 2 adds
+  devices.
+- Data that an option moves to the host must fit into the rank's free host memory.
 - A misfit is a role that certainly does not fit. A trainer's planned peak is therefore lowered by
   `LARGEST_ERROR`. For an engine only weights, cache and CUDA context count.
 """
@@ -74,9 +75,9 @@ class ChosenOptions:
 def memory_options(
     model: Model, trainer: Trainer, load: Workload, before: MemoryPlan
 ) -> Iterator[MemoryOption]:
-    """Yield the options that `trainer` does not use yet, by the time that they cost.
+    """Yield the options that `trainer` does not use yet, roughly from low to high cost in time.
 
-    `before`: memory plan of `trainer`, whose bytes give the cost of offload in seconds.
+    `before`: memory plan of `trainer`. Its bytes give the seconds that offload costs.
     """
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)
@@ -98,9 +99,10 @@ def choose_options(
     counted: ParameterCounts,
     host_bytes: int = sys.maxsize,
 ) -> ChosenOptions:
-    """Return the cheapest option or combination that frees `needed_bytes`, else the best one.
+    """Return the cheapest option or combination of options that frees `needed_bytes`.
 
-    `device_bytes`: memory of a device. `host_bytes`: free host memory of a rank.
+    If none does, return the combination that frees the most bytes. `device_bytes`: memory of a
+    device. `host_bytes`: free host memory of a rank.
     """
     base = plan_memory(model, trainer, load, device_bytes, counted)
 
@@ -337,7 +339,10 @@ GIB = 2**30
 
 
 def memory_misfits(run: Manifest) -> Iterator[str]:
-    """Yield a sentence per misfit. Yield none on a CPU or for family `hugging_face`."""
+    """Yield a sentence for each role that does not fit into device memory.
+
+    Yield none on a CPU or for family `hugging_face`.
+    """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return
@@ -357,7 +362,10 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
-    """Return new values, by field, that make the engines fit, or the trainer."""
+    """Return new values by field: for the engines to fit or, if they do fit, for the trainer.
+
+    Return {} if no change is needed or none suffices.
+    """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return {}
@@ -424,7 +432,7 @@ def _engine_sentence(run: Manifest, needed: int, capacity: int) -> str:
 
 
 def _prefill_sentence(one: Manifest, needed: int, capacity: int) -> str:
-    """Return the sentence for prefill engines. `one`: the run, with the shape of these engines."""
+    """Return the sentence about prefill engines that do not fit. `one`: the run in their shape."""
     remedy = "set its kv_cache_bytes to less, or its data_parallel to more"
     if one.inference.quantization == "none":
         fp8 = one.inference.model_copy(update={"quantization": "fp8"})

@@ -3,14 +3,14 @@
 For family `hugging_face`, `orrery.models.families` counts the parameters of the built network.
 
 L layers · H query heads · K head size · C latent width of keys · R rotary width of keys
-- `model_flops`: 6 per token and weight that multiplies it (4 if frozen), and for attention
-  12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, appendix B).
+- `model_flops`: 6 per token and weight that multiplies the token (4 if weights are frozen), and for
+  attention 12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, appendix B).
 - Sparse attention: 6 · L · H · (2C + R) per pair of a query and a chosen key, and the forward pass
   of indexers, if a document is longer than the indexer's `top_k`.
 - `hardware_flops` adds recomputed blocks, logits and attention scores (5 backward products, not 4),
   and costs of context parallelism (cp): latent keys that several ranks up-project, and, with
   indexers, attention to latent keys directly.
-- Adapters do not count.
+- FLOPs of adapters are not counted.
 """
 
 import math
@@ -28,7 +28,7 @@ Part = Literal["norm", "attention", "indexer", "feed_forward", "router", "expert
 class BlockWeight:
     """A weight of a transformer block.
 
-    - `shape`: (rows, columns), (experts, rows, columns), or (size,) of a vector.
+    - `shape`: (rows, columns), (experts, rows, columns) of stacked experts, or (size,) of a vector.
     - `num_matrices`: matrices stacked along the rows, such as 2 for an expert's gate and up.
     - `has_fp8`: whether the product runs in FP8 if `model.fp8` names `part`.
     """
@@ -45,7 +45,7 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Parameter counts of a whole FSDP unit, such as a block: weights gathered together.
+    """Parameter counts of an unsharded FSDP unit: weights gathered together, such as a block's.
 
     `trained` and `frozen` include experts. `adapted`: frozen parameters of layers with adapters.
     """
@@ -73,7 +73,8 @@ class UnitParameters:
 class ParameterCounts:
     """Counts of FSDP units in forward order.
 
-    `before`: embedding. `after`: last norm and LM head. Tied embeddings count in `root` instead.
+    `before`: embedding. `after`: last norm and LM head. With tied embeddings both units are empty,
+    and `root` counts the embedding and the last norm.
     `largest_in_a_layer`: parameters of a block's largest trained weight, such as stacked experts.
     """
 
@@ -96,8 +97,8 @@ def keys_per_query(model: Model, cp: int) -> float:
     """Return the ratio of keys to queries in a rank's latent attention, 1 without cp.
 
     A document is cut into 2·cp pieces, and a rank has the queries of pieces i and 2·cp − 1 − i
-    (zig-zag). With indexers it reads all 2·cp pieces of keys. Without, it expands the keys up to
-    each of its pieces: i + 1 and 2·cp − i, together 2·cp + 1 pieces.
+    (zig-zag). With indexers the rank reads all 2·cp pieces of keys. Without indexers the rank
+    expands the keys up to each of its pieces: i + 1 and 2·cp − i, together 2·cp + 1 pieces.
     """
     if cp == 1 or model.mla is None:
         return 1.0
@@ -170,7 +171,7 @@ def _feed_forward(hidden: int, width: int) -> Iterator[BlockWeight]:
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
     """Return the counts of all units. Raise OrreryError for family `hugging_face`.
 
-    Indexers are frozen. With `adapters`, only these are trained.
+    Indexers are frozen. With `adapters`, only adapters are trained.
     """
     kinds: dict[tuple[bool, str], tuple[UnitParameters, int]] = {}
     layers: list[UnitParameters] = []
@@ -182,7 +183,7 @@ def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
         if kind not in kinds:
             kinds[kind] = _count_block(list(block_weights(model, layer)), adapters)
         unit, most = kinds[kind]
-        layers.append(replace(unit))  # copies, because `trainer_memory` compares by identity
+        layers.append(replace(unit))  # a copy, because `trainer_memory` compares units by identity
         largest = max(largest, most)
     embedding, norm = model.vocab_size * model.hidden_size, model.hidden_size
 
@@ -222,9 +223,9 @@ def _count_block(weights: list[BlockWeight], adapters: Lora | None) -> tuple[Uni
 
 @dataclass(frozen=True)
 class Flops:
-    projections: float  # attention, dense feed-forwards, routers, shared experts
+    projections: float  # products of attention, dense feed-forwards, routers and shared experts
     experts: float  # grouped products of routed experts
-    attention: float  # scores and their products with values
+    attention: float  # scores, and products of scores with values
     lm_head: float
 
     @property
@@ -245,7 +246,7 @@ def active_parameters(model: Model) -> Flops:
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
     projections, experts = 0, 0
     kinds = [is_sparse(model, layer) for layer in range(model.num_layers)]
-    for kind in set(kinds):  # blocks of a kind differ only in indexers, not counted here
+    for kind in set(kinds):  # blocks of a kind differ only in indexers, which are not counted here
         for weight in block_weights(model, kinds.index(kind)):
             if weight.part == "experts":
                 moe = model.mixture
@@ -259,7 +260,8 @@ def active_parameters(model: Model) -> Flops:
 def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> Flops:
     """Return the FLOPs of a forward and backward pass over documents of `lengths` tokens.
 
-    The LM head scores every token. `frozen`: weights get no gradients (LoRA), else all get one.
+    The LM head scores every token. `frozen`: whether weights get no gradients (LoRA). Otherwise
+    every weight gets a gradient.
     """
     each = (4 if frozen else 6) * sum(lengths)
     active = active_parameters(model)
@@ -282,7 +284,7 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
     return Flops(
         base.projections + repeated * each + again,
         base.experts + share * ("experts" in recomputed) * active.experts * forward,
-        # `core` is 2 products forward. With 5 products backward that is 3.5 times `core`.
+        # `core` counts attention's 2 forward products. With 5 backward products, the sum is 3.5x.
         3.5 * core + share * ("attention" in recomputed) * core + _indexers(model, lengths),
         base.lm_head + (not trainer.memory.lm_head_keeps_logits) * active.lm_head * forward,
     )
@@ -294,7 +296,7 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def _repeated_parameters(model: Model, cp: int) -> float:
-    """Return the parameters of all `kv_b_proj`, times the repeats of a latent key.
+    """Return the parameters of all `kv_b_proj`, times the repeated products per latent key.
 
     Return 0 for networks with indexers.
     """
@@ -329,7 +331,7 @@ def _indexers(model: Model, lengths: Sequence[int]) -> float:
 def attended_keys(length: int, most: int) -> float:
     """Return the number of (query, key) pairs in causal attention, at most `most` keys a query.
 
-    1 + … + n is taken as n² / 2.
+    The sum 1 + … + n is approximated by n² / 2.
     """
     most = min(length, most)
     return most * most / 2 + (length - most) * most

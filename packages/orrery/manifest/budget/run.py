@@ -1,7 +1,7 @@
 """Plan a run: memory of each role, time of a step, and the bytes between roles.
 
 - Memory is planned for rollouts of the greatest length (`inference.max_model_len_tokens`), times
-  for the given mean length, by default a quarter of it.
+  for the given mean length, by default a quarter of the greatest.
 - Trainer and engines work at the same time, so the slower one sets the time of a step. On shared
   devices they take turns.
 - Staleness follows from Little's law. With N rollouts in flight and B in a batch, a rollout lasts
@@ -31,7 +31,7 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
 Bytes = dict[str, int]
-FRAGMENTATION = 0.065  # lost / allocated bytes, the median in benchmarks/trainer
+FRAGMENTATION = 0.065  # bytes lost to fragmentation / allocated, the median in benchmarks/trainer
 NETWORK_BYTES = 50e9  # default network bytes per second of a device: 400 Gb/s
 MEAN_SHARE = 0.25  # default mean tokens of a rollout / max_model_len_tokens
 COLUMN_BYTES = 17  # bytes of a batch per token: id, mask, log-prob, version, advantage
@@ -49,7 +49,7 @@ KINDS = {  # kinds of trainer memory: the categories of `MemoryPlan` that each o
 
 @dataclass(frozen=True)
 class RoleBudget:
-    """Bytes of a role: `memory` of one device by kind, host memory and scratch disk of one node."""
+    """Bytes of a role: `memory` of one device by use, host memory and scratch disk of one node."""
 
     role: str
     num_devices: int
@@ -68,9 +68,9 @@ class RunBudget:
     """The plan of a run. Times are seconds, rates are tokens or bytes per second."""
 
     roles: tuple[RoleBudget, ...]
-    capacity_bytes: int | None  # of a device, None on a CPU
+    capacity_bytes: int | None  # usable memory of a device, None on a CPU
     shares_devices: bool
-    tokens: dict[str, float]  # of a mean rollout: all, prompt, sampled
+    tokens: dict[str, float]  # tokens of a mean rollout: all, prompt, sampled
     trainer_s: dict[str, float]
     trainer_tokens_per_s: float
     engines: dict[str, float]
@@ -79,12 +79,12 @@ class RunBudget:
     longest_step_s: float  # seconds of a step if all rollouts have the greatest length
     staleness: float
     update: dict[str, float]
-    loading: dict[str, dict[str, float]]  # reading of the start weights, by role
+    loading: dict[str, dict[str, float]]  # bytes and seconds to read the start weights, by role
     checkpoint: dict[str, float]
-    traffic_bytes: dict[str, float]  # of one step, by direction
-    collective_bytes: dict[str, dict[str, float]]  # of the trainer's step, by link
+    traffic_bytes: dict[str, float]  # bytes between roles in one step, by direction
+    collective_bytes: dict[str, dict[str, float]]  # bytes of a step, by collective and link
     layer_gather_bytes: dict[str, int]
-    other_ep: dict[str, Bytes]  # "with ep N": differences of the trainer's peak by kind
+    other_ep: dict[str, Bytes]  # changes of the trainer's peak by kind of memory, for "with ep N"
     assumptions: tuple[str, ...]
     misfits: tuple[str, ...]
 
@@ -209,7 +209,7 @@ class RunPlan:
 
     @cached_property
     def work(self) -> tuple[int, list[int]]:
-        """Return a step's micro-batches and the lengths of a cp group's rollouts."""
+        """Return (number of micro-batches in a step, tokens of each rollout of one cp group)."""
         mesh, orchestrator = self.trainer.mesh, self.manifest.orchestrator
         per_group = -(-orchestrator.rollouts_per_batch // mesh.num_data_ranks)
         room = max(1, int(self.trainer.memory.max_tokens_per_micro_batch // self.tokens))
@@ -230,7 +230,8 @@ class RunPlan:
     def engines(self) -> dict[str, float]:
         """Return the engines' speed, with the unit in each key. "step_s" is the time of a batch.
 
-        The slower of prefill and decode engines (`prefill_replicas`) sets the speed.
+        If some engines only prefill (`prefill_replicas`), the slower of prefill and decode engines
+        sets the speed.
         """
         inference, model = self.inference, self.model
         prefills = inference.prefill_replicas
@@ -261,8 +262,8 @@ class RunPlan:
     def pace(self) -> tuple[float, str, float]:
         """Return (seconds of a step, name of the slower role, mean staleness of tokens in steps).
 
-        If the trainer is slower, `max_batches_ahead` batches wait for it and add as many steps of
-        staleness, at most `max_off_policy_steps`.
+        If the trainer is slower, `max_batches_ahead` batches wait for the trainer, and each adds a
+        step of staleness. Staleness is at most `max_off_policy_steps`.
         """
         orchestrator = self.manifest.orchestrator
         sides = {"the trainer": self.trainer_s["step"], "the engines": self.engines["step_s"]}
@@ -279,8 +280,8 @@ class RunPlan:
     def update(self) -> dict[str, float]:
         """Return the bytes and seconds of a weight update from trainer ranks to engine devices.
 
-        With 'nccl' or 'nixl' the slower side sets the time. Otherwise engines read files: adapters
-        are read once, whole weights also written.
+        With 'nccl' or 'nixl' the slower of sending and receiving sets the time. Otherwise engines
+        read files. For whole weights the time of writing the files is added.
         """
         kind, replicas = self.manifest.transport.weights, self.inference.num_replicas
         value_bytes = DTYPE_BYTES[self.inference.dtype]
@@ -303,8 +304,9 @@ class RunPlan:
     def loading(self) -> dict[str, dict[str, float]]:
         """Return the bytes that a node reads of the start weights, and the seconds, by role.
 
-        A node reads each byte once, and its ranks share it in the page cache. Trainer ranks read
-        their slices, expert-parallel engine ranks their experts and all other weights.
+        A node reads each byte once, and its ranks share the byte in the page cache. A trainer rank
+        reads its slices. An engine rank reads all weights, but with expert parallel only the
+        rank's own experts.
         """
         manifest, mesh, counted = self.manifest, self.trainer.mesh, self.counted
         is_whole = manifest.stage_before_rl == "init" and self.model.init.kind == "pretrained"
@@ -327,7 +329,8 @@ class RunPlan:
     def checkpoint(self) -> dict[str, float]:
         """Return a checkpoint's bytes, the bytes of a rank, and the seconds that training waits.
 
-        "writes_s": seconds of writing, beside training. Ranks of one `dp_replicate` replica save.
+        "writes_s": seconds of writing while training continues. Only the ranks of one
+        `dp_replicate` replica write.
         """
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
@@ -366,7 +369,7 @@ class RunPlan:
         return step_bytes(self.model, self.trainer, self.counted, micro_batches, tokens, per_node)
 
     def layer_gather(self) -> dict[str, int]:
-        """Return the bytes of the largest block as one rank gathers it, without and with ep."""
+        """Return the bytes that one rank gathers of the largest block, without and with `ep`."""
         if self.trainer.mesh.world_size == 1:
             return {}
         c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep

@@ -1,7 +1,7 @@
 """Plan how much device memory offloaded optimizer state may use at each moment of a step.
 
-State travels beside computation, in memory that activations and gradients do not use then. So the
-planned peak is the same with and without it.
+State is copied during computation, into memory that activations and gradients do not use at that
+moment. So the copied state does not raise the planned peak.
 """
 
 from dataclasses import dataclass
@@ -11,17 +11,18 @@ from orrery.manifest.budget.parameters import ParameterCounts, count_parameters
 from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory, state_bytes
 from orrery.manifest.schema import Model, Trainer
 
-SHARE = 0.9  # of the planned free memory, because plans have errors
+SHARE = 0.9  # share of the planned free memory to use, because plans have errors
 
 
 @dataclass(frozen=True)
 class StateRooms:
-    """Bytes of state that fit on the device, by block.
+    """Bytes of optimizer state that fit on the device, by block.
 
-    - `forward`, `backward`: from the start of the block's pass on, in a step's first micro-batch.
-    - `head`: in the LM head of the first micro-batch.
-    - `arriving`: from the start of the block's backward pass to the end of the step, in the last
-      micro-batch.
+    - `forward`, `backward`: bytes that fit from the start of the block's forward or backward pass
+      on, in a step's first micro-batch.
+    - `head`: bytes that fit while the LM head of the first micro-batch runs.
+    - `arriving`: bytes that fit from the start of the block's backward pass in the last micro-batch
+      to the end of the step.
     """
 
     forward: tuple[int, ...]
@@ -37,7 +38,10 @@ def state_rooms(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> StateRooms:
-    """Return the rooms in a step of `micro_batches`. Raise OrreryError for `hugging_face`."""
+    """Return the bytes of state that fit at each moment of a step of `micro_batches` micro-batches.
+
+    Raise OrreryError for family `hugging_face`.
+    """
     tokens = trainer.memory.max_tokens_per_micro_batch
 
     def planned(count: int) -> MemoryPlan:
@@ -56,7 +60,7 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # Only the plan of several micro-batches counts whole gradients that wait for later ones.
+    # Only the plan of several micro-batches counts gradients that wait whole for the last of them.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
     # For each moment, the most memory used from this moment on.

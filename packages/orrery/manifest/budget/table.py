@@ -25,7 +25,7 @@ from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
 ROOM = 0.97  # share of usable device memory that a layout may fill
-SAVINGS: tuple[dict[str, Any], ...] = (  # each adds its fields to the fields above, to save memory
+SAVINGS: tuple[dict[str, Any], ...] = (  # fields that save memory. A row keeps those of rows above.
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
     {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},
@@ -33,8 +33,8 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # each adds its fields to the fields ab
     {"memory.optimizer_offload_resident": 0.0},
     {"memory.activation_offload": True},
 )
-SIZES = (0.5, 1, 2)  # micro-batches to try / the run's `max_tokens_per_micro_batch`
-EVERY = (1, 2)  # with checkpointing "full", recompute every block, or every second
+SIZES = (0.5, 1, 2)  # tokens of a micro-batch to try / the run's `max_tokens_per_micro_batch`
+EVERY = (1, 2)  # `activation_checkpointing_every` to try with "full": each or every second block
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 Changes = dict[str, Any]  # new values by field
@@ -55,9 +55,9 @@ class Proposal:
 
 
 def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest trainer layouts that fit, at most one per mesh and checkpointing.
+    """Return the fastest trainer layouts that fit, at most one per mesh and kind of checkpointing.
 
-    The constraints of a run take the longest, so they are checked last.
+    Checking a run's constraints takes the longest, so constraints are checked last.
     """
     room, now = _room(run), RunPlan(run, tokens)
     if run.hardware.shared_devices:

@@ -2,12 +2,12 @@
 
 The plan predicts the bytes that torch allocates. Torch's allocator reserves more. Symbols:
 
-n parameters of an FSDP unit (such as a block) as gathered on one rank · s ranks that shard it
-T tokens of a micro-batch on one rank · V vocabulary · D hidden
+n parameters of an FSDP unit (such as a block) gathered on one rank · s ranks that shard the unit
+T tokens of a micro-batch on one rank · V vocabulary size · D hidden size
 bytes of a value: p of stored weights, c in computation, r in gradient reductions
 h = query heads × head size · g = key heads × head size
-F intermediate of the dense feed-forward, or of all shared experts together
-E experts · K experts per token · I expert intermediate
+F intermediate size of the dense feed-forward, or of all shared experts together
+E experts · K experts per token · I intermediate size of an expert
 """
 
 from collections.abc import Iterator
@@ -38,9 +38,9 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# Bytes of a rank's states in one optimizer bucket, or of its weights if an optimizer has no state.
-OFFLOADED_BYTES = 128 << 20  # enough for the full rate of PCIe
-WHOLE_BYTES = 256 << 20  # Muon's buckets, with and without offload, so that both give equal bits
+# Bytes of a rank's states in an optimizer bucket, or of the rank's weights if there is no state.
+OFFLOADED_BYTES = 128 << 20  # bytes that reach the full rate of PCIe
+WHOLE_BYTES = 256 << 20  # bytes of Muon's buckets with and without offload, for equal results
 NUM_SLOTS = 3  # buckets of offloaded state on the device at the same time
 BATCH_VALUES = 1 << 27  # values that Muon orthogonalizes at a time, to bound memory
 MUON_COPIES = 4  # temporary bfloat16 copies that Muon makes of a batch of matrices
@@ -55,8 +55,8 @@ Bytes = dict[str, int]
 class ActivationBytes:
     """A block's activation bytes per token.
 
-    `kept`: held from the block's forward pass to its backward pass. `backward`: in addition, at
-    most, in the backward pass.
+    `kept`: bytes held from the block's forward pass to its backward pass. `backward`: the most
+    bytes held in addition during the backward pass.
     """
 
     kept: int
@@ -67,9 +67,10 @@ class ActivationBytes:
 class _Results:
     """Bytes per token of a block's forward results.
 
-    `named`: results that selective checkpointing can keep, by the name in `keep`. `unread`: results
-    of the same names that no backward pass reads, not in `named`. `rest`: results without a name.
-    `for_attention`: recomputed results that only attention's backward pass reads.
+    `named`: results that selective checkpointing can keep, by the name in `keep`. `unread`: further
+    results under the same names, which no backward pass reads and `named` does not count. `rest`:
+    results without a name. `for_attention`: recomputed results that only attention's backward pass
+    reads.
     """
 
     named: dict[str, int]
@@ -81,9 +82,9 @@ class _Results:
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes under the trainer's checkpointing.
 
-    With `none`, or without checkpointing of this block, it keeps all results. With `full` it keeps
-    the input (c·D). With `selective` it keeps the input and the results that `keep` names, and,
-    unless compiled as one graph, their `unread` results.
+    With `none`, or if this block is not checkpointed, the block keeps all results. With `full` the
+    block keeps its input (c·D). With `selective` the block keeps its input and the results that
+    `keep` names, and, unless compiled as one graph, the `unread` results of these names.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -210,8 +211,9 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     latent      at least (2c + 4)·H·(C + R) · with cp 3·c·k·(C + R) gradients of keys, and without
                 indexers 2·c·g·(k − 1) expanded keys and values
     dense       c·(3F + D) gradients of a dense feed-forward, or of shared experts
-    mixture     in addition c·K·D gradients of rows (3 times with ep) · c·K·I between products
-                (3 times unless one graph) · c·K·D to recompute the down projection with adapters
+    mixture     in addition c·K·D gradients of rows (3 times with ep) · c·K·I values between
+                products (3 times unless compiled as one graph) · c·K·D to recompute the down
+                projection with adapters
     """
     c = DTYPE_BYTES[trainer.compute_dtype]
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -261,8 +263,9 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
 class Workload:
     """The work of a context-parallel (cp) group in a step of `micro_batches` micro-batches.
 
-    `tokens`: of a micro-batch. `document_tokens`: of the longest document.
-    `merged_width`: bytes per value of merged adapters that NCCL or NIXL updates send, else 0.
+    `tokens`: tokens of a micro-batch. `document_tokens`: tokens of the longest document.
+    `merged_width`: bytes per value of the weights with merged adapters that weight updates by NCCL
+    or NIXL send, else 0.
     """
 
     tokens: int
@@ -388,9 +391,10 @@ class _StepPlan:
             self.gathered_until = sizes
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
-        """Yield (moment, bytes by category). Weights, states and `waiting` gradients always count.
+        """Yield (moment, bytes by category).
 
-        Without `reshard_after_forward`, all blocks before i stay gathered, not only i − 1.
+        Weights, states and gradients that wait for the optimizer count at every moment. Without
+        `reshard_after_forward`, all blocks before i stay gathered, not only block i − 1.
 
         LM head           activations of all blocks · gathered head and last block · head's gradient
                           (c·n) · logits · T·D·(3c + 4) hidden states and their gradient
@@ -529,13 +533,17 @@ class _StepPlan:
         return self.r * unit.gathered_trained(self.ep) if self.is_sharded else 0
 
     def reduced_gradient(self, unit: UnitParameters) -> int:
-        """Return the bytes of a gradient that waits for the optimizer: p·n / s."""
+        """Return the bytes of the unit's reduced gradient, which waits for the optimizer: p·n / s.
+
+        Return 0 if the gradient waits on the host.
+        """
         return 0 if self.on_host else self.p * unit.trained // self.shards
 
     def earlier_gradient(self, unit: UnitParameters) -> int:
-        """Return the bytes that wait in the last micro-batch before the unit's backward pass.
+        """Return the bytes of the unit's gradient that earlier micro-batches left on the device.
 
-        With `reduce_gradients: step` these are whole gradients (r·n), otherwise reduced ones.
+        With `reduce_gradients: step` the gradient is whole (r·n), otherwise reduced. Return 0 if
+        the step has one micro-batch.
         """
         if self.load.micro_batches == 1:
             return 0
@@ -546,15 +554,15 @@ class _StepPlan:
     def activations(self, last: int) -> int:
         first, memory = 0, self.trainer.memory
         if memory.activation_offload:
-            # The block that computes, and blocks whose copies are under way.
+            # Only the computing block and blocks still being copied hold device memory.
             first = max(0, last - memory.activation_offload_max_in_flight)
         return self.tokens * (self.kept_before[last + 1] - self.kept_before[first])
 
     def logits(self) -> int:
         """Return the bytes of logits if all T tokens are scored, in tiles of the vocabulary.
 
-        Without `lm_head_keeps_logits` only the largest tile counts, with 6 bytes per logit. With it
-        all logits take 4·T·V bytes, and those of the largest tile 2 more each.
+        Without `lm_head_keeps_logits` only the largest tile counts, with 6 bytes per logit. With
+        this field, all logits take 4·T·V bytes, and each logit of the largest tile 2 more bytes.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         chunk = auto_chunk_tokens(self.device_bytes, vocab)

@@ -28,14 +28,15 @@ IDLE_SHARE = 0.015  # share of a step without work on the device
 EAGER = 2.5  # elementwise bytes without the compiler / with it
 FORWARD_SHARE = 0.3  # share of a micro-batch's computation in its forward pass
 BOTH_WAYS = 0.75  # share of the host link's rate per direction while copies go both ways
-QUEUED_SHARE = 0.5  # share of computation that hides gathers if cp > 1: exchanges wait for them
+QUEUED_SHARE = 0.5  # share of computation that hides gathers with cp, whose exchanges wait for them
 
 
 @dataclass(frozen=True)
 class Links:
     """Bytes per second of one device in the trainer's collectives, by group of ranks.
 
-    `experts` and `shards`: FSDP's gathers and reductions of experts and of all other weights.
+    `experts`: FSDP's gathers and reductions of experts. `shards`: those of all other weights.
+    `all`: exchanges among all ranks. `cp`, `ep`: exchanges inside a group of this axis.
     """
 
     shards: float
@@ -49,7 +50,7 @@ def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float)
     """Return the rates of collectives. `network`: bytes per second of a device between nodes.
 
     A ring over nodes uses the network cards of all its ranks on a node. The ranks that shard one
-    expert are `ep` apart, so a node has fewer of them than of other ranks.
+    expert are `ep` apart, so a node holds fewer of them than of the ranks that shard other weights.
     """
 
     def of(ranks: int) -> float:
@@ -73,11 +74,12 @@ def step_s(
     counted: ParameterCounts | None = None,
     device_bytes: int = 0,
 ) -> dict[str, float]:
-    """Return the seconds of a step by kind of work. "step" is their sum.
+    """Return the seconds of a step by kind of work, and their sum as "step".
 
-    "communication" is the part that computation does not hide. `lengths`: tokens of each document
-    of a cp group, over all micro-batches. `link`: by default, that of ranks on one node.
-    `device_bytes`: a device's memory. Raise OrreryError for family `hugging_face`.
+    "communication" is the part that computation does not hide. "communication in all" adds the
+    hidden part and is not in the sum. `lengths`: tokens of each document of a cp group, over all
+    micro-batches. `link`: rates of collectives, by default of ranks on one node. `device_bytes`: a
+    device's memory. Raise OrreryError for family `hugging_face`.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
@@ -179,7 +181,7 @@ def _offload_s(
 ) -> float:
     """Return the seconds of activation offload in a step that computation does not hide.
 
-    `tokens`: of the rank in a step. `computing`: the step's seconds of computation.
+    `tokens`: tokens of the rank in a step. `computing`: the step's seconds of computation.
     """
     if not trainer.memory.activation_offload:
         return 0.0
@@ -199,10 +201,11 @@ def _communication(
     computing: float,
     link: Links,
 ) -> tuple[float, float]:
-    """Return a step's seconds of communication (in total, not hidden by computation).
+    """Return a step's seconds of (all communication, communication that computation does not hide).
 
-    `tokens`: of the rank. `computing`: seconds of computation. Gathers and reductions overlap with
-    the computation of their pass. Exchanges of cp and ep do not. Muon's are in `_optimizer_s`.
+    `tokens`: tokens of the rank. `computing`: seconds of computation. Gathers and reductions
+    overlap with the computation of their pass. Exchanges of cp and ep do not overlap. Exchanges of
+    Muon are counted in `_optimizer_s`.
     """
     moved = traffic(model, trainer, counted, tokens)
     gather = moved.gather / link.shards + moved.gather_experts / link.experts
@@ -260,10 +263,10 @@ def _state_copies_s(
 ) -> float:
     """Return the seconds of copies of offloaded states that computation does not hide.
 
-    `room`: bytes of states on the device after the last backward pass, during which they arrive.
-    All other states arrive later, while as many bytes return to the host. The states in `room`
-    return during the first micro-batch. Its backward pass hides copies only if more micro-batches
-    follow (`has_more`).
+    `room`: device bytes for states that arrive during the last backward pass. All other states
+    arrive later, while as many bytes return to the host. The states in `room` return during the
+    next step's first micro-batch. The backward pass of that micro-batch hides copies only if more
+    micro-batches follow (`has_more`).
     """
     link, backward_s = rates.host_link_bytes, (1 - FORWARD_SHARE) * micro_batch_s
     early = min(num_bytes, room, backward_s * link)
@@ -272,7 +275,7 @@ def _state_copies_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return (values that Muon updates, those in matrices split over ranks, operations).
+    """Return (values that Muon updates, values of matrices split over ranks, operations).
 
     The operations are those of one Newton-Schulz iteration over all matrices.
     """
@@ -283,7 +286,7 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
                 continue
             m, n = sorted((weight.shape[-2] // weight.num_matrices, weight.shape[-1]))
             values += weight.size
-            # Ranks divide a stack of experts into whole matrices, so these are not split.
+            # Ranks divide a stack of experts into whole matrices, so no expert's matrix is split.
             split += weight.size if len(weight.shape) == 2 else 0
             operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)
     return values, split, operations

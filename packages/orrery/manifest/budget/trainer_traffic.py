@@ -12,8 +12,10 @@ class Traffic:
     """Bytes that a rank sends.
 
     - `gather`, `reduction`: one FSDP gather or reduction of all units, without experts.
-    - `gather_experts`, `reduction_experts`: the same for experts, whose FSDP group differs with ep.
-    - `cp`, `ep`, `replicas`: a step's context- and expert-parallel exchanges, and its all-reduce.
+    - `gather_experts`, `reduction_experts`: one FSDP gather or reduction of all experts. With
+      expert parallel (`ep`) their FSDP group is smaller.
+    - `cp`, `ep`: a step's exchanges of context parallel and of expert parallel.
+    - `replicas`: a step's all-reduce of gradients over `dp_replicate` replicas.
     """
 
     gather: float
@@ -38,7 +40,7 @@ def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: fl
     in_ep = in_cp = 0.0
     if mesh.ep > 1 and model.moe is not None:
         layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
-        # A token travels once to each rank with experts for it, here evenly chosen.
+        # A token travels once to each rank that holds a chosen expert. Choices are taken as even.
         reached = mesh.ep * (1 - (1 - 1 / mesh.ep) ** model.moe.num_experts_per_token)
         rows = tokens * reached * (mesh.ep - 1) / mesh.ep
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
@@ -67,9 +69,10 @@ def step_bytes(
 ) -> dict[str, dict[str, float]]:
     """Return the bytes of a step over all ranks, by collective and by link.
 
-    "links" connect devices of a node. `tokens`: of a rank. A ring leaves each node once. In an
-    exchange each rank sends the same number of bytes to every other rank of its group. If a
-    group's ranks are `stride` apart, a node holds `devices_per_node` / `stride` of them.
+    "links" are bytes inside nodes, "network" bytes between nodes. `tokens`: tokens of a rank. A
+    ring leaves each node once. In an exchange each rank sends the same number of bytes to every
+    other rank of its group. If a group's ranks are `stride` apart, a node holds
+    `devices_per_node` / `stride` of them.
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp
