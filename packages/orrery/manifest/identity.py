@@ -94,7 +94,8 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def commit(folder: Path, *paths: str) -> str:
     """Return the commit of the checkout around `folder`, or "unknown".
 
-    Add `-dirty` if tracked files under the git `paths` differ. ORRERY_COMMIT overrides the commit.
+    Add `-dirty` if tracked files under the git `paths` differ from the commit. The variable
+    ORRERY_COMMIT overrides the result.
     """
     if named := os.environ.get("ORRERY_COMMIT"):
         return named

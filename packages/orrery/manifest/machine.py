@@ -40,15 +40,15 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-WRITTEN = "Written by `orrery "  # in the first line of files that a command may replace
+WRITTEN = "Written by `orrery "  # words in the first line of files that a command may replace
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 MAX_FITS = 3  # largest number of rounds of changes that make a run fit into device memory
-CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / device memory. True: trainer on same GPU
+CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / GPU memory. True: the trainer shares the GPU.
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as `nvidia-smi` reports it. None: not reported."""
+    """A GPU as `nvidia-smi` reports it. A field is None if `nvidia-smi` does not report it."""
 
     name: str
     memory_bytes: int | None
@@ -68,7 +68,10 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return the hardware axis's `layout`. Half of the GPUs train. A single GPU does both."""
+        """Return the hardware axis's `layout`. Half of the GPUs train, the others run engines.
+
+        A single GPU does both.
+        """
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,
@@ -96,7 +99,10 @@ def this_machine() -> Machine:
 
 
 def _told(found: Sequence[Gpu]) -> str:
-    """Return a name by `told_accelerator`. Raise OrreryError without bfloat16 or data."""
+    """Return the name that `told_accelerator` makes for these GPUs.
+
+    Raise OrreryError if the GPUs lack bfloat16, or `nvidia-smi` does not report them fully.
+    """
     name, capability = found[0].name, found[0].capability
     memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
     if capability is None or not memory:
@@ -114,7 +120,10 @@ def _told(found: Sequence[Gpu]) -> str:
 
 
 def gpus() -> dict[str, Gpu]:
-    """Return the visible GPUs by index. Raise OrreryError if they differ or `nvidia-smi` fails."""
+    """Return the visible GPUs by index.
+
+    Raise OrreryError if the GPUs are of several types or `nvidia-smi` fails.
+    """
     if shutil.which(QUERY[0]) is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return {}
     try:
@@ -152,7 +161,7 @@ def gpus() -> dict[str, Gpu]:
 
 
 def _mebibytes(text: str) -> int | None:
-    return int(text) << 20 if text.isdigit() else None  # else "[N/A]"
+    return int(text) << 20 if text.isdigit() else None  # the text is "[N/A]" if not reported
 
 
 def _capability(text: str) -> tuple[int, int] | None:
@@ -247,7 +256,7 @@ def _object(fields: Mapping[str, object]) -> str:
 
 
 class Adapted(NamedTuple):
-    """A run after `adapt`, and the text of its run file, or None if the original run suits.
+    """A run after `adapt`. `text`: the new run file, or None if the original run suits.
 
     `fitting`: new values, by field, that make the run fit into device memory.
     """

@@ -1,7 +1,7 @@
 """The processes of each stage of a run, as data, and whether this release can start them.
 
-- `ends` "itself": the process ends when its work is done. "with_stage": a server, stopped when all
-  "itself" processes have exited with 0.
+- `ends` "itself": the process ends when its work is done. "with_stage": the process is a server,
+  which is stopped when all "itself" processes have exited with 0.
 - In a stage of several nodes each node belongs to one group: inference (or prefill, then decode),
   then trainer. All other roles are on the first node.
 """
@@ -24,7 +24,7 @@ ADMISSIONS = ("fixed", "adaptive")
 
 StageName = Literal["init", "sft", "rl", "evaluate", "report"]
 Role = Literal["trainer", "inference", "headless", "kv_store", "router", "orchestrator", "report"]
-# An engine's server with the ranks of its first node, and the ranks of each further node.
+# "inference": an engine's server, with the ranks of its first node. "headless": ranks of another.
 ENGINE_ROLES = ("inference", "headless")
 
 
@@ -33,7 +33,8 @@ class ProcessPlan:
     """One process: `python -m <module>` as `role` number `index` on `node`.
 
     - Its devices are `first_device` .. `first_device + num_devices - 1` of the node.
-    - A process of role "headless" belongs to `engine`, and is on node `part` of that engine.
+    - A process of role "headless" belongs to the engine of index `engine`, and is on the node of
+      index `part` among that engine's nodes.
     """
 
     role: Role
@@ -48,7 +49,7 @@ class ProcessPlan:
 
     @property
     def whole(self) -> str:
-        """Return the name of the process with which this one starts and ends."""
+        """Return the name of the process with which this process starts and ends."""
         return (
             f"inference.{self.engine}" if self.role == "headless" else f"{self.role}.{self.index}"
         )
@@ -90,7 +91,10 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Assign each node's devices to its processes, in order. With `shared`, roles share devices."""
+    """Assign each node's devices to the node's processes, in order.
+
+    With `shared`, roles share devices: the processes of each role start at device 0.
+    """
     used: dict[object, int] = {}
     placed = []
     for process in stage.processes:
@@ -252,7 +256,7 @@ def check_built(manifest: Manifest) -> None:
 
 
 def check_cpu_shape(inference: Inference) -> None:
-    """Raise OrreryError for tensor-parallel ranks, and for ranks that exchange no tokens."""
+    """Raise OrreryError for tensor parallel, and for data parallel without expert parallel."""
     tensor, data = inference.tensor_parallel, inference.data_parallel
     if tensor > 1 or (data > 1 and not inference.expert_parallel):
         raise OrreryError(
@@ -272,7 +276,7 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return a remark per reason why the run cannot start, learn or compile, or repeats work."""
+    """Return a note for each reason why the run cannot start, learn or compile, or repeats work."""
     told = refusal(manifest)
     said = [] if told is None else [f"  note: {told}"]
     if told is not None:

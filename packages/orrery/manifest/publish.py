@@ -18,7 +18,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`, durable at return. The folder must exist."""
+    """Replace the content of `path` by `data`, durable at return. The path's folder must exist."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(data)
     publish_file(temporary, path)
@@ -51,7 +51,7 @@ def sync_tree(folder: Path) -> None:
 def sync_folders(folder: Path) -> None:
     """Sync a folder and its subfolders, so that all names in them are durable."""
     for parent, _, _ in os.walk(folder, topdown=False):
-        with suppress(FileNotFoundError):  # another process has removed it
+        with suppress(FileNotFoundError):  # another process has removed the folder
             sync(Path(parent))
 
 

@@ -1,4 +1,4 @@
-"""Render Jsonnet run files to checked manifests, or change no file.
+"""Render Jsonnet run files to checked manifests. If a run is wrong, no manifest is written.
 
 A run is a key of a run file. Imports are found by library path only (`lib/run.libsonnet`).
 """
@@ -35,7 +35,7 @@ class Rendered:
 
 
 class Evaluator:
-    """Evaluate Jsonnet. `closure` lists imported files. `instead` replaces contents by path."""
+    """Evaluate Jsonnet. `closure`: imported files. `instead`: replaced contents by path."""
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -139,7 +139,10 @@ def _names(workspace: Workspace, path: Path) -> list[str]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
-    """Return `of_file`'s values of all runs by name. Raise OrreryError for a repeated name."""
+    """Return the values that `of_file` gives for all runs, by the run's name.
+
+    Raise OrreryError if two files define a run of the same name.
+    """
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import data_files, sha256, sha256_of_data
 
-SUMS = "SHA256SUMS"  # of the files in a fetched folder, below a line with its source
+SUMS = "SHA256SUMS"  # file with a line for a fetched folder's source, then its files' sha256
 DATA_SUMS = "DATA_SHA256SUMS"
 Shard = tuple[int, int]  # K and N of K/N
 
@@ -34,7 +34,7 @@ def split_of(name: str) -> str:
 
 
 def main_split(names: Iterable[str]) -> str:
-    """Return "train" if it is a split, else the split of the first file."""
+    """Return "train" if a file is of this split, else the split of the first file."""
     splits = [split_of(name) for name in sorted(names, key=PurePosixPath)]
     return "train" if "train" in splits else splits[0]
 
@@ -65,7 +65,7 @@ def write_data_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def data_sums(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each data file by its path, from DATA_SUMS. Empty without that file."""
+    """Return the sha256 of each data file by path, as in DATA_SUMS, or {} without DATA_SUMS."""
     file = folder / DATA_SUMS
     lines = file.read_text().splitlines() if file.is_file() else []
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}

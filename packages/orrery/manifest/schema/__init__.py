@@ -2,7 +2,7 @@
 """The manifest: all settings that determine a run's result.
 
 - Every field is required, because a reviewer would not see a default.
-- Hosts, partitions, mounts, ports and log levels belong to a site.
+- Hosts, partitions, mounts, ports and log levels belong to a site's file, not to the manifest.
 - Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
 """
 

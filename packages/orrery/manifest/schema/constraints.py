@@ -38,9 +38,9 @@ from orrery.manifest.schema.trainer_constraints import (
 if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Hardware, Manifest
 
-TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # Snakemake's rules
-SEGMENT_BYTES = 16 << 20  # Mooncake's minimum for each worker
-KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # vLLM's block of cache is a multiple of it
+TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # names of Snakemake's rules
+SEGMENT_BYTES = 16 << 20  # bytes of memory that Mooncake needs at least for each device
+KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # tokens of which vLLM's cache block is a multiple
 
 _QWEN3 = {
     "rotary_fraction": (1.0,),
@@ -431,7 +431,7 @@ def _offload_misfits(model: Model, inference: Inference, route_bytes: int) -> It
 
 
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each constraint of FP8 weights, such as whole blocks on each device.
+    """Yield a sentence for each broken constraint of FP8 weights, such as a partial FP8 block.
 
     vLLM would pad experts to whole blocks, and weight updates do not fill the padding.
     """
@@ -505,7 +505,7 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
         [field for field, kind in kinds.items() if kind == library]
         for library in ("nixl", "mooncake")
     )
-    if nixl and mooncake:  # each has a copy of rdma-core, and two crash an engine at exit
+    if nixl and mooncake:  # each library has its own rdma-core, and two crash an engine at exit
         yield (
             f"{nixl[0]} 'nixl' with {mooncake[0]} 'mooncake': no engine can load both, for each "
             "brings its own rdma-core; set one of them to another kind"
@@ -532,7 +532,7 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def _prefill_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield the constraints on engines that the shape of prefill engines breaks."""
+    """Yield a sentence for each constraint on engines that the shape of prefill engines breaks."""
     inference = run.inference
     if inference.prefill is None:
         return

@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Manifest
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-HOST_BYTES = 12  # a trained parameter: weights at the round's start, outer momentum, Δ
+HOST_BYTES = 12  # bytes per trained parameter: weight at the round's start, outer momentum, Δ
 OFF = "or set trainer.elastic to null"
 
 
 class OuterSgd(Record):
-    """SGD on the mean Δ of all sites. DiLoCo (arXiv 2311.08105): lr 0.7, momentum 0.9, Nesterov."""
+    """SGD on the mean Δ of all sites (for Δ see `Elastic`).
+
+    DiLoCo (arXiv 2311.08105) has lr 0.7, momentum 0.9 and Nesterov.
+    """
 
     lr: PositiveFloat
     momentum: Decay
@@ -26,7 +29,7 @@ class OuterSgd(Record):
 
 
 class Snapshots(Record):
-    """The newest `keep` snapshots, hashed in blocks of `block_bytes`."""
+    """Keep the newest `keep` snapshots of a site's state, hashed in blocks of `block_bytes`."""
 
     keep: Count
     block_bytes: Size
@@ -42,13 +45,15 @@ class Elastic(Record):
     - `weights` "tokens": a site's weight is its number of tokens since its last exchange.
     - `admission` "open": sites may join before any round. "closed": new sites only before the
       first.
-    - A round starts when all sites have arrived, or `grace_s` after `quorum` of them. Stragglers
-      add their Δ to the next round. Sites that join wait for a member.
-    - A site is dead without a heartbeat for `dead_after_s`. Up to `voters` sites keep the log.
+    - An exchange starts when all member sites have arrived, or `grace_s` after `quorum` members
+      have. Stragglers add their Δ to the next round. Joining sites alone start no exchange.
+    - A site is dead without a heartbeat for `dead_after_s`. Up to `voters` sites keep the log of
+      rounds.
     - `fragments` F: layer i belongs to fragment i mod F, and a fragment is exchanged after every
       `inner_steps` / F steps, in turn (Streaming DiLoCo, arXiv 2501.18512).
-    - `delay_steps` inner steps go on while a fragment is exchanged. Then its weights become
-      `delay_merge` · own + (1 − `delay_merge`) · common. 0: the site waits.
+    - A site takes `delay_steps` more inner steps while a fragment is exchanged. Then the fragment's
+      weights become `delay_merge` · own + (1 − `delay_merge`) · common. With 0 steps, the site
+      waits for the exchange.
     - `snapshots` are copies of the state in shared memory, from which other sites recover.
     """
 

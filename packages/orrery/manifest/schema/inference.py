@@ -26,8 +26,8 @@ class NoRouter(Record):
 class VllmRouter(Record):
     """`vllm-router` spreads requests over the replicas. Thresholds are for "cache_aware" only.
 
-    "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine by its
-    name, "cache_aware" by the shared prefix.
+    "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine by the
+    rollout's name, "cache_aware" by the prefix that the turns share.
     """
 
     kind: Literal["vllm_router"]
@@ -101,9 +101,10 @@ class EngineShape(Record):
     """The settings in which prefill engines and decode engines may differ.
 
     - A replica has `data_parallel` · `tensor_parallel` devices, divided evenly among
-      `nodes_per_replica` nodes. With `expert_parallel` each device has whole experts. Without,
-      each expert is sharded.
-    - `all2all_backend`: the exchange of tokens between data-parallel ranks, by vLLM's name.
+      `nodes_per_replica` nodes. With `expert_parallel` each device has whole experts. Without
+      `expert_parallel` each expert is sharded over the devices.
+    - `all2all_backend`: vLLM's name of the backend that exchanges tokens between data-parallel
+      ranks.
     - `dual_batch_overlap`: exchange one half of a batch while the other half computes.
     - `environment`: variables of the engine's processes. Orrery's own values take precedence.
     """
@@ -133,14 +134,15 @@ class EngineShape(Record):
 
 
 class Inference(EngineShape):
-    """`num_replicas` vLLM servers. The first `prefill_replicas` prefill, the others decode.
+    """`num_replicas` vLLM servers. The first `prefill_replicas` servers prefill, the others decode.
 
     - With 0 prefill replicas every engine serves whole requests.
     - `prefill`: the shape of prefill engines. None: the shape of decode engines.
     - `max_local_prefill_tokens`: a decode engine prefills a prompt itself if at most this many of
       the prompt's tokens are missing in its cache.
     - `quantization` "fp8": engines quantize dense layers and experts to FP8.
-    - `max_restarts`: restarts of all engines within a day. One more failure ends the stage.
+    - `max_restarts`: limit on the restarts of all engines together within a day. One more failure
+      ends the stage.
     """
 
     num_replicas: Count
@@ -157,7 +159,7 @@ class Inference(EngineShape):
     router: Annotated[NoRouter | VllmRouter, Field(discriminator="kind")]
 
     def of_engine(self, index: int) -> "Inference":
-        """Return the fields with the shape of engine `index`."""
+        """Return these settings with the shape of engine `index`."""
         if self.prefill is None or index >= self.prefill_replicas:
             return self
         return self.model_copy(update=dict(self.prefill))
@@ -186,14 +188,14 @@ def longest_blocks(inference: Inference) -> int:
 
 
 def longest_device_bytes(model: Model, inference: Inference) -> int:
-    """Return the cache bytes of a longest sequence on one device, with vLLM's reserved block."""
+    """Return the cache bytes of the longest sequence on one device, with vLLM's reserved block."""
     return (1 + longest_blocks(inference)) * _block_bytes(model, inference)
 
 
 def longest_host_bytes(model: Model, inference: Inference) -> int:
-    """Return the host cache bytes of a longest sequence, for all devices of a rank.
+    """Return the host cache bytes of the longest sequence, for all devices of a data-parallel rank.
 
-    With MLA the host keeps one copy.
+    With MLA the host keeps one copy for all these devices.
     """
     copies = 1 if model.mla is not None else inference.tensor_parallel
     return copies * longest_blocks(inference) * _block_bytes(model, inference)
@@ -204,9 +206,9 @@ def on_disk_bytes(num_bytes: int) -> int:
 
 
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
-    """Return the bytes on disk of one block's cache and of its routes (`Manifest.route_bytes`).
+    """Return (bytes on disk of one cache block, of the block's routes, see `Manifest.route_bytes`).
 
-    Routes get twice their size, because they are evicted separately.
+    Routes count twice, because routes are evicted separately from cache blocks.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)

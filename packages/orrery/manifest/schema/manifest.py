@@ -25,7 +25,7 @@ def _known(accelerator: str) -> str:
 
 
 class Hardware(Record):
-    """The machine's shape. It changes the order of reductions, hence results.
+    """The machine's shape, which changes the order of reductions and hence results.
 
     `accelerator` is `cpu`, a key in `manifest/devices.py` or a name from `orrery hardware`. With
     `shared_devices`, trainer and engines run on the same GPUs of one node.
@@ -38,7 +38,10 @@ class Hardware(Record):
 
 
 class Manifest(Record):
-    """A run. `python_lock_sha256` is the hash of `locks/cpu.txt`, or `locks/cuda.txt` on GPUs."""
+    """All settings of a run.
+
+    `python_lock_sha256` is the hash of `locks/cpu.txt`, or on GPUs the hash of `locks/cuda.txt`.
+    """
 
     schema_version: Literal[3]
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$", max_length=100)]
@@ -74,9 +77,9 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return the bytes per token of the engines' chosen keys, or 0 if not reported.
+        """Return the bytes per token of the engines' chosen keys, or 0 if batches contain none.
 
-        Each indexer has one bit for each position of the longest sequence.
+        For each token, an indexer has one bit for each position of the longest sequence.
         """
         if self.trainer.indexer_choice == "own":
             return 0
@@ -84,7 +87,7 @@ class Manifest(Record):
 
     @property
     def route_bytes(self) -> int:
-        """Return the bytes per token that engines report: experts of all layers, chosen keys."""
+        """Return the bytes per token that engines report: chosen experts of all layers and keys."""
         moe = self.model.moe
         if moe is None or not self.transport.routed_experts:
             return 0

@@ -16,9 +16,9 @@ from orrery.manifest.errors import OrreryError
 MAX_INT = 2**53  # Jsonnet's largest exact integer
 MAX_COUNT = 2**16  # ranks, devices, layers, heads, experts
 MAX_STEPS = 10**9
-MAX_S = 365 * 86_400  # longer times could overflow in clocks and sockets
+MAX_S = 365 * 86_400  # seconds. Longer times could overflow in clocks and sockets.
 MAX_SIZE = 2**24
-# by family: groups of experts, and groups that a token may use
+# (groups of experts, groups that a token may use), by model family
 EXPERT_GROUPS = {"deepseek_v3": (8, 4), "deepseek_v32": (8, 4)}
 FP8_BLOCK = 128  # FP8 weights have one scale for each block of 128 × 128
 
@@ -95,8 +95,9 @@ class PretrainedTokenizer(Record):
 class MoE(Record):
     """Mixture of experts in every layer except the first `num_dense_layers`.
 
-    - `score` turns router logits into weights. With "sigmoid" a bias affects only the choice.
-    - `routed_scale` multiplies the output of routed experts, not that of shared ones.
+    - `score` turns router logits into weights. With "sigmoid" a bias affects the choice of experts
+      but not their weights.
+    - `routed_scale` multiplies the output of routed experts, not the output of shared experts.
     """
 
     num_experts: Count
@@ -144,7 +145,7 @@ class Indexer(Record):
     """DeepSeek sparse attention: a query attends to the `top_k` tokens with the best scores.
 
     `types`: whether a layer has an indexer ("full") or attends to the choice of the layer before it
-    ("shared", GLM-5.1). Null: each layer has one.
+    ("shared", GLM-5.1). Null: each layer has an indexer.
     """
 
     num_heads: PositiveInt
@@ -154,7 +155,7 @@ class Indexer(Record):
 
 
 class MLA(Record):
-    """Multi-head latent attention. Rotary embeddings apply to `rope_head_dim` of each head."""
+    """Multi-head latent attention. Rotary embeddings turn `rope_head_dim` values of each head."""
 
     q_lora_rank: PositiveInt
     kv_lora_rank: PositiveInt
@@ -183,12 +184,14 @@ Family = Literal[
 class Model(Record):
     """The architecture.
 
-    - `head_dim` is the width of queries and keys. `rotary_fraction` of it has rotary embeddings.
+    - `head_dim` is the width of queries and keys. Rotary embeddings turn the share
+      `rotary_fraction` of this width.
     - `glm5` is GLM-5 (transformers' `glm_moe_dsa`), `glm4_moe` is GLM-4.5. `kimi_k2` is
       DeepSeek-V3's network without groups of experts.
-    - `hugging_face` is any causal language model of transformers. `hf_config` is its `config.json`.
+    - `hugging_face` is any causal language model of transformers. `hf_config` is the content of the
+      model's `config.json`.
     - `num_mtp_layers`: layers for multi-token prediction, which checkpoints store after the last
-      layer. Exports copy them from `init`, untrained. Engines can draft tokens with them.
+      layer. Exports copy these layers from `init`, untrained. Engines can draft tokens with them.
     - `fp8` names the layers that trainer and engines compute in block-scaled FP8. Shared experts
       are feed-forwards. Routers, LM head, embedding and norms are never in FP8.
     """

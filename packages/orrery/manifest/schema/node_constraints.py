@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def span_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each constraint that an engine's nodes or its exchange break."""
+    """Yield a sentence for each constraint that an engine's nodes or its token exchange break."""
     num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
     inference = run.inference
     backend, plain = inference.all2all_backend, "allgather_reducescatter"
@@ -63,7 +63,7 @@ def span_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def group_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each group with a partly filled node, and for a wrong `num_nodes`."""
+    """Yield a sentence for each node group with a partly used node, and for a wrong `num_nodes`."""
     num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
     if num_nodes == 1:
         return

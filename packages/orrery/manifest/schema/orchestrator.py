@@ -18,7 +18,10 @@ from orrery.manifest.schema.trainer import Optimizer, Schedule
 
 
 class TaskUse(Record):
-    """A task of `kind` with its `args`. `weight` is its share of the trained groups."""
+    """A task of `kind` with its `args`.
+
+    The task's share of the trained groups is `weight` divided by the sum of all tasks' weights.
+    """
 
     name: str
     kind: str
@@ -29,7 +32,10 @@ class TaskUse(Record):
 
 
 class Grpo(Record):
-    """A = R − mean(R) over a group. `normalize_std` divides by the group's standard deviation."""
+    """Advantage A = R − mean(R), where R are the rewards of a group.
+
+    `normalize_std` divides A by the group's standard deviation.
+    """
 
     kind: Literal["grpo"]
     group_size: Annotated[int, Field(ge=2)]
@@ -37,7 +43,7 @@ class Grpo(Record):
 
 
 class MaxRl(Record):
-    """A = (R − mean(R)) / mean(R), zero if the mean is not positive."""
+    """Advantage A = (R − mean(R)) / mean(R) for rewards R of a group, 0 if mean(R) ≤ 0."""
 
     kind: Literal["max_rl"]
     group_size: Annotated[int, Field(ge=2)]
@@ -72,7 +78,7 @@ Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="k
 class Evaluation(Record):
     """Evaluate held-out problems during RL, each time on one policy version.
 
-    RL ends successfully once the mean held-out reward reaches `stop_at`. Null: never.
+    RL ends successfully once the mean held-out reward reaches `stop_at`. Null: no such end.
     """
 
     interval_steps: PositiveInt
@@ -84,11 +90,13 @@ class Evaluation(Record):
 class GuestEngines(Record):
     """Engines of other sites, which come and go (`orrery lend`).
 
-    - At most `max_sites` at a time. A site is lost after `lease_s` without a request.
-    - They sample with versions at most `max_versions_behind` behind the newest.
-    - The trainer's site recomputes log-probs of `verified_share` of each site's rollouts. It
-      refuses a site if a rollout's mean |difference| exceeds both `min_logprob_difference` and
-      `tolerance` times the 90th percentile over rollouts of the trainer's own engines.
+    - At most `max_sites` sites lend engines at a time. A site is lost after `lease_s` without a
+      request.
+    - Guest engines sample with policy versions at most `max_versions_behind` behind the newest.
+    - The trainer's site recomputes log-probs of `verified_share` of each other site's rollouts. The
+      other site is refused if a rollout's mean |difference of log-probs| exceeds both
+      `min_logprob_difference` and `tolerance` times the 90th percentile of this mean over rollouts
+      of the trainer's own engines.
     - `block_bytes`: size of the hashed blocks in which weights travel.
     """
 
@@ -107,7 +115,8 @@ class Orchestrator(Record):
     - `drop_zero_advantage_groups`: leave out groups with equal rewards. Once `max_sampled_ratio`
       times the batch has been sampled, such groups fill the batch.
     - `on_timeout`, after `rollout_timeout_s`: "failure" drops and counts the rollout, "zero" gives
-      it the reward 0 in evaluations and in its group's baseline. It is never trained.
+      it the reward 0 in evaluations and in its group's baseline. A timed-out rollout is never
+      trained.
     - `keep_batches`: the number of newest batches that stay on disk (tokens, log-probs, routes).
     """
 
@@ -139,7 +148,7 @@ class Transport(Record):
 
     - `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
       engine its slices (CUDA IPC within a host). "nixl": engines read the same slices by RDMA.
-      "adapters": only files of `trainer.lora`, beside the initial weights.
+      "adapters": files of the adapters (`trainer.lora`) only. Engines keep the initial weights.
     - `routed_experts`: batches contain the experts that the engines chose, and the trainer replays
       this choice (R3).
     """
@@ -168,7 +177,7 @@ class ChatFile(Record):
 class ChatDataset(Record):
     """SFT data from a Hugging Face dataset on disk (`save_to_disk`).
 
-    `column` holds the messages. `fingerprint` is the dataset's own.
+    `column` holds the messages. `fingerprint` is the fingerprint that the dataset stores.
     """
 
     kind: Literal["dataset"]
@@ -182,11 +191,12 @@ class TextData(Record):
     """SFT data of plain text: the `column` of JSONL or Parquet rows, every token trained.
 
     - `path` is a file, or a folder whose files begin with `split` (`orrery fetch dataset`).
-    - Document i is in shard i mod num_shards. With `shard_by` "file", file i of the split is, and a
-      site needs only the files of its shard (`orrery fetch dataset NAME --shard K/N`).
+    - Document i is in shard i mod num_shards. With `shard_by` "file", instead file i of the split
+      is in shard i mod num_shards, and a site needs only the files of its shard
+      (`orrery fetch dataset NAME --shard K/N`).
     - A site trains one shard, and its data ranks share the documents of each batch. Without
       `trainer.elastic` all shards are trained.
-    - `sha256`: of the file, or of the folder as `orrery fetch dataset` prints it.
+    - `sha256`: hash of the file, or hash of the folder as `orrery fetch dataset` prints it.
     """
 
     kind: Literal["text"]
@@ -195,7 +205,7 @@ class TextData(Record):
     column: str
     sha256: Sha256
     num_shards: Count
-    # Not written if None, so that manifests without the field keep their id.
+    # This field is not written if None, so that manifests without it keep their id.
     shard_by: Literal["file"] | None = Field(default=None, exclude_if=lambda found: found is None)
 
 

@@ -21,14 +21,15 @@ from orrery.manifest.schema.model import (
 class Mesh(Record):
     """The mesh has dp_replicate · dp_shard · cp ranks. `ep` divides dp_shard · cp.
 
-    - Weights are sharded over dp_shard · cp ranks. The ranks of one cp group share their documents.
+    - Weights are sharded over dp_shard · cp ranks. The ranks of one cp group train the same
+      documents together.
     - `cp_style` "ulysses" exchanges tokens for heads in an all-to-all. "ring" passes keys and
       values around a ring, with tokens in zig-zag order. "dsa" gathers the keys of latent attention
       (`model.mla`), also with tokens in zig-zag order.
     - `ep_backend`: "torch" is an all-to-all of torch.distributed, "deepep" the library DeepEP.
-    - `deepep_num_sms`: streaming multiprocessors that DeepEP occupies. Null: its own default.
+    - `deepep_num_sms`: streaming multiprocessors that DeepEP occupies. Null: DeepEP's default.
     - `deepep_token_chunk_size`: tokens of a rank that DeepEP moves at a time, which bounds memory.
-      Null: all.
+      Null: all tokens.
     """
 
     dp_replicate: Count
@@ -53,7 +54,7 @@ class Mesh(Record):
         return self.cp * self.ep > 1
 
     def data_rank(self, rank: int) -> int:
-        """Return the index of the rank's cp group. A group's ranks share documents."""
+        """Return the index of the rank's cp group. A group's ranks train the same documents."""
         return rank // self.cp
 
 
@@ -63,8 +64,9 @@ class Fsdp(Record):
     - `reshard_after_forward`: free gathered weights after the forward pass, and gather them again
       for the backward pass.
     - `reduce_gradients` "step": reduce whole gradients once a step. "micro_batch": reduce and shard
-      them after each micro-batch.
-    - `cpu_offload`: keep weights, gradients and optimizer state on the host, and update there.
+      gradients after each micro-batch.
+    - `cpu_offload`: keep weights, gradients and optimizer state on the host. The optimizer runs
+      there.
     """
 
     reshard_after_forward: bool
@@ -84,8 +86,8 @@ class AdamW(Record):
 class Muon(Record):
     """Muon for the blocks' matrices (Jordan et al. 2024), `rest` for all other weights.
 
-    Updates are scaled to AdamW's root mean square (arXiv 2502.16982), so one learning rate suits
-    both.
+    Muon's updates are scaled to the root mean square of AdamW's (arXiv 2502.16982), so one learning
+    rate suits both optimizers.
     """
 
     kind: Literal["muon"]
@@ -166,12 +168,12 @@ class DppoLoss(Record):
 class Mismatch(Record):
     """Bounds on the difference between engines and trainer. Null: no bound.
 
-    Above `warn_*` the run logs a warning. Above `stop_*` it ends.
+    Above `warn_*` the run logs a warning. Above `stop_*` the run ends.
 
     - `*_kl`: KL(engine || trainer) over a batch's trained tokens, stale ones included.
     - `*_logprob_difference`: mean |difference of log-probs| over these tokens, for one engine.
-    - `canary_logprob_difference`: the same over a fixed prompt, for each engine after each update.
-      Above the bound the run ends. Null: no canary.
+    - `canary_logprob_difference`: mean |difference of log-probs| over a fixed prompt (the canary),
+      for each engine after each weight update. Above the bound the run ends. Null: no canary.
     """
 
     warn_kl: Bound
@@ -239,7 +241,7 @@ class Lora(Record):
     """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B A, with W frozen.
 
     `targets`: projections of attention, dense feed-forwards (shared experts too), and routed
-    experts (a pair A, B for each expert). The model must have them.
+    experts (a pair A, B for each expert). The model must have the named projections.
     """
 
     rank: PositiveInt
@@ -271,8 +273,8 @@ class Trainer(Record):
     - `indexer` "train": indexers of sparse attention learn to predict the attention of their layers
       (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
     - `indexer_choice`: "own" lets the trainer's indexers choose the keys. With "replay" and
-      "compare", batches contain the engines' chosen keys. "replay" attends to them. "compare"
-      counts the differences.
+      "compare", batches contain the engines' chosen keys. With "replay" the trainer attends to
+      these keys. With "compare" it counts the keys that its own indexers choose differently.
     - `expert_bias_rate`: after each step, routers' biases move by this value towards an equal load
       of all experts (`trainer/expert_load.py`). Null: biases are frozen.
     - `elastic`: several sites train one model. Null: this site alone.
@@ -300,7 +302,7 @@ class Trainer(Record):
 
     @property
     def needs_fsdp(self) -> bool:
-        """Return whether weights are wrapped and a process group is needed."""
+        """Return whether FSDP wraps the weights, which needs a process group."""
         by_unit = self.param_dtype != self.compute_dtype and self.fsdp.reshard_after_forward
         return self.mesh.world_size > 1 or by_unit or self.fsdp.cpu_offload
 
@@ -325,6 +327,6 @@ class Trainer(Record):
         """Return the outputs that are always recomputed, even if `keep` names them.
 
         With `cp` or `ep` above 1 the parts of a block around an exchange are compiled. Products in
-        compiled parts have no names to keep them by.
+        compiled parts have no names, so `keep` cannot select them.
         """
         return ("projections",) if self.compile and self.mesh.has_exchange else ()

@@ -135,7 +135,7 @@ def _fp8_widths(model: Model) -> Iterator[tuple[str, int]]:
 def block_parts(model: Model) -> list[str]:
     """Return the parts of a block that `trainer.lora.targets` may name.
 
-    `model.fp8` may name the same parts, and "attention" also if it is latent attention.
+    `model.fp8` may name the same parts, and also "attention" of a model with latent attention.
     """
     moe = model.moe
     parts = {
