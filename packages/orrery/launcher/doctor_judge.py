@@ -13,9 +13,9 @@ from orrery.launcher.slurm.queue import seconds as parse_seconds
 GIB = 2**30
 START_S = 60  # longest wait for the probe's job to start
 WAIT_S = 20  # longest wait for another node's file
-SLOW_S = 2.0  # later visibility of a rename delays every rendezvous
-SKEW_S = 1.0  # a larger difference disorders logs and the report
-RUNS_GIB, SCRATCH_GIB = 20, 2  # for checkpoints and images, and for temporary files
+SLOW_S = 2.0  # seconds until other nodes see a rename. A longer delay slows every rendezvous.
+SKEW_S = 1.0  # seconds between two nodes' clocks. A larger skew disorders logs and the report.
+RUNS_GIB, SCRATCH_GIB = 20, 2  # GiB for checkpoints and images, and GiB for temporary files
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 Probe = dict[str, Any]
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Node:
-    """A node in sinfo. `gpus` counts GPUs by type, "" without one."""
+    """A node in sinfo. `gpus` counts GPUs by type. The type is "" if sinfo names none."""
 
     name: str
     state: str
@@ -389,7 +389,11 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 
 
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
-    """Return the devices that NCCL_IB_HCA = `wanted` selects: prefixes, `=` exact, `^` excluded."""
+    """Return the devices that NCCL_IB_HCA = `wanted` selects.
+
+    `wanted` lists prefixes of device names, or whole names after `=`. After `^` the listed devices
+    are excluded.
+    """
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]
 

@@ -1,7 +1,7 @@
 """Print facts about one node as JSON in short lines. `orrery doctor` runs one task on each node.
 
-- It needs only `python3` (3.6 or newer).
-- Every check has a time limit. A task out of time prints its results so far.
+- This script needs only `python3` (3.6 or newer).
+- Every check has a time limit. A task that runs out of time prints its results so far.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ import time
 
 PIECE = 800
 POLL_S = 0.02
-LOCK_S = 10  # flock blocks if the lock service does not answer
+LOCK_S = 10  # seconds to wait for flock, which blocks if the lock service does not answer
 MINE, THEIRS = "mine", "theirs"
 IN_IMAGE = """
 import importlib.metadata, json, platform
@@ -45,7 +45,7 @@ def main():
         os._exit(0)
 
     for name in [name for name in os.environ if re.match(options["theirs"], name)]:
-        del os.environ[name]  # as for roles
+        del os.environ[name]  # roles do not get these variables either
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -71,7 +71,7 @@ def main():
 
 
 def say(found):
-    """Print `found` in lines with rank and place, as srun splits lines above 1024 bytes."""
+    """Print `found` in short lines with rank and place. srun splits lines above 1024 bytes."""
     text = json.dumps(found)
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
     lines = [
@@ -146,7 +146,8 @@ def meet(found, options, rank, size):
     """Compare this node with all others, and write the results into `found`.
 
     `unseen` lists ranks whose file did not appear. Three dicts have ranks as keys: `tcp` (the
-    error, or None), `skew_s` (of clocks) and `rename_s` (None if the rename was never seen).
+    connection's error, or None), `skew_s` (seconds between the two clocks) and `rename_s` (seconds
+    until the other rank saw this rank's renamed file, or None if it never did).
     """
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
@@ -167,7 +168,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # Look before the file exists, as roles do. NFS then caches its absence.
+            # Look before the file exists, as roles do. NFS then caches the file's absence.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -191,7 +192,10 @@ def meet(found, options, rank, size):
 
 
 def take_turns(found, folder, rank, wait_s):
-    """Set `found["lock"]` by `try_lock`. Rank 0 tries first, and keeps and returns the lock."""
+    """Set `found["lock"]` by `try_lock`. Rank 0 tries first, and returns the lock's descriptor.
+
+    Rank 0 keeps the lock while the other ranks try to take it.
+    """
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))
         publish(folder, "locked", found["lock"])
@@ -208,7 +212,10 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Return the lock's descriptor or None, and MINE, THEIRS or the error, as flock may block."""
+    """Return (the lock's descriptor or None, the answer). The answer is MINE, THEIRS or an error.
+
+    A thread calls flock, because flock may block.
+    """
     answers = []
 
     def attempt():

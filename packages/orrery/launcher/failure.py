@@ -32,7 +32,10 @@ SLURM_SAYS_S = 2.0  # longest wait for Slurm to report whether it ends the job
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
-    """Return the named processes. `engine 0` is `inference.0`, `router` is `router.0`."""
+    """Return those of `names` that `error` mentions.
+
+    In `error`, `engine 0` means `inference.0`, and `router` means `router.0`.
+    """
     words = set(re.findall(r"\b[a-z_]+\.\d+\b", error or ""))
     words |= {f"inference.{index}" for index in re.findall(r"\bengine (\d+)\b", error or "")}
     words |= {"router.0"} if re.search(r"\brouter\b", error or "") else set()
@@ -112,7 +115,10 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make all processes write their stacks, and trainer ranks torch's flight recorder."""
+    """Make all processes write their stacks, and trainer ranks write torch's flight recorder.
+
+    Return a message that says where these files are.
+    """
     for process in stage.processes:
         if process.name in stage.health:  # a process with a health file handles the signal
             process.signal(signal.SIGUSR1)
@@ -166,7 +172,10 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 
 
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
-    """Return the outcome if Slurm ends the job. A role may get its signal first."""
+    """Return the outcome if Slurm ends the job.
+
+    A role may get Slurm's signal earlier than the launcher.
+    """
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
         return None
@@ -207,7 +216,7 @@ class Restarts:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Count a restart of `name` after exit code `code` and return None, or refuse it.
+        """Count a restart of `name` after exit code `code` and return None, or refuse the restart.
 
         A refusal is the reason in words, or "" if the manifest allows no restarts.
         """

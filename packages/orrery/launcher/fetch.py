@@ -43,7 +43,7 @@ SETTINGS = (
     "model.safetensors.index.json",
 )
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
-CARD = "README.md"  # its YAML header lists configs and splits
+CARD = "README.md"  # file whose YAML header lists configs and splits
 NO_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SHA256_DIGITS = 64
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
@@ -161,7 +161,10 @@ def _examine(
 
 
 def _ask(module: str, *words: str) -> dict[str, Any]:
-    """Run `python -m module`. Return the JSON that it prints, or raise its OrreryError."""
+    """Run `python -m module`. Return the JSON that the module prints.
+
+    Raise OrreryError, with the message of the module's own error if it prints one.
+    """
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", module, *words], capture_output=True, text=True, env=environment
@@ -221,7 +224,10 @@ def fetch_dataset(
 def _fill(
     source: HubRepository, config: str | None, shard: Shard | None, target: Path, folder: Path
 ) -> None:
-    """Put the dataset's files, or those of a shard and of `target`, into `folder`."""
+    """Put the dataset's files into `folder`.
+
+    With `shard`, put only the shard's files and the files that `target` has.
+    """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))
     chosen = _chosen(source, config, _configs(source, header))
@@ -250,7 +256,7 @@ def _fill(
 def _download(
     source: HubRepository, by_path: dict[str, str], paths: Iterable[str], folder: Path
 ) -> None:
-    """Download files of the hub, given by their paths in `folder`."""
+    """Download files into `folder`. `paths`: in `folder`. `by_path`: names on the hub, by path."""
     placed = hub.download(source, [by_path[path] for path in paths], folder)
     for path in paths:
         placed[by_path[path]].rename(folder / path)

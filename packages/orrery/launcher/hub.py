@@ -1,9 +1,9 @@
-"""Download files of a Hugging Face repository at one commit, and verify each.
+"""Download files of a Hugging Face repository at one commit, and verify each file.
 
 - `huggingface_hub` downloads, reads its own variables (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`,
   `HF_HUB_OFFLINE`), resumes broken downloads, and checks sizes only. Downloads use HTTP.
   `HF_HUB_DISABLE_XET=0` selects the hub's protocol Xet, untested here.
-- This module checks digests (sha256 of large files, git's sha1 of others).
+- This module checks digests (sha256 of large files, git's sha1 of all other files).
 - `SHA256SUMS` in the finished folder has repository, commit and digests, for `sha256sum -c`.
 """
 
@@ -28,8 +28,8 @@ from orrery.manifest.shards import SUMS
 constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
-WAITS_S = (1.0, 2.0, 4.0)  # before each retry
-LINKED_BYTES = 1 << 20  # smaller files are copied, because users edit them
+WAITS_S = (1.0, 2.0, 4.0)  # seconds to wait before each retry
+LINKED_BYTES = 1 << 20  # size of the smallest linked file. Users edit smaller files: copies.
 Kind = Literal["model", "dataset"]
 
 
@@ -58,7 +58,7 @@ class HubRepository:
 
 
 def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
-    """Resolve OWNER/NAME[@REVISION] to a commit and list its files, or raise OrreryError.
+    """Resolve OWNER/NAME[@REVISION] to a commit and list the commit's files, or raise OrreryError.
 
     Offline, the cache must hold all files that match `patterns`.
     """
@@ -102,9 +102,10 @@ def _cached(folder: Path) -> dict[str, HubFile]:
 
 
 def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Download files into `folder`, or link large files into the cache on the same disk.
+    """Download files into `folder`. Return the path of each file by its name on the hub.
 
-    Raise OrreryError if the hub refuses, the disk is too small, or a digest differs.
+    If the hub's cache is on the same disk, large files become hard links to the cache. Raise
+    OrreryError if the hub refuses, the disk is too small, or a digest differs.
     """
     names = sorted(names)
     _check_disk(source, names, folder)
@@ -253,7 +254,10 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
 
 @contextmanager
 def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `target`. Publish it with its digests, or remove it."""
+    """Yield a temporary folder beside `target`. Publish it as `target`, with its files' digests.
+
+    If the body fails, remove the temporary folder instead.
+    """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):
         if not Path("/proc", stale.name.split(".")[-2]).exists():  # left by a killed process
@@ -270,7 +274,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
-    """Return whether `target` holds this source. Raise OrreryError for other content."""
+    """Return whether `target` holds the files of `source`. Raise OrreryError for other content."""
     if not target.exists():
         return False
     sums = target / SUMS

@@ -47,7 +47,10 @@ AGENT = ProcessPlan("orchestrator", 0, "orrery.orchestrator.guests.lend", 0, "it
 def lend(
     word: str, address: str, listen: str, name: str, certificates: Path, workspace: Workspace
 ) -> int:
-    """Lend until the run is over, or until a signal. Raise OrreryError if the site is refused."""
+    """Lend an engine until the run is over, or until a signal. Return the exit code.
+
+    Raise OrreryError if the run refuses this site.
+    """
     run = find(word, workspace)
     if run.manifest.orchestrator.guests is None:
         raise OrreryError(

@@ -193,9 +193,12 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The checked-in runs: `folders` by target (a run's name, or the stem of a spec file),
-    `manifests` by folder, `broken` (an error for each spec file that does not render), and `stale`
-    (an error by target whose manifest is missing or differs from its spec).
+    """The checked-in runs.
+
+    - `folders`: run folders by target. A target is a run's name, or the stem of a spec file.
+    - `manifests`: manifests by run folder.
+    - `broken`: an error for each spec file that does not render.
+    - `stale`: an error for each target whose manifest is missing or differs from its spec.
     """
 
     folders: dict[str, list[str]]
@@ -206,7 +209,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError for an unknown or stale target, or one whose run exceeds memory."""
+        """Raise OrreryError for a target that is unknown, stale, or a run too large for memory."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])
@@ -270,7 +273,10 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return Snakemake's targets from `argv`, as `workflow` has none during parsing."""
+    """Return Snakemake's targets from `argv`.
+
+    Snakemake's `workflow` has no targets yet while Snakemake parses the Snakefile.
+    """
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:

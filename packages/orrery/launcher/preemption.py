@@ -1,7 +1,7 @@
 """End a stage early: preemption, and `orrery stop`.
 
-SIGUSR1 preempts the RL stage, as does the time `warning_s` before the job's end. The stage writes
-a checkpoint and ends. After a new checkpoint the launcher asks Slurm to requeue the job.
+The RL stage is preempted by SIGUSR1, or `warning_s` before the Slurm job's end. The stage writes a
+checkpoint and ends. After a new checkpoint the launcher asks Slurm to requeue the job.
 """
 
 import math
@@ -22,7 +22,7 @@ from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
 WIND_DOWN_S = 600.0  # longest wait for the checkpoint, without Slurm
-MARGIN_S = 60.0  # kept free at the end of a Slurm job, to end the stage
+MARGIN_S = 60.0  # seconds kept free at the end of a Slurm job, to end the stage
 STOP_S = 30.0
 
 
@@ -48,10 +48,13 @@ class Preemption:
         self.stage, self.job = stage, stage.job
         self._step_at_start = newest_checkpoint(stage.run_dir)
         self._ends_at_s = _job_ends_at_s(stage.job)
-        self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: savers get no more time
+        self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: deadline of savers
 
     def poll(self) -> Outcome | None:
-        """Request the checkpoint when it is due. Return the outcome once it is written."""
+        """Request the checkpoint when preemption is due. Return the outcome of a preempted stage.
+
+        Return None until the stage's processes have wound down or their time is over.
+        """
         stage = self.stage
         if not stage.is_preempted:
             if self._is_due():
@@ -128,7 +131,10 @@ def _job_ends_at_s(job: Job) -> float | None:
 def stop_run(
     run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s: float = STOP_S
 ) -> str:
-    """End the run, or with `checkpoint` only ask for it, and return its last message."""
+    """End the run and return its last message.
+
+    With `checkpoint`, only ask the run to write a checkpoint and end, and return a message.
+    """
     name = run_dir.name
     holder = lock_holder(run_dir)
     if holder is not None and holder.is_here and not _is_a_job(run_dir):

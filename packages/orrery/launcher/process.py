@@ -1,8 +1,9 @@
 """A local process of a stage, its cores, devices and environment.
 
-- It has its own session, so Ctrl-C does not reach it, and its process group can be killed.
+- The process has its own session, so Ctrl-C does not reach it, and its process group can be killed.
 - SIGTERM goes to the process alone, because an engine ends its own workers in order.
-- Trainers and engines are pinned to neighbouring cores. If a stage has both, each gets half.
+- Trainers and engines are pinned to neighbouring cores. If a stage has both, the trainers get half
+  of the cores, and the engines get the other half.
 """
 
 import os
@@ -26,9 +27,9 @@ from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
-PROCESS = "ORRERY_PROCESS"  # process and incarnation, such as `inference.0.2`
+PROCESS = "ORRERY_PROCESS"  # variable with process and incarnation, such as `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
-MAX_THREADS = 4  # a model on CPUs gets no faster with more threads
+MAX_THREADS = 4  # threads of a process. A model on CPUs gets no faster with more threads.
 LOOPBACK = "127.0.0.1,localhost"
 
 
@@ -54,7 +55,7 @@ class Process:
             )  # fmt: skip
         self.pid = self._popen.pid
         if cores is not None:
-            # Pin before the process starts threads. It may have ended already.
+            # Pin the process before it starts threads. The process may have ended already.
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, cores)
 
@@ -89,7 +90,7 @@ class Process:
 
 
 def reap(group: int) -> bool:
-    """Reap ended processes of a group. Return whether others run."""
+    """Reap ended processes of a process group. Return whether other processes of the group run."""
     try:
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
@@ -172,7 +173,7 @@ def _share(pool: Sequence[int], position: int, num_members: int) -> Sequence[int
 
 
 def installed_hardware() -> str | None:
-    """Return the HARDWARE of `make setup`, cpu or cuda, or None if unknown."""
+    """Return the HARDWARE that `make setup` installed for ("cpu" or "cuda"), or None if unknown."""
     marker = Path(sys.prefix) / "hardware"
     return marker.read_text().strip() if marker.is_file() else None
 

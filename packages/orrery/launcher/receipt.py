@@ -44,8 +44,8 @@ from orrery.runtime.timing import scaled
 
 WITHIN_S = 60.0  # time limit of git, an image's Python and nvidia-smi
 READ_S = 600.0
-KEPT_BYTES = 2**20  # larger untracked files are named, but left out of the stored diff
-WHOLE_BYTES = 64 * 2**30  # for larger weights, hash only the index, and compare shard sizes
+KEPT_BYTES = 2**20  # size of untracked files above which the diff only names them
+WHOLE_BYTES = 64 * 2**30  # size of all shards above which shards are compared by size, not hashed
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
 )
@@ -76,7 +76,10 @@ Software = dict[str, Any]  # this host's driver and package versions
 
 @dataclass(frozen=True)
 class CodeState:
-    """A checkout's commit and diff. `note` says why git gives none, or what the diff leaves out."""
+    """A checkout's commit and diff.
+
+    `note`: why git gives no commit, or which files the diff leaves out.
+    """
 
     commit: str | None
     dirty: bool | None
@@ -94,9 +97,11 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
-    - `code` and `software` are examined now if None. `images` by role, from an `ImageReader`.
-    - `secrets`: further texts to replace, such as the token.
-    - `engine_restarts` and `endings` ("exit code 0", "SIGKILL") by process.
+    - `code` and `software` are examined now if None.
+    - `images`: facts about the image of each role, from an `ImageReader`.
+    - `secrets`: further texts to strike out of the receipt, such as the token.
+    - `engine_restarts`: number of restarts, by process.
+    - `endings`: how a process ended ("exit code 0", "SIGKILL"), by process.
     - `job_script`: the result of `script_facts`, or None outside Slurm.
     """
     receipt: dict[str, Any] = {
@@ -182,9 +187,10 @@ def changes(
 
 
 def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
-    """Return the commit, and the diff of each file in it that the attempt changed.
+    """Return (commit, diffs of the files of that commit that the attempt changed).
 
-    Diffs of new files are left out. If the attempt's diff file is missing, the list has its path.
+    Diffs of new files are left out. If the attempt's diff file is missing, the list ends with the
+    path of the diff file.
     """
     file = run_dir / (code.diff or "")
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
@@ -208,7 +214,7 @@ def code_changes(before: CodeState, after: CodeState) -> str:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt's entry by stage, or {} without a readable receipt."""
+    """Return the receipt's entries by stage, or {} without a readable receipt."""
     try:
         return read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
@@ -247,7 +253,10 @@ def _so_far(run_dir: Path) -> dict[str, Any]:
 
 
 def code_state(run_dir: Path, root: Path) -> CodeState:
-    """Return the state of `root`. Store a changed checkout's diff in the run's folder."""
+    """Return the state of the checkout `root`.
+
+    If the checkout has changes, store their diff in the run's folder.
+    """
     unknown = "neither commit nor diff is known"
     if shutil.which("git") is None:
         return CodeState(None, None, note=f"no git on this machine: {unknown}")
@@ -278,7 +287,10 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 
 
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
-    """Return the diff against HEAD, and the untracked files that it omits, from a copied index."""
+    """Return (diff against HEAD, untracked files that the diff omits).
+
+    Untracked files are added to a copy of git's index, so the checkout's own index stays unchanged.
+    """
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [
         name for name in found if name and not (root / name).is_relative_to(run_dir.parent)
@@ -438,8 +450,9 @@ def verify(
 ) -> list[str]:
     """Verify the files that `stage` reads, and write their digests to `inputs.json`.
 
-    Return the earlier stages without a receipt. Raise OrreryError for the first file that differs,
-    with `remedy(stage that wrote it)`. End early once `stop()` is true.
+    Return the earlier stages whose files the receipt does not list. Raise OrreryError for the first
+    file that differs. Its message ends with `remedy(stage that wrote the file)`. End early once
+    `stop()` is true.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
     told, unknown = recorded(run_dir), []

@@ -1,4 +1,7 @@
-"""Find a run by its name (`reverse_text`) or folder (`reverse_text-0123456789ab`), or adopt one."""
+"""Find a run, or adopt the state of another run.
+
+A run is named by its name (`reverse_text`) or by its folder (`reverse_text-0123456789ab`).
+"""
 
 import hashlib
 import json
@@ -70,7 +73,7 @@ def all_runs(workspace: Workspace) -> list[Path]:
 
 
 def find(word: str, workspace: Workspace | None = None) -> Run:
-    """Return the run with the name or folder `word`. Raise OrreryError with the known names."""
+    """Return the run with the name or folder `word`. Raise OrreryError if there is no such run."""
     workspace = workspace or find_workspace()
     word = Path(word).name if "/" in word else word
     folder = FOLDER.fullmatch(word)
@@ -116,7 +119,10 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """Return the manifest in the run folder `path`, or None. Raise OrreryError if it was edited."""
+    """Return the manifest in the run folder `path`, or None if there is none.
+
+    Raise OrreryError if that manifest was edited.
+    """
     file = path / MANIFEST
     if not file.exists():
         return None
@@ -156,7 +162,7 @@ def place_site(
 
 
 def check_shard(word: str, shard: int, workspace: Workspace | None = None) -> None:
-    """Raise OrreryError if files of the shard are missing, where sites hold only their own."""
+    """Raise OrreryError if the data is sharded by file and a file of the shard is missing here."""
     workspace = workspace or find_workspace()
     sft = find(word, workspace).manifest.stages.sft
     if sft is None or sft.data.kind != "text" or sft.data.shard_by is None:
@@ -271,7 +277,7 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# Not copied: it describes the other run, or is written again.
+# Files and folders that `adopt` does not copy: they describe the other run, or are written again.
 LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}")
 
 

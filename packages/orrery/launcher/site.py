@@ -1,4 +1,4 @@
-"""The site file: the settings of a cluster. They do not change a run's id.
+"""The site file: the settings of a cluster. These settings do not change a run's id.
 
 ORRERY_SITE names this TOML file, by default `site.toml` in the checkout.
 """
@@ -51,7 +51,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # for jobs without GPUs; default: `partition`
+    cpu_partition: NoWord = ""  # partition for jobs without GPUs. Default: `partition`.
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
@@ -61,7 +61,7 @@ class Slurm(Record):
     poll_s: PositiveInt = 10
     extra: Annotated[tuple[str, ...], Field(strict=False)] = ()
     pre_run: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    template: str = ""  # Jinja2 file of the job script, relative to the checkout; empty: none
+    template: str = ""  # Jinja2 file of the job script, relative to the checkout. Empty: no file.
 
     @model_validator(mode="after")
     def pre_run_holds_no_secrets(self) -> "Slurm":
@@ -125,7 +125,7 @@ class Roles(Record):
     """Settings of all roles.
 
     `deadline_scale` multiplies deadlines (`timing.scaled`). Complete checkpoints are copied to
-    `checkpoint_target`, a folder of fsspec.
+    `checkpoint_target`, the URL or path of a folder, for fsspec.
     """
 
     deadline_scale: PositiveFloat = 1.0
@@ -206,7 +206,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # A misspelt key causes a missing key, so report it first.
+    # A misspelt key causes a missing key, so report the misspelt key first.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

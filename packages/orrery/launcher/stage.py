@@ -42,15 +42,16 @@ from orrery.runtime.run_directory import (
 )
 
 KILLED_S = 10.0  # longest wait for the kernel to end a killed process
-# Exit codes after SIGTERM, which Slurm sends to all ranks of a step when one fails.
+# Exit codes after SIGTERM, which Slurm sends to all ranks of a step when one rank fails.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to run. `num_devices` is None on CPUs, `allocation` if the processes are local.
+    """A stage to run. `num_devices` is None on CPUs.
 
-    `max_restarts` limits restarts of engines within a day.
+    `allocation` is None if the processes are local. `max_restarts` limits restarts of engines
+    within a day.
     """
 
     run_dir: Path
@@ -67,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended. `requeue`: "ask" Slurm to requeue the job, or "wait" for it."""
+    """How a stage ended. `requeue`: "ask" Slurm to requeue the job, or "wait" until Slurm does."""
 
     state: State
     message: str
@@ -133,7 +134,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # When one rank of a step has ended, Slurm kills the others some time later.
+        # When one rank of a step has ended, Slurm kills the step's other ranks some time later.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -209,7 +210,8 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
     """Kill descendants of roles, or of one incarnation, that left their process group.
 
-    They are the launcher's children, with the attempt's `start` in the environment.
+    Such descendants are children of the launcher, and have the attempt's `start` in their
+    environment.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -250,12 +252,12 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 
 
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
-    """Save the copies that ended trainers and killed savers have left on this node.
+    """Save the checkpoints whose copies ended trainers and killed savers have left on this node.
 
-    Savers that still run finish first. Then copy the checkpoint to `target`, unless it is "".
+    Savers that still run finish first. Then copy the checkpoint to `target`, unless `target` is "".
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
-    # The first rank waits for the files of the others, so it comes last.
+    # The first rank waits for the files of the other ranks, so its folder comes last.
     if not (folders := sorted(map(str, found), reverse=True)):
         return
     log_path(run_dir, "trainer.0").parent.mkdir(exist_ok=True)

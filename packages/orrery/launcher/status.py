@@ -1,7 +1,7 @@
 """The state of a run in its folder: `status.json` and the run's lock.
 
-A run's launcher holds an flock, released by the kernel when it ends. If `status.json` says
-`running` and no process holds the lock, the launcher was killed.
+A run's launcher holds the lock by flock, and the kernel releases the lock when the launcher ends.
+If `status.json` says `running` and no process holds the lock, the launcher was killed.
 """
 
 import fcntl
@@ -22,12 +22,12 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # retry for this time, because `lock_holder` takes the lock for a moment
+LOOKED_AT_S = 1.0  # seconds to retry, because `lock_holder` takes the lock for a moment
 
 
 @dataclass
 class RoleStatus:
-    """`pid` is 0 under Slurm. `exit` is None while the process runs."""
+    """The state of one process. `pid` is 0 under Slurm. `exit` is None while the process runs."""
 
     name: str
     node: str

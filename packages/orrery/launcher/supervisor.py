@@ -1,8 +1,8 @@
 """The supervisor of one stage, from its first process to its marker `DONE`.
 
-- It holds the run's lock, so two launchers never share a run directory.
-- If a process fails, or a server ends early, all others are ended within seconds. An engine may be
-  restarted instead (`failure.py`).
+- The supervisor holds the run's lock, so two launchers never share a run directory.
+- If a process fails, or a server ends early, the supervisor ends all other processes within
+  seconds. A failed engine may be restarted instead (`failure.py`).
 - If the launcher is killed, the roles end by themselves, and the next start removes the leftovers.
 - A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """
@@ -73,8 +73,8 @@ from orrery.runtime.timing import Pace, duration
 POLL_S, LOOK_S = 0.1, 0.5
 HUNG_S = 5.0  # longest wait for the end of a process that has reported its failure
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
-SAVES_S = 3.0  # tell the user if savers take longer
-RESTART_LOCK_S = 90.0  # a network file system keeps a dead node's lock for a while
+SAVES_S = 3.0  # seconds after which the user is told that savers still run
+RESTART_LOCK_S = 90.0  # seconds to wait for a dead node's lock, which a file system may still keep
 
 
 def run_stage(job: Job) -> Outcome:
@@ -187,7 +187,7 @@ class Supervisor:
         end_strays(stage.processes, self.start)
         if allocation is not None:
             shared = run_directory.memory_prefix(stage.run_dir).removesuffix("-")
-            allocation.clean(*self.scratch, shared)  # removes copies for checkpoints too
+            allocation.clean(*self.scratch, shared)  # removes the savers' copies of states too
         self._remove_files()
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
         with suppress(OSError):  # print the message also when the disk is full
@@ -204,7 +204,8 @@ class Supervisor:
     def _finish_saves(self, outcome: Outcome) -> Outcome:
         """Wait for savers that have outlived their trainers, until the next Ctrl-C.
 
-        At the end of a Slurm job, the job must be queued again before Slurm ends it.
+        At the end of a Slurm job, stop waiting early enough to requeue the job before Slurm ends
+        the job.
         """
         stage, received = self.stage, len(self.stage.interrupts.received)
         limit_s = self.preemption.saved_by_s if outcome.requeue == "ask" else math.inf

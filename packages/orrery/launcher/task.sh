@@ -1,6 +1,6 @@
 # Run one task of a Slurm step: bash task.sh ROLE FIRST_INDEX DEVICES LOGS SCRATCH HEADER COMMAND...
-# The index is FIRST_INDEX plus the rank. DEVICES is FIRST,COUNT: the devices of the node that the
-# task sees. The log opens with HEADER and the command.
+# The process's index is FIRST_INDEX plus the task's rank. DEVICES is FIRST,COUNT: the task sees
+# COUNT devices of its node, from device FIRST on. The log opens with HEADER and the command.
 role=$1 first=$2 devices=$3 logs=$4 scratch=$5 header=$6
 shift 6
 index=$((first + SLURM_PROCID))

@@ -234,7 +234,10 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If the body fails for a missing field, evaluate each run alone, so the error names it."""
+    """If the body fails for a missing field, evaluate each run alone.
+
+    The error of that evaluation names the run.
+    """
     try:
         yield
     except OrreryError as error:

@@ -36,7 +36,10 @@ CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 
 @dataclass(frozen=True)
 class Allocation:
-    """`nodes`: host names by component. `restarts`: how often Slurm has restarted it."""
+    """A job's allocation. `nodes`: host names of each component of the job.
+
+    `restarts`: how often Slurm has restarted the job.
+    """
 
     job: str
     restarts: int
@@ -107,10 +110,10 @@ class Allocation:
         return self.nodes[step.component][step.first_node : step.first_node + step.num_nodes]
 
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
-        """Return the nodes on which two probes in turn did not start.
+        """Return the silent nodes: those on which two probes in a row did not start.
 
-        Return none if half or more are silent. Probe all nodes only if no `suspected` node is
-        silent.
+        Return [] if half of the nodes or more are silent. If nodes are `suspected` and all of them
+        answer, return [] without probing the other nodes.
         """
         if suspected and not self._without_answer(suspected):
             return []
@@ -140,8 +143,8 @@ class Allocation:
     def clean(self, caches: str, starts: str, shared: str) -> None:
         """Remove the job's files from every node, within CLEAN_S.
 
-        These are its scratch folder, files in shared memory with `shared` in their name and,
-        without containers, engines' folders whose names begin with `caches` or `starts`.
+        The files are the job's scratch folder, files in shared memory with `shared` in their name
+        and, without containers, engines' folders whose names begin with `caches` or `starts`.
         """
         script = (
             "tmp=${TMPDIR:-${TEMP:-${TMP:-/tmp}}}; "

@@ -2,9 +2,9 @@
 
 - Each node group is a component. Several components form a heterogeneous job. A component that uses
   only some devices (on CPUs: cores) of a node gets the same share of processors and memory.
-- Each engine is one step, and a second step for its further nodes. In each node group, each other
-  role is one step. The first failed task ends the step (`--kill-on-bad-exit`). A finished task ends
-  no other task (`--wait`), because the first rank may upload for a long time.
+- Each engine has one step on its first node, and a second step on its further nodes. In each node
+  group, each other role has one step. The first failed task ends its step (`--kill-on-bad-exit`).
+  A finished task ends no other task (`--wait`), because the first rank may upload for a long time.
 """
 
 import math
@@ -31,9 +31,9 @@ from orrery.manifest.schema import Hardware
 from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
-IN_JOB = "ORRERY_SLURM"  # set inside Orrery's jobs only
-MEMORY_MB = 6000  # minimum per node
-LAUNCHER_CPUS = 2  # minimum per node, for launcher, orchestrator, router
+IN_JOB = "ORRERY_SLURM"  # variable that is set inside Orrery's jobs only
+MEMORY_MB = 6000  # least memory to request per node
+LAUNCHER_CPUS = 2  # least number of cores per node, for launcher, orchestrator, router
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def batch_job(
     if lines:
         inner = "\n".join(["set -e", *lines, inner])
     shell = "-lc" if modules or lines else "-c"  # only login shells define `module`
-    # USR1 is for the launcher, so the shell ignores it.
+    # SIGUSR1 is for the launcher, so the shell ignores this signal.
     command = f"trap '' USR1; exec bash {shell} {shlex.quote(inner)}"
     argv = [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
@@ -123,7 +123,8 @@ def batch_job(
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
     """Return the job script that the Jinja2 template at `path` renders from `fields`.
 
-    Further fields are `sbatch` (`#SBATCH` lines) and `components` (a dict of options for each).
+    Further fields are `sbatch` (`#SBATCH` lines) and `components` (a dict of options for each
+    component of the job).
 
     Raise OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
     """
@@ -169,16 +170,17 @@ def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
 
 
 LOOK_S = 0.2
-CTRL_C_S = 0.2  # between two SIGINTs. srun kills the step if both come within a second.
+CTRL_C_S = 0.2  # seconds between two SIGINTs. srun kills the step if both come within a second.
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A node of an engine, its further nodes, or a role's processes in a node group.
+    """A step: the processes of an engine's first node, of an engine's further nodes, or of a role.
 
-    Each node runs the same number of processes.
+    A role's step has the role's processes in one node group. Each node of a step runs the same
+    number of processes.
 
-    `devices`: the step's first device on a node, and each task's number of devices.
+    `devices`: (first device, number of devices) that each task of the step sees on its node.
     """
 
     component: int
@@ -202,8 +204,8 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
     """Return the stage's steps, servers first.
 
     Slurm would give overlapping steps the same devices. So each step gets all devices that the job
-    has on a node, and `task.sh` selects among them: an engine's own, or all of the trainer's, for
-    CUDA IPC.
+    has on a node, and `task.sh` selects among them. An engine's task sees the engine's devices. A
+    trainer's task sees the devices of all trainer tasks on the node, for CUDA IPC.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -367,7 +369,7 @@ class SlurmTask:
             return ended[self.rank]
         if code is None or not ended:
             return code
-        return 0 if code == 0 else -signal.SIGTERM  # srun ended it because another task failed
+        return 0 if code == 0 else -signal.SIGTERM  # srun ended this task, as another task failed
 
     @property
     def ending(self) -> str | None:
@@ -384,7 +386,7 @@ class SlurmTask:
         self.step.kill()
 
     def abandon(self) -> None:
-        """Stop watching the task. Slurm ends it with the job."""
+        """Stop watching the task. Slurm ends the task with the job."""
         self.step.abandon()
 
     def last_output(self) -> str:

@@ -1,7 +1,7 @@
 """Slurm's queue: a user's jobs and their states.
 
 - `squeue` gives states. `sacct` adds lost nodes, and jobs that `squeue` has forgotten.
-- A job's name contains a hash of the run folder's path, so two checkouts have different names.
+- A job's name contains a hash of the run folder's path, so jobs of two checkouts differ in name.
 """
 
 import os
@@ -194,12 +194,13 @@ def hostnames(listed: str) -> list[str]:
 def cancel(ids: Sequence[str]) -> None:
     """Let the launchers of running jobs end their steps and clean the nodes, then cancel the rest.
 
-    Slurm starts no step in a cancelled job, so its scratch would stay on the other nodes.
+    Slurm starts no step in a cancelled job, so a job that is cancelled at once would leave its
+    scratch folder on all nodes except the launcher's.
     """
     if not ids:
         return
     try:
-        with suppress(OrreryError):  # no job runs
+        with suppress(OrreryError):  # raised if no job runs
             call("scancel", "--batch", "--signal=TERM", "--state=RUNNING", *ids)
             limit_s = time.monotonic() + CANCEL_S
             while time.monotonic() < limit_s and _any_runs(ids):
@@ -237,7 +238,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Parse `1-02:03:04`, `2:03:04` or `03:04`. Return None for others, such as UNLIMITED."""
+    """Return the seconds of `1-02:03:04`, `2:03:04` or `03:04`, or None, as for UNLIMITED."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None
