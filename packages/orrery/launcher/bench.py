@@ -1,4 +1,7 @@
-"""Benchmarks: `benchmarks/<area>/<figure>.py`, each with its last result as JSON beside it."""
+"""Run benchmarks and list their results.
+
+A benchmark is a script `benchmarks/<area>/<figure>.py`. Its last result is the JSON file beside it.
+"""
 
 import json
 import shlex

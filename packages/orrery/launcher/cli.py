@@ -1,4 +1,4 @@
-"""The `orrery` command. Results go to stdout, the rest to stderr."""
+"""The `orrery` command. Results go to stdout, messages to stderr."""
 
 import sys
 from collections.abc import Callable, Iterable

@@ -1,6 +1,7 @@
 """Check whether a run can start on this machine and the site's cluster.
 
-Slurm's commands and one small job (`doctor_probe.py`) collect facts. `doctor_judge.py` judges them.
+Slurm's commands and one small job (`doctor_probe.py`) collect facts. `doctor_judge.py` judges these
+facts.
 """
 
 import json

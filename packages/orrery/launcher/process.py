@@ -100,7 +100,7 @@ def reap(group: int) -> bool:
 
 
 def ended_within(popen: "subprocess.Popen[bytes]", within_s: float) -> bool:
-    """Return whether the process ended in time. Even after SIGKILL it may hang in the kernel."""
+    """Return whether the process ended in time. After SIGKILL the kernel may still hold it."""
     try:
         popen.wait(within_s)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 """`receipt.json`: the nodes, code, software, outputs and metrics of every stage.
 
-- The code is examined before the processes start, software and images while they run.
+- The code is examined before the processes start, software and images while the processes run.
 - Attempts are numbered without gaps. If a launcher died, its attempt has the state `unrecorded`.
 - Before a stage starts, `verify` compares earlier stages' files with the receipt, against accidents
   (a power cut, a bad disk, an edit). Weights above WHOLE_BYTES are compared by size and index only.
@@ -454,7 +454,7 @@ def verify(
     file that differs. Its message ends with `remedy(stage that wrote the file)`. End early once
     `stop()` is true.
     """
-    expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
+    expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote the file, digest)
     told, unknown = recorded(run_dir), []
     for maker in stages_read(stage, stages):
         files = told.get(maker, {}).get("outputs")

@@ -223,7 +223,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
 
 
 def _begin(run: Run) -> None:
-    """Create the run's folder and its manifest file, or no folder if this raises OSError."""
+    """Create the run's folder and its manifest file. After an OSError, remove a new folder."""
     is_new = not run.path.exists()
     try:
         begin(run.path)

@@ -1,4 +1,4 @@
-"""Serve a run's weights, or a Hugging Face folder, by vLLM on this machine, or export them.
+"""Serve a run's weights, or a Hugging Face folder, by vLLM on this machine. Export checkpoints.
 
 The server is a role in a temporary run directory, which stays with its log after a failure.
 With Slurm a small job exports, because a login node has no torch and little memory.

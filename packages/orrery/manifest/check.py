@@ -107,7 +107,7 @@ def misspelt(path: str, given: list[str]) -> str | None:
 
 
 def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], Any]:
-    """Return (field path of pydantic's `loc`, names in the last field's object, its type)."""
+    """Return (path of the field at pydantic's `loc`, names of its siblings, the field's type)."""
     kind: Any = Manifest
     path = ""
     siblings: list[str] = []

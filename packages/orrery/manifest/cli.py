@@ -152,7 +152,7 @@ def render(
         bool, typer.Option("--on-this-machine", help=ON_THIS_MACHINE)
     ] = False,
 ) -> None:
-    """Render runs to manifests/. Write nothing if one of them is wrong."""
+    """Render runs to manifests/. Write nothing if one of the runs is wrong."""
     workspace = find_workspace()
 
     def wrote(path: Path, changed: bool) -> None:

@@ -24,7 +24,7 @@ ADMISSIONS = ("fixed", "adaptive")
 
 StageName = Literal["init", "sft", "rl", "evaluate", "report"]
 Role = Literal["trainer", "inference", "headless", "kv_store", "router", "orchestrator", "report"]
-# "inference": an engine's server, with the ranks of its first node. "headless": ranks of another.
+# "inference": an engine's server and its first node's ranks. "headless": a further node's ranks.
 ENGINE_ROLES = ("inference", "headless")
 
 

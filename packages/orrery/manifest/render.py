@@ -146,7 +146,7 @@ def _of_all_files(
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
-        if path.stem in TARGETS:  # Snakemake's target for all runs of a file is its stem
+        if path.stem in TARGETS:  # Snakemake's target for all runs of a file is the file's stem
             raise OrreryError(
                 f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}. Give the "
                 "file another name"

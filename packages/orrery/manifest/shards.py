@@ -2,7 +2,7 @@
 
 - File i of a split, in the order of paths, is in shard i mod num_shards.
 - A folder with the files of some shards has DATA_SUMS, which lists the sha256 of every data file.
-  The sha256 of DATA_SUMS is that of the whole dataset, so all sites have the same manifest.
+  The sha256 of DATA_SUMS stands for the whole dataset, so all sites have the same manifest.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The Slurm job that this launcher runs in: its nodes and the stage's steps.
 
-The launcher gives the run's token to srun's standard input. srun copies it to each task.
+The launcher gives the run's token to srun's standard input. srun copies the token to each task.
 """
 
 import os

@@ -32,7 +32,7 @@ from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
 IN_JOB = "ORRERY_SLURM"  # variable that is set inside Orrery's jobs only
-MEMORY_MB = 6000  # least memory to request per node
+MEMORY_MB = 6000  # least MB of memory to request per node
 LAUNCHER_CPUS = 2  # least number of cores per node, for launcher, orchestrator, router
 
 

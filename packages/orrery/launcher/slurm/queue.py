@@ -192,7 +192,7 @@ def hostnames(listed: str) -> list[str]:
 
 
 def cancel(ids: Sequence[str]) -> None:
-    """Let the launchers of running jobs end their steps and clean the nodes, then cancel the rest.
+    """Let the launchers of running jobs end their steps and clean the nodes, then cancel all jobs.
 
     Slurm starts no step in a cancelled job, so a job that is cancelled at once would leave its
     scratch folder on all nodes except the launcher's.

@@ -1,4 +1,4 @@
-"""Find roles that exceed device memory, and changes of the manifest that make them fit.
+"""Find roles that exceed device memory, and changes of the manifest that make these roles fit.
 
 - An option frees the difference between the peaks planned without and with the option.
 - Options of tier 0 are tried first. Tier 1 moves all trainer state to host memory. Tier 2 adds
@@ -77,7 +77,7 @@ def memory_options(
 ) -> Iterator[MemoryOption]:
     """Yield the options that `trainer` does not use yet, roughly from low to high cost in time.
 
-    `before`: memory plan of `trainer`. Its bytes give the seconds that offload costs.
+    `before`: memory plan of `trainer`. The plan's bytes give the seconds that offload costs.
     """
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)

@@ -2,10 +2,11 @@
 
 - Memory is planned for rollouts of the greatest length (`inference.max_model_len_tokens`), times
   for the given mean length, by default a quarter of the greatest.
-- Trainer and engines work at the same time, so the slower one sets the time of a step. On shared
-  devices they take turns.
-- Staleness follows from Little's law. With N rollouts in flight and B in a batch, a rollout lasts
-  N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the batch is full.
+- Trainer and engines work at the same time, so the slower role sets the time of a step. On shared
+  devices trainer and engines take turns.
+- Staleness follows from Little's law. With N rollouts in flight and B rollouts in a batch, a
+  rollout lasts N / B steps. A rollout's tokens are N / 2B steps old on average, plus half a step until the
+  batch is full.
 """
 
 from collections.abc import Iterator
@@ -139,7 +140,7 @@ def engine_memory(manifest: Manifest, shape: Inference) -> Bytes:
 
 
 class RunPlan:
-    """The planned memory, times and traffic of a run. `plan_run` collects them."""
+    """Plan the memory, times and traffic of a run. `plan_run` collects them in a `RunBudget`."""
 
     def __init__(
         self,
@@ -305,8 +306,8 @@ class RunPlan:
         """Return the bytes that a node reads of the start weights, and the seconds, by role.
 
         A node reads each byte once, and its ranks share the byte in the page cache. A trainer rank
-        reads its slices. An engine rank reads all weights, but with expert parallel only the
-        rank's own experts.
+        reads its slices. An engine rank reads all weights. With expert parallel, an engine rank
+        skips the experts of other ranks.
         """
         manifest, mesh, counted = self.manifest, self.trainer.mesh, self.counted
         is_whole = manifest.stage_before_rl == "init" and self.model.init.kind == "pretrained"

@@ -60,7 +60,7 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # Only the plan of several micro-batches counts gradients that wait whole for the last of them.
+    # Whole gradients wait between micro-batches. Only the plan `last` counts their memory.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
     # For each moment, the most memory used from this moment on.

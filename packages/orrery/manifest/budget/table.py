@@ -2,8 +2,9 @@
 
 - The search keeps the numbers of trainer and engine devices and of rollouts, the model, the
   optimizer and precisions.
-- For the trainer it varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For engines it
-  varies replicas and tensor, data and expert parallel. The cache fills the remaining memory.
+- For the trainer the search varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For
+  engines the search varies replicas and tensor, data and expert parallel. The engines' cache fills
+  the remaining memory.
 """
 
 import textwrap
@@ -25,7 +26,7 @@ from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
 ROOM = 0.97  # share of usable device memory that a layout may fill
-SAVINGS: tuple[dict[str, Any], ...] = (  # fields that save memory. A row keeps those of rows above.
+SAVINGS: tuple[dict[str, Any], ...] = (  # values that save memory. Each row adds to the rows above.
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
     {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},
@@ -197,7 +198,7 @@ def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
 
 
 def _changed(run: Manifest, changes: Changes) -> Manifest | None:
-    """Return the run with `changes`, or None if a constraint or `check_built` forbids them."""
+    """Return the run with `changes`, or None if a constraint or `check_built` forbids a change."""
     try:
         changed = with_values(run, changes)
         check_built(changed)

@@ -206,7 +206,7 @@ def _dense_width(model: Model, layer: int) -> int:
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     """Return the temporary bytes per token of (attention's, feed-forward's) backward pass.
 
-    Symbols H, C, R and k are those of `_latent_results`, all others those of the module.
+    For the symbols H, C, R and k see `_latent_results`, for all other symbols see the module.
     attention   c·(3h + 2g) gradients · 4·h float32 sums of query gradients
     latent      at least (2c + 4)·H·(C + R) · with cp 3·c·k·(C + R) gradients of keys, and without
                 indexers 2·c·g·(k − 1) expanded keys and values
@@ -244,8 +244,9 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     """Return the temporary bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    `tokens`: queries of a rank. At most SPARSE_PAIRS pairs are held at a time. Each takes c·(C + R)
-    bytes for its part of the key's gradient, and 2·c·H for probabilities and gradients of logits.
+    `tokens`: queries of a rank. At most SPARSE_PAIRS pairs are held at a time. A pair takes
+    c·(C + R) bytes for its part of the key's gradient, and 2·c·H for probabilities and gradients of
+    logits (for symbols see `_latent_results`).
     Row numbers take 4 bytes for every pair. Return 0 in float32, whose backend holds no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]

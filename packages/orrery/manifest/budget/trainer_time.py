@@ -35,8 +35,8 @@ QUEUED_SHARE = 0.5  # share of computation that hides gathers with cp, whose exc
 class Links:
     """Bytes per second of one device in the trainer's collectives, by group of ranks.
 
-    `experts`: FSDP's gathers and reductions of experts. `shards`: those of all other weights.
-    `all`: exchanges among all ranks. `cp`, `ep`: exchanges inside a group of this axis.
+    `experts`: FSDP's gathers and reductions of experts. `shards`: gathers and reductions of all
+    other weights. `all`: exchanges among all ranks. `cp`, `ep`: exchanges in a group of this axis.
     """
 
     shards: float
@@ -50,7 +50,7 @@ def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float)
     """Return the rates of collectives. `network`: bytes per second of a device between nodes.
 
     A ring over nodes uses the network cards of all its ranks on a node. The ranks that shard one
-    expert are `ep` apart, so a node holds fewer of them than of the ranks that shard other weights.
+    expert are `ep` apart, so a node has fewer ranks of one expert than ranks of another weight.
     """
 
     def of(ranks: int) -> float:
@@ -232,9 +232,9 @@ def _optimizer_s(
 ) -> tuple[float, float, float]:
     """Return (seconds of kernels, number of values in states, seconds of Muon's all-to-alls).
 
-    `trained`: number of float32 values on this device. Bytes moved per value, including those for
-    the gradient's norm and scale: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with decay),
-    Muon 48 (60 with Nesterov). A Newton-Schulz iteration on an m×n matrix (m ≤ n) takes
+    `trained`: number of float32 values on this device. Bytes moved per value, including the bytes
+    for the gradient's norm and scale: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with
+    decay), Muon 48 (60 with Nesterov). A Newton-Schulz iteration on an m×n matrix (m ≤ n) takes
     4·m²·n + 2·m³ operations.
     """
     optimizer, shards = trainer.optimizer, trainer.mesh.dp_shard * trainer.mesh.cp

@@ -1,4 +1,4 @@
-"""Count the bytes of a trainer's collectives, and which of them leave a node."""
+"""Count the bytes of a trainer's collectives, and which bytes leave a node."""
 
 from dataclasses import dataclass
 
@@ -72,7 +72,7 @@ def step_bytes(
     "links" are bytes inside nodes, "network" bytes between nodes. `tokens`: tokens of a rank. A
     ring leaves each node once. In an exchange each rank sends the same number of bytes to every
     other rank of its group. If a group's ranks are `stride` apart, a node holds
-    `devices_per_node` / `stride` of them.
+    `devices_per_node` / `stride` ranks of the group.
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp

@@ -45,8 +45,8 @@ class Elastic(Record):
     - `weights` "tokens": a site's weight is its number of tokens since its last exchange.
     - `admission` "open": sites may join before any round. "closed": new sites only before the
       first.
-    - An exchange starts when all member sites have arrived, or `grace_s` after `quorum` members
-      have. Stragglers add their Δ to the next round. Joining sites alone start no exchange.
+    - An exchange starts when all live members have arrived, or `grace_s` after `quorum` sites have
+      arrived, at least one member among them. Stragglers add their Δ to the next round.
     - A site is dead without a heartbeat for `dead_after_s`. Up to `voters` sites keep the log of
       rounds.
     - `fragments` F: layer i belongs to fragment i mod F, and a fragment is exchanged after every
@@ -54,7 +54,7 @@ class Elastic(Record):
     - A site takes `delay_steps` more inner steps while a fragment is exchanged. Then the fragment's
       weights become `delay_merge` · own + (1 − `delay_merge`) · common. With 0 steps, the site
       waits for the exchange.
-    - `snapshots` are copies of the state in shared memory, from which other sites recover.
+    - `snapshots` are copies of a site's state in shared memory, from which other sites recover.
     """
 
     min_sites: Count

@@ -72,7 +72,7 @@ class TieredKvOffload(Record):
     """Cache blocks move to host memory, then (`disk_bytes` > 0) to the node's scratch disk.
 
     Sizes count for one data-parallel rank with all its tensor-parallel devices. A restarted engine
-    finds its files again.
+    finds its files on the scratch disk again.
     """
 
     kind: Literal["tiers"]
