@@ -5,8 +5,8 @@
 - Trainer and engines work at the same time, so the slower role sets the time of a step. On shared
   devices trainer and engines take turns.
 - Staleness follows from Little's law. With N rollouts in flight and B rollouts in a batch, a
-  rollout lasts N / B steps. A rollout's tokens are N / 2B steps old on average, plus half a step until the
-  batch is full.
+  rollout lasts N / B steps. A rollout's tokens are N / 2B steps old on average, plus half a step
+  until the batch is full.
 """
 
 from collections.abc import Iterator
