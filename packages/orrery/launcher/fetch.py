@@ -226,7 +226,8 @@ def _fill(
 ) -> None:
     """Put the dataset's files into `folder`.
 
-    With `shard`, put only the shard's files and the files that `target` has.
+    With `shard`, put only the files of the shard and of other splits, files without a sha256 on the
+    hub, and the files that `target` has.
     """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))
@@ -256,7 +257,10 @@ def _fill(
 def _download(
     source: HubRepository, by_path: dict[str, str], paths: Iterable[str], folder: Path
 ) -> None:
-    """Download files into `folder`. `paths`: in `folder`. `by_path`: names on the hub, by path."""
+    """Download files of the hub to `paths` in `folder`.
+
+    `by_path`: a file's name on the hub, by its path in `folder`.
+    """
     placed = hub.download(source, [by_path[path] for path in paths], folder)
     for path in paths:
         placed[by_path[path]].rename(folder / path)

@@ -29,7 +29,7 @@ constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
 WAITS_S = (1.0, 2.0, 4.0)  # seconds to wait before each retry
-LINKED_BYTES = 1 << 20  # size of the smallest linked file. Users edit smaller files: copies.
+LINKED_BYTES = 1 << 20  # least size of a linked file. Smaller files are copies, which users edit.
 Kind = Literal["model", "dataset"]
 
 

@@ -209,7 +209,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError for a target that is unknown, stale, or a run too large for memory."""
+        """Raise OrreryError for a target that is unknown or stale, or whose run exceeds memory."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])

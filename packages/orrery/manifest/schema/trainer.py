@@ -274,7 +274,7 @@ class Trainer(Record):
       (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
     - `indexer_choice`: "own" lets the trainer's indexers choose the keys. With "replay" and
       "compare", batches contain the engines' chosen keys. With "replay" the trainer attends to
-      these keys. With "compare" it counts the keys that its own indexers choose differently.
+      these keys. With "compare" the trainer counts where its own indexers choose other keys.
     - `expert_bias_rate`: after each step, routers' biases move by this value towards an equal load
       of all experts (`trainer/expert_load.py`). Null: biases are frozen.
     - `elastic`: several sites train one model. Null: this site alone.
