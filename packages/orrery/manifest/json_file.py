@@ -25,7 +25,7 @@ MAX_DEPTH = 64
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """Return the JSON value in a file. Raise OrreryError with `remedy` if the file has none."""
+    """Return the JSON value in a file. Raise OrreryError with `remedy` if no value can be read."""
     try:
         return parse_json(read_regular(path))
     except OSError as error:

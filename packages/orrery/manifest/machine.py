@@ -68,7 +68,7 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return the hardware axis's `layout`. Half of the GPUs train, the others run engines.
+        """Return the hardware axis's `layout`. Half of the GPUs train, the other GPUs run engines.
 
         A single GPU does both.
         """

@@ -86,8 +86,8 @@ class AdamW(Record):
 class Muon(Record):
     """Muon for the blocks' matrices (Jordan et al. 2024), `rest` for all other weights.
 
-    Muon's updates are scaled to the root mean square of AdamW's (arXiv 2502.16982), so one learning
-    rate suits both optimizers.
+    Muon's updates are scaled to the root mean square of AdamW's updates (arXiv 2502.16982), so one
+    learning rate suits both optimizers.
     """
 
     kind: Literal["muon"]
