@@ -3,10 +3,10 @@
 - Lowering the limit cancels no rollout.
 - The adaptive limit is `engines / share`. `share` is the part of one engine's cache that a rollout
   in flight uses.
-- `share` rises at once. It falls slowly, and only while all permits are taken and queues are short.
-  Otherwise young rollouts, which use little cache, would raise the limit.
-- Preemptions in engines lower the limit by at most the fraction BACKOFF, or by 1. Later preemptions
-  count only after the rollouts in flight fit the new limit.
+- `share` rises at once. It falls slowly, and only while all permits are taken and the engines'
+  queues are short. Otherwise young rollouts, which use little cache, would raise the limit.
+- Each preemption in an engine lowers the limit by 1, in one poll by at most the fraction BACKOFF of
+  the limit, or 1. Later preemptions count only once the rollouts in flight fit the new limit.
 """
 
 import math
@@ -23,7 +23,7 @@ from orrery.runtime.timing import Pace, period_s
 
 BACKOFF = 0.05
 LEAST = 1e-9
-DECAY = 3.0  # e^-DECAY of an old share remains after all rollouts have ended once
+DECAY = 3.0  # when all rollouts have ended once, e^-DECAY of an excess of `share` remains
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
 
@@ -44,8 +44,8 @@ class AdaptiveLimit:
     ) -> None:
         """Update share and limit from one poll.
 
-        `loads` excludes prefill engines. `num_ended` and `was_full` (no free permit): since the
-        last poll.
+        `loads` excludes prefill engines. `num_ended`: rollouts that ended since the last poll.
+        `was_full`: whether all permits were taken at some time since the last poll.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
@@ -130,7 +130,7 @@ async def poll_engines(
 ) -> dict[int, EngineMetrics]:
     """Return every engine's load by index, or {} if an engine does not answer in time.
 
-    Write metrics rows when `pace` is due, or always without it.
+    Write metrics rows when `pace` is due, or always if `pace` is None.
     """
     try:
         loads: dict[int, EngineMetrics] = await pool.metrics()
@@ -149,7 +149,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # The first engines only prefill. Rollouts use the caches of the others.
+    # The first engines only prefill. Rollouts use the caches of the other engines.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})

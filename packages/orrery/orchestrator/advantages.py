@@ -4,7 +4,7 @@
 
 - An algorithm is a pure function from one group's rewards to its advantages, in `ALGORITHMS`.
 - Equal rewards give advantages of exactly 0.
-- Timeouts with a reward of 0 count in the baseline, but are not trained.
+- Timeouts with a reward of 0 count in the group's mean reward, but are not trained.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ STD_FLOOR = 1e-6  # bounds the rounding error for nearly equal rewards
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
     """Return A_i = R_i − mean(R) (GRPO: Shao et al. 2024, DeepSeekMath, eq. 3).
 
-    `normalize_std` divides by the population standard deviation, as in the paper. This gives very
-    easy and very hard problems more weight (Liu et al. 2025, "Dr. GRPO").
+    `normalize_std` divides by the rewards' population standard deviation, as in the paper. Very
+    easy and very hard problems then weigh more (Liu et al. 2025, "Dr. GRPO").
     """
     if (rewards == rewards[0]).all():
         return np.zeros(len(rewards), dtype=np.float32)
@@ -73,7 +73,7 @@ def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
         replace(rollout, advantage=float(advantage))
         for rollout, advantage in zip(
             group.survivors, gained, strict=False
-        )  # the last rewards are failed members'
+        )  # the last rewards are of failed members
     ]
 
 

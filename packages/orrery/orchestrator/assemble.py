@@ -38,7 +38,7 @@ SERVERS_START_S = 600.0  # longest imports and compilation of vLLM, scaled
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
     """Wait until all engines and any router listen. Return their pool.
 
-    Raise Preempted, with the stage's start step, if the stage is preempted meanwhile.
+    Raise Preempted, with the newest checkpoint's step or 0, if the stage is preempted meanwhile.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -63,7 +63,7 @@ async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> En
 
 @asynccontextmanager
 async def guests(ctx: RoleContext, pool: EnginePool) -> AsyncIterator[None]:
-    """Open the door for engines of other sites, if the run takes them."""
+    """Accept engines of other sites in the `with` body, if the manifest has `guests`."""
     if ctx.manifest.orchestrator.guests is None:
         yield
         return
@@ -121,8 +121,11 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """Return a new scheduler, or that of the newest complete checkpoint, and remove others."""
-    # Safe here: a checkpoint begins only after the next batch is taken.
+    """Return a scheduler with the newest checkpoint's state, or a new scheduler if there is none.
+
+    Remove incomplete checkpoints, and the checkpoints of SFT.
+    """
+    # Removal is safe here, because a checkpoint begins only after the next batch is taken.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))
@@ -140,7 +143,10 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 def _first_problem(ctx: RoleContext) -> int:
-    """Return the first problem of this site: a hash of its name, so that sites draw others."""
+    """Return the number of this site's first problem, or 0 without other sites.
+
+    It is a hash of the site's name, so that sites draw different problems.
+    """
     if ctx.manifest.trainer.elastic is None:
         return 0
     return zlib.crc32(read_place(ctx.run_dir).name.encode()) << 20

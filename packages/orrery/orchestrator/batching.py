@@ -58,7 +58,7 @@ def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str
 def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
     """Pack the documents into batch `step`. `totals` counts the tokens of each loss component.
 
-    All ranks of a context-parallel group get the same micro-batches, and each takes its part.
+    All ranks of a context-parallel group get equal micro-batches. Each rank takes its tokens.
     """
     lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
     mesh, shares = manifest.trainer.mesh, micro_batches(documents, pack_for(manifest, lengths))

@@ -1,9 +1,9 @@
 """Collect complete groups, and give out batches.
 
 - A group with fewer than two rewards is dropped (`too_few_survivors`).
-- With `drop_zero_advantage_groups`, groups whose advantages are all zero are spare. They are used
-  once `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled for a batch.
-- A batch has exactly `rollouts_per_batch` rollouts, oldest group first. It may split a group.
+- With `drop_zero_advantage_groups`, groups whose advantages are all zero are spare. Spare groups
+  are used once `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled for a batch.
+- A batch has exactly `rollouts_per_batch` rollouts, oldest group first. A batch may split a group.
 - Stale rollouts are dropped before each batch, which guarantees the staleness bound.
 """
 
@@ -29,11 +29,11 @@ class RolloutBuffer:
         self.drop_zero = settings.drop_zero_advantage_groups
         # The most rollouts to sample for a batch.
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
-        # Spare rollouts to keep: as many as generation may be ahead.
+        # Spare rollouts to keep: as many as generation may be ahead of the trainer.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
         self.queue: deque[list[Rollout]] = deque()
         self.spare: deque[list[Rollout]] = deque()  # groups whose advantages are zero
-        self.num_sampled = 0  # each taken batch subtracts its budget
+        self.num_sampled = 0  # sampled rollouts, less the budget of each taken batch
         self.dropped: Counter[str] = Counter()
         self._barren: Counter[str] = Counter()
         self._details: dict[str, str] = {}
@@ -51,7 +51,7 @@ class RolloutBuffer:
     def room(self, num_batches: int) -> int:
         """Return how many more rollouts to sample for the next `num_batches`.
 
-        The budget limits them, but never below the rollouts that one batch still lacks.
+        The budget limits this number, but never below the rollouts that one batch still lacks.
         """
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:
@@ -113,7 +113,7 @@ class RolloutBuffer:
     def count(self, reason: str, num_rollouts: int, detail: str | None = None) -> None:
         if num_rollouts:
             self.dropped[reason] += num_rollouts
-            if reason != ENGINE_GONE:  # the pool limits losses of engines
+            if reason != ENGINE_GONE:  # the engine pool handles lost engines
                 self._barren[reason] += num_rollouts
         if detail:
             self._details[reason] = detail
@@ -140,7 +140,7 @@ def _size(groups: deque[list[Rollout]]) -> int:
 
 
 def _take(groups: deque[list[Rollout]], most: int) -> list[Rollout]:
-    """Remove up to `most` rollouts. The rest of a split group stays first in the queue."""
+    """Remove and return up to `most` rollouts. The rest of a split group stays first."""
     taken: list[Rollout] = []
     while groups and len(taken) < most:
         group = groups.popleft()

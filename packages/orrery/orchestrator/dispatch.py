@@ -2,7 +2,7 @@
 
     Source → GroupRequest → Dispatch → Request (one per member) → Rollout | Failed | GroupDropped
 
-- The next task is the task furthest behind its share.
+- The next group is of the task that is furthest behind its share of the groups.
 - Every request leaves exactly once: finished, failed, or inside a `GroupDropped(reason)`.
 - Evaluation goes first, then started groups (their prompt is cached), then new groups.
 - A group's cache salt is the engines' version when its first member starts.
@@ -24,7 +24,7 @@ from orrery.runtime.timing import scaled
 Purpose = Literal["train", "evaluation"]
 
 TIMEOUT = "timeout"
-PROOF_S = 30.0  # an engine without new tokens for so long is still, scaled
+PROOF_S = 30.0  # longest time without new tokens of an engine with requests, scaled
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """One dispatched rollout. `version` is its group's, and serves as the cache salt."""
+    """One dispatched rollout. `version` is the policy version of its group, and the cache salt."""
 
     group: GroupRequest
     member: int
@@ -77,7 +77,7 @@ class GroupDropped:
 
 
 class Source:
-    """`first_problem` is the number of this site's first problem."""
+    """Choose the problem of each new group. `first_problem`: this site's first problem."""
 
     def __init__(
         self,
@@ -194,9 +194,9 @@ class Dispatch:
         return True
 
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
-        """Return the requests served for longer than `timeout_s`. They stay in flight.
+        """Return the requests in flight for longer than `timeout_s`. They stay in flight.
 
-        While `is_served` is false, time does not count.
+        `is_served`: whether an engine serves now. Time without a serving engine does not count.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
@@ -238,7 +238,7 @@ class Dispatch:
 @dataclass
 class _Expired:
     since_s: float
-    tokens: dict[int, int] = field(default_factory=dict)  # each engine's tokens at the first poll
+    tokens: dict[int, int] = field(default_factory=dict)  # tokens of each engine at the first poll
     is_slow: bool = False
 
 
@@ -257,7 +257,7 @@ class TimeoutClassifier:
         self._expired: dict[str, _Expired] = {}
 
     def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
-        """Compare token counts with the first poll. `loads` is {} if an engine is silent."""
+        """Compare token counts with the first poll's. `loads` is {} if an engine is silent."""
         for case in self._expired.values():
             for index, load in loads.items():
                 case.tokens.setdefault(index, load.generation_tokens_total)

@@ -41,7 +41,7 @@ async def run(ctx: RoleContext) -> None:
 
 
 async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, EvaluationResult]:
-    # RL may have ended early. Its last checkpoint then has the step.
+    # RL may have ended early, so take the step of its last checkpoint.
     after = max(checkpoints.steps(ctx.run_dir), default=ctx.manifest.stages.rl.num_steps)
     policies = {
         "before": (0, assemble.policy_dir(ctx, "sft", "init")),
@@ -81,7 +81,8 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from the trainer's last `version`.
 
-    Only the wire `files` has comparable digests. On others the launcher compares with the receipt.
+    Only the wire `files` has comparable digests. With other wires the launcher
+    compares the weights with the receipt.
     """
     newest = checkpoints.latest(ctx.run_dir)
     if ctx.manifest.transport.weights != "files" or newest is None or newest.step != version:
@@ -168,10 +169,11 @@ class EvaluationLoop:
 
 
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
-    """Return the content of `result.json`: each policy's reward, total and by task.
+    """Return the content of `result.json`: each policy's reward, over all tasks and by task.
 
-    - `reward_mean` is over `num_rollouts`, timeouts of reward 0 included, without `num_failed`.
-    - A policy's mean weights each task by its requested rollouts.
+    - `reward_mean` is over the `num_rollouts` rollouts with a reward, including timeouts of 0.
+      The `num_failed` failed rollouts are not in `num_rollouts`.
+    - A policy's mean weights each task by its number of requested rollouts.
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():

@@ -1,4 +1,4 @@
-"""Run the RL stage as four activities in one event loop. They share only the scheduler's state.
+"""Run the RL stage as four activities in one event loop. All share only the scheduler's state.
 
     generate       start rollouts, and end slow rollouts
     train          take a batch when the trainer is close enough, snapshot, pack, record, send
@@ -6,7 +6,7 @@
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
 At a preemption `train` writes the orchestrator's half of a checkpoint, and sends all trainer ranks
-an empty batch marked `wind_down`, so that they complete the checkpoint at the same step.
+an empty batch marked `wind_down`, so that all ranks complete the checkpoint at the same step.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ POLL_S = 0.03
 GATHER_S = 0.01  # wait before new rollouts start, so that whole groups start together
 FIRST_VERSION_S = 600.0  # longest start of the trainer, scaled
 NUM_SAMPLES = 4
-MANY_TRUNCATED = 0.5  # advise a longer limit if at least this share of replies is cut off
+MANY_TRUNCATED = 0.5  # share of cut-off replies from which a longer limit is advised
 PREEMPTION_POLL_S = 1.0
 TAKE_S = 900.0  # longest start or checkpoint of the trainer, scaled
 
@@ -67,10 +67,10 @@ async def stop_trainer(ctx: RoleContext, wire: RolloutSender, step: int) -> NoRe
 async def update_engines(
     ctx: RoleContext, scheduler: Scheduler, runner: RolloutRunner, pool: Any, watch: Any
 ) -> bool:
-    """Load the newest version into all engines. Return whether one was loaded.
+    """Load the newest version into all engines. Return whether a version was loaded.
 
-    During an evaluation none is loaded. Stale rollouts leave first: a paused engine handles no
-    aborts.
+    During an evaluation no version is loaded. Stale rollouts are cancelled before the update,
+    because a paused engine handles no aborts.
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -79,13 +79,13 @@ async def update_engines(
         return False
     version, digest = published.version, published.digest
     scheduler.updating = True
-    # Tokens of the version may arrive before the update returns, and stay if it fails.
+    # Tokens of the version may arrive before the update returns, and stay if the update fails.
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())
     drained_s = time.time()
     manifest = ctx.manifest
-    # If no engine is left, the update waits until one returns.
+    # If no engine is left, the update waits until an engine returns.
     return_s = RETURN_S if manifest.inference.max_restarts else 0.0
     with ctx.health.waiting(
         f"engines to take version {version} (inference)",
@@ -213,7 +213,7 @@ class Loop:
                 self.changed.notify_all()
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # not at each change, because a look reads files
+            await asyncio.sleep(POLL_S)  # do not wait for `changed`, because each look reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler
@@ -265,7 +265,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write before sending, because a resumed run never sends a checkpoint's batches again.
+        # Write the row first: a resumed run never again sends the batches before its checkpoint.
         self.ctx.metrics.write(
             step,
             **row,

@@ -62,9 +62,9 @@ PROBLEMS = WorkerThread("problems")  # hard puzzles take seconds to make
 
 @dataclass(frozen=True)
 class Failed:
-    """A failed rollout. Metrics count `reason`.
+    """A failed rollout. Metrics count failures by `reason`.
 
-    With `is_zero` it counts as a reward of 0 in an evaluation and in its group's baseline.
+    With `is_zero` the rollout counts as a reward of 0 in an evaluation and in its group's baseline.
     """
 
     reason: str
@@ -113,7 +113,7 @@ class Rollout:
     group_id: int = -1
     member: int = -1
     task_index: int = -1
-    problem_index: int = -1  # absent in snapshots
+    problem_index: int = -1  # number of the problem, not kept in snapshots
     dispatch_version: int = NO_VERSION
 
     @property
@@ -166,7 +166,7 @@ class _Tokens:
 
     @property
     def routes_from(self) -> int:
-        """Return the first position without routes. The last sampled token was no input yet."""
+        """Return the first position without routes, such as the last sampled token's."""
         return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:
@@ -182,7 +182,7 @@ class Opening:
 
 
 async def open_problem(task: Any, problem_index: int, renderer: Any) -> Opening:
-    """Return a problem of `task`, with its prompt. Raise RolloutFailed if one cannot be made."""
+    """Return a problem of `task`, with its prompt. Raise RolloutFailed if either cannot be made."""
     problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
     prompt = _guard("task", lambda: renderer.prompt(list(problem.messages), problem.tools))
     return Opening(problem, prompt)
@@ -208,7 +208,7 @@ async def run_episode(
 
     - `name`: unique among rollouts in flight.
     - `seed`: turn t samples with `seed + t`.
-    - `routes`: shape of the routed experts that the engine returns for replay. None: none.
+    - `routes`: shape of the routed experts that the engine returns for replay. None: no routes.
     - `share`: key of single-turn rollouts that may share an engine request. None: not shared.
     - Cancelling aborts the engine request, unless other rollouts still wait for it.
     """
@@ -247,7 +247,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # no answer fits after this reply, so drop it
+            truncated = True  # no answer fits after this reply, so drop the reply
             break
         messages.extend(reply)
         tokens.append(turn_tokens)

@@ -3,7 +3,7 @@
 - Rollouts of a group that start together share the problem and its prompt. Training rollouts of
   one turn also share the engine request.
 - Every request ends in one call of `on_ended`, unless it is cancelled.
-- Any exception except `RolloutFailed` ends the run, because `check` raises it in the loop.
+- Any exception except `RolloutFailed` ends the run: `check` raises the exception in the loop.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from orrery.orchestrator.rollout import (
 from orrery.wire.rendezvous import request_s
 from orrery.wire.routed_experts import row_shape
 
-# Rollouts of a dead engine would otherwise fail in a tight loop.
+# Pause after an engine's loss, because its rollouts would otherwise fail in a tight loop.
 GONE_PAUSE_S = 1.0
 
 
@@ -64,7 +64,8 @@ class RolloutRunner:
     ):
         """Take the built tasks by purpose, in the manifest's order.
 
-        `is_compared(version)`: whether the trainer may compare this evaluation's log-probs.
+        `is_compared(version)`: whether the trainer may compare log-probs of that version's
+        evaluation.
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_ended = on_ended
@@ -179,7 +180,7 @@ class RolloutRunner:
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """Return a rollout's seed, equal for all versions, so policies compare fairly."""
+    """Return an evaluation rollout's seed, equal for all versions, so policies compare fairly."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

@@ -1,10 +1,12 @@
 """Make every decision of the loop, without engines, clocks or asyncio.
 
-- A new group starts only while unfinished and queued rollouts do not fill the next batches: those
-  that may contain the engines' version, up to one beyond `max_batches_ahead`.
+- A new group starts only while the unfinished and queued rollouts do not fill the next batches.
+  These are all batches that may contain tokens of the engines' version, but at most one batch
+  beyond `max_batches_ahead`.
 - No rollout starts during a weight update (`updating`).
-- An evaluation pins one policy version: weight updates wait for it. It is due at the first version,
-  at or after each multiple of `interval_steps`, and after the last batch, or again if interrupted.
+- An evaluation pins one policy version: weight updates wait for its end. An evaluation is due at
+  the first version, at or after each multiple of `interval_steps`, and at the last version. A
+  resumed run repeats an interrupted evaluation.
 - An evaluation's problems are always 0 … num_problems − 1 of every task. A task's mean excludes
   failed rollouts, unless all failed, which is an error.
 - `start`, `expired` and `batching.row` take monotonic times, other functions wall-clock times.
@@ -99,7 +101,10 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Return the result after the last rollout. Raises RunFailed on another version."""
+        """Add a rollout. Return the result after the evaluation's last rollout.
+
+        Raise RunFailed if the rollout has tokens of another version, or all of a task's failed.
+        """
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
         active.num_missing -= 1
@@ -182,7 +187,7 @@ class Clock:
     max_off_policy_steps: int
     num_batches: int
     next_batch: int = 1
-    version: int = NO_VERSION  # loaded by the engines
+    version: int = NO_VERSION  # policy version that the engines have loaded
 
     def oldest_version(self, batch: int) -> int:
         return batch - 1 - self.max_off_policy_steps
@@ -210,7 +215,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Batch `step` of exactly `rollouts_per_batch` rollouts, and its tally."""
+    """Batch `step` of exactly `rollouts_per_batch` rollouts, and the tally of its sampling."""
 
     step: int
     rollouts: list[Rollout]
@@ -228,7 +233,7 @@ class Snapshot:
     evaluated: int
     num_evaluation_groups: int
     digests: dict[int, str]
-    num_batches: int  # below the manifest's number if the stage ends early
+    num_batches: int  # number of batches, below the manifest's if the stage ends early
     rewards: list[tuple[int, float, bool]]
 
 
@@ -322,7 +327,7 @@ class Scheduler:
         return TrainBatch(step, rollouts, tally)
 
     def may_update(self, version: int) -> bool:
-        """Return whether engines may update now. An active evaluation pins their version."""
+        """Return whether engines may load `version` now. An active evaluation forbids it."""
         return version > self.clock.version and self.evaluations.pinned is None
 
     def begin_evaluation(self, now_s: float) -> bool:
@@ -401,7 +406,7 @@ class Scheduler:
         return [request for group in dropped for request in group.in_flight]
 
     def snapshot(self) -> Snapshot:
-        """Return the state. Groups in flight and an active evaluation restart on resume."""
+        """Return the state. A resumed run restarts groups in flight and an active evaluation."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),

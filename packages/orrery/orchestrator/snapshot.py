@@ -27,7 +27,7 @@ FORMAT = 4
 
 
 class _QueuedRollout(msgspec.Struct):
-    group: int  # spare groups follow the queued groups
+    group: int  # index of the group. Spare groups follow the queued groups
     member: int
     advantage: float
     reward: float
@@ -65,7 +65,7 @@ def write_now(
 ) -> Path:
     """Write the state after batch `step` was sent.
 
-    `is_resumed`: this attempt resumed from `step` and sent no batch.
+    `is_resumed`: whether this attempt resumed from `step` and sent no batch.
     """
     if is_resumed:
         checkpoint = checkpoints.whole_dir(run_dir, step)
@@ -136,7 +136,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
 def read(checkpoint: Path, step: int) -> Snapshot:
     """Return the newest orchestrator state in `checkpoint`, the checkpoint of `step`.
 
-    Raise OrreryError if it is incomplete.
+    Raise OrreryError if the state is incomplete, or of another step.
     """
     path = checkpoint / "orchestrator"
     remedy = f"remove {checkpoint} to go on from the checkpoint before it"

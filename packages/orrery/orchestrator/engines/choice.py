@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK_TOKENS = 64
-MAX_BLOCKS = 1 << 20  # remembered for all ranks
+MAX_BLOCKS = 1 << 20  # blocks that are remembered, over all ranks
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -44,11 +44,11 @@ class EngineChoice:
         self.addresses = [Address(e, r) for e, ranks in enumerate(num_ranks) for r in range(ranks)]
         self.owed_tokens = [0] * len(self.addresses)
         self._is_decoding = is_decoding
-        self._holders: OrderedDict[int, int] = OrderedDict()  # block → bits of its ranks
+        self._holders: OrderedDict[int, int] = OrderedDict()  # block → bit set of its ranks
 
     @contextmanager
     def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Chosen]:
-        """Choose a rank of engines `among`. Its load includes the request in the `with` body."""
+        """Choose a rank of engines `among`. In the `with` body its load includes the request."""
         blocks = _blocks(token_ids, salt)
         cached = self._cached_tokens(blocks)
         lacking = [len(token_ids) - tokens for tokens in cached]
@@ -94,7 +94,7 @@ class EngineChoice:
 
 
 def _blocks(token_ids: TokenIds, salt: str) -> list[int]:
-    """Return a key for each whole block. A key depends on the salt and all tokens so far."""
+    """Return a key for each whole block. A key depends on the salt and all tokens up to there."""
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     key, keys = hash(salt), []
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

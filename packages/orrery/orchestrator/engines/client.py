@@ -1,4 +1,4 @@
-"""Call one vLLM server, or the router in front of several, and update one server's weights.
+"""Call one vLLM server, or the router in front of several servers, and update one server's weights.
 
 - Every call has a deadline. No request is retried once it was sent.
 - Control calls (pause, update, abort, fingerprints) go to each engine directly, because a router
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CONTROL_TIMEOUT_S = 120.0  # control calls except loads and aborts, scaled
-LOAD_TIMEOUT_S = 300.0  # longer than a weight wire waits for a peer, scaled
-QUERY_TIMEOUT_S = 10.0  # health, metrics and abort
+CONTROL_TIMEOUT_S = 120.0  # longest control call except loads and aborts, scaled
+LOAD_TIMEOUT_S = 300.0  # longest load, more than a weight wire waits for a peer, scaled
+QUERY_TIMEOUT_S = 10.0  # longest call of health, metrics or abort
 # vLLM prepends this to request ids. An abort without it has no effect and returns status 200.
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
@@ -75,7 +75,8 @@ class EngineClient:
 
         - `token`: the run's token, from which credentials are derived.
         - `model`: the model name in requests, see `weight_wire.served_model`.
-        - `num_ranks`: data-parallel ranks, among which this client chooses (`choice`).
+        - `num_ranks`: number of the server's data-parallel ranks. This client chooses among the
+          ranks (`choice`).
         """
         self._ranks = EngineChoice([num_ranks])
         self.url = url.rstrip("/")
@@ -121,14 +122,14 @@ class EngineClient:
         - `deliver`: called with each sample when it ends, in any order.
         - `cache_salt`: only requests with the same salt share prefix-cache blocks.
         - `request_id`: unique among requests in flight.
-        - `stop_token_ids`: the result includes a sampled stop token.
-        - `routes_from`: position of the first token whose routed experts are returned. None: none.
-        - `session`: conversation id. A router sends all its requests to one engine.
+        - `stop_token_ids`: tokens that end a sample. The sample includes the stop token.
+        - `routes_from`: position of the first token whose routed experts are returned, or None.
+        - `session`: conversation id. A router sends a conversation's requests to one engine.
         - `rank`: data-parallel rank that serves the request. None: the client chooses.
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
         Raise EngineGone if the engine was lost, GenerationFailed after other failures. Samples
-        that ended before are delivered. Cancelling the coroutine aborts the request.
+        that ended before the failure are delivered. Cancelling the coroutine aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
         if stop_token_ids:
@@ -225,7 +226,7 @@ class EngineClient:
         return body
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort. `generate` returns finish_reason "abort" and may lack the last tokens."""
+        """Abort requests. Their finish_reason is "abort", and they may lack the last tokens."""
         if request_ids:
             prefixed = [REQUEST_ID_PREFIX + each for each in request_ids]
             await self._control("/abort_requests", {"request_ids": prefixed}, QUERY_TIMEOUT_S)
@@ -237,7 +238,7 @@ class EngineClient:
         await self._control("/resume")
 
     async def update_weights(self, published: "Published") -> None:
-        """Make all workers load the published weights. If one fails, all discard the update.
+        """Make all workers load the published weights. If a worker fails, all discard it.
 
         Raises UpdateFailed with the name of a damaged or missing tensor.
         """
@@ -266,7 +267,7 @@ class EngineClient:
         raise kind(f"{self.name} did not take version {version}: {shortened(reason)}")
 
     async def fingerprints(self) -> dict[str, TensorAttestation]:
-        """Return fingerprints by HF name. Raises WeightsDiffer if the workers disagree."""
+        """Return fingerprints by tensor name. Raises WeightsDiffer if the workers disagree."""
         first, *others = await self._ask_workers("fingerprints")
         for other in others:
             names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
@@ -285,7 +286,7 @@ class EngineClient:
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return the last update's seconds by part, maximum over workers. Empty for adapters."""
+        """Return the last update's seconds by part, maximum over workers, or {} for adapters."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -293,7 +294,7 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free the KV blocks kept under these names for lost readers."""
+        """Free the KV blocks of lost readers' requests (NIXL) or transfers (Mooncake)."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
@@ -350,7 +351,7 @@ class EngineClient:
 
 
 class RouterClient(EngineClient):
-    """Call vllm-router. Without engines it answers 503."""
+    """Call vllm-router. Without engines vllm-router answers 503."""
 
     async def admit(self, url: str) -> None:
         await self._control(f"/add_worker?url={quote(url, safe='')}")
@@ -370,8 +371,9 @@ CANARY_S = 120.0  # deadline of a canary request, before `scaled`
 class Canary:
     """A fixed prompt that shows whether an engine computes with the published weights.
 
-    `bound` limits the mean |difference| of its log-probs to the trainer's (`Published.canary`). Its
-    tokens are random, because log-probs of unlikely text change with any change of the weights.
+    `bound` limits the mean |difference| of the engine's log-probs of the prompt from the trainer's
+    (`Published.canary`). The tokens are random,
+    because log-probs of unlikely text change with any change of the weights.
     """
 
     token_ids: tuple[int, ...]
@@ -388,12 +390,12 @@ class UpdateReport:
     version: int
     digest: str
     pause_s: float
-    update_s: float  # start, load, finish
+    update_s: float  # seconds to start, load and finish
     attest_s: float
     paused_s: float
-    attested: dict[str, int]  # tensors by kind, "resident" or "as_consumed"
+    attested: dict[str, int]  # numbers of tensors by attestation
     canary_s: float = 0.0
-    canary_difference: float | None = None  # mean |difference|, None: not checked
+    canary_difference: float | None = None  # mean |difference| of log-probs. None: not checked
 
 
 async def update_engine(
@@ -444,7 +446,8 @@ async def check_canary(
 ) -> float:
     """Return the mean |difference| of a resumed engine's canary log-probs to `known`.
 
-    Beyond the bound, pause the engine and raise WeightsDiffer. Raises UpdateFailed, EngineGone.
+    If it exceeds the bound, pause the engine and raise WeightsDiffer. Raise UpdateFailed or
+    EngineGone if the engine does not answer.
     """
     try:
         found = await engine.prompt_logprobs(

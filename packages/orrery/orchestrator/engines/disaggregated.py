@@ -3,9 +3,9 @@
     prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ address of its KV blocks
     prompt, address ──▶ decode engine: reads the blocks, recomputes the last token, samples
 
-- Sampled tokens and versions are the decode engine's. The prompt's cache may be older, but not
-  older than the cache salt.
-- `choice` picks a rank of a prefill and of a decode engine, mostly those that cache earlier turns.
+- Sampled tokens and versions are the decode engine's. The prompt's cache may be of an older
+  version, but not older than the version in the cache salt.
+- `choice` picks a rank of a prefill and of a decode engine, mostly ranks that cache earlier turns.
   A router is unfit: it drops request ids and credentials.
 - Requests with the same prompt, such as a group's, share one prefill.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
@@ -49,13 +49,13 @@ class Peer:
         return self.address.engine
 
     def at_rank(self, choice: EngineChoice) -> dict[str, int]:
-        """Return the option `rank` for an engine of several ranks."""
+        """Return the option `rank` for an engine of several ranks, otherwise {}."""
         is_wide = any(each.rank for each in choice.addresses if each.engine == self.index)
         return {"rank": self.address.rank} if is_wide else {}
 
 
 async def _do_not_look() -> None:
-    """Without restarts the first loss of an engine ends the run."""
+    """Do nothing, because without restarts the first loss of an engine ends the run."""
 
 
 class DisaggregatedEngines:
@@ -68,12 +68,12 @@ class DisaggregatedEngines:
         num_ranks: Sequence[int] = (),
         max_local_prefill_tokens: int = 0,
     ):
-        """Share `engines` and `admitted` (by index, all by default) with the pool.
+        """Share `engines` and `admitted` (indices of engines that get requests) with the pool.
 
         - `engines`: one prefill engine for each of `handovers`, then the decode engines.
         - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap` with Mooncake, or {}.
         - `look` removes lost engines from `admitted`.
-        - `num_ranks`: data-parallel ranks of each engine. Empty: one each.
+        - `num_ranks`: data-parallel ranks of each engine. Empty: one rank each.
         """
         self.engines, self.handovers = engines, list(handovers)
         self._admitted = range(len(engines)) if admitted is None else admitted
@@ -84,7 +84,7 @@ class DisaggregatedEngines:
         self._decode_of = EngineChoice(ranks, is_decoding=True)
         self._prompts: dict[Any, asyncio.Future[None]] = {}  # prompts that an engine computes
         self._prefilling: dict[str, bool] = {}
-        self._unwanted: dict[EngineClient, list[str]] = {}  # KV caches whose readers are lost
+        self._unwanted: dict[EngineClient, list[str]] = {}  # names of KV caches without a reader
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -104,7 +104,7 @@ class DisaggregatedEngines:
     ) -> Generation:
         """Run `EngineClient.generate` on two engines, or a short prompt on a decode engine alone.
 
-        `cached_tokens` is that of the engine that computes the prompt.
+        The result's `cached_tokens` are in the cache of the engine that computes the prompt.
 
         `session` is not used, because the prompt shows which ranks cache earlier turns.
         """
@@ -124,7 +124,7 @@ class DisaggregatedEngines:
                 with self._prefill_of.using(prompt, salt, self._serving(self.producers)) as prefill:
                     peers = self.peer(prefill.address), consumer
                     found = await self._generate(*peers, token_ids, routes_from, timeout_s, options)
-        # The last token is sampled, but not computed.
+        # The last token is sampled, but the cache does not contain it yet.
         tokens = np.append(prompt, found.token_ids[:-1])
         for record in (salt, salt + ARRIVED):
             self._decode_of.holds(tokens, record, decode.address)
@@ -135,7 +135,7 @@ class DisaggregatedEngines:
     ) -> bool:
         """Return whether the decode engine computes the prompt, and record its blocks if so.
 
-        It lacks routes of tokens that it read from a prefill engine, so it cannot return these.
+        A decode engine has no routes of tokens that it read from a prefill engine.
         """
         if not self._max_local_tokens:
             return False
@@ -198,12 +198,12 @@ class DisaggregatedEngines:
         return replace(decoded, cached_tokens=prefilled.cached_tokens, routes=routes)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests during their prefill. The caller tells the decode engines."""
+        """Abort requests during their prefill. The caller aborts them in the decode engines."""
         for request_id in self._prefilling.keys() & set(request_ids):
             self._prefilling[request_id] = True
 
     async def close(self) -> None:
-        """Wait at most CLOSE_S until all blocks are freed. Paused engines free none."""
+        """Wait at most CLOSE_S until all blocks are freed. Paused engines free no blocks."""
         if self._background:
             _, left = await asyncio.wait(self._background, timeout=scaled(CLOSE_S))
             for task in left:
@@ -217,7 +217,7 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that this engine's process has ended.
 
-        Before that, a live Mooncake producer may still write into its reader's blocks. A NIXL
+        Before its end, a Mooncake producer may still write into its reader's blocks. A NIXL
         reader notices the broken connection itself.
         """
         if index not in self.producers:
@@ -311,7 +311,7 @@ class DisaggregatedEngines:
         token_ids: TokenIds,
         **options: Any,
     ) -> Generation:
-        """Return the decode engine's answer. If that engine is lost, free the blocks."""
+        """Return the decode engine's answer. If it is lost, free the prefill engine's blocks."""
         try:
             for peer in (producer, consumer):
                 if not self._is_up(peer):
@@ -366,7 +366,7 @@ class DisaggregatedEngines:
         self._run_in_background(give_back(), f"give back {request_id}")
 
     def _abort_decode(self, consumer: Peer, decoding: "asyncio.Task[Any]", request_id: str) -> None:
-        """Repeat the abort until the request ends, because it may reach the decode engine late."""
+        """Repeat the abort until the request ends, because an abort may come before the request."""
 
         async def abort() -> None:
             while not decoding.done():

@@ -72,8 +72,8 @@ class Generation:
     finish_reason: str  # "stop" | "length" | "abort"
     cached_tokens: int  # prompt tokens from the prefix cache
     routes: tuple[Routes, ...] = ()  # routes of all tokens except the last, if requested
-    kv_transfer: dict[str, Any] | None = None  # after a prefill request: the place of its KV blocks
-    engine: int = UNKNOWN_ENGINE  # index of the engine that sampled it
+    kv_transfer: dict[str, Any] | None = None  # place of a prefill request's KV blocks
+    engine: int = UNKNOWN_ENGINE  # index of the engine that sampled the tokens
     sample: int = 0  # index of this sample in its request
 
 
@@ -231,7 +231,10 @@ _CACHE_SIZES = re.compile(r'[{,](num_gpu_blocks|block_size)="(\d+)"')
 
 
 def parse_metrics(page: str) -> EngineMetrics:
-    """Return the `METRICS` of a Prometheus page, summed over label sets, by default 0."""
+    """Return the `METRICS` of a Prometheus page, summed over label sets. `kv_usage` is a mean.
+
+    A metric that the page lacks is 0.
+    """
     values = dict.fromkeys([*METRICS.values(), "kv_tokens", "loading"], 0.0)
     num_caches = 0
     for line in page.splitlines():
@@ -286,7 +289,7 @@ class HttpServer:
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
         """Return the session for generation (`keep_connection`), or the session for control calls.
 
-        Each control call opens a connection, because the server might be closing a kept one.
+        Each control call opens a connection, because the server might be closing a kept connection.
         """
         if keep_connection not in self._sessions:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}

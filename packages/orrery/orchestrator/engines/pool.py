@@ -2,8 +2,8 @@
 
 - Engines update concurrently. No engine stays paused for a slow or lost engine.
 - Without restarts, the first engine failure ends the run.
-- With restarts, `recovery` fences a failed engine and readmits its next incarnation. Its requests
-  fail as EngineGone. While no engine serves, requests and updates wait.
+- With restarts, `recovery` fences a failed engine and readmits its next incarnation. The failed
+  engine's requests fail as EngineGone. While no engine serves, requests and updates wait.
 - The run still ends if an engine holds wrong weights, if every engine refuses an update, or if an
   engine does not return.
 """
@@ -65,12 +65,15 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """One engine. `incarnation` is −1 before it first listens. `version` is None if it has none."""
+    """One engine. `incarnation` counts its processes, and is −1 before the first one listens.
+
+    `version`: the version that the engine holds. None: fenced, or not listening yet.
+    """
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING
     version: int | None = None
-    why: str = ""  # why it is fenced
+    why: str = ""  # reason why the engine is fenced
 
     @property
     def is_stale(self) -> bool:
@@ -85,7 +88,7 @@ class EngineRegistry:
            healthy or updated, another version wanted ──▶ stale
 
     - A healthy engine serves the wanted version, attested.
-    - Events of older incarnations are ignored. Versions only rise.
+    - Events of older incarnations are ignored. The wanted version never falls.
     """
 
     def __init__(self, num_engines: int, version: int):
@@ -116,7 +119,7 @@ class EngineRegistry:
         return self.at(Phase.FENCED)
 
     def listens(self, index: int, incarnation: int) -> bool:
-        """Record that an incarnation listens. Return False if it is not new."""
+        """Record that an incarnation listens. Return False if the incarnation is not new."""
         if incarnation <= self._engines[index].incarnation:
             return False
         self._engines[index] = EngineState(incarnation, Phase.STALE, self._at_start)
@@ -141,7 +144,7 @@ class EngineRegistry:
         return version == self.wanted
 
     def serves(self, index: int, incarnation: int) -> bool:
-        """Record that the engine serves. Return False if it is fenced or stale."""
+        """Record that the engine serves. Return False unless its phase is `updated`."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase is not Phase.UPDATED:
             return False
@@ -149,7 +152,7 @@ class EngineRegistry:
         return True
 
     def failed(self, index: int, incarnation: int, why: str) -> bool:
-        """Fence the engine. Return False if it is fenced or has never listened."""
+        """Fence the engine. Return False if the engine is fenced already or has never listened."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase in (Phase.STARTING, Phase.FENCED):
             return False
@@ -178,9 +181,10 @@ class EnginePool:
         - `restarting`: this process's context, if the launcher restarts engines.
         - `handovers` (one per prefill engine), `max_local_prefill_tokens`: see
           `DisaggregatedEngines`. `model`: see `EngineClient`.
-        - `canary`: prompt to answer after an update. `leases`: lease client of a direct wire.
+        - `canary`: prompt that checks an engine after an update.
+        - `leases`: lease client of a direct wire.
         - `max_samples`: largest number of samples in one engine request.
-        - `num_ranks`: data-parallel ranks of each engine. Empty: one each.
+        - `num_ranks`: data-parallel ranks of each engine. Empty: one rank each.
         """
         if not engine_urls:
             raise OrreryError("engine pool: has no engine; give at least one engine address")
@@ -202,7 +206,7 @@ class EnginePool:
             self.registry.serves(index, incarnation)
         self.version = START_VERSION  # the last version that all engines attested
         self.published: Published | None = None  # the version that engines must hold
-        self.is_version_gone = False  # the trainer has stepped past `published`
+        self.is_version_gone = False  # whether the trainer has stepped past `published`
         self.updating = asyncio.Lock()
         self.admitted = set(range(len(engine_urls)))  # engines that get requests
         self._proving: set[int] = set()
@@ -241,7 +245,7 @@ class EnginePool:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether an engine gets requests, or if disaggregated one of each kind."""
+        """Return whether an engine, or a prefill and a decode engine, gets requests."""
         if self.disaggregated is not None:
             return self.disaggregated.is_serving
         return bool(self.admitted)
@@ -274,17 +278,17 @@ class EnginePool:
         return await self.guests.draw(here, share, token_ids, **options)
 
     async def generate_each(self, *request: Any, **options: Any) -> None:
-        """Run `EngineClient.generate_each` on the router or only engine, not with prefill."""
+        """Run `EngineClient.generate_each` on the router or the only engine, not disaggregated."""
         await self._asked(
             lambda _: (self.router or self.engines[0]).generate_each(*request, **options)
         )
 
     async def _asked(self, ask: Callable[[EngineClient | DisaggregatedEngines], Awaitable[T]]) -> T:
-        """Return `ask(client)` for the client of router or engine, once an engine serves."""
+        """Return `ask(client)` once an engine serves. `client` is `_front()`."""
         recovery = self.recovery
         if recovery is None:
             return await ask(self._front())
-        if not self.is_serving:  # `check` ends this wait. The request's timeout does not
+        if not self.is_serving:  # only `check` ends this wait early, not the request's timeout
             await self._until(lambda: self.is_serving)
         lost_before = recovery.num_lost
         try:
@@ -351,7 +355,7 @@ class EnginePool:
         return max(self._reports.values(), key=lambda report: report.paused_s)
 
     def _raise_if_fatal(self, failures: Mapping[int, BaseException], num_engines: int) -> None:
-        """Raise an error that a restart cannot mend, preferably that of the engine at fault."""
+        """Raise an error that a restart cannot mend, preferably of the engine at fault."""
         errors = sorted(failures.values(), key=lambda error: isinstance(error, UpdateInterrupted))
         for error in errors:
             is_fatal = isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed)
@@ -359,15 +363,16 @@ class EnginePool:
                 raise error
         refused = [error for error in errors if isinstance(error, UpdateFailed)]
         if refused and len(refused) == len(errors) == num_engines:
-            raise errors[0]  # all engines refuse it, so the version is bad
+            raise errors[0]  # all engines refuse the version, so it is bad
 
     async def transfer(
         self, published: "Published", indices: list[int]
     ) -> dict[int, BaseException]:
-        """Update these engines. On a direct wire a lost engine interrupts the others.
+        """Update these engines. Return the failures by index.
 
-        They retry under the same lease. If the version is gone by then, set `is_version_gone`. They
-        stay paused until the next version.
+        On a direct wire a lost engine interrupts the other engines. The interrupted engines retry
+        under the same lease. If the version is gone by then, set `is_version_gone`. These engines
+        then stay paused until the next version.
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None
@@ -398,7 +403,7 @@ class EnginePool:
     async def _transfer_once(
         self, indices: list[int], leased: "Published", begin: float
     ) -> dict[int, BaseException]:
-        """Run one transfer. `begin`: time of the first try."""
+        """Run one transfer. Return the failures by index. `begin`: time of the first try."""
         limits: dict[int, asyncio.Timeout] = {}
 
         async def update(index: int) -> None:
@@ -419,7 +424,7 @@ class EnginePool:
                             limit.reschedule(end_s)
                 elif self._leases is not None:
                     self._leases.abandon(leased)
-                # After the death of one worker, the others report a secondary error.
+                # After one worker's death, the engine's other workers report a secondary error.
                 if isinstance(error, WeightsDiffer):
                     raise
                 if (why := await self.engines[index].death()) is not None:

@@ -2,8 +2,8 @@
 
 - A lost engine is fenced: it gets no more requests, and the launcher is asked to kill it.
 - Its next incarnation is updated to the wanted version and attested before it gets requests.
-- A lost engine must serve again within RETURN_S. Its clock stops while it can only wait for the
-  next version, if other engines serve.
+- A lost engine must serve again within RETURN_S. The engine's clock stops while the engine can
+  only wait for the next version, if other engines serve.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class EngineRecovery:
         self.retired: list[EngineClient] = []
         self._looking, self._looked_s = asyncio.Lock(), 0.0
         self._looks: set[asyncio.Task[None]] = set()
-        self._away: dict[int, float] = {}  # engine → when it was lost
-        # Engine → when its clock started, and its wait in the health report.
+        self._away: dict[int, float] = {}  # engine → time of its loss
+        # Engine → start time of its clock, and its wait in the health report.
         self._clocks: dict[int, tuple[float, ExitStack]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -138,7 +138,7 @@ class EngineRecovery:
                 self._start_clock(index)
 
     async def _tend(self) -> None:
-        """Bring lost engines back. Raises RunFailed after RETURN_S."""
+        """Bring lost engines back. Raise RunFailed if an engine's clock exceeds RETURN_S."""
         while True:
             await asyncio.sleep(TEND_S)
             if not self._away:
