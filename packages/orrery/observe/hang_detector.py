@@ -27,14 +27,14 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
-STILL_S = 40.0  # so a stall ends the stage within a minute
+STILL_S = 40.0  # longest time without progress, so that a stall ends the stage within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A stall. `blamed`: the end of a chain of waits, a cycle's processes, or ranks of a role."""
+    """A stall. `blamed`: the last process of a chain of waits, a deadlock, or ranks of a role."""
 
     blamed: tuple[str, ...]
     sentence: str
@@ -101,7 +101,7 @@ def _abandoned(
 ) -> Stall | None:
     """Return the stall of the processes whose every wait names only done processes.
 
-    It must last `deadlock_s`, because messages may arrive after their sender's end.
+    The stall must last `deadlock_s`, because messages may arrive after their sender's end.
     """
     quiet = {name for name, health in processes.items() if now_s - health.time_s > deadlock_s}
     done = {name: health for name, health in processes.items() if health.doing == DONE}
@@ -205,10 +205,12 @@ class RankStallDetector:
     - silent: sends no heartbeats, although in a wait or with a `still_s`.
     - held: no progress within its limit, in a collective that it has not completed.
     - still: no progress within its `still_s`, outside a collective.
-    - late: waits for data `behind_s` after the role's last progress, while another rank is held.
+    - late: still waits for data `behind_s` after the role's last progress, with another rank held.
 
-    Blame, in order: silent ranks (after `hang_s` always), still ranks, ranks that started the
-    fewest collectives. Progress is any change of the health except the beats.
+    Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
+    that are silent for `hang_s` are blamed even if their role has not stalled.
+
+    Progress is any change of the health except the beats.
     """
 
     def __init__(self, still_s: float = STILL_S, hang_s: float = HANG_S):
@@ -319,7 +321,7 @@ class HealthView:
     - A time is when the reader first saw the change. A deadline keeps its distance from the start
       of its wait or activity. The clock stops while the host is suspended.
     - A gap of more than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
-    - `changed_s` orders changes. Another host's clock is shifted by the smallest delay seen.
+    - `changed_s` orders all processes' changes. Another host's clock is shifted by the smallest delay.
     """
 
     def __init__(self) -> None:

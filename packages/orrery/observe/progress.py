@@ -96,9 +96,9 @@ def panel(
     now_s: float,
     instead: Sequence[str] = (),
 ) -> RenderableType:
-    """Return the live view. `states` has "running" or the ending of every process.
+    """Return the live view. `states`: "running" or the ending of each process.
 
-    `instead` replaces the process table.
+    `instead`: lines that replace the process table.
     """
     stages = Text()
     for stage in progress.stages:

@@ -2,8 +2,8 @@
 
 - `prompt` renders a chat up to the assistant's turn, `next_turn` the messages after an assistant
   turn. Sampled tokens are never decoded and encoded again.
-- `example` joins the same parts, so SFT trains on the same tokens as RL. It finds a message's text
-  by rendering the chat again with a marker as the content.
+- `example` joins the same parts, so SFT trains on the same tokens as RL. `example` finds a message's
+  text by rendering the chat again with a marker as the content.
 """
 
 import re
@@ -39,7 +39,7 @@ class _Part(NamedTuple):
 class Renderer:
     """The chat format of one tokenizer folder.
 
-    `stop_token_ids` end an assistant turn. Tokens above `vocab_size` raise OrreryError.
+    `stop_token_ids` end an assistant turn. A token id of `vocab_size` or more raises OrreryError.
     """
 
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
@@ -76,7 +76,7 @@ class Renderer:
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
         """Return the tokens between two assistant turns: `messages` and the next turn's opening.
 
-        `closed`: the sampled tokens of the first turn end with a stop token.
+        `closed`: whether the sampled tokens of the first turn end with a stop token.
         """
         chat = [*BEHIND, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, add_generation_prompt=True)

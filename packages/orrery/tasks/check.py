@@ -1,7 +1,7 @@
 """Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
-- Every task creates its first problems within `MAX_CPU_S` of CPU time. Each `BYTES_PER_S` of its
-  files adds a second.
+- Every task creates its first problems within `MAX_CPU_S` of CPU time. Each `BYTES_PER_S` bytes
+  of its files add a second.
 - Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless a
   pretrained tokenizer is missing on this machine.
 - A task with a file checks all its rows (`check_rows`), with a time limit for each row. Notes
@@ -30,7 +30,7 @@ from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 3.0
-BYTES_PER_S = 1_000_000  # a tenth of the speed of the slowest file format
+BYTES_PER_S = 1_000_000  # bytes read in a second, a tenth of the slowest file format's speed
 NUM_MEASURED = 256  # at most this many answers of a task are tokenized to find long answers
 NOTE = "  note: "
 
@@ -76,7 +76,7 @@ def check(manifest: Manifest) -> list[str]:
 
 
 def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequence[Role]) -> int:
-    """Check a task, and return the tokens of its longest prompt."""
+    """Check a task, and return the number of tokens of its longest prompt."""
     try:
         with _limited(use):
             return _longest_prompt_tokens(use, renderer, roles)

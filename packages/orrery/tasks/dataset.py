@@ -45,7 +45,7 @@ COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows that an error message shows
 TRIED = 16  # rows on which a user's function is tried
-LONG_ANSWER = 4  # words from which an answer may be a solution with the real answer at its end
+LONG_ANSWER = 4  # words of an answer from which it may be a solution that ends with the answer
 KEPT = 8192  # cached problems, more than the rollouts in flight
 
 
@@ -237,7 +237,7 @@ class Dataset(SingleTurn):
     def _request(self, at: int, answer: str) -> dict[str, Any]:
         verdict, row = self.args.verdict.model_dump(), None
         if self.args.verdict.kind == "python":
-            # The scorer has another working directory.
+            # The scorer has another working directory, so make the path absolute.
             verdict["path"], row = str(Path(self.args.verdict.path).absolute()), self._row(at)
         return {"verdict": verdict, "answer": answer, "row": row}
 
@@ -282,7 +282,7 @@ class Dataset(SingleTurn):
     ) -> tuple[str, str] | None:
         """Return the kind of the row's error and its sentence, or None.
 
-        `answers` holds the answer to each prompt of earlier rows, and gains this row's.
+        `answers` holds the answer to each prompt of earlier rows, and gains this row's answer.
         """
         try:
             problem = self._problem(at, at)
@@ -315,7 +315,7 @@ class Dataset(SingleTurn):
         """Return why the verdict refuses the row's own answer as a reply, or None."""
         verdict = self.args.verdict
         try:
-            if verdict.kind == "json_schema":  # the answer does not look like a reply
+            if verdict.kind == "json_schema":  # a schema does not look like a reply
                 scorer_of(self._request(at, answer))
                 return None
             reply = f"\\boxed{{{answer}}}" if verdict.kind == "math" else answer

@@ -3,8 +3,8 @@
 - Problem `index` is item 0 of a dataset whose seed is a hash of (seed, index, draw), for the first
   draw on the side `split`. The library seeds item i with seed + i. A small family may repeat
   problems.
-- Reward: the score, clipped to [0, 1], of the text in `<answer>` tags, or of the whole reply. A
-  reply that cannot be scored is wrong (metric `unscorable`).
+- Reward: the score, clipped to [0, 1], of the text in `<answer>` tags, or without tags of the
+  whole reply. A reply that cannot be scored is wrong (metric `unscorable`).
 """
 
 import copy
@@ -34,7 +34,7 @@ from orrery.tasks.task import (
 )
 
 MAX_DRAWS = 1000  # one draw can take half a second
-KEPT_DRAWS = 8192  # more than the rollouts in flight, so `judge` finds its problem
+KEPT_DRAWS = 8192  # cached draws, more than the rollouts in flight, so `judge` finds its problem
 
 
 class Family:

@@ -2,7 +2,7 @@
 
 - A folder is from `save_to_disk`, or a fetched dataset, whose file names begin with the split
   (`main/train-00000-of-00001.parquet`). A split's files are read in the order of their names.
-- JSONL and Arrow files are memory-mapped, so they may exceed memory. Others are read whole.
+- JSONL and Arrow files are memory-mapped, so they may exceed memory. Other files are read whole.
 """
 
 import csv
@@ -25,7 +25,7 @@ class DataRows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raise ValueError if it is not an object."""
+        """Return row `index`. Raise ValueError if the row is not an object."""
 
     def place(self, index: int) -> str:
         """Return the place of row `index` for error messages: `problems.jsonl:7`."""
@@ -196,7 +196,7 @@ class Joined:
 class Tables:
     """Parquet or memory-mapped Arrow files, one after the other. Rows have no null fields.
 
-    With `needed`, each file must have that column, and rows have only it and `also`.
+    With `needed`, each file must have that column, and rows have only that column and `also`.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """A pool of processes that run scorers, because some scorers execute answers.
 
 - Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
-  The launcher sets it for roles, and the pool for scorers.
+  The launcher sets it for roles, and the pool for its processes.
 - Requests are served in order. The limit LIMIT_S begins when an answer's scoring begins.
 - `score_once` caches the newest KEPT_SCORES scores: a group often has several equal answers.
-- A failed process raises OrreryError, never gives a score of 0, and is replaced.
+- A failure of a process raises OrreryError, and never gives a score of 0. The process is replaced.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from orrery.tasks.task import JudgeBroken
 log = logging.getLogger(__name__)
 
 NUM_SCORERS = 8
-START_S = 120.0  # scaled, for imports from a slow file system
+START_S = 120.0  # longest start with imports from a slow file system, scaled
 MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # numbers, and an escaped sentence or note
 HASH_SEED = "0"
-SLACK_S = 5.0  # scaled. After LIMIT_S, to kill the fork and reply
+SLACK_S = 5.0  # time after LIMIT_S to kill the fork and reply, scaled
 CANARY_EVERY = 500  # answers between two checks
 KEPT_SCORES = 10_000
 CANARY = "spiral_matrix"  # its scorer executes answers

@@ -7,7 +7,8 @@
 - This process never interprets an answer. It has no secret, no capability and no open file except
   its socket.
 - A fork scores one answer, without output, in a removed folder, and is then killed with its
-  children. It has MEMORY_BYTES of address space, the answer's time, and empty files.
+  children. The fork has MEMORY_BYTES of address space and `limit_s` seconds, and can write only
+  empty files.
 """
 
 import gc
@@ -57,7 +58,7 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
-    adopt_orphans()  # to kill a fork's orphans with it
+    adopt_orphans()  # to kill a fork's orphans with the fork
     drop_privileges()
     hide_memory()
     gc.freeze()  # otherwise a garbage collection in a fork copies all pages

@@ -26,14 +26,14 @@ HELD_OUT = 1 / 8
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call in free text has the arguments `{"input": text}`."""
+    """A call of a tool. A call in free text has the arguments `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The assistant may have `tool_calls`. A tool's message has its `name`."""
+    """An assistant's message may have `tool_calls`. A tool's message has the tool's `name`."""
 
     role: Role
     content: str

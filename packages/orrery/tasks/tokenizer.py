@@ -1,7 +1,7 @@
 """Tokenizer folders: write them, and read their chat template and call syntax.
 
 - The character format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. An assistant's call is
-  `<|call|>name input<|end_call|>`, its result a `<|tool|>` turn. The prompt lists no tools.
+  `<|call|>name input<|end_call|>`, the call's result a `<|tool|>` turn. The prompt lists no tools.
 - Calls in pretrained formats have the Hermes / Qwen syntax,
   `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 - `strftime_now` in a template gives TODAY, so prompts are reproducible.

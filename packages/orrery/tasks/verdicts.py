@@ -33,7 +33,7 @@ FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.S)
 
 
 class Math(Record):
-    """The reply's last formula equals the answer (math-verify). With `boxed`, only \\boxed{…}."""
+    """The reply's last formula, with `boxed` in \\boxed{…}, equals the answer (math-verify)."""
 
     kind: Literal["math"]
     boxed: bool
@@ -220,7 +220,7 @@ def told(error: Exception) -> str:
 
 @cache
 def reward_function(path: str, sha256: str, name: str) -> Callable[..., float]:
-    """Load the user's function. Raise OrreryError if the file has changed or lacks it."""
+    """Load the user's function. Raise OrreryError if the file has changed or lacks the function."""
     try:
         source = Path(path).read_bytes()
     except OSError as error:

@@ -33,7 +33,7 @@ from orrery.runtime.run_directory import (
     result_path,
 )
 
-NOTHING = {"d": nan, "q": -(2**63), None: None}  # stored for None, by array type
+NOTHING = {"d": nan, "q": -(2**63), None: None}  # values that are stored for None, by array type
 TYPE_CODES = {float: "d", int: "q"}
 POINTS = 1000
 
@@ -226,12 +226,12 @@ class RunData:
     evaluations: Table
     updates: Table
     engine_restarts: Table
-    refused_sites: Table  # refused for false answers
+    refused_sites: Table  # sites that were refused for false answers
     admission: Table  # rollouts in flight and their adaptive limit
-    engines: Mapping[int, Table]  # by engine
+    engines: Mapping[int, Table]  # load of each engine
     usage: Sequence[Row]
     processors: Mapping[str, Table]  # CPU use of each process in the RL stage
-    spans: Sequence[Span]  # of the RL stage's newest attempt
+    spans: Sequence[Span]  # spans of the RL stage's newest attempt
     result: Row
     evaluated: list[Row]
 
@@ -316,7 +316,7 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of work on the finished stages, except `left_out`."""
+    """Return the seconds of work on the finished stages in all attempts, except `left_out`."""
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [
         row["last_s"] - row["first_s"]
@@ -415,8 +415,8 @@ class Shares:
     """Shares of time in the RL stage's newest attempt, from the first work to the last training."""
 
     window_s: float
-    trainer_busy: float  # `trainer.0` in forward, backward or optimizer
-    engine_busy: float  # a request in flight at any engine
+    trainer_busy: float  # share of time with `trainer.0` in forward, backward or optimizer
+    engine_busy: float  # share of time with a request in flight at any engine
     overlapped: float  # share of the trainer's busy time with a request in flight
 
 

@@ -1,7 +1,8 @@
 """Judge from recomputed log-probs whether a site sampled with the weights that it names.
 
-- A rollout's mean and largest absolute log-prob differences are bounded. Each bound is a multiple
-  of the 90th percentile over rollouts of the trainer's own engines, with a configured minimum.
+- A rollout's mean and largest absolute difference from the recomputed log-probs are bounded. Each
+  bound is a multiple of the 90th percentile over rollouts of the trainer's own engines, with a
+  configured minimum.
 - Honestly sampled tokens have E[log p] = −entropy. Tokens of another model deviate over many
   rollouts, even if their log-probs are true. The sum of log p + entropy, divided by its standard
   deviation, must stay within MAX_DEVIATIONS. The standard deviation is at least the root of the
@@ -16,7 +17,7 @@ import numpy as np
 from orrery.manifest.schema import GuestEngines
 from orrery.wire.recompute import Recomputed
 
-NUM_HONEST = 16  # own rollouts before a bound exists
+NUM_HONEST = 16  # rollouts of the own engines that a bound needs
 NUM_KEPT = 256
 QUANTILE = 0.9
 PEAK = 10.0  # least bound on the largest difference / least bound on the mean
@@ -26,7 +27,10 @@ MAX_DEVIATIONS = 6.0
 
 @dataclass(frozen=True)
 class RolloutScore:
-    """Differences of a rollout's log-probs, and sums over its tokens of log p + entropy."""
+    """Differences of a rollout's log-probs from the recomputed log-probs, and sums over its tokens.
+
+    `surprise` and `square` sum log p + entropy and its square, `variance` the variance of log p.
+    """
 
     mean: float
     peak: float
@@ -49,7 +53,7 @@ class RolloutScore:
 
 
 class HonestSpread:
-    """The differences of the newest rollouts of the trainer's own engines."""
+    """The log-prob differences of the newest rollouts of the trainer's own engines."""
 
     def __init__(self, spec: GuestEngines) -> None:
         self._spec = spec

@@ -1,9 +1,10 @@
-"""The trainer's site: a door for sites that lend engines, snapshots of versions, and a verifier.
+"""The trainer's site: an HTTPS door for sites that lend engines, snapshots, and a verifier.
 
 - The door is at the port P of `site.json`, and P + 1 serves the blocks of snapshots. Both speak TLS
   with certificates of the run's authority. A stranger gets no answer.
-- A site's name is that of its certificate. A refused site's message is not read.
-- Every loaded version is linked into a snapshot, from which the verifier reads it too.
+- A site's name is the name in its certificate. The door reads no message of a refused site.
+- Each version that all engines have loaded is linked into a snapshot. Sites fetch its blocks, and
+  the verifier reads its weights.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ READ_S = 60.0  # longest time to send a message
 MAX_OPEN = 4  # requests of a site at a time
 TEND_S = 0.2
 PUBLISH_S = 30.0  # longest wait for a snapshot to be hashed
-LINGER_S = 5.0  # the server of snapshots, after the last batch
+LINGER_S = 5.0  # time that the server of snapshots outlives the run
 log = logging.getLogger(__name__)
 
 
@@ -84,7 +85,10 @@ class Verifier:
     async def __call__(
         self, version: int, prompt: np.ndarray, token_ids: np.ndarray, temperature: float
     ) -> Recomputed:
-        """Wait for the version's snapshot. Raise RunFailed if the process has ended."""
+        """Return an empty result if the version's snapshot does not appear within PUBLISH_S.
+
+        Raise RunFailed if the process has ended.
+        """
         folder, end_s = snapshot_dir(self._folder, version), time.monotonic() + PUBLISH_S
         while not folder.is_dir() and version > newest_version(self._folder):
             if time.monotonic() > end_s:
@@ -263,7 +267,7 @@ class GuestHost:
         await self._stack.aclose()
 
     def publish(self, version: Published) -> None:
-        """Link the version's files into a snapshot. Sites hear of it once it is hashed."""
+        """Link the version's files into a snapshot, which sites hear of once it is hashed."""
         if version.version in self._digests:
             return
         self._digests[version.version] = version.digest
@@ -314,4 +318,4 @@ class GuestHost:
             self._ctx.log.warning(text, site, num, why)
             write_atomic(self._refused, msgspec.json.encode(self.pool.refused))
         else:
-            self._ctx.log.warning("site %s: %r", site, why)  # its words must not look like lines
+            self._ctx.log.warning("site %s: %r", site, why)  # quoted: sites forge no lines

@@ -1,9 +1,9 @@
 """Lend this site's engine to a run elsewhere: `python -m orrery.orchestrator.guests.lend`.
 
-- All connections go out: to the run's door at the port P, and for blocks to P + 1 and other sites.
-  With `listen` this site serves its blocks too.
+- This site opens all connections: to the run's door at the port P, and for blocks to the port P + 1
+  and to other sites. With `listen` this site serves its blocks too.
 - A new version is fetched beside sampling. Then no job is taken until all samples have ended, so
-  that each is of one version. Then the engine loads and attests it.
+  that each sample is of one version. Then the engine loads and attests it.
 - Only the door's certificate is compared with its address. Blocks are checked by their hashes.
 """
 
@@ -114,7 +114,7 @@ class Lender:
         return msgspec.msgpack.decode(body, type=kind)
 
     async def _request(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        """Return the answer's body. Try again while the door does not answer, for AWAY_S."""
+        """Return the answer's body. Retry for AWAY_S while the door does not answer."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + scaled(AWAY_S)
         while True:
@@ -200,7 +200,7 @@ class Lender:
             try:
                 await self._call("answer", Answers(self._lease, tuple(sent)), Noted)
             except LeaseOver:
-                continue  # `_ask` enters again, and the jobs are given to others
+                continue  # `_ask` enters again, and the jobs are given to other sites
 
     # Jobs
 
@@ -271,7 +271,7 @@ class Lender:
             await update_engine(self._engine, published, Canary.of(self._ctx.manifest))
         finally:
             self._is_draining = False
-        if attempt == self._attempt:  # else the weights may be of the attempt before
+        if attempt == self._attempt:  # otherwise the weights may be of an earlier attempt
             self._version, self._digest = header.round, header.digest
         self._wake()
         remove_old(self._folder, 2)

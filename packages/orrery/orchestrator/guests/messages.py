@@ -1,7 +1,7 @@
 """Messages between the trainer's site and a site that lends an engine, in msgpack over HTTPS.
 
-The lending site asks. It first enters, then asks for jobs and posts answers under its lease. Its
-name is that of its certificate, never part of a message.
+The lending site sends every request. The site first enters, then asks for jobs and posts answers
+under its lease. Its name is the name in its certificate, never part of a message.
 """
 
 import msgspec
@@ -10,10 +10,10 @@ import numpy as np
 from orrery.elastic.door import Terms
 from orrery.manifest.errors import OrreryError
 
-MAX_ANSWERS = 32  # in a message
-MAX_REASON = 300  # characters
+MAX_ANSWERS = 32  # answers in a message
+MAX_REASON = 300  # characters of a reason
 POLL_S = 1.0  # longest wait for jobs
-LEAST_LOGPROB = -50.0  # of a vocabulary of 10^6, an engine draws such a token once in 10^15
+LEAST_LOGPROB = -50.0  # of 10^6 tokens, an engine draws one below this log-prob once in 10^15
 
 
 class GuestRefused(OrreryError):
@@ -29,19 +29,19 @@ class Entry(msgspec.Struct, frozen=True):
 
     terms: Terms
     release: dict[str, str]  # versions of the engine's packages
-    num_slots: int  # samples at a time
+    num_slots: int  # samples that the engine draws at a time
     listen: str = ""
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """`attempt` names the run's attempt. Versions of another have other weights."""
+    """`attempt` names the run's attempt. Another attempt's versions have other weights."""
 
     lease: int
     attempt: str
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """`version` and `digest` are of the engine's weights, as it attested them."""
+    """`version`, `digest`: weights that the engine attested. `room`: samples that it can take."""
 
     lease: int
     version: int
@@ -61,7 +61,7 @@ class SampleJob(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """The newest version, and the `peers` from which its blocks can be fetched."""
+    """The newest version that the site may fetch, and the `peers` that serve its blocks."""
 
     version: int
     peers: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ def max_body_bytes(max_tokens: int) -> int:
 def check_answer(
     job: SampleJob, version: int, answer: GuestAnswer, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens i32 [n] and log-probs f32 [n]. Raise GuestRefused if no honest engine sent it.
+    """Return tokens i32 [n] and log-probs f32 [n]. Raise GuestRefused if no honest engine sends it.
 
     `version`: the site's version when it took the job.
     """

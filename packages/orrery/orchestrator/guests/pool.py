@@ -1,16 +1,16 @@
 """Give samples to draw to engines of other sites, and accept only verified answers.
 
     generate ─▶ waiting ─▶ a site's jobs ─answer─▶ arrived ─verified─▶ the caller's Generation
-                   └──────────┴── lease over, failure, lie ──▶ None: the caller samples at home
+                   └──────────┴── lease over, failure, false answer ──▶ None: the own engines draw
 
 - A site asks for jobs under a lease, which each message renews. Messages of older leases, unknown
   jobs and repeated answers have no effect.
-- All answers of a site that arrive during a check form the next window. A random share of it is
-  recomputed, at least one answer of each version, and all wait for the result.
-- If a version is removed before that, its answers do not count.
-- A lie drops the window and the site's rollouts that wait for a batch. The site is refused until
-  its line in `refused_sites.json` is removed.
-- No job is given before the spread of the own engines' log-probs is known.
+- All answers of a site that arrive during a check form the next window. A random share of the
+  window is recomputed, at least one answer of each version. All its answers wait for the result.
+- If a version's weights are removed before the check, the version's answers do not count.
+- A false answer drops the window and the site's rollouts that wait for a batch. The site is
+  refused until its line in `refused_sites.json` is removed.
+- No job is given before the spread of the own engines' log-prob differences is known.
 """
 
 import asyncio
@@ -48,10 +48,10 @@ from orrery.orchestrator.guests.sites import CHANCE, GuestJob, GuestSite, SiteTa
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # jobs to give at a time, if so many wait
-TAKE_S = 2.0  # then a job that no site took is drawn here
-MAX_OWN_CHECKS = 2  # own samples in verification, once the spread is known
-SHARE_OF_TIMEOUT = 0.5  # of a rollout's timeout; then a job is drawn here
+LEAST = 8  # least number of jobs to give at a time, if so many wait
+TAKE_S = 2.0  # time after which the own engines draw a job that no site took
+MAX_OWN_CHECKS = 2  # samples of the own engines in verification, once the spread is known
+SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which own engines draw a job
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 
@@ -66,7 +66,7 @@ class GuestPool:
         note: Note,
         refused: dict[str, str] | None = None,
     ) -> None:
-        """`check` recomputes (version, prompt, tokens, temperature). `note` writes a row."""
+        """`check(version, prompt, tokens, temperature)` recomputes log-probs. `note` writes rows."""
         spec = manifest.orchestrator.guests
         assert spec is not None
         self._spec, self._manifest = spec, manifest
@@ -77,7 +77,7 @@ class GuestPool:
         self.first_index = manifest.inference.num_replicas
         self.refused = {} if refused is None else refused
         self.on_refused: Callable[[int], int] = lambda index: 0  # drops the rollouts of an engine
-        self.publish: Callable[[Published], None] = lambda version: None  # to the sites
+        self.publish: Callable[[Published], None] = lambda version: None  # publishes to the sites
         self.digests: dict[int, str] = {}
         self.spread, self.is_over = HonestSpread(spec), False
         self.error: Exception | None = None
@@ -98,7 +98,7 @@ class GuestPool:
         token_ids: Sequence[int] | np.ndarray,
         **options: Any,
     ) -> Generation:
-        """Return a sample from another site, or from `here`. Options as `EnginePool.generate`."""
+        """Return a sample of another site, or `here`'s. The options are `EnginePool.generate`'s."""
         found = await self.generate(share, token_ids, **options)
         if found is not None:
             return found
@@ -107,9 +107,10 @@ class GuestPool:
     async def generate(
         self, share: str, token_ids: Sequence[int] | np.ndarray, **options: Any
     ) -> Generation | None:
-        """Return a sample from another site, or None if the caller has to draw it here.
+        """Return a sample from another site, or None if the own engines have to draw it.
 
-        Consecutive calls with one `share` go to the same side, which computes their prompt once.
+        Consecutive calls with one `share` all go to other sites or all to the own engines, so that
+        few engines compute their prompt.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
@@ -159,7 +160,7 @@ class GuestPool:
         return found
 
     def want(self, version: int, digest: str) -> None:
-        """Announce a version to all sites. Its snapshot is published."""
+        """Announce a version, whose snapshot is published, to all sites."""
         self.digests[version] = digest
         self.registry.want(version)
         self._wake()
@@ -202,7 +203,7 @@ class GuestPool:
         return Entered(site.lease, self._attempt)
 
     async def ask(self, name: str, ask: Ask, poll_s: float) -> Told:
-        """Return jobs, at the latest after `poll_s`."""
+        """Return jobs, a version or cancelled jobs, at the latest after `poll_s`."""
         site, end_s = self._site(name, ask.lease), time.monotonic() + poll_s
         self._attest(site, ask)
         while True:
@@ -257,10 +258,10 @@ class GuestPool:
             self._refuse(site, f"it holds other weights than those of version {ask.version}")
         if self.registry.took(site.index, site.lease, ask.version):
             self.registry.serves(site.index, site.lease)
-        self._wake()  # others may hear of the version now
+        self._wake()  # other sites may fetch the version now
 
     def _prefers_guests(self) -> bool:
-        """Return whether sites have room, and are no busier than the own engines."""
+        """Return whether other sites have room, and are no busier than the own engines."""
         open_sites = self._table.open_sites()
         if not self.spread.is_known or len(self._waiting) >= sum(s.room for s in open_sites):
             return False
@@ -361,7 +362,7 @@ class GuestPool:
     async def _verify(
         self, site: GuestSite, window: Sequence[tuple[GuestJob, Generation]]
     ) -> set[int]:
-        """Refuse the site for a lie. Return the versions whose weights have been removed."""
+        """Refuse the site for a false answer. Return the versions whose weights are removed."""
         removed: set[int] = set()
         for version in {own.version for own, _ in window}:
             group = [each for each in window if each[0].version == version]

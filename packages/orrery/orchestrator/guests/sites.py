@@ -1,4 +1,4 @@
-"""The sites that lend engines: entry, leases, versions, and where each may fetch weights."""
+"""The sites that lend engines: their entry, leases, versions, and peers that serve weights."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused,
 
 MAX_CANCELLED = 4096  # ids of cancelled jobs that wait to be sent to a site
 FETCH_S = 10.0
-OPEN_S = 2.5  # a site asks more often, even if it gets no job
+OPEN_S = 2.5  # longest time between requests of a site that takes jobs
 CHANCE = random.SystemRandom()  # sites must not foresee which answers are recomputed
 
 
@@ -28,7 +28,7 @@ class GuestJob:
     job: SampleJob
     prompt: np.ndarray
     result: "asyncio.Future[Generation | None]"
-    version: int = START_VERSION  # of the site that took it
+    version: int = START_VERSION  # version of the site that took the job
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
@@ -39,14 +39,14 @@ class GuestJob:
 @dataclass
 class GuestSite:
     name: str
-    index: int  # in the registry
+    index: int  # position in the registry
     lease: int = 0
     num_slots: int = 0
     listen: str = ""
     seen_s: float = 0.0
-    told: int = START_VERSION  # the newest version of which it has heard
+    told: int = START_VERSION  # newest version announced to the site
     told_s: float = 0.0
-    room: int = 0  # jobs that it would take
+    room: int = 0  # jobs that the site would take
     jobs: dict[str, GuestJob] = field(default_factory=dict)
     cancelled: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CANCELLED))
     arrived: list[tuple[GuestJob, Generation]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class GuestSite:
 
 
 class SiteTable:
-    """Sites by name. A site's index in `registry` stays when it enters again."""
+    """Sites by name. A site's index in `registry` stays when the site enters again."""
 
     def __init__(self, manifest: Manifest, terms: Terms, release: dict[str, str]) -> None:
         spec = manifest.orchestrator.guests
@@ -67,7 +67,7 @@ class SiteTable:
         self.sites: dict[str, GuestSite] = {}
 
     def check_entry(self, name: str, entry: Entry) -> None:
-        """Raise GuestRefused, in one sentence that names the field."""
+        """Raise GuestRefused if the site may not enter. Its sentence names the field."""
         try:
             check_terms(self._terms, entry.terms)
         except ElasticError as error:
@@ -107,8 +107,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        At a time, as many sites fetch a version as serve it, the trainer's site included. A fetch
-        counts for FETCH_S, and not again if the site enters again.
+        At most as many sites fetch a version at a time as serve it, the trainer's site included. A
+        fetch counts for FETCH_S. Entering again does not restart this time.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:
