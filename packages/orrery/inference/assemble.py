@@ -32,13 +32,13 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 from orrery.wire.weight_wire import check_library, served_model
 
-PLUGIN = "orrery"  # in `vllm.general_plugins`
+PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
 BACKEND = "orrery"  # name of our weight receiver in vLLM
 ADAPTER_BACKEND = "orrery_adapters"
 # vLLM on CPU would turn the name "uni" into "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600  # longest start of vLLM's engine core, with loading and compilation
-HEAD, MEET_S = "engine_head", 0.1  # the endpoint at which the ranks of an engine meet
+HEAD, MEET_S = "engine_head", 0.1  # endpoint at which the ranks of an engine meet
 KEEP_ALIVE_S = 600  # long, so that clients close idle connections first
 # Experts never take adapters, because vLLM's kernels for these need a GPU.
 PROJECTIONS = {
@@ -120,14 +120,14 @@ def server_arguments(
     else:
         arguments |= _spread(manifest)
         if inference.dtype == "bfloat16":
-            # The trainer's logits are float32 products of bfloat16 numbers.
+            # As in the trainer, logits must be float32 products of bfloat16 numbers.
             arguments["--hf-overrides"] = json.dumps({"head_dtype": "float32"})
         if not inference.enforce_eager:
             flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
     if adapter is not None:
         flags += _adapter_arguments(manifest, adapter)
     if not is_cpu:
-        # `kv_cache_bytes` sets the cache. vLLM only checks that this share is free.
+        # `kv_cache_bytes` sets the cache. vLLM only checks that this share of the device is free.
         arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
@@ -183,7 +183,7 @@ def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
 
 
 def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
-    """Return the host and port at which an engine's ranks meet. Its first node chooses the port."""
+    """Return the host and port at which an engine's ranks meet. The first node chooses it."""
     if not part:
         [port] = free_ports(1, ctx.host)
         rendezvous.publish(ctx, f"tcp://{ctx.host}:{port}", as_role=HEAD)
@@ -208,7 +208,7 @@ def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
 def node_arguments(inference: Inference, part: int, host: str, port: int) -> list[str]:
     """Return the arguments for the ranks on node `part` of an engine. They meet at host and port.
 
-    Only the first node has a server. All ranks have the same other arguments.
+    Only the first node has a server. All other arguments are equal on all nodes.
     """
     ranks = inference.ranks_per_node
     where = ["--data-parallel-size-local", str(ranks), "--data-parallel-address", host]
@@ -219,7 +219,7 @@ def node_arguments(inference: Inference, part: int, host: str, port: int) -> lis
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> Path | None:
     """Return a folder with an adapter of zeros in PEFT's format, or None without adapters.
 
-    All engines of a stage share it, because its path is part of a cached block's key.
+    All engines of a stage share the folder, because its path is part of a cached block's key.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -255,8 +255,8 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
 
 def engine_variables(manifest: Manifest) -> dict[str, str]:
     variables = {
-        "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, weight updates, /collective_rpc
-        "VLLM_PLUGINS": PLUGIN,  # no other plugin
+        "VLLM_SERVER_DEV_MODE": "1",  # paths /pause, /resume, /collective_rpc and of weight updates
+        "VLLM_PLUGINS": PLUGIN,  # load no other plugin
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -273,7 +273,7 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set this engine's variables. Keep variables that already place it."""
+    """Set this engine's environment variables. Keep a user's timeout, log level and CPU cores."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()

@@ -1,7 +1,7 @@
 """Serve a Hugging Face folder for `orrery serve`: `python -m orrery.inference.folder`.
 
 - In: a run directory without a manifest, with a link `weights/serve` to the folder.
-- Out: vLLM's HTTP interface as OpenAI defines it, without developers' paths.
+- Out: vLLM's HTTP interface as OpenAI defines it, without vLLM's paths for developers.
 - On a CPU, the KV cache takes a quarter of the free memory, at most 4 GiB. The arguments name the
   folder's dtype, because vLLM would otherwise not compute in float32.
 """

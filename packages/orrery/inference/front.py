@@ -1,9 +1,9 @@
-"""Check credentials in front of vllm-router. Without them any caller could add engines.
+"""Check credentials in front of vllm-router. Without this check any caller could add engines.
 
 - Forward the paths in `ROUTES` and the headers in `ASKED` and `PASSED` to vllm-router on loopback,
   with the credential `generate` only, and stream the answers.
 - Check the credential before reading the body.
-- vllm-router checks every key at the path `AUTHORIZED`, so other users cannot use its port.
+- vllm-router asks the path `AUTHORIZED` about every key, so other users cannot use its port.
 - If a caller disconnects, its request in the engine ends.
 """
 
@@ -38,7 +38,7 @@ PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
 MAX_HEAD_BYTES = 1 << 14
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens takes 8 MB of JSON
 BACKLOG = 1024  # the orchestrator opens hundreds of connections at once
-KEPT_S = 600.0  # clients close idle connections earlier
+KEPT_S = 600.0  # idle time before a caller's connection is closed. Clients close theirs earlier
 SWEEP_S = 10.0
 LINGER_S = 1.0
 
@@ -367,7 +367,7 @@ def _answer(status: int, text: str, more: str = "") -> bytes:
     return f"{head}Content-Length: {len(text.encode())}\r\n{more}\r\n{text}".encode()
 
 
-OPEN = ("/health", "/metrics")  # for the router and monitors
+OPEN = ("/health", "/metrics")  # paths without a credential, for the router and monitors
 GENERATE = "/inference/v1/generate"
 UNAUTHORIZED = "this engine serves one run's roles only: the run's token is missing or another's\n"
 UNKNOWN_KEY = "the token that `orrery serve` printed is missing or another's\n"

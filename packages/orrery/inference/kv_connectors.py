@@ -1,12 +1,12 @@
 """Configure vLLM's KV connectors, transfers and tiers, from `manifest.inference`. Imports no vLLM.
 
 - Transfer: the first `prefill_replicas` engines produce blocks, the others read them. A block's
-  lease outlasts any request: after its end, NIXL could send another request's cache.
+  lease outlasts any request: after the lease's end, NIXL could send another request's cache.
 - vLLM loads from the first connector that has a request's tokens, so the transfer comes first.
 - Tiers: caches and routes on disk together take at most `disk_bytes`. vLLM recomputes a block that
   is unreadable, or lacks routes that must be returned.
-- `BoundedFolder` removes the least recently used files before a write. Readers expect gaps.
-  Each process counts its files alone, so a shared folder may reach the sum of all limits.
+- `BoundedFolder` removes the least recently used files before a write. Readers expect missing
+  files. Each process counts only its own files, so a shared folder may reach the sum of all limits.
 - A block's hash includes the policy version at a group's dispatch. A resumed attempt repeats
   version numbers, so earlier attempts' files are removed.
 """
@@ -36,7 +36,7 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-LEASE_MARGIN_S = 300.0  # added to a client's timeout, scaled
+LEASE_MARGIN_S = 300.0  # time that a lease outlasts a client's timeout, scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 HASH_SEED = "0"  # gives all engines equal block hashes, also after restarts
 STORE_DEADLINE_S = 120.0
@@ -97,7 +97,7 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 
 def handover(config: Any, host: str) -> dict[str, str]:
     if config is None or "VLLM_MOONCAKE_BOOTSTRAP_PORT" not in os.environ:
-        return {}  # NIXL's producer sends them with each answer
+        return {}  # NIXL's producer sends these values with each answer
     return {
         "kv_engine_id": config.engine_id,
         "kv_bootstrap": f"http://{host}:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}",
@@ -203,7 +203,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write the client file of the store at `master` (host:port). Return its variable."""
+    """Write the client file of the store at `master` (host:port). Return the file's variable."""
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
     share = offload.segment_bytes // manifest.inference.devices_per_replica
@@ -258,7 +258,7 @@ class BoundedFolder:
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # by path, least recently used first
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes by path, least recently used
         self._num_bytes = 0
         for path, _, num_bytes in sorted(_files(folder), key=lambda found: found[1]):
             _remove(self._enter([path], num_bytes))
@@ -334,7 +334,7 @@ class RoutesOnDisk:
         self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
 
     def write(self, objects: Iterable[Any]) -> None:
-        """Write objects with a `key` and a `payload` (routes). Drop each that the disk refuses."""
+        """Write objects with a `key` and a `payload` (routes). Drop what the disk refuses."""
         for each in objects:
             path = _path(self._folder, each.key)
             aside = path.with_suffix(f".{os.getpid()}")

@@ -1,8 +1,8 @@
 """Limit vLLM's disk tier of cache blocks, and offer all tiers on CPU.
 
 If a file disappears between lookup and load, vLLM recomputes its blocks. vLLM refuses to offload on
-CPU, so `_stand_in` replaces device copies by memory copies. Written for vLLM 0.32. Remove this when
-vLLM's `fs` tier has a limit and vLLM offloads on CPU.
+CPU, so `_stand_in` replaces device copies by memory copies. Written for vLLM 0.32. Remove this
+module when vLLM's `fs` tier has a limit and vLLM offloads on CPU.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class BoundedFiles(FileSystemTierManager):
         self._enqueue(job_id, n_tasks, [partial(self._store, task) for task in tasks])
 
     def _store(self, task: Any) -> None:
-        """Run a `functools.partial` whose first argument is the paths that it writes."""
+        """Run `task`, a `functools.partial` whose first argument is the paths that it writes."""
         with self._files.writing(task.args[0], self._block_size):
             task()
 

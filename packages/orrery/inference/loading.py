@@ -44,7 +44,7 @@ WORD = torch.int64
 class Destination:
     """A copy of the region `box` of tensor `name` into `parameter` of `layer`.
 
-    Box element (i, j, …) goes to element `offset + i·strides[0] + j·strides[1] + …`.
+    Box element (i, j, …) goes to parameter element `offset + i·strides[0] + j·strides[1] + …`.
     """
 
     name: str
@@ -68,8 +68,8 @@ class Filling:
 
 @dataclass
 class Needs:
-    destinations: dict[str, list[Destination]] = field(default_factory=dict)  # by tensor
-    fillings: dict[str, list[Filling]] = field(default_factory=dict)  # by layer
+    destinations: dict[str, list[Destination]] = field(default_factory=dict)  # by tensor name
+    fillings: dict[str, list[Filling]] = field(default_factory=dict)  # by layer name
 
 
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
@@ -134,7 +134,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # By the storage's address. The tensor is kept, so that the address is not reused.
+        # Sources by storage address. The tensor is kept, so that the address is not reused.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:
@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the view `of` as a box of a dense tensor of `shape`, and `into`'s stride by dimension.
+    """Return the view `of` as a box of a dense tensor of `shape`, and `into`'s strides.
 
     Raise ValueError if the view is no box.
     """
@@ -331,7 +331,7 @@ class Loading:
         """Call `initialize_layerwise_reload(model)` before this."""
         self._layers = dict(model.named_modules())
         self._needs = needs
-        self._missing: dict[str, int] = defaultdict(int)  # elements, by layer
+        self._missing: dict[str, int] = defaultdict(int)  # number of missing elements, by layer
         for destinations in needs.destinations.values():
             for each in destinations:
                 self._missing[each.layer] += math.prod(shape_of(each.box))

@@ -9,7 +9,7 @@ from pathlib import Path
 from orrery.manifest.schema import Inference, Manifest
 from orrery.manifest.schema.inference import longest_blocks, longest_device_bytes
 
-RESERVE = 0.06  # fraction of a device
+RESERVE = 0.06  # fraction of a device's memory
 CPU_RESERVE = 0.1  # fraction of the free memory
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 GIB, ROUND = 1 << 30, 1 << 20
@@ -28,12 +28,12 @@ WHERE = "set it in the hardware axis or the run file"
 
 
 def explain(cause: str, manifest: Manifest, weights: Path) -> str | None:
-    """Return the sentence for vLLM's error `cause`, or None if it is not about memory."""
+    """Return the sentence for vLLM's error `cause`, or None if the error is not about memory."""
     inference = manifest.inference
     if found := CPU_CACHE.search(cause):
         free = int(float(found[1]) * GIB)
         head = f"{_size(free)} of host memory were free for it"
-        # Engines of a host start together, before any has its cache.
+        # Engines of a host start together, before any engine has its cache.
         engines = -(-inference.num_replicas // manifest.hardware.num_nodes)
         if engines > 1:
             head += f", to be shared by {engines} engines"

@@ -1,7 +1,7 @@
 """Define what vLLM loads by name: an entry point, and an extension of its worker.
 
 `AttestingWorker` attests weights, and ends waits between prefill and decode engines.
-/collective_rpc calls its methods on every worker of an engine.
+/collective_rpc calls the class's methods on every worker of an engine.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from orrery.inference.patches import registry
 from orrery.runtime.parent_watch import die_with_parent
 from orrery.wire.fingerprint import digest
 
-# Names of shared memory contain the run, so that the next start can remove it.
+# Variable: prefix of shared memory's names, by which the next start removes leftovers.
 SHARED = "ORRERY_SHARED_MEMORY"
 
 _registered = False
@@ -33,7 +33,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(backend, "orrery.inference.receiver", name)
     registry.correct_engine(os.environ.get(SHARED))
     os.register_at_fork(after_in_child=die_with_parent)  # a fork does not load plugins again
-    if multiprocessing.parent_process() is not None:  # a spawned child does
+    if multiprocessing.parent_process() is not None:  # a spawned child loads them again
         die_with_parent()
 
 
@@ -66,7 +66,7 @@ class AttestingWorker:
         }
 
     def attested(self) -> dict[str, Any]:
-        """Return the "digest" of all held tensors, and "how" many were attested each way."""
+        """Return the "digest" of all held tensors, and in "how" their number by attestation."""
         held = _held(self)
         fingerprints = {name: fingerprint for name, (fingerprint, _) in held.items()}
         return {
@@ -75,7 +75,7 @@ class AttestingWorker:
         }
 
     def update_parts(self) -> dict[str, float]:
-        """Return the last update's seconds by part. Empty for adapters."""
+        """Return the last update's seconds by part, or {} for adapters."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
         seconds = {} if parts is None else parts.seconds
         return {name: round(each, 6) for name, each in seconds.items()}
@@ -105,7 +105,7 @@ class AttestingWorker:
 
 
 def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
-    """Return the receiver's `held`. As a method its name could clash with vLLM's worker."""
+    """Return the receiver's `held`. A method's name could clash with methods of vLLM's worker."""
     return getattr(worker.weight_transfer_engine, "held", None) or {}
 
 

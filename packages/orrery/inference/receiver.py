@@ -2,9 +2,9 @@
 
 - The wire `files` brings whole tensors, a direct wire this rank's slices (`loading`), and the wire
   `adapters` low-rank factors.
-- A tensor is fingerprinted on arrival ("as_consumed"), and in the model ("resident") unless the
-  engine repacks it.
-- An update must fill every tensor of the first load, or it fails by the tensor's name.
+- A tensor is fingerprinted on arrival ("as_consumed"), and again in the model ("resident") unless
+  the engine repacks the tensor.
+- An update must fill every tensor of the first load, or the update fails with the tensor's name.
 - Workers never raise, because vLLM 0.32 would mix up their results. The client then asks each
   worker for its error (`plugin.py`). If any failed, all discard the update.
 """
@@ -61,7 +61,7 @@ UNCHANGED = (RMSNorm, VocabParallelEmbedding)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    num_ranks: int | None = None  # over all data-parallel ranks
+    num_ranks: int | None = None  # ranks of the engine, data-parallel times tensor-parallel
 
 
 @dataclass
@@ -73,7 +73,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Consumed(NamedTuple):
-    """A tensor as it arrived. `shape` is None if this rank receives only a part."""
+    """A tensor as it arrived. `shape` is None if this rank receives only a part of it."""
 
     fingerprint: int
     shape: torch.Size | None
@@ -139,7 +139,7 @@ class Receiver(Backend):
         self.held = {}
         self.parts = PartTimer()  # seconds of the last update, by part
         self._consumed: dict[str, Consumed] = {}
-        self._places: dict[str, Place | None] = {}  # by tensor
+        self._places: dict[str, Place | None] = {}  # place of each tensor
         self._fingerprints: dict[tuple[torch.Size, torch.dtype], SliceFingerprints] = {}
         self._num_ranks = init_info.num_ranks
         self._target: WeightReceiver | None = None
@@ -401,7 +401,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a factor's fingerprint, read from `buffer` [rows, columns] if that holds the whole."""
+    """Return a factor's fingerprint, read from `buffer` [rows, columns] if the factor fits."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED
@@ -411,7 +411,7 @@ def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
 def damage(folder: Path) -> str | None:
     """Return a message about a cut-off tensor, or None.
 
-    It names no folders, because vLLM removes paths from error answers.
+    The message names no folders, because vLLM removes paths from error answers.
     """
     for shard in sorted(folder.glob("*.safetensors")):
         size = shard.stat().st_size

@@ -31,8 +31,8 @@ from orrery.runtime.token import Purpose, authorization, run_token
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-ENGINES_DEADLINE_S = 600.0  # engines first compile or load
-CLIENT_FIRST_S = 60.0  # clients time out so much earlier, with a better error
+ENGINES_DEADLINE_S = 600.0  # longest start of the engines, which compile and load, scaled
+CLIENT_FIRST_S = 60.0  # time by which clients time out before the router, with a better error
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_program as run; run()")
@@ -51,7 +51,7 @@ def router_arguments(
         "--balance-abs-threshold": router.balance_abs_threshold,
         "--balance-rel-threshold": router.balance_rel_threshold,
     }
-    # The router then has each rank's address, and keeps a conversation at its rank.
+    # With several ranks the router has each rank's address, and keeps a conversation at its rank.
     ranks = manifest.inference.data_parallel
     of_ranks = ["--intra-node-data-parallel-size", str(ranks)] if ranks > 1 else []
     thresholds = [(flag, str(value)) for flag, value in options.items() if value is not None]

@@ -5,7 +5,7 @@
   end with this process (`plugin.py`), and an engine core ends with its workers.
 - With `--headless` there is no server: the engine cores are ranks of a server on another node.
 - This process ends within WATCH_S of an engine core's death.
-- SIGTERM ends all within STOP_S, and removes files on disk. After a failure the files stay.
+- SIGTERM ends all processes within STOP_S, and removes files on disk. A failure keeps the files.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 
 WATCH_S = 0.25
-STOP_S = 2.0  # from SIGTERM to SIGKILL
+STOP_S = 2.0  # time from SIGTERM to SIGKILL
 HANG_UP_S = 0.3  # time to send answers after the engine has stopped
 START_DEADLINE_S = 300.0
 
@@ -50,7 +50,7 @@ HANDLED = "During handling of the above exception, another exception occurred:"
 END_BYTES = 1 << 18
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
 EXCEPTION = re.compile(r"([\w.]+)(?:: \S.*)?")
-CONSEQUENCE = re.compile(  # results of another process's end
+CONSEQUENCE = re.compile(  # errors that result from another process's end
     r"(?:DistNetwork|Cancelled|EOF|BrokenPipe|ConnectionReset)Error|KeyboardInterrupt|SystemExit"
     r"|: cancelled$"
     r"|Connection (?:closed|reset) by peer|remote process exit"
@@ -109,8 +109,8 @@ class Left:
     scratch: Path
     start: str
     shared: str
-    disk: Path | None  # cache blocks, removed only by an orderly end
-    pid: int  # the server's. Its forks inherit its handlers, but must remove nothing
+    disk: Path | None  # folder of cache blocks, removed only by an orderly end
+    pid: int  # process id of the server. Its forks inherit its handlers, but must remove nothing
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
@@ -150,7 +150,7 @@ async def _serve(
     ctx: RoleContext, entry: Any, args: Namespace, left: Left, death: Callable[[], str | None]
 ) -> None:
     address, socket = entry.setup_server(args, reuse_port=False)
-    args.port = socket.getsockname()[1]  # for 0 the kernel chooses one
+    args.port = socket.getsockname()[1]  # for port 0 the kernel chooses a port
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
     gc.freeze()  # shorten vLLM's gc.collect() calls
@@ -190,7 +190,7 @@ async def _serve(
 
 
 async def _run_ranks(ctx: RoleContext, args: Namespace, death: Callable[[], str | None]) -> None:
-    """Run the ranks of a server on another node until one dies, then raise. SIGTERM ends all."""
+    """Run the ranks of a server on another node until a rank dies, then raise. SIGTERM ends all."""
     from vllm import AsyncEngineArgs
     from vllm.utils.network_utils import get_tcp_uri
     from vllm.v1.engine.utils import CoreEngineProcManager
@@ -227,7 +227,7 @@ def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
     """Return an event that is set once vLLM handles SIGTERM.
 
-    Then an ended engine core is no failure, and a timer kills processes that hang.
+    From then on an ended engine core is no failure, and a timer kills processes that hang.
     """
     stopping = threading.Event()
     shutdown = engine.shutdown

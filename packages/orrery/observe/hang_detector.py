@@ -321,7 +321,7 @@ class HealthView:
     - A time is when the reader first saw the change. A deadline keeps its distance from the start
       of its wait or activity. The clock stops while the host is suspended.
     - A gap of more than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
-    - `changed_s` orders all processes' changes. Another host's clock is shifted by the smallest delay.
+    - `changed_s` orders processes' changes. Another host's clock is shifted by its smallest delay.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 - `prompt` renders a chat up to the assistant's turn, `next_turn` the messages after an assistant
   turn. Sampled tokens are never decoded and encoded again.
-- `example` joins the same parts, so SFT trains on the same tokens as RL. `example` finds a message's
-  text by rendering the chat again with a marker as the content.
+- `example` joins the same parts, so SFT trains on the same tokens as RL. `example` finds a
+  message's text by rendering the chat again with a marker as the content.
 """
 
 import re

@@ -14,9 +14,9 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
-# Size of the store of routes, as a multiple of the device's blocks.
+# Variable: size of the store of routes, as a multiple of the device's blocks.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Length of the longest sequence, if indexers' choices of keys are reported.
+# Variable: tokens of the longest sequence, if indexers' choices of keys are reported.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -253,7 +253,7 @@ def environment(manifest: Manifest) -> dict[str, str]:
 
 
 def import_vllm(enforce_eager: bool) -> None:
-    """Raise OrreryError if vLLM is missing. `enforce_eager`: without torch's compiler."""
+    """Raise OrreryError if vLLM is missing. `enforce_eager`: import it without torch's compiler."""
     if find_spec("vllm") is None:
         raise OrreryError(
             "inference: vLLM is not installed here. Install locks/inference.cuda.txt (GPU) or "

@@ -306,8 +306,8 @@ def _store(
 
 
 def name_shared_memory(name: str) -> None:
-    """Put `name` into names of shared memory. Apply before any is made."""
-    # Python's limit is FreeBSD's. Linux allows 255 characters.
+    """Put `name` into names of shared memory. Apply before any shared memory is made."""
+    # Python limits these names as FreeBSD does. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     length = len(name) + 1 + RANDOM_CHARACTERS
     shared_memory._SHM_SAFE_NAME_LENGTH = length  # type: ignore[attr-defined]
@@ -320,7 +320,7 @@ def name_shared_memory(name: str) -> None:
 def unlink_host_tiers(name: str) -> None:
     """Unlink each host tier's shared memory, once all processes have opened it.
 
-    The kernel frees the memory with the last process.
+    The kernel frees the memory with the last process. An empty file stays under the name.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with contextlib.suppress(FileNotFoundError):  # the engine may be ending
@@ -344,9 +344,9 @@ def _name_reductions(name: str) -> None:
 
 
 def pause_beside_unread_blocks() -> None:
-    """Let an engine pause with unread blocks, which a weight update does not change.
+    """Let an engine pause while other engines have yet to read its blocks, which no update changes.
 
-    Apply in each possible engine core.
+    Apply in each process that may be an engine core.
     """
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -380,7 +380,7 @@ def bootstrap_on_one_address() -> None:
 
 
 def pulls_that_end_with_their_engine() -> None:
-    """End reads from an ended engine. Apply in each possible Mooncake worker before it is made."""
+    """End reads from an ended engine. Apply before a Mooncake worker is made, in its process."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
         MooncakeConnectorWorker,
     )
@@ -408,7 +408,7 @@ def pulls_that_end_with_their_engine() -> None:
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
     """Fail current and later reads from an ended engine. Call this in the receiver loop.
 
-    A live engine may write into the blocks.
+    Call this only after the engine's end, because a live engine may write into the blocks.
     """
     _end_of(worker, engine_id).set()
 
@@ -420,7 +420,7 @@ def _end_of(worker: Any, engine_id: str) -> asyncio.Event:
 
 
 def device_index_on_cpu() -> None:
-    """Make the device index 0 on CPU. Apply in each possible Mooncake worker."""
+    """Make the device index 0 on CPU. Apply in each process that may be a Mooncake worker."""
     import torch
 
     if not torch.accelerator.is_available():

@@ -1,11 +1,11 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
-- `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token, which
-  delays requests that end together, and without top log-probs, copies of the token's own.
+- `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token, because
+  these objects delay requests that end together. It omits top log-probs, copies of the token's own.
 - `stream_samples`: a streamed answer has one line of JSON per sample, sent when the sample ends.
 - `hold_outputs`: the engine core reports a FINAL_ONLY request's first and last outputs at once, the
-  others every CHUNK tokens. It sends held outputs before any other call (pause, weights, abort), so
-  versions are exact. Outputs with other fields pass unchanged and in order.
+  outputs between them every CHUNK tokens. The core sends held outputs before any other call (pause,
+  weights, abort), so versions are exact. Outputs with other fields pass unchanged and in order.
 - An aborted answer may lack its last tokens.
 """
 
@@ -72,7 +72,10 @@ def write_answers() -> None:
 
 
 def stream_samples() -> None:
-    """Stream each sample of a request as one line of JSON when it ends. Call it likewise."""
+    """Stream each sample of a request as one line of JSON when the sample ends.
+
+    Call in the API server before the server is made.
+    """
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -185,7 +188,7 @@ def _file_in_base64(array: np.ndarray) -> bytes:
 
 
 def hold_outputs() -> None:
-    """Apply in an engine core's process, before the core is made."""
+    """Make an engine core hold outputs. Apply in its process before the core is made."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     for name in ("step", "step_with_batch_queue"):
@@ -225,7 +228,7 @@ def _telling(handle: Any) -> Any:
 
 @dataclass
 class Held:
-    """Held outputs by request id, each with its client."""
+    """Held outputs by request id, each request with its client."""
 
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
@@ -298,7 +301,7 @@ def _one_after_the_other(logprobs: list[Any]) -> Any:
 
 @cache
 def _others(fields: tuple[str, ...]) -> tuple[Callable[[Any], Any], Any]:
-    """Return a getter of an output's other fields, and its result if all of them are None."""
+    """Return a getter of the fields outside MERGED and LAST, and its result if all are None."""
     names = [name for name in fields if name not in (*MERGED, *LAST)]
     return attrgetter(*names), (None,) * len(names)
 
@@ -307,7 +310,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # The API server would find stop strings too late, so do not hold.
+    # The API server would find stop strings too late, so do not hold their requests' outputs.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY

@@ -1,8 +1,9 @@
 """Report the keys that sparse attention's indexers chose, within vLLM's rows of routed experts.
 
-- A token's row becomes bytes [1, X]: the routes of all layers, then for each indexer one bit a
-  position of the sequence. So choices are stored, cached and sent with the routes.
-- A prompt of at most `top_k` tokens has no choice: vLLM attends densely, and its bits are unset.
+- A token's row becomes bytes [1, X]: the routes of all layers, then for each indexer one bit for
+  each position of the sequence. So choices are stored, cached and sent with the routes.
+- A prompt of at most `top_k` tokens has no choice: vLLM attends densely, and the choice's bits are
+  unset.
 """
 
 import os
@@ -17,7 +18,7 @@ CHUNK_ROWS = 1024  # tokens whose bits are expanded at a time
 
 
 def capture() -> None:
-    """Apply in each possible engine core or worker, before its model is made."""
+    """Report choices. Apply before the model is made, in the process of a core or worker."""
     from vllm.distributed.aux_output_connector import worker
 
     bind = worker.bind_routed_experts_capturer
@@ -53,7 +54,7 @@ def _bind_indexers(model: torch.nn.Module, capturer: Any) -> None:
 
 
 def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
-    """Return bits u8 [T, `num_bits` / 8] of the chosen positions. A negative one is no key."""
+    """Return bits u8 [T, `num_bits` / 8] of the chosen positions. A negative position is no key."""
     place_TK = torch.where(position_TK < 0, num_bits, position_TK).clamp(max=num_bits).long()
     is_set_TL = position_TK.new_zeros(len(place_TK), num_bits + 8, dtype=torch.uint8)
     is_set_TL.scatter_(1, place_TK, 1)

@@ -18,13 +18,13 @@ import numpy as np
 from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
-CHANGES = "routes that came and went"  # a key beside request ids, which have no blanks
+CHANGES = "routes that came and went"  # key of the changes. Request ids have no blanks
 
-_known: set[str] = set()  # the scheduler's set of blocks with routes in the worker's memory
+_known: set[str] = set()  # blocks of which the scheduler knows that the worker has routes
 
 
 def routes_on_cpu() -> None:
-    """Apply before the engine is made, in the process that forks it."""
+    """Return routes on CPU. Apply before the engine is made, in the process that forks it."""
     from vllm.config import VllmConfig
     from vllm.v1.worker import cpu_worker
 
@@ -101,7 +101,7 @@ def _routed(runner: type) -> type:
 
 
 def keep() -> None:
-    """Apply in each possible engine core or worker, before it is made."""
+    """Keep routes of offloaded blocks. Apply before a core or worker is made, in its process."""
     from vllm.distributed.aux_output_connector import worker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
@@ -143,7 +143,7 @@ def keep() -> None:
 
 
 def beside_transfer() -> None:
-    """Apply in each possible API server or engine core, before its config is made."""
+    """Return routes with transfers. Apply in API servers and cores, before the config is made."""
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
 
@@ -197,7 +197,7 @@ class _Slots(OrderedDict[str, int]):
 
 
 def _known_routes(store: type) -> type:
-    """Return a subclass of vLLM's store. Missing routes are unknown, and end no engine."""
+    """Return a subclass of vLLM's route store. Missing routes are unknown, and end no engine."""
 
     class KnownRoutes(store):
         orrery = True
@@ -214,7 +214,7 @@ def _known_routes(store: type) -> type:
 
         def put(self, objects: list[Any], **keys: Any) -> None:
             for each in objects:
-                if self._has(each.key):  # it was computed again, maybe by newer weights
+                if self._has(each.key):  # the block was computed again, maybe by newer weights
                     begin = self._lru[each.key] * self.object_nbytes
                     self._arena[begin : begin + self.object_nbytes] = each.payload
             if self._disk is not None:

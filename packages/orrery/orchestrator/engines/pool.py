@@ -181,8 +181,7 @@ class EnginePool:
         - `restarting`: this process's context, if the launcher restarts engines.
         - `handovers` (one per prefill engine), `max_local_prefill_tokens`: see
           `DisaggregatedEngines`. `model`: see `EngineClient`.
-        - `canary`: prompt that checks an engine after an update.
-        - `leases`: lease client of a direct wire.
+        - `canary`: prompt that checks an engine's update. `leases`: lease client of a direct wire.
         - `max_samples`: largest number of samples in one engine request.
         - `num_ranks`: data-parallel ranks of each engine. Empty: one rank each.
         """
@@ -370,9 +369,8 @@ class EnginePool:
     ) -> dict[int, BaseException]:
         """Update these engines. Return the failures by index.
 
-        On a direct wire a lost engine interrupts the other engines. The interrupted engines retry
-        under the same lease. If the version is gone by then, set `is_version_gone`. These engines
-        then stay paused until the next version.
+        A lost engine interrupts the others on a direct wire. These engines retry under the same
+        lease, or if the version is gone, stay paused until the next, and `is_version_gone` is set.
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None

@@ -66,7 +66,7 @@ class GuestPool:
         note: Note,
         refused: dict[str, str] | None = None,
     ) -> None:
-        """`check(version, prompt, tokens, temperature)` recomputes log-probs. `note` writes rows."""
+        """`check(version, prompt, tokens, temperature)` recomputes log-probs. `note` logs rows."""
         spec = manifest.orchestrator.guests
         assert spec is not None
         self._spec, self._manifest = spec, manifest
