@@ -183,7 +183,7 @@ def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
 
 
 def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
-    """Return the host and port at which an engine's ranks meet. The first node chooses it."""
+    """Return the host and port at which an engine's ranks meet. Its first node chooses the port."""
     if not part:
         [port] = free_ports(1, ctx.host)
         rendezvous.publish(ctx, f"tcp://{ctx.host}:{port}", as_role=HEAD)

@@ -258,7 +258,7 @@ class BoundedFolder:
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes by path, least recently used
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes by path, oldest use first
         self._num_bytes = 0
         for path, _, num_bytes in sorted(_files(folder), key=lambda found: found[1]):
             _remove(self._enter([path], num_bytes))
@@ -334,7 +334,7 @@ class RoutesOnDisk:
         self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
 
     def write(self, objects: Iterable[Any]) -> None:
-        """Write objects with a `key` and a `payload` (routes). Drop what the disk refuses."""
+        """Write objects with `key` and `payload` (routes). Drop objects that the disk refuses."""
         for each in objects:
             path = _path(self._folder, each.key)
             aside = path.with_suffix(f".{os.getpid()}")

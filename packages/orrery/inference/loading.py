@@ -68,8 +68,10 @@ class Filling:
 
 @dataclass
 class Needs:
-    destinations: dict[str, list[Destination]] = field(default_factory=dict)  # by tensor name
-    fillings: dict[str, list[Filling]] = field(default_factory=dict)  # by layer name
+    """The destinations of each tensor, and the fillings of each layer, by name."""
+
+    destinations: dict[str, list[Destination]] = field(default_factory=dict)
+    fillings: dict[str, list[Filling]] = field(default_factory=dict)
 
 
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:

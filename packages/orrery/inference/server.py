@@ -5,7 +5,7 @@
   end with this process (`plugin.py`), and an engine core ends with its workers.
 - With `--headless` there is no server: the engine cores are ranks of a server on another node.
 - This process ends within WATCH_S of an engine core's death.
-- SIGTERM ends all processes within STOP_S, and removes files on disk. A failure keeps the files.
+- SIGTERM ends all processes within STOP_S, and removes files on disk. Failures keep the files.
 """
 
 import asyncio
@@ -190,7 +190,7 @@ async def _serve(
 
 
 async def _run_ranks(ctx: RoleContext, args: Namespace, death: Callable[[], str | None]) -> None:
-    """Run the ranks of a server on another node until a rank dies, then raise. SIGTERM ends all."""
+    """Run ranks of another node's server until a rank dies, then raise. SIGTERM ends all ranks."""
     from vllm import AsyncEngineArgs
     from vllm.utils.network_utils import get_tcp_uri
     from vllm.v1.engine.utils import CoreEngineProcManager

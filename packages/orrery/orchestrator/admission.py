@@ -23,7 +23,7 @@ from orrery.runtime.timing import Pace, period_s
 
 BACKOFF = 0.05
 LEAST = 1e-9
-DECAY = 3.0  # when all rollouts have ended once, e^-DECAY of an excess of `share` remains
+DECAY = 3.0  # e^-DECAY of `share`'s excess over the measured share is left once all have ended
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
 

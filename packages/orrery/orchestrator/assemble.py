@@ -145,7 +145,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 def _first_problem(ctx: RoleContext) -> int:
     """Return the number of this site's first problem, or 0 without other sites.
 
-    It is a hash of the site's name, so that sites draw different problems.
+    The number is a hash of the site's name, so that sites draw different problems.
     """
     if ctx.manifest.trainer.elastic is None:
         return 0

@@ -171,7 +171,7 @@ class EvaluationLoop:
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """Return the content of `result.json`: each policy's reward, over all tasks and by task.
 
-    - `reward_mean` is over the `num_rollouts` rollouts with a reward, including timeouts of 0.
+    - `reward_mean` is over `num_rollouts` rollouts with a reward, including timeouts of reward 0.
       The `num_failed` failed rollouts are not in `num_rollouts`.
     - A policy's mean weights each task by its number of requested rollouts.
     """

@@ -327,7 +327,7 @@ class Scheduler:
         return TrainBatch(step, rollouts, tally)
 
     def may_update(self, version: int) -> bool:
-        """Return whether engines may load `version` now. An active evaluation forbids it."""
+        """Return whether engines may load `version` now. An active evaluation forbids updates."""
         return version > self.clock.version and self.evaluations.pinned is None
 
     def begin_evaluation(self, now_s: float) -> bool:

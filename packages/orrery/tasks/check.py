@@ -1,7 +1,7 @@
 """Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
 - Every task creates its first problems within `MAX_CPU_S` of CPU time. Each `BYTES_PER_S` bytes
-  of its files add a second.
+  of the task's files add a second.
 - Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless a
   pretrained tokenizer is missing on this machine.
 - A task with a file checks all its rows (`check_rows`), with a time limit for each row. Notes

@@ -253,7 +253,7 @@ def environment(manifest: Manifest) -> dict[str, str]:
 
 
 def import_vllm(enforce_eager: bool) -> None:
-    """Raise OrreryError if vLLM is missing. `enforce_eager`: import it without torch's compiler."""
+    """Raise OrreryError without vLLM. `enforce_eager`: import vLLM without torch's compiler."""
     if find_spec("vllm") is None:
         raise OrreryError(
             "inference: vLLM is not installed here. Install locks/inference.cuda.txt (GPU) or "

@@ -18,7 +18,7 @@ CHUNK_ROWS = 1024  # tokens whose bits are expanded at a time
 
 
 def capture() -> None:
-    """Report choices. Apply before the model is made, in the process of a core or worker."""
+    """Report choices. Apply before the model is made, in an engine core's or worker's process."""
     from vllm.distributed.aux_output_connector import worker
 
     bind = worker.bind_routed_experts_capturer

@@ -94,7 +94,7 @@ class EngineChoice:
 
 
 def _blocks(token_ids: TokenIds, salt: str) -> list[int]:
-    """Return a key for each whole block. A key depends on the salt and all tokens up to there."""
+    """Return a key of each whole block, from the salt and all tokens up to the block's end."""
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     key, keys = hash(salt), []
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

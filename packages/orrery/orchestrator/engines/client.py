@@ -226,7 +226,7 @@ class EngineClient:
         return body
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests. Their finish_reason is "abort", and they may lack the last tokens."""
+        """Abort requests. Their answers have finish_reason "abort" and may lack the last tokens."""
         if request_ids:
             prefixed = [REQUEST_ID_PREFIX + each for each in request_ids]
             await self._control("/abort_requests", {"request_ids": prefixed}, QUERY_TIMEOUT_S)
@@ -238,7 +238,7 @@ class EngineClient:
         await self._control("/resume")
 
     async def update_weights(self, published: "Published") -> None:
-        """Make all workers load the published weights. If a worker fails, all discard it.
+        """Make all workers load the published weights. If a worker fails, all discard the weights.
 
         Raises UpdateFailed with the name of a damaged or missing tensor.
         """

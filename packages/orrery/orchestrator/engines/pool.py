@@ -283,7 +283,7 @@ class EnginePool:
         )
 
     async def _asked(self, ask: Callable[[EngineClient | DisaggregatedEngines], Awaitable[T]]) -> T:
-        """Return `ask(client)` once an engine serves. `client` is `_front()`."""
+        """Return `ask(self._front())` once an engine serves."""
         recovery = self.recovery
         if recovery is None:
             return await ask(self._front())
@@ -369,8 +369,8 @@ class EnginePool:
     ) -> dict[int, BaseException]:
         """Update these engines. Return the failures by index.
 
-        A lost engine interrupts the others on a direct wire. These engines retry under the same
-        lease, or if the version is gone, stay paused until the next, and `is_version_gone` is set.
+        On a direct wire a lost engine interrupts the others, which retry under the same lease. If
+        the version is gone by then, set `is_version_gone`: they stay paused until the next version.
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None

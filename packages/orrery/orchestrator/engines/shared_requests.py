@@ -32,7 +32,7 @@ class _Request:
 
     @property
     def name(self) -> str:
-        """Return the engine's id of the request. A shared request's differs from its calls' ids."""
+        """Return the request's id in the engine. If calls share it, it is none of their ids."""
         first = self.calls[0][0]
         return first if len(self.calls) == 1 else f"{first}+{len(self.calls) - 1}"
 

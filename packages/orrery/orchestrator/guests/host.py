@@ -318,4 +318,4 @@ class GuestHost:
             self._ctx.log.warning(text, site, num, why)
             write_atomic(self._refused, msgspec.json.encode(self.pool.refused))
         else:
-            self._ctx.log.warning("site %s: %r", site, why)  # quoted: sites forge no lines
+            self._ctx.log.warning("site %s: %r", site, why)  # quoted, so no site forges lines

@@ -13,7 +13,7 @@ from orrery.manifest.errors import OrreryError
 MAX_ANSWERS = 32  # answers in a message
 MAX_REASON = 300  # characters of a reason
 POLL_S = 1.0  # longest wait for jobs
-LEAST_LOGPROB = -50.0  # of 10^6 tokens, an engine draws one below this log-prob once in 10^15
+LEAST_LOGPROB = -50.0  # least log-prob. Of 10^6 tokens an engine draws a rarer one once in 10^15
 
 
 class GuestRefused(OrreryError):
