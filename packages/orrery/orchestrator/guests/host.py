@@ -3,7 +3,7 @@
 - The door is at the port P of `site.json`, and P + 1 serves the blocks of snapshots. Both speak TLS
   with certificates of the run's authority. A stranger gets no answer.
 - A site's name is the name in its certificate. The door reads no message of a refused site.
-- Each version that all engines have loaded is linked into a snapshot. Sites fetch its blocks, and
+- Each version that the engines have loaded is linked into a snapshot. Sites fetch its blocks, and
   the verifier reads its weights.
 """
 
