@@ -138,6 +138,7 @@ def test_a_connection_lost_in_a_round_breaks_it_at_sites_that_had_not_begun(cert
         until(lambda: all(links[rank]._phase == LinkPhase.BEGINNING for rank in (0, 1)))
         links[0].fail(1, "its lease ended")
         assert [results.get(timeout=20).rank for _ in range(2)] == [1, 0]
+        until(lambda: links[2]._told is not None)
         with pytest.raises(LinkBroken, match="rank 1: its lease ended"):
             links[2].begin(members, 2, 1)
 
