@@ -41,7 +41,7 @@ from record import ROOT, record
 
 NUM_VALIDATED, SEEDS, PILOTS = 256, (1, 2, 3), (11, 12)
 RATES, LR = (1e-3, 2e-3), 2e-3  # LR is that of the warm start
-OUTERS = [OuterOptimizer(lr, mu, mu > 0) for lr, mu in ((0.7, 0.9), (0.7, 0.5), (1.0, 0.0))]
+OUTERS = [OuterOptimizer(lr, mu, mu > 0) for lr, mu in ((0.7, 0.9), (1.0, 0.8), (1.4, 0.7))]
 CPU = torch.device("cpu")
 Warm = tuple[dict, dict, int]  # weights, optimizer state, stories used
 Choice = tuple[str, str, float, OuterOptimizer]  # name, kind, inner rate, outer optimizer
