@@ -67,11 +67,15 @@ def etcd_program() -> str:
 
 
 class EtcdServer:
-    """One coordinator. `name` is ADDRESS:PORT for clients. Peers use the next port."""
+    """One coordinator. `name` is ADDRESS:PORT for clients. Peers use the next port.
+
+    Raise ElasticError if etcd is missing.
+    """
 
     def __init__(self, name: str, folder: Path, certificates: Certificates, run: str) -> None:
         self.name, self._folder, self._run = name, folder, run
         self._certificates = certificates
+        self._program = etcd_program()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -95,7 +99,7 @@ class EtcdServer:
         others = set(names) - {self.name}
         files = self._certificates
         cluster = ",".join(f"{each}={peer_url(each)}" for each in sorted({*others, self.name}))
-        command = [etcd_program(), f"--name={self.name}", f"--data-dir={self.data}"]
+        command = [self._program, f"--name={self.name}", f"--data-dir={self.data}"]
         for kind, url in (("client", f"https://{self.name}"), ("peer", peer_url(self.name))):
             flag = "" if kind == "client" else "peer-"
             announce = (
@@ -178,17 +182,15 @@ class EtcdSite:
         self.log = EtcdLog(self.client, run, heartbeat_s, dead_s, SiteServices(name, snapshots))
         self._snapshots = snapshots
         self.membership = LogMembership(self.log, pace)
-        if name:
-            etcd_program()  # raise now if it is missing, not when a site becomes a coordinator
         self.server = EtcdServer(name, folder, certificates, run) if name else None
         self._missing_since_s: dict[str, float] = {}
         self._stop = threading.Event()
         self._steward = threading.Thread(target=self._run, name="coordinators", daemon=True)
         self._ready = threading.Event()
-        self._failure: ElasticError | OSError | None = None
+        self._failure: OSError | None = None
 
     def __enter__(self) -> Self:
-        """Start etcd. Raise ElasticError if it is missing, and OSError if it cannot start."""
+        """Start etcd. Raise OSError if it cannot start."""
         self._steward.start()
         self._ready.wait()
         if self._failure is not None:
@@ -219,7 +221,7 @@ class EtcdSite:
         try:
             if self.server is not None and (self._is_first or self.server.data.exists()):
                 self.server.start(is_new=self._is_first)
-        except (ElasticError, OSError) as error:
+        except OSError as error:
             self._failure = error
             return
         finally:
