@@ -23,12 +23,12 @@ import msgspec
 import numpy as np
 
 from orrery.elastic.outer import (
-    BLOCK,
     Floats,
     Fragment,
     OuterOptimizer,
     OuterState,
     Step,
+    blocks,
     dot,
     no_step,
     take_step,
@@ -176,8 +176,7 @@ class OuterLoop:
     def send(self) -> None:
         """Begin a round in a thread. Inner steps go on until `apply`."""
         assert self._thread is None, "one round at a time"
-        start, within = self.state.start, self.fragment
-        self._sent = [(part, start[part] - now) for part, now in self._weights.parts(within)]
+        self._sent = list(self._own_delta())
         self._sent_tokens, self.fragment_tokens[self.fragment_of(self.round)] = self.tokens, 0
 
         def run() -> None:
@@ -287,9 +286,8 @@ class OuterLoop:
             yield from self._sent
             return
         for part, values in self._weights.parts(self.fragment):
-            for begin in range(0, len(values), BLOCK):
-                now = values[begin : begin + BLOCK]
-                block = slice(part.start + begin, part.start + begin + len(now))
+            for block in blocks(part):
+                now = values[block.start - part.start : block.stop - part.start]
                 yield block, self.state.start[block] - now
 
     def _try_exchange(self, outer_round: OuterRound, rank: int) -> tuple[list[int], int]:

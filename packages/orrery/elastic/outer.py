@@ -99,8 +99,13 @@ class OuterState:
 
     def _blocks(self, fragment: int) -> Iterator[slice]:
         for part in self.fragments[fragment]:
-            for begin in range(part.start, part.stop, BLOCK):
-                yield slice(begin, min(begin + BLOCK, part.stop))
+            yield from blocks(part)
+
+
+def blocks(part: slice) -> Iterator[slice]:
+    """Cut a slice of numbers into slices of at most BLOCK numbers."""
+    for begin in range(part.start, part.stop, BLOCK):
+        yield slice(begin, min(begin + BLOCK, part.stop))
 
 
 def make_fragments(layers: Sequence[slice], count: int) -> list[Fragment]:
