@@ -12,7 +12,6 @@
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,10 +23,12 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from elastic.diloco import as_columns
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Model, Trainer
 from orrery.models import build, weights
 from orrery.models.placement import full_tensor
+from orrery.runtime.network import free_ports
 from orrery.trainer.assemble import load_policy
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel.world import destroy_world, init_world
@@ -61,17 +62,10 @@ def specs(cpu: bool, mesh: dict[str, int]) -> tuple[Model, Trainer]:
 
 def documents(model: Model, count: int, num_tokens: int) -> list[Columns]:
     """Return one document for each of `count` data ranks."""
-    draw, found = np.random.default_rng(1), []
-    for _ in range(count):
-        ids = draw.integers(0, model.vocab_size, num_tokens).astype(np.int32)
-        token = {
-            "token_id": ids,
-            "trained": np.arange(num_tokens) > 0,
-            "rl_weight": np.zeros(num_tokens, dtype=np.float32),
-            "cross_entropy_weight": np.ones(num_tokens, dtype=np.float32),
-        }
-        found.append(Columns(np.array([0, num_tokens], dtype=np.int64), token))
-    return found
+    draw = np.random.default_rng(1)
+    return [
+        as_columns([draw.integers(0, model.vocab_size, num_tokens).tolist()]) for _ in range(count)
+    ]
 
 
 def gradients(rank: int, size: int, port: int, folder: Path, options: Any) -> None:
@@ -112,8 +106,7 @@ def gradients(rank: int, size: int, port: int, folder: Path, options: Any) -> No
 
 
 def run_ranks(size: int, folder: Path, words: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    [port] = free_ports(1)
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if "--cpu" in words else {})
     ranks = []
     for rank in range(size):
