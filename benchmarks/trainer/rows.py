@@ -27,8 +27,9 @@ from planned import H200_BYTES
 from orrery.manifest.budget.parameters import count_parameters
 from orrery.manifest.budget.trainer_memory import plan_memory
 from orrery.manifest.identity import load
-from orrery.trainer.bench import Options, make_request
+from orrery.trainer.bench import make_request
 from orrery.trainer.bench.__main__ import parser as options_parser
+from orrery.trainer.bench.__main__ import resolve_options
 from record import record
 
 HERE = Path(__file__).resolve().parent
@@ -121,9 +122,7 @@ def print_plan(row: Row, devices: int, layers: int | None, rest: list[str]) -> N
     depth = [] if layers is None else ["--layers", str(layers)]
     words = [f"manifests/{row.manifest}.json", *row.options, "--devices", str(devices)]
     words += [*rest, *depth]
-    given = options_parser().parse_args(words)
-    names = Options.__dataclass_fields__.keys() & vars(given).keys()
-    options = Options(**{n: v for n in names if (v := getattr(given, n)) is not None})
+    options, _ = resolve_options(row.manifest, options_parser().parse_args(words))
     asked = make_request(load(ROOT / words[0]), options)
     counted = count_parameters(asked.model, asked.trainer.lora)
     plan = plan_memory(asked.model, asked.trainer, asked.load, H200_BYTES, counted)
