@@ -179,6 +179,7 @@ def main() -> None:
             print(" ".join(join(name, num_ranks)))
         print(json.dumps({name: run["trainer"] for name, run in runs.items()}, indent=2))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: stopped by SIGTERM"))
     prepare(runs)
     steps = {name: orrery("run", RUN, "init") for name in NAMES}
     run_all(steps, num_ranks)
