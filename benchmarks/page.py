@@ -338,6 +338,15 @@ HOST = (
         Line("async/whole_loop_h200_8", "The loop on eight H200, trained tokens/s"),
         Line("async/asynchrony_h200_8", "Asynchronous relative to synchronous, eight H200"),
         Line(
+            "async/asynchrony_glm5_4",
+            "GLM-5's attention, FP8, one engine of two ranks: asynchronous to synchronous",
+        ),
+        Line("async/asynchrony_glm5_8", "… on eight GPUs, one engine of four ranks"),
+        Line(
+            "transport/weight_update_qwen3_30b_a3b_16k_fp8_2_to_2",
+            "Engine paused, Qwen3-30B-A3B in FP8, 2 to 2 GPUs",
+        ),
+        Line(
             "transport/weight_update_qwen3_30b_a3b_16k_fp8_4_to_4",
             "Engine paused, Qwen3-30B-A3B in FP8, 4 to 4 GPUs",
         ),

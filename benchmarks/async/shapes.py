@@ -22,7 +22,7 @@ from orrery.observe.report.data import Interval, RunData, overlap_s, shares
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import ROOT
 
-SHAPES = ("cpu", "h200_1", "h200_2", "h200_4", "h200_8")
+SHAPES = ("cpu", "h200_1", "h200_2", "h200_4", "h200_8", "glm5_4", "glm5_8")
 WARM_STEPS = 4
 MOST_OF_MEDIAN = 3.0
 
