@@ -41,6 +41,8 @@ def manifests(num_ranks: int, accelerator: str) -> dict[str, dict[str, Any]]:
         run["hardware"] |= {"accelerator": accelerator, "devices_per_node": 2 * num_ranks}
         run["trainer"]["mesh"]["dp_shard"] = num_ranks
         run["stages"]["sft"]["num_steps"] = NUM_STEPS
+        if accelerator != "cpu":
+            run["trainer"]["compute_dtype"] = run["inference"]["dtype"] = "bfloat16"
     elastic = {"min_sites": 2, "max_sites": 2, "quorum": 1, "voters": 1, "codec": "int8_block"}
     sites["trainer"]["elastic"] |= elastic
     alone["trainer"]["elastic"] = None
