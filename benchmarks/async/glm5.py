@@ -29,7 +29,7 @@ import matplotlib
 matplotlib.use("Agg")
 from learning import curve
 from matplotlib import pyplot
-from sweep import for_this_machine, workspace
+from shapes import for_this_machine, workspace
 
 from orrery.observe.report.data import RunData
 

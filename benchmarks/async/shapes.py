@@ -8,7 +8,6 @@
 
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orrery.manifest.machine import this_machine
 from orrery.observe.report.data import Interval, RunData, overlap_s, shares
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -45,25 +45,37 @@ def run(name: str, runs: Path | None) -> RunData:
                 "steps; name the folder of one, or drop --runs"
             )
         return whole[0]
-    workspace = Path(tempfile.mkdtemp(prefix="orrery-async-"))
-    for each in (
-        "jsonnet",
-        "manifests",
-        "locks",
-        "local",
-        "Snakefile",
-        "pyproject.toml",
-        "weights",
-    ):
-        if (ROOT / each).exists():
-            (workspace / each).symlink_to(ROOT / each)
+    manifest = json.loads((ROOT / f"manifests/{name}.json").read_text())
+    folder = workspace([for_this_machine(manifest)], Path(tempfile.mkdtemp(prefix="orrery-async-")))
     for stage in ("init", "rl"):
         argv = [sys.executable, "-m", "orrery.launcher.cli", "run", name, stage]
-        if code := subprocess.run(argv, cwd=workspace, env=os.environ).returncode:
+        if code := subprocess.run(argv, cwd=folder).returncode:
             raise SystemExit(
-                f"error: {stage} of {name} ended with code {code}; its logs are in {workspace}/runs"
+                f"error: {stage} of {name} ended with code {code}; its logs are in {folder}/runs"
             )
-    return RunData.load(next((workspace / "runs").glob(f"{name}-????????????")))
+    return RunData.load(next((folder / "runs").glob(f"{name}-????????????")))
+
+
+def for_this_machine(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest for the GPU here. Raise SystemExit if it needs another machine."""
+    here, hardware = this_machine(), run["hardware"]
+    if "cpu" in (here.accelerator, hardware["accelerator"]) and (
+        here.accelerator != hardware["accelerator"]
+    ):
+        raise SystemExit(f"error: {run['name']} is for {hardware['accelerator']}, this is {here}")
+    return run | {"hardware": hardware | {"accelerator": here.accelerator}}
+
+
+def workspace(manifests: list[dict[str, Any]], folder: Path) -> Path:
+    """Fill `folder` with links to this checkout and the manifests of the variants."""
+    for each in ROOT.iterdir():
+        if each.name not in ("manifests", "runs") and not each.name.startswith("."):
+            (folder / each.name).symlink_to(each)
+    (folder / "manifests").mkdir()
+    for manifest in manifests:
+        path = folder / "manifests" / f"{manifest['name']}.json"
+        path.write_text(json.dumps(manifest))
+    return folder
 
 
 def ran_with(run: RunData) -> dict[str, Any]:

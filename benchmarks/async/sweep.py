@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from learning import problems_row
+from shapes import for_this_machine, workspace
 
-from orrery.manifest.machine import this_machine
 from orrery.manifest.schema import Manifest
 from orrery.observe.report.data import RunData
 
@@ -56,28 +56,6 @@ def variant(run: dict[str, Any], warm_batches: int, rate: float, steps: int) -> 
     ):
         section[field] = min(section[field], most)
     return Manifest.model_validate(run).model_dump(mode="json")
-
-
-def for_this_machine(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest for the GPU here. Raise SystemExit if it needs another machine."""
-    here, hardware = this_machine(), run["hardware"]
-    if "cpu" in (here.accelerator, hardware["accelerator"]) and (
-        here.accelerator != hardware["accelerator"]
-    ):
-        raise SystemExit(f"error: {run['name']} is for {hardware['accelerator']}, this is {here}")
-    return run | {"hardware": hardware | {"accelerator": here.accelerator}}
-
-
-def workspace(manifests: list[dict[str, Any]], folder: Path) -> Path:
-    """Fill `folder` with links to this checkout and the manifests of the variants."""
-    for each in ROOT.iterdir():
-        if each.name not in ("manifests", "runs") and not each.name.startswith("."):
-            (folder / each.name).symlink_to(each)
-    (folder / "manifests").mkdir()
-    for manifest in manifests:
-        path = folder / "manifests" / f"{manifest['name']}.json"
-        path.write_text(json.dumps(manifest))
-    return folder
 
 
 def train(folder: Path, until_s: float, name: str) -> str | None:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from elastic.text import write
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.manifest.identity import load, run_dir, run_id
+from orrery.manifest.publish import sha256
 from record import ROOT, device, record
 
 NAMES, PORTS, RUN = ("oslo", "lima"), 29600, "elastic_text"
@@ -43,6 +44,7 @@ def manifests(num_ranks: int, accelerator: str) -> dict[str, dict[str, Any]]:
         run["stages"]["sft"]["num_steps"] = NUM_STEPS
         if accelerator != "cpu":
             run["trainer"]["compute_dtype"] = run["inference"]["dtype"] = "bfloat16"
+            run["python_lock_sha256"] = sha256(ROOT / "locks/cuda.txt")
     elastic = {"min_sites": 2, "max_sites": 2, "quorum": 1, "voters": 1, "codec": "int8_block"}
     sites["trainer"]["elastic"] |= elastic
     alone["trainer"]["elastic"] = None
