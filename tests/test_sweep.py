@@ -43,10 +43,10 @@ def test_a_variant_that_fails_or_is_late_is_told_and_not_raised(sweep, run, tmp_
 
 
 def test_a_run_for_gpus_is_refused_on_a_machine_without(sweep, run, monkeypatch):
-    monkeypatch.setattr(sweep, "this_machine", lambda: sweep_machine("cpu"))
+    monkeypatch.setattr("shapes.this_machine", lambda: sweep_machine("cpu"))
     with pytest.raises(SystemExit, match="is for h100, this is"):
         sweep.for_this_machine(run)
-    monkeypatch.setattr(sweep, "this_machine", lambda: sweep_machine("h200"))
+    monkeypatch.setattr("shapes.this_machine", lambda: sweep_machine("h200"))
     assert sweep.for_this_machine(run)["hardware"]["accelerator"] == "h200"
 
 
