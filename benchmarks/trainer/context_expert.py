@@ -53,6 +53,7 @@ def specs(cpu: bool, mesh: dict[str, int]) -> tuple[Model, Trainer]:
         if types := model["mla"]["indexer"]["types"]:
             model["mla"]["indexer"]["types"] = types[:LAYERS]
         model["num_mtp_layers"] = 0
+        model["init"] = {"kind": "random", "seed": 1, "std": 0.02}
     trainer = manifest.trainer.model_dump(mode="json")
     trainer["mesh"] |= mesh | {"cp_style": "dsa", "ep_backend": "torch"}
     trainer |= {"compile": False}

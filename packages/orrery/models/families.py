@@ -142,6 +142,8 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "v_head_dim": mla.value_head_dim,
         "head_dim": mla.rope_head_dim,  # of the rotated part
         "rope_interleave": True,
+        "topk_method": "noaux_tc",  # read by vLLM, like scoring_func
+        "scoring_func": "sigmoid",
         **_indexer_config(mla.indexer, config.num_layers),
     }
 
@@ -172,8 +174,6 @@ def deepseek_config(config: Model) -> dict[str, Any]:
         "model_type": model_type,
         "n_group": num_groups,
         "topk_group": num_kept,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
         "moe_layer_freq": 1,
         "rope_scaling": scaling
         and {
