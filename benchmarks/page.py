@@ -265,7 +265,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("trainer/checkpoint", "Training blocked by a checkpoint"),
             Line("trainer/sft_data", "SFT: chats to tokens, beside training"),
             Line("trainer/gpu_checks", "Reference checks on a GPU that pass"),
-            Line("trainer/offload", "Speed with optimizer state on the host, 2 micro-batches a step"),
+            Line("trainer/offload", "Speed with optimizer state on the host, 2 micro-batches"),
             Line("trainer/fp8_layers", "FP8 relative to bfloat16, Qwen3-8B with 12 layers"),
             Line(
                 "trainer/fp8_layers",

@@ -17,7 +17,7 @@ from orchestrator_fakes import manifest, rollout
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.elastic.door import Terms
 from orrery.elastic.recovery import SnapshotServer
-from orrery.elastic.snapshots import HEADER, link_files, publish_copies
+from orrery.elastic.snapshots import HEADER, StateSnapshot, link_files, publish_copies
 from orrery.manifest.identity import canonical_json
 from orrery.orchestrator.advantages import Group
 from orrery.orchestrator.buffer import RolloutBuffer
@@ -35,6 +35,9 @@ from orrery.orchestrator.guests.messages import (
     GuestAnswer,
     GuestRefused,
     LeaseOver,
+    Noted,
+    SampleJob,
+    Told,
 )
 from orrery.orchestrator.guests.pool import GuestPool
 from orrery.orchestrator.guests.sites import FETCH_S
@@ -493,16 +496,61 @@ class SteadyEngine:
             deliver(replace(made, sample=index))
 
 
-def test_a_site_fetches_a_version_and_lends_its_engine_over_tls(tmp_path):
-    make_authority(tmp_path / "run", "run")
-    ours = make_site(tmp_path / "run", "home")
-    make_site(tmp_path / "run", "lima")
-    port, checked = adjoining_ports(2, "127.0.0.1"), manifest(guests=SPEC)
+def lending_context(folder, port, checked) -> RoleContext:
+    """Return the context of a site that lends an engine. Its certificates are in `folder`/run."""
+    make_authority(folder / "run", "run")
+    make_site(folder / "run", "lima")
     place = {"listen": "", "join": f"127.0.0.1:{port}", "name": "lima"}
-    place["certificates"] = str(tmp_path / "run")
-    (tmp_path / "lent-run").mkdir()
-    (tmp_path / "lent-run/site.json").write_text(json.dumps(place))
-    (tmp_path / "lent-run/manifest.json").write_bytes(canonical_json(checked))
+    place["certificates"] = str(folder / "run")
+    (folder / "lent-run").mkdir()
+    (folder / "lent-run/site.json").write_text(json.dumps(place))
+    (folder / "lent-run/manifest.json").write_bytes(canonical_json(checked))
+    return RoleContext("orchestrator", folder / "lent-run", "rl", 0, 1, 0)
+
+
+def test_a_job_of_the_open_request_is_sampled_before_the_engine_is_updated(tmp_path):
+    """The run counts such a job to the version with which the site asked."""
+    ctx = lending_context(tmp_path, 1, manifest(guests=SPEC))
+    is_open, told, answered, loaded = threading.Event(), [], [], []
+
+    class Engine(SteadyEngine):
+        async def update_weights(self, published):
+            self.published = published
+            loaded.append(published.version)
+
+    class Site(Lender):
+        async def _call(self, call, message, kind):
+            if call == "enter":
+                self._version, self._digest = 4, "digest 4"
+                return Entered(1, "")
+            if call == "answer":
+                answered.extend(each.version for each in message.answers)
+                return Noted()
+            told.append(message.version)
+            await asyncio.sleep(0.01)
+            if len(told) != 2:
+                return Told(5, is_over=message.version == 5 and bool(answered))
+            is_open.set()
+            while not self._is_draining:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            return Told(5, jobs=(SampleJob("job", PROMPT.tobytes(), MAX_TOKENS, 1.0, (), False),))
+
+        async def _request(self, method, path, data=None):
+            return msgspec.json.encode(StateSnapshot(5, "digest 5", 1024, {}))
+
+        def _fetch(self, header, peers):
+            assert is_open.wait(5)
+            return tmp_path, {}
+
+    scenario(Site(ctx, Engine()).run())
+    assert (answered, loaded) == ([4], [5])
+
+
+def test_a_site_fetches_a_version_and_lends_its_engine_over_tls(tmp_path):
+    port, checked = adjoining_ports(2, "127.0.0.1"), manifest(guests=SPEC)
+    ctx = lending_context(tmp_path, port, checked)
+    ours = make_site(tmp_path / "run", "home")
     weights, snapshots = tmp_path / "00000.safetensors", tmp_path / "snapshots"
     weights.write_bytes(WEIGHTS)
     link_files(snapshots, 4, "digest 4", [weights], block_bytes=1000)
@@ -518,7 +566,6 @@ def test_a_site_fetches_a_version_and_lends_its_engine_over_tls(tmp_path):
         pool.want(4, "digest 4")
         await home.learn()
         door = GuestDoor(pool, (newest / HEADER).read_bytes, "127.0.0.1", port, ours)
-        ctx = RoleContext("orchestrator", tmp_path / "lent-run", "rl", 0, 1, 0)
         async with door:
             engine = SteadyEngine()
             lending = asyncio.create_task(Lender(ctx, engine).run())

@@ -2,8 +2,9 @@
 
 - This site opens all connections: to the run's door at the port P, and for blocks to the port P + 1
   and to other sites. With `listen` this site serves its blocks too.
-- A new version is fetched beside sampling. Then no job is taken until all samples have ended, so
-  that each sample is of one version. Then the engine loads and attests it.
+- A new version is fetched beside sampling. Then the site asks for no more jobs. When the open
+  request is answered and all samples have ended, the engine loads and attests the version. So each
+  sample is of one version, which the run knows.
 - Only the door's certificate is compared with its address. Blocks are checked by their hashes.
 """
 
@@ -73,7 +74,7 @@ class Lender:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._answers: list[GuestAnswer] = []
         self._renewing: asyncio.Task[None] | None = None
-        self._is_draining, self._changed = False, asyncio.Event()
+        self._is_draining, self._is_asking, self._changed = False, False, asyncio.Event()
         self._failure: EngineGone | None = None
 
     async def run(self) -> None:
@@ -166,12 +167,16 @@ class Lender:
                 self._renewing = None
             room = 0 if self._is_draining else self._num_slots - len(self._running)
             ask = Ask(self._lease, self._version, self._digest, max(room, 0))
+            self._is_asking = ask.room > 0
             try:
                 told = await self._call("ask", ask, Told)
             except LeaseOver:
                 self._cancel(list(self._running))
                 await self._enter()
                 continue
+            finally:
+                self._is_asking = False
+                self._wake()  # after the lines below, because they do not wait
             if told.is_over:
                 self._ctx.log.info("the run is over")
                 return
@@ -263,7 +268,7 @@ class Lender:
         fetched_s = asyncio.get_running_loop().time()
         self._is_draining = True
         try:
-            while self._running:
+            while self._running or self._is_asking:
                 await self._changed.wait()
             published = Published(
                 header.round, str(place), {}, header.digest, tuple(header.facts.get("canary", ()))
