@@ -176,7 +176,7 @@ class Lender:
                 continue
             finally:
                 self._is_asking = False
-                self._wake()  # after the lines below, because they do not wait
+                self._wake()  # `_renew` goes on once this coroutine waits, and then sees the jobs
             if told.is_over:
                 self._ctx.log.info("the run is over")
                 return
