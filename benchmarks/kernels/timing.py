@@ -115,9 +115,10 @@ def require(
 
 
 def copy_out(path: Path) -> None:
-    """Copy a result to the folder $OUT, if it is set."""
-    if os.environ.get("OUT"):
-        shutil.copy(path, os.environ["OUT"])
+    """Copy a result to the folder $OUT, if it is set and does not hold the result."""
+    folder = os.environ.get("OUT")
+    if folder and path.resolve().parent != Path(folder).resolve():
+        shutil.copy(path, folder)
 
 
 def seconds() -> float:
