@@ -13,7 +13,6 @@
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tarfile
@@ -29,12 +28,12 @@ import matplotlib
 matplotlib.use("Agg")
 from learning import curve
 from matplotlib import pyplot
-from shapes import for_this_machine, workspace
+from shapes import manifest_here, workspace
 
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, record
+from record import record
 
 HERE = Path(__file__).resolve().parent
 RUN, SEEDS, STEPS = "glm5_reverse_text", (1, 2, 3), 8
@@ -69,8 +68,7 @@ def make_runs(seed: int, is_alone: bool, within_s: float, out: Path) -> Path:
     """Return the folder of the runs. Logs and metrics go to `out`."""
     until_s = time.monotonic() + within_s
     names = [f"{RUN}_seed_{seed}", KINDS["own choice"], KINDS["dense"]]
-    found = [json.loads((ROOT / "manifests" / f"{name}.json").read_text()) for name in names]
-    folder = workspace([for_this_machine(each) for each in found], Path(tempfile.mkdtemp()))
+    folder = workspace([manifest_here(name) for name in names], Path(tempfile.mkdtemp()))
     try:
         with ThreadPoolExecutor(2) as pool:
             parts = [names[:1]] if is_alone else [names[:1], names[1:]]

@@ -45,8 +45,7 @@ def run(name: str, runs: Path | None) -> RunData:
                 "steps; name the folder of one, or drop --runs"
             )
         return whole[0]
-    manifest = json.loads((ROOT / f"manifests/{name}.json").read_text())
-    folder = workspace([for_this_machine(manifest)], Path(tempfile.mkdtemp(prefix="orrery-async-")))
+    folder = workspace([manifest_here(name)], Path(tempfile.mkdtemp(prefix="orrery-async-")))
     for stage in ("init", "rl"):
         argv = [sys.executable, "-m", "orrery.launcher.cli", "run", name, stage]
         if code := subprocess.run(argv, cwd=folder).returncode:
@@ -54,6 +53,11 @@ def run(name: str, runs: Path | None) -> RunData:
                 f"error: {stage} of {name} ended with code {code}; its logs are in {folder}/runs"
             )
     return RunData.load(next((folder / "runs").glob(f"{name}-????????????")))
+
+
+def manifest_here(name: str) -> dict[str, Any]:
+    """Return a checked-in manifest for the GPU here, as `for_this_machine` does."""
+    return for_this_machine(json.loads((ROOT / f"manifests/{name}.json").read_text()))
 
 
 def for_this_machine(run: dict[str, Any]) -> dict[str, Any]:

@@ -18,14 +18,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shapes import Numbers, numbers, ran_with, run
+from shapes import Numbers, manifest_here, numbers, ran_with, run
 
 from orrery.manifest.fields import leaves, spelled
-from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, record
+from record import record
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = {
@@ -154,7 +153,7 @@ def gate(shape: str, runs: Path | None) -> None:
     before = json.loads(recorded.read_text())
     refuse_unwarmed(before, recorded.name)
     if runs is None:
-        refuse_another(load(ROOT / "manifests" / f"{name}.json"), before, recorded.name)
+        refuse_another(Manifest.model_validate(manifest_here(name)), before, recorded.name)
     data = run(name, runs)
     refuse_another(data.manifest, before, recorded.name)
     if worse := found_worse(numbers(data), before["rows"][0], TOLERANCE[shape]):
