@@ -142,7 +142,8 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "v_head_dim": mla.value_head_dim,
         "head_dim": mla.rope_head_dim,  # of the rotated part
         "rope_interleave": True,
-        "topk_method": "noaux_tc",  # read by vLLM, like scoring_func
+        # vLLM makes its router by these two
+        "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         **_indexer_config(mla.indexer, config.num_layers),
     }
