@@ -161,6 +161,19 @@ def test_a_joiner_waits_for_the_state_that_the_log_names(tmp_path, files, serve)
     assert verify(got).round == 4
 
 
+def test_a_site_that_went_back_offers_the_rounds_of_its_new_history(tmp_path, files, serve):
+    for number in (3, 4, 5):
+        snapshot(tmp_path / "a", number)
+    peer = serve(tmp_path / "a")
+    lost = fetch_state(lambda: [peer], lambda: (5, "digest 5"), tmp_path / "b", files, 0.0)
+    snapshot(tmp_path / "a", 3)
+    assert [path.name[-1] for path in published(tmp_path / "a")] == ["3"]
+    for number in (4, 5):
+        snapshot(tmp_path / "a", number, theta=memoryview(b"y" * 5000))
+    found = fetch_state(lambda: [peer], lambda: (5, "digest 5"), tmp_path / "c", files, 0.0)
+    assert verify(found) != read_header(lost)
+
+
 def test_a_stranger_gets_nothing_and_disturbs_no_fetch(tmp_path, files, serve):
     snapshot(tmp_path / "a")
     peer = serve(tmp_path / "a")

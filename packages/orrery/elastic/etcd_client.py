@@ -34,6 +34,14 @@ class EtcdRefused(Exception):
         self.code = code
 
 
+class KeptConnection(http.client.HTTPSConnection):
+    """Close the socket when the thread that owns the connection ends."""
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            self.close()
+
+
 class EtcdClient:
     def __init__(
         self,
@@ -111,7 +119,7 @@ class EtcdClient:
 
     def _connect(self, endpoint: str, timeout_s: float) -> http.client.HTTPSConnection:
         parts = urlsplit(f"//{endpoint}")
-        return http.client.HTTPSConnection(
+        return KeptConnection(
             parts.hostname or "", parts.port, timeout=timeout_s, context=self._tls
         )
 

@@ -98,6 +98,7 @@ class Handshakes:
             threading.Thread(target=self._meet, args=(sock,), daemon=True).start()
 
     def _meet(self, sock: socket.socket) -> None:
+        tls = None
         try:
             sock.settimeout(scaled(HANDSHAKE_S))
             tls = _wrapped(sock, self._server, is_server=True)
@@ -110,7 +111,7 @@ class Handshakes:
                 return
         except OSError as error:
             log.info("links: turned away a connection: %s", error)
-            sock.close()
+            (tls or sock).close()  # `tls` has taken over the descriptor
             return
         finally:
             self._strangers.release()

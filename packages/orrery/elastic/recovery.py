@@ -21,6 +21,7 @@ import msgspec
 
 from orrery.elastic.certificates import Certificates
 from orrery.elastic.snapshots import (
+    HEADER,
     Block,
     BlockLacking,
     FolderSource,
@@ -48,7 +49,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
     def __init__(self, folder: Path, host: str, port: int, certificates: Certificates) -> None:
         self._folder, self._tls = folder, certificates.server()
         self._blocks: dict[str, tuple[Path, Block]] = {}
-        self._indexed: set[Path] = set()
+        self._indexed: set[tuple[Path, int]] = set()
         self._indexing = threading.Lock()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         super().__init__((host, port), _Handler)
@@ -59,11 +60,13 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
     def find(self, sha256: str) -> bytes:
         """Return a block. Raise BlockLacking if no snapshot has it."""
         with self._indexing:
-            present = set(published(self._folder))
+            # A run that went back publishes the same round again.
+            found = published(self._folder)
+            present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:
                 self._blocks = {
                     block.sha256: (path, block)
-                    for path in sorted(present)
+                    for path in found
                     for block in read_header(path).blocks()
                 }
                 self._indexed = present
@@ -193,6 +196,7 @@ def fetch_state(
                 header = source.newest()
             except (OSError, ValueError, msgspec.MsgspecError, ElasticError) as error:
                 reason = f"{peer}: {error or type(error).__name__}"
+                source.close()
                 continue
             sources.append(source)
             if header is None or (header.round, header.digest) != (number, digest):

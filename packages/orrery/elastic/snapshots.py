@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -188,7 +188,10 @@ def _copied(
 
 
 def publish_copies(folder: Path, keep: int) -> list[Path]:
-    """Hash and publish all copies. Remove all but the newest `keep` snapshots."""
+    """Hash and publish all copies. Remove all but the newest `keep` snapshots.
+
+    Snapshots of later rounds are removed first, because a run that went back has lost them.
+    """
     done = []
     for copied in sorted(folder.glob("round_*.copied")):
         header = msgspec.json.decode((copied / HEADER).read_bytes(), type=StateSnapshot)
@@ -202,12 +205,18 @@ def publish_copies(folder: Path, keep: int) -> list[Path]:
         shutil.rmtree(place, ignore_errors=True)
         copied.rename(place)
         done.append(place)
+    if done:
+        _remove(path for path in published(folder) if path > done[-1])
     remove_old(folder, keep)
     return done
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    for path in published(folder)[: -max(keep, 1)]:
+    _remove(published(folder)[: -max(keep, 1)])
+
+
+def _remove(snapshots: Iterable[Path]) -> None:
+    for path in snapshots:
         aside = path.with_name(f".{path.name}.removed")
         with suppress(OSError):
             path.rename(aside)  # a reader never sees half a folder
