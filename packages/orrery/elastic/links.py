@@ -9,7 +9,6 @@
   all others, also on later connections. Idle connections carry a ping every PING_S.
 """
 
-import contextlib
 import hashlib
 import logging
 import queue
@@ -366,9 +365,11 @@ class PeerLinks:
             epoch, rank, lane = key
             tls = self._early.pop(key)
             if epoch == self.epoch and (rank, lane) in wanted and not self._dials(rank):
-                with contextlib.suppress(OSError):
+                try:
                     tls.sendall(self._header(Kind.HELLO, lane).pack())
                     self._adopt(tls, rank, lane, epoch)
+                except OSError:
+                    tls.close()
             else:
                 tls.close()
 
