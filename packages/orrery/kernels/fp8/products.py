@@ -12,6 +12,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -47,6 +48,9 @@ def load() -> ModuleType | None:
     """Return DeepGEMM, or None without DeepGEMM or a Hopper GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
+    # Compile a kernel once for the trainer and the engines of a host: this is vLLM's default.
+    root = os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")
+    os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(root).expanduser() / "deep_gemm"))
     try:
         return importlib.import_module("deep_gemm")
     except ImportError:
