@@ -20,7 +20,6 @@ from orrery.elastic.certificates import Certificates
 from orrery.elastic.types import ElasticError
 
 REQUEST_S = 2.0
-CONNECT_S = 1.0  # the kernel accepts TCP connections, so a busy host is no slower
 RETRY_S = 0.1
 NOT_FOUND = 5  # gRPC's codes
 FINAL = (3, NOT_FOUND, 6, 9, 11)  # faulty requests: every endpoint gives the same answer
@@ -35,19 +34,7 @@ class EtcdRefused(Exception):
         self.code = code
 
 
-class QuickTcp(http.client.HTTPConnection):
-    """Give up a TCP connection after CONNECT_S, because a lost host answers nothing."""
-
-    def connect(self) -> None:
-        timeout_s, self.timeout = self.timeout, min(self.timeout or CONNECT_S, CONNECT_S)
-        try:
-            super().connect()
-        finally:
-            self.timeout = timeout_s
-        self.sock.settimeout(timeout_s)
-
-
-class KeptConnection(http.client.HTTPSConnection, QuickTcp):
+class KeptConnection(http.client.HTTPSConnection):
     """Close the socket when the thread that owns the connection ends."""
 
     def __del__(self) -> None:
