@@ -62,6 +62,9 @@ def holder(num_bytes: int, world: World) -> Any:
         world=world,
         step=0,
         base_sha256=None,
+        expert_load=SimpleNamespace(biases={}),
+        outer_momentum={},
+        outer_start={},
     )
 
 
