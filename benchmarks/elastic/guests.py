@@ -1,6 +1,6 @@
 """Train at one site, and sample there and at three sites that come and go, with a liar among them.
 
-    python benchmarks/elastic/guests.py              # about 8 minutes on two quiet cores
+    python benchmarks/elastic/guests.py              # about 20 minutes on two quiet cores
     python benchmarks/elastic/guests.py --steps 6    # a try, without a record
 
 - Each site is a process of `orrery lend` with a vLLM engine, on loopback. In turn one is killed and
