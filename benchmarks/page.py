@@ -217,6 +217,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("elastic/churn", "… documents trained twice", "phases that share documents"),
             Line("elastic/diloco", "DiLoCo with int8, loss above synchronous, 4 sites, H 50"),
             Line("elastic/diloco", "… int8 above float32", "int8 over float32"),
+            Line("elastic/guests", "One site trains, three lend engines: held-out reward after RL"),
             Line("elastic/oracle", "Difference of weights from torchft 0.2.0 after 8 rounds"),
             Line("elastic/utilisation", "Ten billion parameters on INTELLECT-1's links, simulated"),
             Line("elastic/utilisation", "… USA, one exchange", "USA, 4 Gb/s, one exchange"),
