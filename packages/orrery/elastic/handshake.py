@@ -150,7 +150,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        sock.getpeername()  # ssl leaves the socket of a peer that has gone open
+        sock.getpeername()  # raises if the peer has gone; ssl would not close the socket then
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:
         sock.close()

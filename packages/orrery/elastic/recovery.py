@@ -80,6 +80,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         request.settimeout(HANDSHAKE_S)
         with suppress(OSError):
             try:
+                request.getpeername()  # as in `handshake`
                 wrapped = self._tls.wrap_socket(request, server_side=True)
             finally:
                 self._strangers.release()
