@@ -1,7 +1,8 @@
 """Measure the bytes that an expert-parallel engine rank reads from disk to load its weights. CPU.
 
-vLLM's iterator reads a folder of a mixture (24 layers, 64 experts), in one process a rank. With an
-empty page cache it reads as a rank of 8, without and with its filter. A second rank reads after it.
+vLLM's iterator reads a folder of two layers with GLM-5's widths and 32 experts, in one process a
+rank. With an empty page cache it reads as a rank of 8, without and with its filter. Then that rank
+reads again. Matrices have their real size (25 MB), because the kernel reads ahead of a page fault.
 """
 
 import json
@@ -18,8 +19,8 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import ROOT, record
 
-NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 24, 64, 8
-HIDDEN, WIDTH = 512, 256
+NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 2, 32, 8
+HIDDEN, WIDTH = 6144, 2048
 
 
 def write_layer(path: Path) -> tuple[int, int]:
@@ -29,7 +30,8 @@ def write_layer(path: Path) -> tuple[int, int]:
     for expert in range(NUM_EXPERTS):
         for name in ("gate", "up", "down"):
             shapes[f"{layer}.mlp.experts.{expert}.{name}_proj.weight"] = (WIDTH, HIDDEN)
-    tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    random = {shape: torch.randn(shape).bfloat16() for shape in set(shapes.values())}
+    tensors = {name: random[shape].clone() for name, shape in shapes.items()}
     save_file(tensors, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
