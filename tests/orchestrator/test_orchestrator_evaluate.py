@@ -13,9 +13,10 @@ from orrery.wire import checkpoints
 from orrery.wire.weight_wire.files import WeightPublisher
 
 
-def stage(run_dir, weights="files"):
+def stage(run_dir, weights="files", fp8=None):
+    transport, model = SimpleNamespace(weights=weights), SimpleNamespace(fp8=fp8)
     return SimpleNamespace(
-        run_dir=run_dir, manifest=SimpleNamespace(transport=SimpleNamespace(weights=weights))
+        run_dir=run_dir, manifest=SimpleNamespace(transport=transport, model=model)
     )
 
 
@@ -60,4 +61,5 @@ def test_where_the_two_are_not_of_the_same_tensors_nothing_is_compared(rl):
     check_last(stage(run_dir), 4, folder, digest)  # no checkpoint
     published(run_dir, "other")
     check_last(stage(run_dir, "nccl"), 4, folder, digest)
+    check_last(stage(run_dir, fp8=["experts"]), 4, folder, digest)  # the wire carries FP8
     check_last(stage(run_dir), 6, folder, digest)

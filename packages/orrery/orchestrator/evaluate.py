@@ -81,11 +81,12 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from the trainer's last `version`.
 
-    Only the wire `files` has comparable digests. With other wires the launcher
-    compares the weights with the receipt.
+    Only weights that the wire `files` carries without FP8 have comparable digests. Otherwise the
+    launcher compares the weights with the receipt.
     """
     newest = checkpoints.latest(ctx.run_dir)
-    if ctx.manifest.transport.weights != "files" or newest is None or newest.step != version:
+    comparable = ctx.manifest.transport.weights == "files" and not ctx.manifest.model.fp8
+    if not comparable or newest is None or newest.step != version:
         return
     file = checkpoints.checkpoint_dir(ctx.run_dir, *newest) / "trainer" / checkpoints.PUBLISHED
     done = done_path(ctx.run_dir, "rl")
