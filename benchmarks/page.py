@@ -59,6 +59,13 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("async/problems_h200", "The same on an H200: rise of reward, worst seed"),
             Line("async/problems_h200", "… lowest entropy, share of its start", "entropy"),
             Line("async/problems_h200", "… share of truncated answers", "truncated"),
+            Line("async/glm5", "A GLM-5 in FP8 writes words backwards, lowest seed"),
+            Line(
+                "async/glm5",
+                "… mismatch KL with replayed keys, relative to dense attention",
+                "KL, replay, over dense",
+            ),
+            Line("async/glm5", "… without replay", "KL, own choice, over dense"),
             Line(
                 "async/sweep_h100", "Largest rise in 24 steps, by SFT batches before RL and by lr"
             ),
@@ -108,6 +115,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             ),
             Line("inference/throughput_cpu", "The same on two CPU cores, shared with the client"),
             Line("inference/planned", "Largest error of the planned speed of an engine"),
+            Line("inference/loading", "Bytes that a rank of eight reads to load its weights"),
             Line(
                 "orchestrator/overhead", "Tokens/s through orchestrator and router, share of direct"
             ),
@@ -285,6 +293,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("kernels/sparse_mla", "Sparse latent attention, backward, 131,072 keys"),
             Line("kernels/sparse_index", "Choice of keys by an indexer, 131,072 keys"),
             Line("trainer/context_rank", "Latent attention on one of four context-parallel ranks"),
+            Line("trainer/glm5_rank", "A rank of GLM-5 at 131,072 tokens, an MoE layer"),
             Line(
                 "kernels/optimizer", "AdamW with its state in host memory, relative to the copies"
             ),
