@@ -30,8 +30,8 @@ from orrery.elastic.membership import LedgerView
 from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
-ELECTION_S = 3.0  # longest election of a new leader
-EXPIRY_S = 2.0  # from a lease's end until other sites begin a round
+ELECTION_S = 2.0  # longest election of a new leader
+EXPIRY_S = 3.0  # from a lease's end until other sites begin a round
 RETRY_WATCH_S = 0.5
 
 
