@@ -66,10 +66,15 @@ def _namespaces() -> Iterator[None]:
 
 
 def leader(sites: StoreSites) -> int:
-    """Return the index of the site whose coordinator leads."""
-    status = sites.client.call("/v3/maintenance/status", {})
-    voters = sites.voters()
-    return sites.names.index(next(name for name, id in voters.items() if id == status["leader"]))
+    """Return the index of the site whose coordinator leads, once one is elected."""
+    end_s = time.monotonic() + 30.0
+    while time.monotonic() < end_s:
+        chosen = sites.client.call("/v3/maintenance/status", {}).get("leader")
+        for name, id in sites.voters().items():
+            if id == chosen:
+                return int(sites.names.index(name))
+        time.sleep(0.2)
+    raise SystemExit("error: the coordinators elect no leader; read etcd.log of the sites")
 
 
 def until_round(sites: StoreSites, after_s: float, kept: list[int], size: int) -> float:

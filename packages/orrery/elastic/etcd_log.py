@@ -141,9 +141,10 @@ class EtcdLog:
         while True:
             left_s = end_s - self.now_s()
             with self._changed:
-                # Read at every heartbeat, because the watch may be silent.
+                # Read twice a heartbeat, because the watch may be silent.
                 self._changed.wait_for(
-                    lambda: self._news > self._revision, max(0.0, min(left_s, self._heartbeat_s))
+                    lambda: self._news > self._revision,
+                    max(0.0, min(left_s, self._heartbeat_s / 2)),
                 )
             found = self.read()
             if found != view or self.now_s() >= end_s:
