@@ -1,10 +1,10 @@
 """Make and load the run's certificates, for mutual TLS between its sites.
 
-- The authority's key stays on its host. A site needs `authority.pem` and its own two files.
-- Both ends of a connection must hold a certificate of this authority. Names are not compared,
-  because sites move.
-- Links ignore the dates of certificates, so clocks may differ. etcd does not, so `door.check_clock`
-  checks the clock first.
+- `authority.key` stays on its host. A site needs `authority.pem` and its own certificate and key.
+- Both ends of a connection must present a certificate signed by this authority. Host names are not
+  compared, because a site's address may change.
+- Links ignore certificate dates, so clocks may differ. etcd compares the dates with the clock, so
+  `door.check_clock` checks the clock first.
 """
 
 import re
@@ -19,7 +19,7 @@ from pathlib import Path
 from orrery.elastic.types import ElasticError
 
 AUTHORITY = "authority"
-NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which the module ssl lacks
+NO_CHECK_TIME = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME, missing in Python's `ssl`
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 VALID = ("-startdate", "20200101000000Z", "-enddate", "21000101000000Z")
 SIGNING = """
@@ -41,7 +41,7 @@ OPENSSL_S = 60.0
 
 @dataclass(frozen=True)
 class Certificates:
-    """The certificate files of one site."""
+    """Paths of one site's certificate files."""
 
     authority: Path
     certificate: Path
@@ -49,7 +49,7 @@ class Certificates:
 
     @classmethod
     def of(cls, folder: Path, site: str) -> "Certificates":
-        """Return the files in `folder`. Raise ElasticError if one is missing."""
+        """Return the site's paths in `folder`. Raise ElasticError if a file is missing."""
         found = cls(folder / f"{AUTHORITY}.pem", folder / f"{site}.pem", folder / f"{site}.key")
         for path in (found.authority, found.certificate, found.key):
             if not path.is_file():
@@ -60,7 +60,7 @@ class Certificates:
         return found
 
     def validity(self) -> tuple[float, float]:
-        """Return the first and last second of the authority's validity."""
+        """Return the start and end of the authority's validity, in Unix seconds."""
         found, *_ = self.client().get_ca_certs()
         dates = (found["notBefore"], found["notAfter"])
         first, last = (ssl.cert_time_to_seconds(str(each)) for each in dates)
@@ -93,7 +93,7 @@ class Certificates:
 
 
 def make_authority(folder: Path, run: str) -> None:
-    """Write authority.pem and authority.key. Raise ElasticError if they exist."""
+    """Write authority.pem and authority.key. Raise ElasticError if the key exists."""
     _check_absent(folder / f"{AUTHORITY}.key")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     uses = ("basicConstraints = critical,CA:TRUE,pathlen:0", "keyUsage = critical,keyCertSign")
@@ -101,9 +101,10 @@ def make_authority(folder: Path, run: str) -> None:
 
 
 def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
-    """Write `site`.pem and `site`.key, signed by the folder's authority.
+    """Write the site's certificate, signed by the folder's authority, and its key.
 
-    `addresses`: IP addresses or names of the site, for clients that compare names.
+    `addresses`: IP addresses or host names of the site, for clients that compare names. Raise
+    ElasticError if a name is invalid or the key exists.
     """
     if site == AUTHORITY or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", site):
         raise ElasticError(

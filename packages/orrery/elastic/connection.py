@@ -1,7 +1,7 @@
 """Exchange frames with a peer over one TLS connection, with a reader and a sender thread.
 
-A frame is a header of fixed size and a payload of `length` bytes. The threads share a non-blocking
-TLS object under a lock, because OpenSSL does not allow concurrent calls.
+A frame is a header of fixed size and a payload of `length` bytes. A lock guards the non-blocking
+TLS object, because OpenSSL does not allow concurrent calls.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ Bytes = NDArray[np.uint8]
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # most bytes under the TLS lock, so that the other thread waits briefly
-SLAB = 1 << 23  # bytes; numpy asks for huge pages from 4 MiB up
-FLUSH_S = 5.0  # longest time to send queued frames after `close`
+SLICE = 1 << 17  # most bytes per hold of the TLS lock, to keep waits for the lock short
+SLAB = 1 << 23  # bytes per allocation; numpy requests huge pages from 4 MiB up
+FLUSH_S = 5.0  # time limit for sending the queued frames after `close`
 
 
 class BadFrame(Exception):
@@ -47,14 +47,14 @@ class Slab:
 
 
 class Kind(IntEnum):
-    HELLO = 0  # the first frame of a connection, and its answer
+    HELLO = 0  # first frame in each direction
     DATA = 1
     PING = 2
-    BROKEN = 3  # `piece` is the failed rank, and the payload the reason
+    BROKEN = 3  # `piece` is the failed rank, and the payload is the reason in UTF-8
     READY = 4  # the sender has begun the round
-    RELAY = 5  # the first frame to a relay; `piece` is the peer's rank
-    PROBE = 6  # `hop` is 1 in a measurement's last frame
-    PROBED = 7  # `piece` is the measured speed in Mb/s
+    RELAY = 5  # first frame to a relay; `piece` is the rank to reach
+    PROBE = 6  # part of a speed measurement; `hop` is 1 in the last frame
+    PROBED = 7  # answer to PROBE; `piece` is the measured speed in Mb/s
 
 
 class Header(NamedTuple):
@@ -82,7 +82,10 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, sock: ssl.SSLSocket) -> "Header | None":
-        """Return the next header, or None if it is invalid, has a payload or the peer closed."""
+        """Return the next header.
+
+        Return None if the header is invalid, if a payload follows, or if the peer closed `sock`.
+        """
         data = b""
         while len(data) < LAYOUT.size:
             if not (more := sock.recv(LAYOUT.size - len(data))):
@@ -109,7 +112,7 @@ class FrameSink(Protocol):
 
 
 class Backlog:
-    """Queue frames for any free connection to one peer, so slow connections send fewer frames."""
+    """The frame queue of all connections to one peer. A slow connection takes fewer frames."""
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[bytes | memoryview]] = deque()
@@ -129,9 +132,9 @@ class Backlog:
 
 
 class PeerConnection:
-    """One lane to a peer.
+    """One of the parallel connections, called lanes, to a peer.
 
-    `heard_s`: monotonic time of the last received bytes. `ready`: the peer's newest round.
+    `heard_s`: monotonic time of the last received bytes. `ready`: newest round that the peer began.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class PeerConnection:
             self._queue.clear()
 
     def close(self) -> None:
-        """End both threads when the queued frames are sent, or after FLUSH_S."""
+        """Let both threads end once the queued frames are sent, or after FLUSH_S. Do not wait."""
         with self._wake:
             self.is_closed, self._closed_s = True, time.monotonic()
             self._wake.notify_all()
@@ -189,7 +192,7 @@ class PeerConnection:
             self._closed_s = min(self._closed_s, time.monotonic() - FLUSH_S)
             self._wake.notify_all()
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._tls, socket.SHUT_RDWR)  # wakes both polls
+            socket.socket.shutdown(self._tls, socket.SHUT_RDWR)  # wakes both threads
         if not was_closed:
             self._sink.lost(self, reason, is_bad)
 
@@ -211,7 +214,7 @@ class PeerConnection:
             self._end("closed its connection")
         except BadFrame as error:
             self._end(f"sent {error}", is_bad=True)
-        except (OSError, ValueError) as error:  # ValueError: the socket was closed meanwhile
+        except (OSError, ValueError) as error:  # ValueError: the socket is closed
             self._end(f"its connection broke ({error})")
 
     def _fill(self, view: memoryview) -> bool:
@@ -221,7 +224,7 @@ class PeerConnection:
             begin, turn = done, min(done + SLICE, size)
             try:
                 with self._tls_lock:
-                    while done < turn:  # a call returns at most one TLS record
+                    while done < turn:  # a call reads at most one TLS record
                         if (count := self._tls.recv_into(view[done:])) == 0:
                             return False
                         done += count
@@ -261,7 +264,7 @@ class PeerConnection:
         while True:
             try:
                 with self._tls_lock:
-                    self._tls.send(view)  # sends all: Python does not enable partial writes
+                    self._tls.send(view)  # sends all bytes: Python leaves partial writes off
                 return
             except ssl.SSLWantWriteError:
                 self._poll(select.POLLOUT)

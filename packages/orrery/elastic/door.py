@@ -1,7 +1,7 @@
-"""Check a site's terms before it joins, and name the wrong field in one sentence.
+"""Refuse a site whose terms differ from the run's terms. The error names the wrong field.
 
-The first site writes the run's terms into the log. Each later site compares its own terms before it
-joins, so a wrong site does not disturb the run.
+The first site writes its terms into the log. Each later site compares its own terms with them
+before it joins, so that an unfit site does not disturb the run.
 """
 
 import time
@@ -11,25 +11,25 @@ import msgspec
 from orrery.elastic.types import ElasticError
 
 PROTOCOL = 2  # increment if the format of the ledger or the links changes
-NO_ROUND = -1  # the first round has number 0
+NO_ROUND = -1  # stands for "no round": the first round has number 0
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """A site's versions, memory and state. In the run's terms, `memory_bytes` is the minimum."""
+    """A site's versions, memory and state."""
 
-    manifest: str  # its id
+    manifest: str  # id of the manifest
     code: str  # digest of the code
     codec: str
-    memory_bytes: int
+    memory_bytes: int  # free host memory; in the run's terms, the minimum
     protocol: int = PROTOCOL
-    codecs: tuple[str, ...] = ()  # known to this site
-    round: int = NO_ROUND  # the round of this site's state
-    digest: str = ""  # of the state after `round`
-    rewinds: bool = False  # set the run back to `round` if no site is live
+    codecs: tuple[str, ...] = ()  # codecs that this site knows
+    round: int = NO_ROUND  # last round in this site's state
+    digest: str = ""  # digest of the state after `round`
+    rewinds: bool = False  # whether to set the run back to `round` if no site is live
 
 
 def check_terms(run: Terms, site: Terms) -> None:
-    """Raise ElasticError if `site`'s terms do not fit the run's."""
+    """Raise ElasticError if the site's terms do not fit the run's terms."""
     codecs = site.codecs or (site.codec,)
     for is_wrong, sentence in (
         (
@@ -65,7 +65,7 @@ def check_terms(run: Terms, site: Terms) -> None:
 def check_clock(not_before_s: float, not_after_s: float) -> None:
     """Raise ElasticError if this host's clock is outside the certificate's validity.
 
-    etcd compares certificates with the wall clock. No other rule reads it.
+    Times are Unix seconds. Only etcd compares certificate dates with the wall clock.
     """
     now_s = time.time()
     if not_before_s <= now_s <= not_after_s:

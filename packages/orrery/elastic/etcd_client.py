@@ -1,7 +1,7 @@
 """Call etcd's v3 API, as JSON over HTTPS with mutual TLS.
 
-- A call tries the endpoints in turn for up to `store_s`, starting with the last that answered.
-- Calls are retried, so a repeated call must be harmless, as a compare-and-swap is.
+- A call tries the endpoints in turn for up to `store_s`. The endpoint that answered last is first.
+- Calls are retried, so a repeated call must be harmless. A compare-and-swap is harmless.
 - Every thread has its own connections.
 """
 
@@ -21,8 +21,8 @@ from orrery.elastic.types import ElasticError
 
 REQUEST_S = 2.0
 RETRY_S = 0.1
-NOT_FOUND = 5  # gRPC's codes
-FINAL = (3, NOT_FOUND, 6, 9, 11)  # faulty requests: every endpoint gives the same answer
+NOT_FOUND = 5  # gRPC status code
+FINAL = (3, NOT_FOUND, 6, 9, 11)  # codes of faulty requests, refused by every endpoint
 BROKEN = (OSError, http.client.HTTPException, ValueError)
 
 
@@ -35,7 +35,7 @@ class EtcdRefused(Exception):
 
 
 class KeptConnection(http.client.HTTPSConnection):
-    """Close the socket when the thread that owns the connection ends."""
+    """A connection that closes its socket when its thread ends."""
 
     def __del__(self) -> None:
         with suppress(OSError):
@@ -62,13 +62,16 @@ class EtcdClient:
         return tuple(self._endpoints)
 
     def use(self, endpoints: Sequence[str]) -> None:
-        """Replace the endpoints. The last that answered stays first if it is still listed."""
+        """Replace the endpoints unless the new list is empty. Keep the first if listed again."""
         first = [each for each in self._endpoints[:1] if each in endpoints]
         if endpoints:
             self._endpoints = first + [each for each in endpoints if each not in first]
 
     def call(self, path: str, body: dict[str, Any], within_s: float | None = None) -> Any:
-        """Return the answer. Raise EtcdRefused, or ElasticError after `within_s`."""
+        """Return etcd's answer. Raise EtcdRefused if etcd rejects the request.
+
+        Raise ElasticError if no endpoint answers within `within_s`, by default `store_s`.
+        """
         within_s = self._store_s if within_s is None else within_s
         end_s, reason = self._clock() + within_s, ""
         while not self.closed.is_set():
@@ -89,7 +92,7 @@ class EtcdClient:
         )
 
     def stream(self, path: str, body: dict[str, Any], silence_s: float) -> Iterator[Any]:
-        """Yield a stream's answers from the first endpoint. Raise OSError after `silence_s`."""
+        """Yield the first endpoint's streamed answers. Raise OSError if it is silent too long."""
         connection = self._connect(self.endpoints[0], silence_s)
         try:
             connection.request("POST", path, json.dumps(body))
@@ -141,7 +144,7 @@ def decode(value: str) -> bytes:
 
 
 def below(prefix: str) -> dict[str, str]:
-    """Return etcd's range of the keys that start with the ASCII text `prefix`."""
+    """Return the etcd range of all keys that start with `prefix`, an ASCII text."""
     return {
         "key": encode(prefix),
         "range_end": encode(prefix[:-1] + chr(ord(prefix[-1]) + 1)),

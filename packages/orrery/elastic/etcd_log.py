@@ -1,10 +1,10 @@
 """Keep the ledger and the sites' leases in etcd.
 
-- Keys below orrery/RUN/: `ledger`, `rounds/NUMBER` (one row a committed round), `live/SITE` (under
-  the site's lease).
-- A write fails if the ledger has changed, or if the site's lease key is gone or was created again.
+- Keys below `orrery/RUN/`: `ledger`, `rounds/NUMBER` for each committed round, and `live/SITE` for
+  each live site. etcd deletes `live/SITE` when the site's lease ends.
+- A write fails if the ledger has changed, or if the site's `live` key was deleted or created again.
   Hence a site cannot write after its lease has ended.
-- etcd's leader times leases on its own monotonic clock, from the last heartbeat.
+- etcd's leader measures leases on its own monotonic clock, from the last heartbeat.
 """
 
 import math
@@ -30,20 +30,20 @@ from orrery.elastic.membership import LedgerView
 from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
-ELECTION_S = 2.0  # longest election of a new leader
-EXPIRY_S = 3.0  # from a lease's end until other sites begin a round
+ELECTION_S = 2.0  # longest time to elect a new etcd leader
+EXPIRY_S = 3.0  # time allowed from a lease's end until other sites begin a round
 RETRY_WATCH_S = 0.5
 
 
 class SiteServices(msgspec.Struct, frozen=True):
-    """ADDRESS:PORT of a site's services, or ""."""
+    """ADDRESS:PORT of each service of a site, or "" if the site does not run the service."""
 
-    coordinator: str = ""  # for etcd, "" behind NAT
+    coordinator: str = ""  # the etcd server
     snapshots: str = ""
 
 
 class EtcdLog:
-    """The run's log in etcd. `services` are this site's addresses, for other sites."""
+    """The run's log in etcd. `services` has this site's addresses, for other sites."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class EtcdLog:
 
     def acquire(self, site_id: str) -> None:
         self.release()
-        # If a site is lost with etcd's leader, its lease ends one election and one TTL later.
+        # If a site and etcd's leader fail together, the lease ends one election plus one TTL later.
         ttl_s = max(
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
@@ -77,7 +77,7 @@ class EtcdLog:
             thread.start()
 
     def _take_lease(self, ttl_s: int) -> str:
-        """Return the revision that created the site's key, or "" if the lease has ended."""
+        """Take a lease and write the site's key. Return its revision, or "" if the lease ended."""
         self._lease = self._client.call("/v3/lease/grant", {"TTL": ttl_s})["ID"]
         key = {"key": encode(f"{self._prefix}live/{self._site_id}")}
         put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}
@@ -94,7 +94,7 @@ class EtcdLog:
         self._stop.set()
         if lease := self._lease:
             self._lease = ""
-            with suppress(ElasticError, EtcdRefused):  # the lease ends by itself
+            with suppress(ElasticError, EtcdRefused):  # the lease also ends by itself
                 self._client.call("/v3/lease/revoke", {"ID": lease}, RELEASE_S)
 
     def read(self) -> LedgerView:
@@ -141,7 +141,7 @@ class EtcdLog:
         while True:
             left_s = end_s - self.now_s()
             with self._changed:
-                # Read twice a heartbeat, because the watch may be silent.
+                # The watch may be silent, so read the ledger twice a heartbeat.
                 self._changed.wait_for(
                     lambda: self._news > self._revision,
                     max(0.0, min(left_s, self._heartbeat_s / 2)),

@@ -1,9 +1,9 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
 - The first site starts etcd alone. Later sites that accept connections become coordinators, one at
-  a time, toward an odd number of at most `coordinators`.
-- All sites decide from the same lists of coordinators and live sites, so no site leads. A
-  coordinator is replaced if its site is gone for REMOVE_S.
+  a time, up to an odd number of at most `coordinators`.
+- All sites derive the next change from the same lists of coordinators and live sites, so no leader
+  is needed. A coordinator is replaced if its site is gone for REMOVE_S.
 - etcd is a child process. Its data stay in `folder`, so a crashed site keeps its vote.
 """
 
@@ -28,8 +28,8 @@ from orrery.runtime.parent_watch import die_with_parent
 
 REMOVE_S = 30.0
 STOP_S = 5.0
-ELECTION_MS = round(ELECTION_S * 500)  # etcd waits one to two times as long
-LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # see `locks/system.sh elastic`
+ELECTION_MS = round(ELECTION_S * 500)  # etcd waits 1 to 2 times as long, at most ELECTION_S
+LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # from `locks/system.sh elastic`
 
 
 class Change(NamedTuple):
@@ -38,10 +38,10 @@ class Change(NamedTuple):
 
 
 def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most: int) -> Change:
-    """Return the change of coordinators that the site at `own` must make now.
+    """Return the change of coordinators that the site `own` must make now.
 
-    `voters` are all coordinators, `live` the live sites that can run etcd, and `gone` the
-    coordinators to replace.
+    Sites are named by ADDRESS:PORT. `voters`: all coordinators. `live`: live sites that can run
+    etcd. `gone`: coordinators to replace. `most`: largest number of coordinators.
     """
     target = min(most, len(live))
     target -= target % 2 == 0
@@ -67,9 +67,9 @@ def etcd_program() -> str:
 
 
 class EtcdServer:
-    """One coordinator. `name` is ADDRESS:PORT for clients. Peers use the next port.
+    """The etcd server of one coordinator. Raise ElasticError if etcd is missing.
 
-    Raise ElasticError if etcd is missing.
+    `name` is ADDRESS:PORT for clients. The other etcd servers use the next port.
     """
 
     def __init__(self, name: str, folder: Path, certificates: Certificates, run: str) -> None:
@@ -92,9 +92,9 @@ class EtcdServer:
         return self._process.pid
 
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
-        """Start etcd from its data. Without data, join the cluster `names`, or start a new one.
+        """Start etcd from its data. Without data, join the cluster `names`, or found a cluster.
 
-        Without data, names and `is_new`, etcd exits, so half-written data never become a new log.
+        Only `is_new` founds a cluster. Otherwise, half-written data could become a new log.
         """
         others = set(names) - {self.name}
         files = self._certificates
@@ -148,10 +148,10 @@ def peer_url(name: str) -> str:
 
 
 class EtcdSite:
-    """Keep this site's membership of `run`, and its coordinator.
+    """Manage this site's membership of `run`, and its coordinator.
 
-    `name`: ADDRESS:PORT of this site as a coordinator, or "" behind NAT. `join`: ADDRESS:PORT of
-    another coordinator, or "" at the first site. `snapshots`: ADDRESS:PORT of the snapshot server.
+    The addresses are ADDRESS:PORT. `name`: this site's coordinator; "" behind NAT. `join`: any
+    other coordinator; "" at the first site. `snapshots`: this site's snapshot server.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class EtcdSite:
         self._failure: OSError | None = None
 
     def __enter__(self) -> Self:
-        """Start etcd. Raise OSError if it cannot start."""
+        """Start etcd if this site has its data or is the first. Raise OSError if etcd fails."""
         self._steward.start()
         self._ready.wait()
         if self._failure is not None:
@@ -212,12 +212,12 @@ class EtcdSite:
         self.client.close()
 
     def donors(self) -> list[str]:
-        """Return the snapshot servers of the other live sites."""
+        """Return ADDRESS:PORT of the other live sites' snapshot servers."""
         found = {each.snapshots for each in self.log.services()}
         return sorted(found - {"", self._snapshots})
 
     def _run(self) -> None:
-        """Start etcd from this thread, because etcd dies with the thread that started it."""
+        """Start etcd in this thread, because etcd is killed when its starting thread ends."""
         try:
             if self.server is not None and (self._is_first or self.server.data.exists()):
                 self.server.start(is_new=self._is_first)
@@ -262,7 +262,7 @@ class EtcdSite:
             self._remove(members[change.name])
 
     def _keep_own(self, member_id: str, is_learner: bool, names: Iterable[str]) -> None:
-        """Restart etcd if it ended. Otherwise make a learner a voter, once it has caught up."""
+        """Restart etcd if it ended. Promote a learner to voter; etcd refuses if its log lags."""
         assert self.server is not None
         if not self.server.is_running:
             self.server.start(names)
@@ -271,7 +271,7 @@ class EtcdSite:
                 self.client.call("/v3/cluster/member/promote", {"ID": member_id}, 0.0)
 
     def _members(self) -> dict[str, tuple[str, bool]]:
-        """Return {ADDRESS:PORT: (etcd's id, whether it is a learner)}."""
+        """Return each etcd member's id and whether it is a learner, by ADDRESS:PORT."""
         answer = self.client.call("/v3/cluster/member/list", {}, self._heartbeat_s)
         return {
             _name_of(each["peerURLs"][0]): (each["ID"], each.get("isLearner", False))

@@ -1,11 +1,11 @@
-"""Replace each site's weight change Δᵢ by the mean Σ wᵢΔᵢ / Σ wᵢ, with equal bits on all W sites.
+"""Replace each site's weight change Δᵢ by the mean Σ wᵢΔᵢ / Σ wᵢ, bitwise equal on all W sites.
 
-- `ring`: W − 1 hops sum a chunk. Each hop decodes, adds in float32 and encodes. The last bytes then
-  travel W − 1 hops unchanged, so every site decodes the same bytes.
-- `all_to_all`: each rank sums one chunk, its own values first and then the others by rank, and
-  sends the sum to all. A value is encoded twice, for any number of sites.
-- Frames name their piece and hop and are handled on arrival, so all pieces travel at once.
-- A site with weight 0 forwards and receives, but adds no values.
+- `ring`: a chunk is summed over W − 1 hops. Each hop decodes, adds in float32 and encodes. The
+  total then travels W − 1 hops unchanged, so every site decodes the same bytes.
+- `all_to_all`: each rank sums one chunk in a fixed order and sends the sum to all. A value is
+  encoded twice, for any number of sites.
+- Frames name their piece and hop and are handled on arrival, so all pieces are in flight at once.
+- A site with weight wᵢ = 0 receives and forwards frames but adds no values.
 - Δᵢ is replaced after all frames have arrived. If a peer fails, Δᵢ does not change.
 """
 
@@ -25,7 +25,7 @@ from orrery.elastic.links import PeerLinks
 from orrery.elastic.routes import ring_order
 from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
 
-PIECE = 1 << 18  # most values in a frame
+PIECE = 1 << 18  # most values per frame
 TIMEOUT_S = 600.0  # longest wait for a frame
 
 
@@ -33,13 +33,13 @@ TIMEOUT_S = 600.0  # longest wait for a frame
 class ExchangeStats:
     bytes_sent: int
     seconds: float
-    codec_s: float  # summed over lanes
+    codec_s: float  # encoding and decoding, summed over lanes
 
 
 class ErrorFeedback:
-    """A rank's encoding errors, f32[n]. The next exchange adds them, times `decay`, to its values.
+    """A rank's encoding errors, f32[n]. The next exchange adds `decay` · errors to its values.
 
-    Call `commit` once the exchange's round is committed. Memory: 8 bytes a parameter.
+    Call `commit` once the round is committed. Memory: 8 bytes a parameter.
     """
 
     def __init__(self, n: int, decay: float = 1.0) -> None:
@@ -63,10 +63,10 @@ def exchange(
     buckets: Sequence[slice] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> ExchangeStats:
-    """Replace delta f32[n] by the weighted mean over sites, or by zeros if no site has weight.
+    """Replace `delta`, f32[n], by the weighted mean over sites. The mean is 0 if all weights are 0.
 
-    `buckets` cover delta and are equal at all sites.
-    Raise LinkBroken if a peer fails, ElasticError if this site's values cannot be encoded.
+    `buckets` cover `delta` and are equal at all sites. Raise LinkBroken if a peer fails, and
+    ElasticError if this site's values cannot be encoded.
     """
     if topology not in TOPOLOGIES:
         raise ElasticError(
@@ -101,7 +101,7 @@ def exchange(
 
 
 def layer_buckets(sizes: Mapping[str, int]) -> list[slice]:
-    """Return one slice a layer: adjacent tensors whose names have the same first number."""
+    """Return one slice per layer, a run of tensors whose names have the same first number."""
     buckets: list[slice] = []
     last: object = object()
     end = 0
@@ -123,7 +123,7 @@ class _Piece:
 
 
 def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
-    """Cut each bucket into one chunk a site, and chunks into pieces that alternate over lanes."""
+    """Cut each bucket into a chunk per site. Cut chunks into pieces, and alternate the lanes."""
     pieces: list[_Piece] = []
     turn = -1
     for bucket in buckets:
@@ -154,7 +154,7 @@ class _Site:
 
 
 class _Lane(ABC):
-    """The pieces of one lane. `final` holds the bytes that every site decodes."""
+    """Exchange the pieces of one lane. `final` holds the bytes that every site decodes."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         self.site, self.lane, self.pieces = site, lane, pieces
@@ -166,7 +166,7 @@ class _Lane(ABC):
 
     @abstractmethod
     def first(self) -> Iterator[None]:
-        """Send the frames that need no arrival. Yield after each."""
+        """Send the frames that depend on no received frame. Yield after each frame."""
 
     @abstractmethod
     def take(self, frame: Frame) -> None: ...
@@ -212,16 +212,16 @@ class _Lane(ABC):
         self.bytes_sent += self.site.links.send(rank, self.lane, hop, number, wire)
 
     def own(self, number: int) -> Floats:
-        """Return this site's share of a piece, in a buffer that the next call overwrites."""
+        """Return a piece of this site's weighted values. The next call overwrites the buffer."""
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:
-            out[:] = 0  # a product with NaN would be NaN
+            out[:] = 0  # 0 · NaN would be NaN
             return out
         return np.multiply(self.site.delta[piece.at], self.site.share, out=out)
 
     def contribute(self, number: int, added: Bytes | None = None) -> Bytes:
-        """Encode this site's share of a piece, plus the values of `added`."""
+        """Encode a piece of this site's weighted values, plus the values encoded in `added`."""
         if self.site.error_feedback is not None:
             values = self.own(number)
             if added is not None:
@@ -254,7 +254,7 @@ class _Lane(ABC):
 
 
 class _RingLane(_Lane):
-    """The sum of chunk c starts at position c of the ring and is complete W − 1 hops later."""
+    """Sum over the ring. Chunk c starts at position c. Its sum is complete W − 1 hops later."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         super().__init__(site, lane, pieces)
@@ -263,7 +263,7 @@ class _RingLane(_Lane):
         self.next = site.ring[(self.place + 1) % self.num_sites]
         before = site.ring[(self.place - 1) % self.num_sites]
         for number, piece in pieces.items():
-            gone = (self.place - piece.chunk) % self.num_sites  # hops since the chunk's start
+            gone = (self.place - piece.chunk) % self.num_sites  # hops from the chunk's start
             if gone > 0:
                 self.awaited.add((before, gone - 1, number))
             if gone < self.num_sites - 1:
@@ -287,7 +287,7 @@ class _RingLane(_Lane):
 
 
 class _AllToAllLane(_Lane):
-    """Hop 0 sends a piece to its chunk's rank. Hop 1 sends the sum to all other ranks."""
+    """Send a piece to the rank that sums its chunk, as hop 0, and the sum to all, as hop 1."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         super().__init__(site, lane, pieces)
@@ -336,7 +336,7 @@ def _size(piece: _Piece) -> int:
 
 
 def _in_threads(calls: Sequence[Callable[[], None]]) -> None:
-    """Run all calls, the first in this thread. Raise an error, if possible not LinkBroken."""
+    """Run all calls in parallel. Raise one of their errors, and prefer any to LinkBroken."""
     errors: list[BaseException] = []
 
     def guarded(call: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
-"""Dial and accept connections between sites: mutual TLS, then one HELLO each way.
+"""Dial and accept connections between sites: mutual TLS, then a HELLO frame in each direction.
 
-A site without a listener dials all others. Two such sites connect through a relay, with TLS from
-end to end.
+A site without a listener dials all other sites. Two sites without listeners connect through a
+relay, with TLS from end to end.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S = 10.0  # scaled
-MAX_STRANGERS = 32  # most accepted connections in a handshake
-UNSENT = 1 << 17  # most unsent bytes in the kernel; other connections can send the rest
-CONGESTION = b"bbr"  # keeps its rate under random loss
-WINDOW = 8 << 20  # bytes of a send buffer, for 0.4 Gb/s at a round trip of 100 ms
+HANDSHAKE_S = 10.0  # time limit of each socket call, scaled
+MAX_STRANGERS = 32  # most accepted connections with an unfinished handshake
+UNSENT = 1 << 17  # most unsent bytes in the kernel, so that other connections can send the rest
+CONGESTION = b"bbr"  # TCP congestion control that keeps its rate under random packet loss
+WINDOW = 8 << 20  # bytes of a send buffer, enough for 0.4 Gb/s at a round trip of 100 ms
 KERNEL = Path("/proc/sys/net")
 
 
@@ -41,7 +41,7 @@ class Handshakes:
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
 
     def listen(self, host: str, port: int) -> int:
-        """Return the port. Raise ElasticError if `port` is taken."""
+        """Accept connections in a thread. Return the port. Raise ElasticError if it is taken."""
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
@@ -65,8 +65,8 @@ class Handshakes:
     ) -> ssl.SSLSocket:
         """Return a connection to rank `peer`. Raise OSError on failure.
 
-        `place` is the peer's address, or with `is_relay` the address of a relay that the peer dials
-        too. Wait until `end_s`, because the peer may begin its epoch later.
+        `place`: host and port of the peer. With `is_relay`, `place` is a relay that the peer dials
+        too. Wait for the answer until `end_s`, because the peer may begin its epoch later.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:
@@ -131,9 +131,9 @@ def _greeted(tls: ssl.SSLSocket, first: Header, end_s: float) -> ssl.SSLSocket:
 
 
 def widen(sock: socket.socket) -> None:
-    """Give `sock` a send buffer of WINDOW bytes, if the kernel would tune it to fewer.
+    """Give `sock` a send buffer of up to WINDOW bytes if the kernel's own limit is lower.
 
-    The kernel doubles a size that is set, and then tunes it no longer (socket(7)).
+    The kernel doubles a size set by a program and then stops tuning the buffer (socket(7)).
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         tuned = int((KERNEL / "ipv4/tcp_wmem").read_text().split()[2])
@@ -148,9 +148,9 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
         widen(sock)
-        with contextlib.suppress(OSError):  # the kernel may lack it
+        with contextlib.suppress(OSError):  # the kernel may lack BBR
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        sock.getpeername()  # raises if the peer has gone; ssl would not close the socket then
+        sock.getpeername()  # raises if the peer has gone; `wrap_socket` would leak the socket
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:
         sock.close()

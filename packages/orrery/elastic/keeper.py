@@ -2,10 +2,10 @@
 
 python -m orrery.elastic.keeper OPTIONS    OPTIONS: `KeeperOptions` as JSON
 
-- The trainer copies its state into shared memory and writes a line to the keeper. The keeper hashes
-  the copy, publishes it, and serves it to peers.
-- The keeper outlives the trainer for `linger_s`, or until the folder's next keeper starts.
-- `trainer/saver.py` writes the checkpoints on disk.
+- The trainer copies its state into shared memory and writes a line to the keeper's stdin. The
+  keeper hashes the copy, publishes it, and serves it to peers.
+- The keeper outlives the trainer by `linger_s`, or until the folder's next keeper starts.
+- Checkpoints on disk are written by `trainer/saver.py`.
 """
 
 import fcntl
@@ -30,20 +30,20 @@ from orrery.manifest.publish import make_folder
 
 POLL_S = 0.2
 RETRY_S = 5.0
-NICE = 10  # peers' requests must not slow the trainer
+NICE = 10  # niceness of the keeper, because peers' requests must not slow the trainer
 
 
 class KeeperOptions(msgspec.Struct, frozen=True):
     folder: str  # in shared memory
-    keep: int = 2
-    host: str = ""  # "" to serve no peers
+    keep: int = 2  # number of snapshots to keep
+    host: str = ""  # address of the snapshot server; "" to serve no peers
     port: int = 0
-    certificates: tuple[str, str, str] = ("", "", "")
+    certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key
     linger_s: float = 3600.0
 
 
 class SnapshotKeeper:
-    """Start the keeper from the trainer, and announce copies. The keeper outlives the context."""
+    """Start the keeper process, which outlives this context, and tell it of new copies."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
@@ -83,7 +83,7 @@ def _tell(process: "subprocess.Popen[bytes]") -> None:
 
 
 def keep(options: KeeperOptions) -> None:
-    """Publish and serve snapshots until the next keeper starts, or `linger_s` after the trainer."""
+    """Publish and serve snapshots until the next keeper or `linger_s` after the trainer's end."""
     os.nice(NICE)
     folder = Path(options.folder)
     make_folder(folder)
@@ -102,7 +102,7 @@ def keep(options: KeeperOptions) -> None:
     while time.monotonic() < end_s and not _has_successor(folder):
         time.sleep(POLL_S)
     if server is not None:
-        server.shutdown()  # or its thread keeps the port open, and the next keeper cannot bind
+        server.shutdown()  # frees the port for the next keeper
         server.server_close()
     lock.close()
 
@@ -110,7 +110,7 @@ def keep(options: KeeperOptions) -> None:
 def _serve_lines(work: Callable[[], None], is_over: Callable[[], bool]) -> None:
     """Call `work` at the start, after each line on stdin, and at the end.
 
-    The end is a closed stdin, a dead parent or `is_over`. Failed work is retried within RETRY_S.
+    Return once stdin closes, the parent dies or `is_over()` holds. Retry failed work after RETRY_S.
     """
     parent, is_due, is_open, due_s = os.getppid(), True, True, 0.0
     while is_open and not is_over():
@@ -134,7 +134,7 @@ def _succeeds(work: Callable[[], None]) -> bool:
 
 
 def _take_over(folder: Path) -> Any:
-    """Ask the folder's earlier keeper to end, and return the folder's lock."""
+    """Ask the folder's earlier keeper to end, wait for it, and return the folder's lock."""
     successor = folder / ".successor"
     successor.write_text(str(os.getpid()))
     lock = (folder / ".lock").open("a")

@@ -1,12 +1,13 @@
 """Define the replicated ledger of epochs and rounds, as pure functions.
 
-- A `Ledger` is the whole shared state. Each function returns the next ledger, or an equal ledger if
-  there is no change, so retries are harmless.
-- `live` is the set of sites with a lease. No function reads a clock.
-- A round is gathered (sites arrive), then exchanged (members report a digest or broken peers).
-- Each change of members or paths, and each restart of a round, raises the epoch's number.
-- A round never waits for joining sites, and their arrival opens no grace window. Otherwise a round
-  of joining sites alone would leave all members behind.
+- A `Ledger` is the whole shared state. Each function returns the next ledger. A repeated call
+  returns an equal ledger, so retries are harmless.
+- `live` has the ids of the sites with a lease. No function reads a clock.
+- A round gathers sites until enough have arrived. Then it exchanges: each member reports a digest
+  or the peers that it lost.
+- Each change of members or network paths, and each restart of a round, opens a new epoch.
+- A round never waits for joining sites, and their arrival alone starts no exchange. Otherwise, a
+  round of joining sites would leave all members behind.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -20,7 +21,7 @@ from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, Sit
 
 
 class Behind(LeaseLost):
-    """Signal that a live site's state is older than the log's.
+    """Signal that a live site's state is older than the last committed round.
 
     The site fetches a snapshot of round `committed`, then arrives in the next round.
     """
@@ -38,7 +39,7 @@ class StateLacking(ElasticError):
 
 class JoiningSite(msgspec.Struct, frozen=True):
     member: SiteMember
-    has_weight: bool  # a straggler's tokens count, a newcomer's do not
+    has_weight: bool  # whether its tokens count: it holds the newest state or arrived late
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
@@ -57,13 +58,13 @@ class Ledger(msgspec.Struct, frozen=True):
     members: tuple[SiteMember, ...] = ()
     joining: tuple[JoiningSite, ...] = ()
     is_exchanging: bool = False
-    tokens: dict[str, int] = {}  # of each site that has arrived in this round
-    weights: tuple[int, ...] = ()  # of the members, while exchanging
-    digests: dict[str, str] = {}  # by member, after its exchange
-    broken: dict[str, tuple[str, ...]] = {}  # lost peers, by the member that lost them
-    strikes: tuple[tuple[str, str], ...] = ()  # links that broke in the round's last attempt
-    measured: dict[str, dict[str, int]] = {}  # Mb/s by site and peer
-    speeds: tuple[tuple[int, ...], ...] = ()  # by rank, fixed for the epoch
+    tokens: dict[str, int] = {}  # trained tokens of each site that has arrived in this round
+    weights: tuple[int, ...] = ()  # tokens by rank, while exchanging
+    digests: dict[str, str] = {}  # digest of each member that has finished the exchange
+    broken: dict[str, tuple[str, ...]] = {}  # ids of lost peers, by reporting member
+    strikes: tuple[tuple[str, str], ...] = ()  # site pairs whose link broke in the last attempt
+    measured: dict[str, dict[str, int]] = {}  # speeds in Mb/s, by site and peer
+    speeds: tuple[tuple[int, ...], ...] = ()  # Mb/s from rank to rank, fixed for the epoch
     committed: CommittedRound | None = None
 
     @property
@@ -85,7 +86,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
-        """Return the round in exchange if this site is a member and has not reported."""
+        """Return the exchanging round, or None if this site is no member or has reported."""
         if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
             return None
         return OuterRound(self.number, self.current, self.weights)
@@ -96,10 +97,11 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
-    """Add a site, as a member if no round has started or no member is live, otherwise as joining.
+    """Add a site as a member or as a joining site.
 
-    Raise ElasticError if the run refuses the site, or StateLacking if no member is live and the
-    site lacks the newest state.
+    The site is a member at once if it holds the newest state, no round is exchanging, and either
+    no round is committed or no member is live. Raise ElasticError if the run refuses the site, or
+    StateLacking if no member is live and the site lacks the newest state.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
@@ -150,7 +152,7 @@ def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
 
 
 def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
-    """Record speeds from a site to its peers, in Mb/s. They apply from the next epoch on."""
+    """Record speeds from a site to its peers, in Mb/s. The next epoch uses them."""
     own = {**ledger.measured.get(site_id, {}), **found}
     if own == ledger.measured.get(site_id, {}):
         return ledger
@@ -158,7 +160,10 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 
 
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
-    """Return whether `quorum` sites have arrived, including a member if any member is live."""
+    """Return whether the exchange may start: `quorum` live sites have arrived.
+
+    If any member is live, a member must have arrived.
+    """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
     return not ledger.is_exchanging and has_member and len(arrived) >= max(quorum, 1)
@@ -207,7 +212,7 @@ def acknowledge(ledger: Ledger, site_id: str, outer_round: OuterRound, digest: s
 
 
 def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable[int]) -> Ledger:
-    """Record that a member has lost peers. Ignore reports of an older epoch."""
+    """Record that a member has lost the ranks `lost`. Ignore reports of an older epoch."""
     if not _is_open(ledger, site_id, outer_round):
         return ledger
     peers = tuple(sorted(outer_round.epoch.members[rank].id for rank in set(lost)))
@@ -217,9 +222,10 @@ def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable
 def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int = 1) -> Ledger:
     """Commit or restart the exchange once every live member has reported.
 
-    `has_waited` ends the wait for silent members. If no report names a broken peer and more than
-    half agree on a digest, commit it and remove all other members. Otherwise restart the round in a
-    new epoch without the silent members, or gather it again if fewer than `quorum` are left.
+    `has_waited` ends the wait for members without a report. If no report names a lost peer and
+    more than half of the reports agree on a digest, commit it and remove all other members.
+    Otherwise, restart the round in a new epoch with the members that reported. If fewer than
+    `quorum` are left, gather sites again.
     """
     if not ledger.is_exchanging:
         return ledger
@@ -247,7 +253,7 @@ def _commit(ledger: Ledger, agreed: Set[str]) -> Ledger:
 
 
 def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
-    """Restart the round in a new epoch. Drop a reporting site if its link broke twice in a row."""
+    """Restart the round in a new epoch. Drop one end of each link that broke twice in a row."""
     pairs = {
         (min(a, b), max(a, b)) for a in present for b in ledger.broken.get(a, ()) if b in present
     }
@@ -267,7 +273,7 @@ def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
 
 
 def largest_connected(sites: Set[str], broken: Set[tuple[str, str]]) -> frozenset[str]:
-    """Return the largest subset without a broken pair. Among equals, prefer low ids."""
+    """Return the largest subset without a broken pair. Among equal sizes, prefer low ids."""
     involved = sorted({each for pair in broken for each in pair})
     for num_dropped in range(len(involved) + 1):
         for dropped in combinations(reversed(involved), num_dropped):
@@ -288,7 +294,7 @@ def _is_open(ledger: Ledger, site_id: str, outer_round: OuterRound) -> bool:
 
 
 def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
-    """Set the members, in a new epoch if they change."""
+    """Set the members. Open a new epoch if they change."""
     ordered = tuple(sorted(members))
     if ordered == ledger.members:
         return ledger
@@ -297,7 +303,7 @@ def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
 
 
 def _with_better_paths(ledger: Ledger) -> Ledger:
-    """Open a new epoch if the newest speeds give a clearly faster ring. Forget unknown sites."""
+    """Forget speeds of unknown sites. Open a new epoch if the ring gets faster by factor GAIN."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     kept = {a: {b: m for b, m in row.items() if b in known} for a, row in ledger.measured.items()}
     ledger = msgspec.structs.replace(

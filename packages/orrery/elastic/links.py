@@ -1,11 +1,11 @@
-"""Connect one rank to the same rank of every other site, by frames over mutual TLS.
+"""Connect one process of a site to its counterpart at every other site, over mutual TLS.
 
 - A frame's run, epoch and round are checked before its payload is read. A frame of another run or
   epoch, or data of another round, breaks the connection.
-- A pair of sites has one connection a lane. A frame takes any free connection.
+- A pair of sites has one connection per lane. A data frame takes any free connection.
 - `begin` waits until both ends of every connection are in the round. Before that and after `end`,
   lost connections are dialled again.
-- During a round, a lost or silent connection breaks the round. The first rank that notices tells
+- During a round, a lost or silent connection breaks the round. The first site that notices tells
   all others, also on later connections. Idle connections carry a ping every PING_S.
 """
 
@@ -30,12 +30,12 @@ from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # scaled, like the next two
+CONNECT_S = 60.0  # time limit for connecting to all peers; scaled, like the next two
 PING_S = 2.0
-SILENCE_S = 15.0
+SILENCE_S = 15.0  # longest silence of a live peer
 RETRY_S = 0.2
-QUIET_S = 1.0  # pause after a round, because others may still exchange
-MAX_REFUSALS = 10  # then the peer is dead, because a site listens before it joins
+QUIET_S = 1.0  # pause between round and speed probe, because other sites may still exchange
+MAX_REFUSALS = 10  # refused dials before a peer counts as dead; a site listens before it joins
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -46,7 +46,7 @@ class LinkPhase(Enum):
 
 
 class PeerLinks:
-    """`port` is the port of shard 0's listener."""
+    """This process's connections. `port` is the port of shard 0's listener."""
 
     def __init__(
         self,
@@ -55,11 +55,12 @@ class PeerLinks:
         host: str,
         port: int = 0,
         shard: int = 0,
-        num_lanes: int = 4,  # connections of a pair, because TCP's window limits each
+        num_lanes: int = 4,  # connections per peer, because TCP's window limits each
     ) -> None:
-        """Listen on `port` + `shard`, or any port if `port` is 0. Without `host`, do not listen.
+        """Listen on `port` + `shard`, or on any free port if `port` is 0.
 
-        `shard` is this process's rank in the site. Raise ElasticError if the port is taken.
+        Do not listen if `host` is "". `shard` is this process's rank in the site. Raise
+        ElasticError if the port is taken.
         """
         self.num_lanes, self.rank, self.epoch, self.round = num_lanes, -1, -1, -1
         self._run, self._shard = hashlib.sha256(run.encode()).digest()[:16], shard
@@ -69,8 +70,8 @@ class PeerLinks:
         self._early: dict[tuple[int, int, int], ssl.SSLSocket] = {}  # by epoch, rank, lane
         self._backlogs: list[Backlog] = []  # by rank
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
-        self._broken: LinkBroken | None = None  # in this round
-        self._told: tuple[int, LinkBroken] | None = None  # a failure in a later round
+        self._broken: LinkBroken | None = None  # failure in this round
+        self._told: tuple[int, LinkBroken] | None = None  # round and failure, for a later round
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
@@ -111,7 +112,7 @@ class PeerLinks:
             self._phase = LinkPhase.RUNNING
 
     def end(self) -> None:
-        """End the round after all frames have arrived. Measure the speeds to new members."""
+        """End the round, whose frames have all arrived. Measure speeds to new members."""
         assert self._members is not None
         with self._changed:
             self._phase = LinkPhase.IDLE
@@ -157,7 +158,7 @@ class PeerLinks:
     # Frames
 
     def send(self, rank: int, lane: int, hop: int, piece: int, payload: Bytes) -> int:
-        """Queue a frame, and return its bytes. `payload` must not change until the round ends."""
+        """Queue a frame. Return its size in bytes. Keep `payload` as it is until the round ends."""
         self._raise_if_broken()
         if (rank, lane) not in self._peers:
             raise self.failed(rank, "its connection is lost")
@@ -180,7 +181,7 @@ class PeerLinks:
                 return frame
 
     def fail(self, rank: int, reason: str) -> None:
-        """Break the round. `rank` is a dead peer, or this rank if it cannot go on."""
+        """Break the round. `rank` is a dead peer, or this site if it cannot continue."""
         with self._changed:
             self._fail(rank, reason)
 
@@ -276,14 +277,14 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A sender that reports its own link to this site tells the others itself.
+                    # A sender that reports itself has lost this site, and tells the others.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)
                 self._inboxes[header.lane].put(frame)
 
     def lost(self, peer: PeerConnection, reason: str, is_bad: bool) -> None:
-        """Forget a closed connection. Break the round if it is running."""
+        """Forget a closed connection and dial again. Break the round if it is running."""
         with self._changed:
             if self._peers.get((peer.rank, peer.lane)) is not peer:
                 return
@@ -297,10 +298,10 @@ class PeerLinks:
     # Connections
 
     def _dials(self, rank: int) -> bool:
-        """Return whether this end dials.
+        """Return whether this site dials `rank`.
 
-        Both ends of a relayed pair dial. Otherwise the end without a listener dials, or the lower
-        rank if both listen.
+        Both sites of a relayed pair dial. Otherwise, the site without a listener dials. If both
+        sites listen, the lower rank dials.
         """
         assert self._members is not None
         members = self._members.members

@@ -1,14 +1,14 @@
 """Run a site's outer loop: exchange its weight change Δ, and step the outer optimizer.
 
-- Symbols: `outer`. A round exchanges Δ and commits the digest of the next θ and m. Only then do
-  they change. Inner optimizer state stays.
-- After a broken link the round is retried without the lost sites. Δ is computed again, because some
-  ranks may already hold the mean. After MAX_ATTEMPTS the site ends, with θ_start and m kept.
+- `outer` defines θ, m and Δ. A round exchanges Δ, commits the digest of the next θ and m, and only
+  then sets θ and m. It keeps the inner optimizer's state.
+- After a broken link, the round is retried without the lost sites. Δ is computed again, because
+  some ranks may already hold the mean. After MAX_ATTEMPTS the site ends and keeps θ_start and m.
 - Round 0 only compares digests, so that all sites start from equal weights.
 - All ranks of a site call `exchange` together. Only the first rank calls the membership.
-- Round n exchanges fragment (n − 1) mod F, where F is the number of fragments, weighted by the
-  tokens since the fragment's last round.
-- `send` runs a round in a thread. `apply` waits for the round some inner steps later and sets
+- Round n exchanges fragment (n − 1) mod F of F fragments. A site's weight is its number of tokens
+  since the fragment's last round.
+- `send` starts a round in a thread. Some inner steps later, `apply` waits for the round and sets
   θ_now ← αθ_now + (1 − α)θ (arXiv 2501.18512).
 """
 
@@ -45,7 +45,7 @@ class Weights(Protocol):
     num_parameters: int
 
     def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield (slice, values on the host) of the current weights, or of a fragment."""
+        """Yield each slice of the weights or of a fragment, with its values on the host."""
 
     def write(self, values: Floats, within: Fragment | None = None) -> None:
         """Replace the weights, or a fragment of them, by `values` f32[n]."""
@@ -100,7 +100,7 @@ class RoundRow(msgspec.Struct, frozen=True):
     weights: tuple[int, ...]
     num_attempts: int
     delta_norm: float
-    delta_cosine: float | None  # of this site's Δ and the mean Δ, None if either is 0
+    delta_cosine: float | None  # cosine of this site's Δ and the mean Δ; None if either is 0
     num_bytes: int
     sync_s: float
     digest: str
@@ -130,7 +130,7 @@ class OuterLoop:
         self._optimizer, self._weights, self.rounds = optimizer, weights, rounds
         self._exchange, self.site_id, self._deadline_s = exchange, site_id, deadline_s
         self._ranks = ranks or OneRank()
-        self._sent: list[tuple[slice, Floats]] | None = None  # Δ of this site, in flight
+        self._sent: list[tuple[slice, Floats]] | None = None  # this site's Δ of a sent round
         self._sent_tokens = 0
         self._thread: threading.Thread | None = None
         self._outcome: _Result | Exception | None = None
@@ -145,7 +145,7 @@ class OuterLoop:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens since the last round of the next fragment."""
+        """Return the tokens trained since the last round of `fragment`."""
         return self.fragment_tokens[self.fragment_of(self.round)]
 
     @property
@@ -189,7 +189,7 @@ class OuterLoop:
         self._thread.start()
 
     def apply(self, merge: float) -> RoundRow:
-        """Wait for the sent round, and step. `merge` is α. Raise as `exchange` does."""
+        """Wait for the sent round, and apply its step. `merge` is α. Raise as `exchange` does."""
         assert self._thread is not None, "send first"
         self._thread.join()
         outcome, self._thread, self._outcome, self._sent = self._outcome, None, None, None
@@ -291,7 +291,7 @@ class OuterLoop:
                 yield block, self.state.start[block] - now
 
     def _try_exchange(self, outer_round: OuterRound, rank: int) -> tuple[list[int], int]:
-        """Return (ranks of lost sites, bytes sent). With one site or no weight, send no bytes."""
+        """Return (ranks of lost sites, bytes sent). A single site sends nothing."""
         lost, sent = -1, 0
         if len(outer_round.weights) > 1 and any(outer_round.weights):
             try:
@@ -312,7 +312,7 @@ class OuterLoop:
         return self._optimizer.step
 
     def _digest(self, step: Step) -> str:
-        """Return the digest of θ and m after `step`, the same on every rank."""
+        """Return the digest of θ and m after `step`, equal on all ranks of the site."""
         own = self.state.digest(step, self.fragment_of(self.round))
         every = self._ranks.gather(own, str)
         return every[0] if len(every) == 1 else hashlib.sha256("".join(every).encode()).hexdigest()

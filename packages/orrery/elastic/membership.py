@@ -1,8 +1,8 @@
 """Take part in a run's epochs and rounds through a replicated log.
 
 - A site changes the ledger by compare-and-swap, and only under its own lease. No site leads.
-- A site that reaches no majority of the coordinators cannot write. It waits, then joins again.
-- Times are this process's monotonic clock. The log times leases on its own clock.
+- A site needs a majority of the coordinators to write. Otherwise, it waits and then joins again.
+- Times are readings of this process's monotonic clock. The log times leases on its own clock.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ __all__ = ["Behind", "EpochLog", "LedgerView", "LogMembership", "Membership", "R
 
 
 class Membership(Protocol):
-    """A site's part in a run. The methods block, and raise LeaseLost if the site must rejoin."""
+    """A site's membership of a run. Methods block. They raise LeaseLost if the site must rejoin."""
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
         """Join with a new id. Raise ElasticError if the run refuses the site."""
@@ -27,17 +27,17 @@ class Membership(Protocol):
     def epoch(self) -> Epoch: ...
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
-        """Wait for all live members, or for the quorum and the grace window. Return the round.
+        """Return the round once all live members, or a quorum within the grace window, arrive.
 
         Raise Behind if the round is over, and ElasticError if too few sites are live for a quorum
         after `deadline_s`.
         """
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
-        """Return True if the round is committed with `digest`, False if it must be retried."""
+        """Return whether the round is committed with `digest`. Retry the round if not."""
 
     def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
-        """Report the lost ranks. Return the round in a new epoch without dead sites."""
+        """Report the lost ranks. Return the same round in a new epoch without dead sites."""
 
     def leave(self) -> None: ...
 
@@ -45,7 +45,7 @@ class Membership(Protocol):
 @dataclass(frozen=True)
 class LedgerView:
     ledger: Ledger
-    revision: int  # of the ledger
+    revision: int  # revision of the ledger
     live: frozenset[str]  # ids of the sites with a lease
 
 
@@ -61,30 +61,33 @@ class EpochLog(Protocol):
     def read(self) -> LedgerView: ...
 
     def write(self, ledger: Ledger, view: LedgerView) -> bool:
-        """Replace the ledger and return True if it is still `view`'s. Raise LeaseLost."""
+        """Replace the ledger unless it changed after `view`. Return whether it was replaced.
+
+        Raise LeaseLost if this site's lease has ended.
+        """
 
     def wait(self, view: LedgerView, timeout_s: float) -> LedgerView:
-        """Return the next different view, or `view` after `timeout_s`."""
+        """Return the next view that differs from `view`, or the same view after `timeout_s`."""
 
     def now_s(self) -> float: ...
 
 
 @dataclass(frozen=True)
 class RoundPace:
-    """Quorums and waits, fields of `trainer.elastic`."""
+    """Quorums and waits, from the fields of `trainer.elastic`."""
 
-    founders: int = 1  # sites in the first round
+    founders: int = 1  # fewest sites in the first round
     quorum: int = 1  # fewest sites in a later round
     grace_s: float = 600.0  # longest wait for stragglers after the quorum has arrived
-    suspect_s: float = 4.0  # longest silence of a site that a peer has lost
-    exchange_s: float = 600.0  # longest silence of any other site
+    suspect_s: float = 4.0  # longest wait for the report of a member that a peer has lost
+    exchange_s: float = 600.0  # longest wait for the report of any other member
 
 
 class LogMembership:
     def __init__(self, log: EpochLog, pace: RoundPace) -> None:
         self._log, self._pace = log, pace
         self._id = ""
-        self.measured: Callable[[], Mapping[str, int]] = dict  # Mb/s to peers, by id
+        self.measured: Callable[[], Mapping[str, int]] = dict  # Mb/s to peers, by site id
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
         if site.id == self._id:
@@ -101,9 +104,9 @@ class LogMembership:
             raise
 
     def _await_state(self, site: SiteMember, terms: Terms) -> None:
-        """Raise ElasticError if the run refuses the site, before it takes a lease.
+        """Raise ElasticError if the run refuses the site. Call this before taking a lease.
 
-        If no member is live, first wait `grace_s` for a site with the newest state.
+        If no member is live and the site's state is old, wait `grace_s` for the newest state.
         """
         end_s = self._log.now_s() + self._pace.grace_s
         while True:
@@ -171,7 +174,7 @@ class LogMembership:
             self._log.release()
 
     def _arrive(self, view: LedgerView, number: int, tokens: int) -> Ledger:
-        """Return the ledger after this site's arrival. Settle or start the exchange if due."""
+        """Return the ledger after this site's arrival. Settle or start an exchange if due."""
         ledger = rules.measure(view.ledger, self._id, self.measured())
         ledger = rules.settle(ledger, view.live, quorum=self._pace.quorum)
         ledger = rules.arrive(ledger, self._id, number, tokens)
@@ -220,7 +223,7 @@ class LogMembership:
             raise LeaseLost(f"site {self._id[:8]} is not in epoch {ledger.epoch}")
 
     def _change(self, transition: Callable[[LedgerView], Ledger]) -> LedgerView:
-        """Apply `transition` to the log until the ledger stays the same. Return the view."""
+        """Apply `transition` until it leaves the ledger unchanged. Return the final view."""
         while True:
             view = self._log.read()
             if self._id and self._id not in view.live:

@@ -2,7 +2,8 @@
 
     Δᵢ = θ_start − θ_now      Δ = Σ wᵢΔᵢ / Σ wᵢ      m ← μm + Δ      θ ← θ_start − η(Δ + μm)
 
-- θ: weights, m: outer momentum, η: learning rate, μ: momentum factor, wᵢ: tokens of site i.
+- θ: weights; θ_start: weights after the last round; θ_now: weights after the inner steps.
+- m: outer momentum; η: learning rate; μ: momentum factor; wᵢ: tokens of site i.
 - Without Nesterov momentum, the last step is θ ← θ_start − ηm.
 - numpy rounds every operation to float32, so sites with equal Δ get equal bits.
 - A rank keeps θ_start, m and Δ of its shard: 12 bytes a parameter.
@@ -16,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) to (θ, m)
+Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) → next (θ, m)
 Fragment = tuple[slice, ...]
-BLOCK = 1 << 15  # numbers at a time, so that temporary arrays stay in a core's cache
-DOTTED = 1 << 12  # numbers in a BLAS call: a longer call starts threads, at more cost than gain
+BLOCK = 1 << 15  # values at a time, so that temporary arrays stay in the processor's cache
+DOTTED = 1 << 12  # values per BLAS call; longer calls start threads and become slower
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return θ_now, passed in place of Δ, because θ_start − Δ would round."""
+    """Return θ_now as the next θ. It is passed in place of Δ, because θ_start − Δ would round."""
     return now, momentum
 
 
@@ -76,9 +77,9 @@ class OuterState:
         self._digests = [""] * len(self.fragments)
 
     def digest(self, step: Step, fragment: int = 0) -> str:
-        """Return the sha256 of θ and m after `step` of a fragment, without the step.
+        """Return the sha256 that θ and m will have after `step` of a fragment.
 
-        Digests of the other fragments are kept.
+        The arrays do not change. Digests of the other fragments are cached.
         """
         for other, known in enumerate(self._digests):
             if not known and other != fragment:
@@ -103,7 +104,7 @@ class OuterState:
 
 
 def blocks(part: slice) -> Iterator[slice]:
-    """Cut a slice of numbers into slices of at most BLOCK numbers."""
+    """Cut a slice into slices of at most BLOCK values."""
     for begin in range(part.start, part.stop, BLOCK):
         yield slice(begin, min(begin + BLOCK, part.stop))
 
@@ -118,9 +119,9 @@ def is_within(part: slice, within: Fragment | None) -> bool:
 
 
 def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
-    """Return Σ wᵢΔᵢ / Σ wᵢ in float32, or zeros if no site has weight.
+    """Return Σ wᵢΔᵢ / Σ wᵢ in float32, as a reference for exchanges.
 
-    The reference for exchanges. Sites with weight 0 are skipped.
+    Skip sites with weight 0. Return zeros if all weights are 0.
     """
     total, mean = sum(weights), np.zeros_like(deltas[0])
     for delta, weight in zip(deltas, weights, strict=True):
@@ -130,6 +131,6 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product: float32 within runs of DOTTED numbers, float64 across runs."""
+    """Return the inner product. Sum runs of DOTTED products in float32, and runs in float64."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)

@@ -1,4 +1,4 @@
-"""Measure the speed to each peer once, between rounds, over the pair's first lane.
+"""Measure the speed to each peer once, between rounds, over the peer's first connection.
 
 The sender sends frames for PROBE_S. The receiver times only the second half, so that TCP's slow
 start and the sender's buffers do not count.
@@ -12,10 +12,10 @@ import numpy as np
 from orrery.elastic.connection import Bytes, Header, PeerConnection
 
 PROBE_S = 0.5
-PROBE_BYTES = 1 << 26  # most bytes for one peer
+PROBE_BYTES = 1 << 26  # most bytes sent to one peer
 FRAME = np.zeros(1 << 16, np.uint8)
-ANSWER_S = 5.0  # a slow link must empty its buffers first
-FASTEST = 4000  # Mb/s; processors limit faster links
+ANSWER_S = 5.0  # time limit of the answer; a slow link must empty its buffers first
+FASTEST = 4000  # highest reported Mb/s; processors limit faster links
 
 
 class SpeedProbe:
@@ -23,7 +23,7 @@ class SpeedProbe:
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
-        self._arrivals: dict[int, list[tuple[float, int]]] = {}  # by rank
+        self._arrivals: dict[int, list[tuple[float, int]]] = {}  # (time, bytes) of frames, by rank
 
     def measure(
         self, site_id: str, peer: PeerConnection, header: Header, goes_on: Callable[[], bool]
@@ -44,7 +44,7 @@ class SpeedProbe:
             time.sleep(1e-2)
 
     def arrived(self, header: Header, payload: Bytes) -> int | None:
-        """Count a frame. Return the speed in Mb/s after the last frame, otherwise None."""
+        """Count a received frame. Return the speed in Mb/s if it is the last, otherwise None."""
         now_s = time.monotonic()
         found = self._arrivals.setdefault(header.source, [])
         found.append((now_s, len(payload)))

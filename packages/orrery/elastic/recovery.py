@@ -1,9 +1,10 @@
-"""Serve snapshots to peers, and fetch one from several peers at once.
+"""Serve snapshots to peers, and fetch a snapshot from several peers at once.
 
-- HTTPS with mutual TLS. `/newest` is the header of the newest snapshot, `/block/SHA256` a block.
-- Blocks are named by their sha256. Blocks that all sites share are fetched from all sites, and a
-  site's inner optimizer state from that site.
-- A client without a certificate holds one thread for at most HANDSHAKE_S.
+- The server speaks HTTPS with mutual TLS. `/newest` returns the header of the newest snapshot, and
+  `/block/SHA256` returns a block.
+- A block is fetched from any site that holds it. Only one site holds the blocks of its inner
+  optimizer state.
+- A client without a certificate occupies one thread for at most HANDSHAKE_S.
 """
 
 import http.client
@@ -35,8 +36,8 @@ from orrery.elastic.types import ElasticError
 
 HANDSHAKE_S = 5.0
 SILENCE_S = 20.0
-ANSWER_S = 300.0  # longest answer, against peers that send a byte at a time
-MAX_STRANGERS = 64  # most connections in a handshake
+ANSWER_S = 300.0  # time limit of an answer, against peers that send a byte at a time
+MAX_STRANGERS = 64  # most connections with an unfinished handshake
 POLL_S = 0.2
 LANES = 2  # connections to a peer: one block arrives while another is hashed
 MAX_HEADER_BYTES = 64 << 20
@@ -60,7 +61,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
     def find(self, sha256: str) -> bytes:
         """Return a block. Raise BlockLacking if no snapshot has it."""
         with self._indexing:
-            # A run that went back publishes the same round again.
+            # A rewound run publishes the same round again, so compare times too.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:
@@ -80,7 +81,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         request.settimeout(HANDSHAKE_S)
         with suppress(OSError):
             try:
-                request.getpeername()  # as in `handshake`
+                request.getpeername()  # raises if the peer has gone, as in `handshake`
                 wrapped = self._tls.wrap_socket(request, server_side=True)
             finally:
                 self._strangers.release()
@@ -160,7 +161,7 @@ class PeerSource:
 
 @contextmanager
 def _limited(sock: socket.socket) -> Iterator[None]:
-    """Shut down the socket if the block takes ANSWER_S."""
+    """Shut down `sock` if the `with` block takes ANSWER_S."""
     timer = threading.Timer(ANSWER_S, _shut, (sock,))
     timer.daemon = True
     timer.start()
@@ -182,10 +183,10 @@ def fetch_state(
     certificates: Certificates,
     deadline_s: float,
 ) -> Path:
-    """Fetch the newest committed state from all peers into `folder`, and return its snapshot.
+    """Fetch the newest committed state from all peers into `folder`. Return the snapshot's folder.
 
-    `peers` returns the live sites' servers, and `wanted` the log's last round and its digest. Both
-    are called for each try, because rounds go on. Raise ElasticError after `deadline_s`.
+    `peers` returns the live sites' servers. `wanted` returns the number and digest of the log's
+    last round. Each try calls both, because rounds go on. Raise ElasticError after `deadline_s`.
     """
     end_s, reason = time.monotonic() + deadline_s, "no peer is live"
     while True:

@@ -1,7 +1,7 @@
 """Relay the encrypted bytes of a pair of sites through a third site.
 
-- Both ends dial the relay, authenticate over TLS, name their pair, and end that TLS.
-- The relay then joins the two TCP connections. The ends run their own TLS inside.
+- Both sites dial the relay, authenticate over TLS, name their pair, and end this TLS session.
+- The relay then joins the two TCP connections. The sites run their own TLS over them.
 """
 
 import contextlib
@@ -11,12 +11,12 @@ import threading
 import time
 
 CHUNK = 1 << 18
-WAIT_S = 60.0  # for the pair's other end
+WAIT_S = 60.0  # longest wait for the pair's second site
 Pair = tuple[int, int, int, int]  # epoch, lower rank, higher rank, lane
 
 
 class Relay:
-    """Join connections in pairs. A waiting end's new connection replaces its old connection."""
+    """Join connections in pairs. If a waiting site dials again, use only its new connection."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class Relay:
         self._is_closed = False
 
     def add(self, pair: Pair, source: int, sock: socket.socket) -> None:
-        """Join `sock` of rank `source` with the pair's other end, once both have arrived."""
+        """Join `sock`, from rank `source`, with the pair's other connection, once both exist."""
         other = pair[1] + pair[2] - source
         with self._lock:
             now_s = time.monotonic()
@@ -67,7 +67,7 @@ class Relay:
 
 
 def plain(tls: ssl.SSLSocket) -> socket.socket:
-    """End the TLS of a connection at both ends, and return its socket."""
+    """End a connection's TLS session at both ends. Return the connection's plain socket."""
     timeout_s = tls.gettimeout()
     tls.unwrap()
     sock = socket.socket(fileno=tls.detach())

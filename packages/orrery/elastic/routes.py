@@ -1,18 +1,18 @@
 """Choose the ring's order and the relays of pairs from measured speeds.
 
-- Speeds are Mb/s between ranks of an epoch, 0 if not measured. All sites read them from the log, so
-  they choose alike. A pair's speed is the lower of its two directions.
-- A pair uses a relay if neither end accepts connections, or if the relayed path is clearly faster.
-  A relay also carries its own frames, so its path counts half.
-- The order maximises the slowest edge of the ring.
+- Speeds are Mb/s between ranks of an epoch; 0 is unmeasured. All sites read equal speeds from the
+  log, so they make equal choices. A pair's speed is the lower speed of its two directions.
+- A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
+  faster. A relay also carries its own frames, so a relayed path counts with half its speed.
+- The ring's order maximises the speed of its slowest edge, only roughly beyond MOST_EXACT sites.
 """
 
 from functools import cache
 
 from orrery.elastic.types import Epoch
 
-GAIN = 1.25  # smallest gain for which a path changes
-MOST_EXACT = 10  # most sites for an exact search
+GAIN = 1.25  # smallest speed ratio for which a path changes
+MOST_EXACT = 10  # most sites for the exact search
 
 
 @cache
@@ -21,7 +21,7 @@ def relay(epoch: Epoch, a: int, b: int) -> int | None:
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
-    turn = accepting[(a + b) % len(accepting) :] + accepting  # equally fast relays share the pairs
+    turn = accepting[(a + b) % len(accepting) :] + accepting  # spread pairs over equal relays
     best = max(turn, key=lambda r: _detour(epoch, a, r, b))
     if not epoch.members[a].port and not epoch.members[b].port:
         return best
@@ -33,7 +33,7 @@ def relay(epoch: Epoch, a: int, b: int) -> int | None:
 def ring_order(epoch: Epoch) -> tuple[int, ...]:
     """Return the ranks around the ring, from rank 0."""
     num = len(epoch.members)
-    if not epoch.speeds or num < 4:  # three sites have one ring
+    if not epoch.speeds or num < 4:  # up to three sites have one ring
         return tuple(range(num))
     rows = [
         [_path(epoch, a, relay(epoch, a, b), b) if a != b else 0.0 for b in range(num)]
@@ -46,7 +46,7 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
-    """Return the speed in `newest` of the slowest measured edge of `chosen`'s ring and relays."""
+    """Return the slowest measured edge of `chosen`'s ring, in Mb/s by `newest`'s speeds, or 0."""
     order = ring_order(chosen)
     edges = zip(order, [*order[1:], *order[:1]], strict=True)
     found = [_path(newest, a, relay(chosen, a, b), b) for a, b in edges if a != b]

@@ -1,7 +1,7 @@
-"""Assign each site a shard of the data, alike at all sites, from the log.
+"""Assign each site a shard of the data. All sites read the log, so their assignments agree.
 
 - A site keeps its shard while it is a member. A new member gets the shard that its operator asked
-  for if that is free, otherwise the lowest free shard.
+  for. If this shard is taken, or none was asked for, it gets the lowest free shard.
 - A shard advances with every round in which a site held it, even if the site was lost. Hence no
   document is trained twice before its shard is exhausted.
 """

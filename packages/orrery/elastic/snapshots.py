@@ -1,8 +1,8 @@
 """Store a training state as folders of hashed blocks.
 
 - A snapshot is a folder `round_N` with a file for each part, and `snapshot.json` with the sha256 of
-  each block. It appears by a rename, so a reader sees a complete folder or none.
-- The trainer only copies, into `round_N.copied`. Another process hashes the copy and publishes it.
+  each block. A rename publishes the folder, so a reader never sees a part of it.
+- The trainer only copies its state into `round_N.copied`. Another process hashes and publishes it.
 - `assemble` fetches missing blocks from any sources and checks every block.
 """
 
@@ -27,7 +27,7 @@ from orrery.runtime.run_directory import ENLARGE
 BLOCK_BYTES = 16 << 20
 HEADER = "snapshot.json"
 _PUBLISHED = re.compile(r"round_([0-9]{9})")
-_PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # no path out of the folder
+_PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # admits no path out of the folder
 Buffer = bytes | bytearray | memoryview
 
 
@@ -43,7 +43,7 @@ class StateSnapshot(msgspec.Struct, frozen=True):
     digest: str
     block_bytes: int
     parts: dict[str, SnapshotPart]
-    facts: dict[str, Any] = {}  # such as the step
+    facts: dict[str, Any] = {}  # further facts, such as the step
 
     def blocks(self) -> Iterator["Block"]:
         for name, part in self.parts.items():
@@ -106,7 +106,7 @@ def read_header(snapshot: Path) -> StateSnapshot:
 
 
 def check_header(header: StateSnapshot, place: str) -> None:
-    """Raise ElasticError if a name leads out of the folder or a size does not fit the blocks."""
+    """Raise ElasticError if a part's name leaves the folder or its size does not fit its blocks."""
     for name, part in header.parts.items():
         count = -(-part.num_bytes // max(header.block_bytes, 1))
         if not _PART.fullmatch(name) or name == HEADER or count != len(part.blocks):
@@ -134,7 +134,7 @@ def copy_state(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Copy the state into `folder`, for another process to publish. The trainer's only wait."""
+    """Copy the state into `folder`, for another process to publish. Return the copy's folder."""
     make_folder(folder)
     check_room(folder, sum(memoryview(part).nbytes for part in parts.values()), 1)
 
@@ -155,7 +155,7 @@ def link_files(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Do as `copy_state`, with hard links to finished files on the same file system."""
+    """Do the same as `copy_state`, with hard links to finished files on its file system."""
     make_folder(folder)
 
     def write(partial: Path) -> dict[str, int]:
@@ -188,9 +188,9 @@ def _copied(
 
 
 def publish_copies(folder: Path, keep: int) -> list[Path]:
-    """Hash and publish all copies. Remove all but the newest `keep` snapshots.
+    """Hash and publish all copies. Return their folders. Keep only the newest `keep` snapshots.
 
-    Snapshots of later rounds are removed first, because a run that went back has lost them.
+    Snapshots of rounds after the newest copy are removed first, because a rewound run lacks them.
     """
     done = []
     for copied in sorted(folder.glob("round_*.copied")):
@@ -219,7 +219,7 @@ def _remove(snapshots: Iterable[Path]) -> None:
     for path in snapshots:
         aside = path.with_name(f".{path.name}.removed")
         with suppress(OSError):
-            path.rename(aside)  # a reader never sees half a folder
+            path.rename(aside)  # so a reader never sees half a folder
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -242,10 +242,10 @@ def verify(snapshot: Path) -> StateSnapshot:
 
 
 def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
-    """Fetch and publish the snapshot below `folder`, with one thread a source.
+    """Fetch a snapshot and publish it below `folder`. Use one thread per source.
 
-    A source that fails or sends a wrong block is not used again. Raise ElasticError if blocks are
-    missing in the end. Arrived blocks stay for the next call.
+    Stop using a source that fails or sends a wrong block. Raise ElasticError if blocks are missing
+    in the end. The next call uses the blocks that have arrived.
     """
     place = snapshot_dir(folder, header.round)
     partial = place.with_name(f".{place.name}.{_digest_of(header)[:12]}.partial")
@@ -270,7 +270,7 @@ def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]
 
 
 class _BlockQueue:
-    """The blocks to fetch, shared by the sources' threads."""
+    """The blocks to fetch, shared by the threads of all sources."""
 
     def __init__(self, blocks: list[Block]) -> None:
         self._todo, self._num_open = blocks[::-1], 0
@@ -305,7 +305,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Return a block that this source may have, or None. Wait while blocks may be put back."""
+        """Return a block that this source may have, or None. Wait while a block may come back."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):

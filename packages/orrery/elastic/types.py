@@ -1,8 +1,9 @@
-"""Define the values that membership, exchange and outer loop share.
+"""Define the values that `membership`, `exchange` and `loop` share.
 
 - A site is one trainer with any number of processes. A site's rank is its index in the epoch.
-- An epoch is a numbered set of sites. A round is one exchange of an epoch.
-- A site's weight is the tokens trained since its last exchange, 0 for a new site.
+- An epoch is a numbered set of sites. A round is one exchange between them.
+- A site's weight in a round counts the tokens that it trained since its last exchange. The weight
+  is 0 if the site joined without the newest state.
 """
 
 from pathlib import Path
@@ -36,7 +37,7 @@ class SiteMember(msgspec.Struct, frozen=True, order=True):
     id: str  # 32 hexadecimal digits, drawn when the site starts
     address: str
     port: int  # 0 if the site accepts no connections
-    shard: int | None = None  # of the data, if the operator chose it
+    shard: int | None = None  # data shard, if the operator chose one
 
 
 class Epoch(msgspec.Struct, frozen=True):
@@ -63,7 +64,7 @@ class OuterRound(msgspec.Struct, frozen=True):
 
 
 class SitePlace(msgspec.Struct, frozen=True):
-    """This site's listener, the ADDRESS:PORT that it joins, and its certificates.
+    """This site's listener, the ADDRESS:PORT that it joins, and its folder of certificates.
 
     `listen` is "" if the site accepts no connections.
     """

@@ -1,10 +1,10 @@
 """The contract of codecs: float32 values to bytes and back.
 
-- `wire_bytes(n)` is fixed by n. Blocks are independent, and the last may be shorter.
-- Values are finite, of magnitude up to 2^100. Lossy codecs decode blocks with an absolute maximum
-  below 2^-100 to 0.
+- `wire_bytes(n)` depends only on n. Blocks are independent. The last block may be shorter.
+- Values are finite, and magnitudes are at most 2^100. A lossy codec decodes a block to zeros if its
+  largest magnitude, absmax, is below 2^-100.
 - Equal values give equal bytes on every machine, with or without native code: each float32
-  operation rounds once, and sums are over integers.
+  operation rounds once, and only integers are summed.
 """
 
 import os
@@ -24,8 +24,8 @@ Bytes = NDArray[np.uint8]
 
 SMALLEST = np.float32(2.0**-100)
 LARGEST = np.float32(2.0**100)
-UNITS = np.float32(2.0**20)  # integer sums have the unit absmax · 2^-20
-THREAD_VALUES = 1 << 18  # fewest values for a thread
+UNITS = np.float32(2.0**20)  # integer sums count in units of absmax · 2^-20
+THREAD_VALUES = 1 << 18  # fewest values per thread
 
 
 class Codec(ABC):
@@ -33,7 +33,7 @@ class Codec(ABC):
     block: ClassVar[int]
 
     def __init__(self, num_threads: int = 1, native: Library | bool | None = True) -> None:
-        """Use native code if it can be built, unless `native` is False."""
+        """Use native code if it can be built. Use numpy if `native` is False or None."""
         found = library() if native is True else native or None
         self._native = (found.encoder(self.kind), found.decoder(self.kind)) if found else None
         self._encode_sum = found.sum_encoder(self.kind) if found else None
@@ -49,7 +49,7 @@ class Codec(ABC):
     def _values(self, wire: Bytes, n: int) -> Floats: ...
 
     def encode(self, x: Floats, out: Bytes | None = None) -> Bytes:
-        """Return the bytes of x [n], in `out` if given.
+        """Return the bytes of x, f32[n]. Write them to `out` if it is given.
 
         Raise ElasticError for NaN, infinity and magnitudes over 2^100.
         """
@@ -69,9 +69,10 @@ class Codec(ABC):
         return wire
 
     def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
-        """Encode share · x plus the values of `added`, if given, into `out`. Return `out`.
+        """Encode the sum of `share` · x and the decoded `added` into `out`. Return `out`.
 
-        The bytes equal those of a product, `decode_add` and `encode`. With share 0, NaN is 0.
+        The result equals separate calls of multiply, `decode_add` and `encode`, bit for bit. If
+        `share` is 0, the product is 0 even for NaN.
         """
         if added is not None:
             added = self._checked(added, x)
@@ -87,11 +88,11 @@ class Codec(ABC):
         return out
 
     def decode(self, wire: Bytes, out: Floats) -> None:
-        """Write the values to out [n]. Raise ElasticError if `wire` has another length."""
+        """Write the values to `out`, f32[n]. Raise ElasticError if `wire` has a wrong length."""
         self._decode(self._checked(wire, out), out, 1.0, False)
 
     def decode_add(self, wire: Bytes, acc: Floats, scale: float = 1.0) -> None:
-        """Add the values times `scale`, rounded to float32, to acc [n]."""
+        """Add the values times `scale`, rounded to float32, to `acc`, f32[n]."""
         self._decode(self._checked(wire, acc), acc, scale, True)
 
     def _decode(self, wire: Bytes, out: Floats, scale: float, adds: bool) -> None:
@@ -120,7 +121,7 @@ class Codec(ABC):
         return np.frombuffer(wire, np.uint8)
 
     def _run(self, n: int, call):  # type: ignore[no-untyped-def]
-        """Call `call(first, last)` for ranges of all blocks, in threads if n is large."""
+        """Return the results of `call(first, last)` over all blocks, in threads if n is large."""
         blocks = -(-n // self.block)
         parts = max(1, min(self._num_threads, n // THREAD_VALUES))
         if parts == 1:
@@ -158,7 +159,7 @@ def blocks_of(x: Floats, block: int) -> Floats:
 
 
 def scales_of(rows: Floats, steps: int) -> tuple[Floats, Floats]:
-    """Return each row's scale (absmax / steps) and its inverse, 0 if absmax is below SMALLEST."""
+    """Return each row's scale, absmax / steps, and its inverse. Both are 0 below SMALLEST."""
     absmax = np.abs(rows).max(axis=1)
     absmax[absmax < SMALLEST] = 0
     some = np.where(absmax > 0, absmax, np.float32(1))

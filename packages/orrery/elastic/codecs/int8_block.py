@@ -1,4 +1,4 @@
-"""int8_block: one scale for 256 values, absmax / 127. 1.016 bytes a value.
+"""int8_block: 8-bit integers with one scale, absmax / 127, per 256 values. 1.016 bytes a value.
 
 Layout: float32 scales, then one int8 a value. The error is at most half a scale.
 """

@@ -1,8 +1,9 @@
-"""int8_codebook: 256 levels over ±6σ of 65,536 values. 1.016 bytes a value.
+"""int8_codebook: 256 levels over ±6σ for each block of 65,536 values. 1.016 bytes a value.
 
-A level is the mean of its values, so values beyond 6σ become the mean of their tail. Layout: a
-codebook (256 float32) for each block, then one byte a value. Source: INTELLECT-1 (arXiv 2412.01152,
-§2.2).
+Each level is the mean of the values that it encodes. Values beyond 6σ become the mean of their
+tail. Layout: a codebook (256 float32) for each block, then one byte a value.
+
+Source: INTELLECT-1 (arXiv 2412.01152, §2.2).
 """
 
 import numpy as np

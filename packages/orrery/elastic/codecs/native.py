@@ -1,7 +1,7 @@
 """Build and load the native code of the codecs, `native.cpp`.
 
-- `g++` builds it at set-up or first use, into `~/.cache/orrery`. The file's name has a hash of the
-  source, flags and processor, because different hosts may share a home folder.
+- `g++` builds it at set-up or first use, into `~/.cache/orrery`. The file's name holds a hash of
+  the source, flags and processor, because different hosts may share a home folder.
 - Without a compiler the codecs run in numpy, with equal bits and a warning.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
-# No contraction: a fused multiply-add rounds once where numpy rounds twice.
+# Without `-ffp-contract=off`, a fused multiply-add rounds once where numpy rounds twice.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
     *("-ffp-contract=off", "-shared", "-fPIC"),
@@ -38,8 +38,8 @@ class Library:
         self._library = ctypes.CDLL(str(path))
 
     def encoder(self, kind: str) -> Callable[..., int]:
-        """Return `encode(x, n, wire, first, last)`. It returns a refused value's index or -1."""
-        call = self._library[f"{kind}_encode"]  # always a new object
+        """Return `encode(x, n, wire, first, last)`, which returns a refused value's index or -1."""
+        call = self._library[f"{kind}_encode"]  # a new object at each access
         call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64
         return call  # type: ignore[no-any-return]
@@ -68,7 +68,7 @@ _WIRE = np.ctypeslib.ndpointer(np.uint8, ndim=1, flags=("C",))
 
 @cache
 def library() -> Library | None:
-    """Return the native code, built if needed, or None if it cannot be built."""
+    """Return the native code. Build it if needed. Return None if the build fails."""
     try:
         return Library(_built(_cache_folder()))
     except (OSError, subprocess.SubprocessError) as error:
@@ -102,7 +102,7 @@ def _built(folder: Path) -> Path:
             text=True,
             timeout=BUILD_S,
         )
-        made.replace(path)  # another process may build it too
+        made.replace(path)  # atomic: another process may build it too
     return path
 
 

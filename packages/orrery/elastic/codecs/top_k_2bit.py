@@ -1,9 +1,12 @@
 """top_k_2bit: the largest 64 of 4,096 values, in 2 bits each. 0.029 bytes a value.
 
-A kept value becomes ± one of two levels: the mean of the magnitudes above their mean, or of the
-lower magnitudes. Other values decode to 0, so use error feedback. Source: SparseLoCo (arXiv
-2508.15706). Layout of a block of m values, k = ⌈m/64⌉: 2 float32 levels, k codes of 2 bits (high
-level, sign), k indices of 12 bits. Both lists are padded to whole bytes.
+A kept value becomes ± a high or low level: the mean of the kept magnitudes above their mean, or the
+mean of the other kept magnitudes. Dropped values become 0, so use error feedback. Source:
+SparseLoCo (arXiv 2508.15706).
+
+Layout of a block of m values, k = ⌈m/64⌉: 2 float32 levels, low first, then k codes of 2 bits, then
+k indices of 12 bits. Bit 0 of a code is the level, and bit 1 is the sign. Codes and indices are
+each padded to whole bytes.
 """
 
 import numpy as np
@@ -12,7 +15,7 @@ from numpy.typing import NDArray
 from orrery.elastic.codecs.base import SMALLEST, UNITS, Bytes, Codec, Floats
 
 SHARE = 64  # one value in 64 is kept
-LAST = 4095
+LAST = 4095  # largest index in a block
 
 
 def _record_bytes(m: int) -> int:
@@ -57,7 +60,7 @@ class TopK2BitCodec(Codec):
 
 
 def _records(rows: Floats) -> Bytes:
-    """Return [rows, record bytes]."""
+    """Return one record per row, u8[rows, record bytes]."""
     num_rows, m = rows.shape
     k = -(-m // SHARE)
     bits = np.abs(rows).view(np.uint32).astype(np.uint64)
@@ -72,7 +75,7 @@ def _records(rows: Floats) -> Bytes:
     to_units = np.where(is_zero, np.float32(0), UNITS / np.where(is_zero, UNITS, absmax))
     units = np.rint(magnitudes * to_units[:, None]).astype(np.int64)
     is_high = units * k > units.sum(axis=1)[:, None]
-    has_zeros = units.min(axis=1) == 0  # then the low level is 0, so that zeros stay zeros
+    has_zeros = units.min(axis=1) == 0  # the low level becomes 0, so that zeros stay zeros
     is_high[has_zeros] = units[has_zeros] > 0
     levels = np.empty((num_rows, 2), np.float32)
     for level, members in enumerate((~is_high, is_high)):
@@ -84,12 +87,12 @@ def _records(rows: Floats) -> Bytes:
 
 
 def _kept(records: Bytes, m: int) -> tuple[NDArray[np.int64], Floats]:
-    """Return the indices [rows, k] of kept values, and the values."""
+    """Return the kept values' indices and values, each [rows, k]."""
     k = -(-m // SHARE)
     split = 8 + -(-k // 4)
     levels = np.ascontiguousarray(records[:, :8]).view(np.float32)
     codes = _numbers(records[:, 8:split], k, 2)
-    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # in case of damaged records
+    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # in case of a damaged record
     values = np.take_along_axis(levels, codes & 1, axis=1)
     return places, np.where(codes & 2, -values, values)
 
