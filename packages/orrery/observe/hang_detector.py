@@ -3,10 +3,10 @@
 `find_stall` reads the health of all processes of a stage. A wait's text names the awaited roles, or
 a thing outside the stage. Stalls are:
 
-- hung: an event loop has not beaten within its limit.
-- overdue: a wait or activity is GRACE_S past its deadline, and its process has not failed.
+- hung: an event loop sent no heartbeat within its limit.
+- overdue: a wait or activity of a living process is GRACE_S past its deadline.
 - deadlock: processes wait only for one another, without a change for DEADLOCK_S.
-- abandoned: all waits of a process name done processes, without a change for DEADLOCK_S.
+- abandoned: a process waits only for done processes, without a change for DEADLOCK_S.
 """
 
 import math
@@ -27,14 +27,14 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
-STILL_S = 40.0  # longest time without progress, so that a stall ends the stage within a minute
+STILL_S = 40.0  # limit on time without progress. A stall then ends the stage within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A stall. `blamed`: the last process of a chain of waits, a deadlock, or ranks of a role."""
+    """A stall, and the names of the processes that cause it."""
 
     blamed: tuple[str, ...]
     sentence: str
@@ -53,7 +53,7 @@ def find_stall(
     grace_s: float = GRACE_S,
     deadlock_s: float = DEADLOCK_S,
 ) -> Stall | None:
-    """Return the stall among running and done processes at `now_s`, if any."""
+    """Return the stall among running and done processes at `now_s`, or None."""
     living = _living(processes)
     return (
         _hung(living, now_s)
@@ -99,7 +99,7 @@ def _deadlock(living: Mapping[str, Health], now_s: float, deadlock_s: float) -> 
 def _abandoned(
     processes: Mapping[str, Health], living: Mapping[str, Health], now_s: float, deadlock_s: float
 ) -> Stall | None:
-    """Return the stall of the processes whose every wait names only done processes.
+    """Return the stall of processes that wait only for done processes.
 
     The stall must last `deadlock_s`, because messages may arrive after their sender's end.
     """
@@ -119,7 +119,7 @@ def _abandoned(
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """Return the seconds since the event loop's last beat, or None within its limit."""
+    """Return the seconds since the event loop's last heartbeat if they exceed its limit."""
     beats = health.loop_beats
     for_s = 0.0 if beats is None else now_s - beats.time_s
     return for_s if beats is not None and for_s > beats.within_s else None
@@ -147,7 +147,10 @@ def deadlocked(living: Mapping[str, Health]) -> set[str]:
 def _ended_sources(
     health: Health, living: Mapping[str, Health], done: Mapping[str, Health]
 ) -> set[str]:
-    """Return the done processes that the waits name, or an empty set if any wait names none."""
+    """Return the done processes that the waits name.
+
+    Return an empty set if any wait names a living process or no done process.
+    """
     gone = [
         set() if _named(wait.what, living) else _named(wait.what, done) for wait in health.waits
     ]
@@ -165,7 +168,7 @@ def _deadline(health: Health) -> float | None:
 
 
 def _chain(start: str, living: Mapping[str, Health]) -> tuple[str, ...]:
-    """Follow the waits from `start` to a process without a wait, or already in the chain."""
+    """Return the chain of waits from `start`, which ends when no further process is awaited."""
     chain = [start]
     while True:
         wait = living[chain[-1]].wait
@@ -190,7 +193,7 @@ def _clause(health: Health, now_s: float) -> str:
 
 @dataclass
 class _SeenRank:
-    """A rank, and when the reader last saw progress (`moved_s`) and any change (`heard_s`)."""
+    """A rank's health, and times of its last progress (`moved_s`) and last change (`heard_s`)."""
 
     health: Health
     moved_s: float
@@ -202,15 +205,15 @@ class RankStallDetector:
 
     A role has stalled when each of its ranks is in one of these states:
 
-    - silent: sends no heartbeats, although in a wait or with a `still_s`.
+    - silent: sends no heartbeats during a wait or an activity with `still_s`.
     - held: no progress within its limit, in a collective that it has not completed.
     - still: no progress within its `still_s`, outside a collective.
-    - late: still waits for data `behind_s` after the role's last progress, with another rank held.
+    - late: still waits for data `behind_s` after the role's last progress, while a rank is held.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
     that are silent for `hang_s` are blamed even if their role has not stalled.
 
-    Progress is any change of the health except the beats.
+    Progress is any change of the health except heartbeats.
     """
 
     def __init__(self, still_s: float = STILL_S, hang_s: float = HANG_S):
@@ -261,7 +264,7 @@ class RankStallDetector:
         return now_s - seen.moved_s > (health.still_s or self._still_s)
 
     def _sentence(self, blamed: list[str], held: list[str], now_s: float, last_s: float) -> str:
-        """Return the error. Late ranks count seconds from `last_s`, the role's last progress."""
+        """Return the error's text. For late ranks, seconds count from the role's last progress."""
         seen = [self._seen[name] for name in blamed]
         silent = self._is_silent(seen[0], now_s)
         for_s = now_s - max(
@@ -309,25 +312,26 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SeenHealth:
-    """A process's health, with times on its clock (`said`) and the reader's (`stamped`)."""
+    """A process's health: `said` has times of the process's clock, `stamped` of the reader's."""
 
     said: Health
     stamped: Health
 
 
 class HealthView:
-    """Health with times on the reader's monotonic clock, because wall clocks differ and can be set.
+    """Convert health to the reader's monotonic clock, because wall clocks differ and can be set.
 
-    - A time is when the reader first saw the change. A deadline keeps its distance from the start
+    - A change's time is when the reader first saw it. A deadline keeps its distance from the start
       of its wait or activity. The clock stops while the host is suspended.
     - A gap of more than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
-    - `changed_s` orders processes' changes. Another host's clock is shifted by its smallest delay.
+    - `changed_s` returns a process's last change on a common clock, to order processes. It adds the
+      smallest observed delay to the clock of the process's host.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, _SeenHealth] = {}
         self._looked_s: float | None = None
-        self._behind_s: dict[str, float] = {}  # smallest delay of a change, by boot id
+        self._behind_s: dict[str, float] = {}  # smallest observed delay in seconds, by boot id
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:

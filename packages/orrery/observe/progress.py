@@ -4,7 +4,7 @@
   WANDB_PROJECT.
 - A value is named `<event>/<value>`, in nested dicts `<event>/<name>/<value>`. A role's name
   replaces a missing event. SUBJECTS follow the event: `evaluation/<task>/reward_mean`.
-- TensorBoard's step is the row's `step`, its `version`, or seconds since the first row.
+- TensorBoard's step is the row's `step`, else its `version`, else seconds since the first row.
 """
 
 import os
@@ -96,9 +96,9 @@ def panel(
     now_s: float,
     instead: Sequence[str] = (),
 ) -> RenderableType:
-    """Return the live view. `states`: "running" or the ending of each process.
+    """Return the live view. `states`: "running", or how a process ended, by process name.
 
-    `instead`: lines that replace the process table.
+    `instead`: lines of text that replace the process table.
     """
     stages = Text()
     for stage in progress.stages:
@@ -204,7 +204,7 @@ class TensorBoardSink:
         self._first_s = self._first_s or row["time_s"]
         if not values:
             return
-        # Import late, because these imports are slow and not every stage writes rows.
+        # Import late: these imports are slow, and not every stage writes rows.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

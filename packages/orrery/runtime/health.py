@@ -1,8 +1,8 @@
-"""The health file of a process: its current activity, or its waits with their deadlines.
+"""Write and read health files, which state a process's current activity and its open waits.
 
-- `stages/<stage>/health/<role>.<i>.json` is replaced atomically and never synced.
+- `stages/<stage>/health/<role>.<i>.json` is replaced atomically, without fsync.
 - Times are `time.time()`. `time_s` is the last change other than a heartbeat. `clock_s` is the same
-  moment on the monotonic clock of the host with boot id `boot`.
+  moment on the host's monotonic clock, and `boot` is the host's boot id.
 - On a full disk the file is overwritten in place. A reader may then see broken JSON once.
 """
 
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # scaled. NFS may show a new heartbeat a minute late
+HANG_S = 90.0  # limit between heartbeats, scaled. NFS may show a heartbeat a minute late
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One open wait. `what` names the thing and its role, as in "batch 4 from orchestrator".
+    """An open wait. `what` names the awaited thing and its role: "batch 4 from orchestrator".
 
-    A rank is late after `behind_s` without progress of its role (`RankStallDetector`).
+    The rank is late `behind_s` seconds after its role's last progress (`RankStallDetector`).
     """
 
     what: str
@@ -55,7 +55,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LoopBeats:
-    """Beats of an event loop. The loop is hung if `count` does not change for `within_s`."""
+    """Heartbeats of an event loop. The loop hangs if `count` stays equal for `within_s` seconds."""
 
     count: int
     time_s: float
@@ -76,7 +76,7 @@ class Health:
     waits: tuple[Wait, ...] = ()
     error: str | None = None
     was: str | None = None  # last activity or wait of a failed process
-    still_s: float | None = None  # longest time without progress
+    still_s: float | None = None  # limit on the time without progress
     heartbeat: Heartbeat | None = None
     clock_s: float = 0.0
     boot: str = ""
@@ -154,7 +154,7 @@ class HealthFile:
             self._write(changed=False)
 
     def beat_loop(self, within_s: float | None) -> None:
-        """Count one beat. The next is due within `within_s`, or never if None."""
+        """Count one heartbeat. The next is due within `within_s` seconds. None: no more are due."""
         with self._lock:
             count = self._loop_beats.count + 1 if self._loop_beats else 1
             beats = None if within_s is None else LoopBeats(count, time.time(), within_s)
@@ -282,7 +282,10 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return health by `<role>.<i>`, of `attempt` or of all. Skip unreadable files."""
+    """Return health by process name `<role>.<i>`. Skip unreadable files.
+
+    Read the files of `attempt`. If it is None, read the files of all attempts.
+    """
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:
@@ -296,7 +299,7 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 
 @asynccontextmanager
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
-    """Count beats of the event loop every BEAT_S in the body. The launcher ends a hung process.
+    """Write event-loop heartbeats during the body. The launcher ends a process if they stop.
 
     Run blocking work in a thread, inside a wait with a deadline.
     """
@@ -318,7 +321,7 @@ async def _beat(health: HealthFile) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join process names, with ranges of indices: `trainer.0-7, router.0`."""
+    """Join process names, with index ranges: `trainer.0-7, router.0`."""
     by_role: dict[str, list[int]] = {}
     for name in names:
         role, _, index = name.rpartition(".")

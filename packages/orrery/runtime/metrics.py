@@ -1,9 +1,10 @@
-"""Metrics and spans: JSON lines that a role appends.
+"""Append metrics and spans as JSON lines, and read them.
 
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`.
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
   **attrs}`, times as `time.time()`.
-- A kill or a full disk may cut off a row. Readers skip it, and the next row begins a new line.
+- A kill or a full disk may leave an incomplete row. The next row begins a new line. Readers skip
+  incomplete rows.
 - If an attempt resumes at step n, its rows replace older attempts' rows from step n on.
 """
 
@@ -61,12 +62,12 @@ class MetricsFile:
 
 
 class _Lines:
-    """A JSONL file to append to. The first row ends an earlier process's incomplete line."""
+    """An append-only JSONL file. The first row begins a new line after an incomplete row."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
         self._file: int | None = None
-        self._is_torn = False  # whether the file ends with a part of a row
+        self._is_torn = False  # whether the file ends with an incomplete row
         self._end: weakref.finalize | None = None
 
     def append(self, row: Row) -> None:
@@ -79,7 +80,7 @@ class _Lines:
                 self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
             if self._is_torn:
                 line = b"\n" + line
-            while line:  # a full disk accepts only a part
+            while line:  # a full disk may accept only a part of the line
                 line = line[os.write(self._file, line) :]
                 self._is_torn = bool(line)
 
@@ -110,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def rows(path: Path | str) -> Iterator[Row]:
-    """Yield the complete rows of all attempts in order. A missing file has no rows."""
+    """Yield the complete rows of all attempts in file order. A missing file has no rows."""
     try:
         file = open_regular(Path(path))
     except FileNotFoundError:
@@ -152,9 +153,9 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Decide which rows count, by the first step of each attempt, in each series.
+    """Find the rows that no newer attempt repeats. First `add` all rows.
 
-    Rows with equal stage, event and name form a series.
+    Compare only rows with equal stage, event and name.
     """
 
     def __init__(self) -> None:
@@ -167,7 +168,7 @@ class Attempts:
                 steps[attempt] = step
 
     def counts(self, row: Row) -> bool:
-        """Return whether no newer attempt repeated the row's step. First `add` all rows."""
+        """Return False if a newer attempt has comparable rows from the row's step or earlier."""
         step, attempt = row.get("step"), row.get("attempt", 0)
         return step is None or not any(
             newer > attempt and begin <= step for newer, begin in self._first[_series(row)].items()
@@ -175,7 +176,7 @@ class Attempts:
 
 
 def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that count, by time."""
+    """Return the rows that no newer attempt repeats, sorted by time."""
     all_rows = [row for row in all_rows if "time_s" in row or "start_s" in row]
     attempts = Attempts()
     for row in all_rows:
@@ -197,7 +198,7 @@ def read(path: Path | str) -> list[Row]:
 class MetricsTail:
     """Read the rows appended to `metrics/*.jsonl` (not spans) since the last call.
 
-    An incomplete last line is read once complete, or skipped if another row follows.
+    Leave an incomplete last line to a later call.
     """
 
     def __init__(self, run_dir: Path, from_end: bool = False):
@@ -211,7 +212,7 @@ class MetricsTail:
         return [path for path in found if not path.name.endswith(".spans.jsonl")]
 
     def new_rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield `(process, row)` in each file's order, then raise the first OSError."""
+        """Yield `(process, row)` file by file. At the end raise the last OSError, if any."""
         trouble: OSError | None = None
         for path in self._paths():
             try:
@@ -257,7 +258,7 @@ def parse_stat(stat: str) -> Stat:
 
 
 def process_tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
-    """Return a process and its descendants. psutil would list all processes."""
+    """Return process `root` and its descendants. psutil would list all processes of the host."""
     found: dict[int, Stat] = {}
     left = [root]
     while left:
@@ -278,7 +279,7 @@ class Sampler:
         self._cpu_s = {pid: each.cpu_s for pid, each in process_tree(pid, self._without).items()}
 
     def sample(self) -> dict[str, float]:
-        """Return `cpu_percent` since the last sample, including new children, and `rss_bytes`."""
+        """Return `cpu_percent` since the last sample, and `rss_bytes`, of the process tree."""
         now_s, found = time.monotonic(), process_tree(self._pid, self._without)
         used_s = sum(each.cpu_s - self._cpu_s.get(pid, 0.0) for pid, each in found.items())
         percent = 100 * used_s / max(now_s - self._time_s, 1 / TICKS_PER_S)
@@ -290,7 +291,7 @@ class Sampler:
 
 
 class UsageRows:
-    """Write rows of the CPU use (100 % is one core) and memory of this process and its children.
+    """Write rows with CPU use (100 % is one core) and memory of this process and its descendants.
 
     A row is `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}`.
     """

@@ -1,7 +1,7 @@
 """End a process soon after its parent has ended.
 
-- A role polls its parent (`ParentWatch`). After the parent's end it runs its callbacks and kills
-  its process group.
+- A role polls its parent (`ParentWatch`). After the parent's end the role runs its callbacks and
+  kills its process group.
 - Another project's program (the router) cannot poll. Start it with `preexec_fn=die_with_parent`.
 - A pipe would not show the parent's end, because other children inherit the parent's side.
 """
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # pid of a role's parent, or 0 if unknown
-START = "ORRERY_START"  # marks an attempt's processes, not secret
+START = "ORRERY_START"  # marks an attempt's processes. The value is not secret
 # Read at import, because `ParentWatch` removes LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
 POLL_S = 0.5
@@ -46,15 +46,15 @@ def adopt_orphans() -> None:
 def hide_memory() -> None:
     """Hide memory, environment and open files from other processes of this user.
 
-    Forks inherit this, exec does not keep it.
+    Forks inherit the setting. exec resets it.
     """
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities, also after exec, so that root has a user's rights."""
+    """Drop all capabilities permanently, so that root has an ordinary user's rights."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(CAPABILITIES):  # fails harmlessly for users
+    for capability in range(CAPABILITIES):  # fails harmlessly unless root
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
     if _libc.capset(header, none):
@@ -72,7 +72,7 @@ class ParentWatch:
         self._callbacks: list[Callable[[], object]] = []
         self._poll_s = poll_s
         self.is_launched = LAUNCHER_PID in os.environ
-        # Children must not inherit the variable: this process is their parent.
+        # Remove the variable, because this process is its children's parent.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)
@@ -84,7 +84,7 @@ class ParentWatch:
         self._stop.set()
 
     def on_orphaned(self, callback: Callable[[], object]) -> None:
-        """Let the watching thread run `callback` before it ends the process."""
+        """Add a callback to run after the parent's end, before this process is killed."""
         self._callbacks.append(callback)
 
     def _watch(self) -> None:

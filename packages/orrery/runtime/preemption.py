@@ -1,8 +1,8 @@
 """Stop a stage at a checkpoint before its job ends, and end single engines.
 
-- Preemption: near the end of the job's time, the launcher writes `stages/<stage>/wind_down`. Only
-  the orchestrator reads it. All trainer ranks learn of it over the rollout wire, so that they stop
-  at the same step. Both roles raise `Preempted` and exit with EXIT_PREEMPTED.
+- Preemption: near the end of the job's time, the launcher writes `stages/<stage>/wind_down`. The
+  orchestrator reads it and tells all trainer ranks over the rollout wire, so that they stop at the
+  same step. Both roles raise `Preempted` and exit with EXIT_PREEMPTED.
 - Only STAGES are preempted. Other stages are short, or resume from their own checkpoints.
 - Fence: if an engine does not answer, the orchestrator writes
   `stages/<stage>/fenced/<name>.<attempt>.<incarnation>`. The launcher kills that incarnation.
@@ -20,7 +20,7 @@ STAGES = ("rl",)
 
 
 class Preempted(Exception):
-    """The stage stopped after batch `step` (0: before the first) and can be resumed."""
+    """The stage stopped after batch `step` and can be resumed. Step 0 is before the first batch."""
 
     def __init__(self, step: int):
         super().__init__(f"wound down at step {step}")
@@ -32,14 +32,14 @@ def is_requested(run_dir: Path, stage: str) -> bool:
         return False
     file = request_path(run_dir, stage)
     try:
-        return file.name in os.listdir(file.parent)  # NFS caches the absence of a name
+        return file.name in os.listdir(file.parent)  # no `exists`: NFS caches a missing name
     except FileNotFoundError:
         return False
 
 
 @dataclass(frozen=True)
 class Fenced:
-    """A request to end an incarnation of process `name` (`inference.1`) for the reason `why`."""
+    """A request to end an incarnation of process `name`, such as `inference.1`."""
 
     name: str
     incarnation: int

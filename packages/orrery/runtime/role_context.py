@@ -1,9 +1,9 @@
 """Run a role's process: its command line, logs, signals, and exit code.
 
 - The launcher gives `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
-- `OrreryError` prints one line `error: …`, and sets the health `failed` and the error's exit code.
-  `Preempted` sets the health `wound down` and EXIT_PREEMPTED. Other exceptions, even
-  `SystemExit(0)`, print a traceback and set exit code 1.
+- An `OrreryError` is printed as one line `error: …`. The health becomes `failed`, and the process
+  exits with the error's exit code. After `Preempted` the health is `wound down` and the exit code
+  EXIT_PREEMPTED. Other exceptions, even `SystemExit(0)`, print a traceback and exit with code 1.
 - SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
 - SIGUSR1 writes all threads' stacks to stderr, even if the main thread is stuck.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
 STDERR = 2  # `sys.stderr` may have no descriptor
-PROGRAM_S = 60.0  # scaled. Longest start of another project's server
+PROGRAM_S = 60.0  # time limit for the start of another project's server, scaled
 POLL_S = 0.05
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
@@ -70,7 +70,9 @@ class RoleContext:
         self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.parent_watch = ParentWatch()
-        if self.parent_watch.is_launched:  # `orrery report` must keep a running stage's weights
+        if (
+            self.parent_watch.is_launched
+        ):  # a manual `orrery report` must keep a running stage's memory
             self.on_orphaned(
                 lambda: run_directory.remove_memory(run_directory.memory_prefix(run_dir))
             )
@@ -85,7 +87,7 @@ class RoleContext:
 
     @cached_property
     def manifest(self) -> "Manifest":
-        from orrery.manifest.identity import load  # late, because some roles have no manifest
+        from orrery.manifest.identity import load  # late, because some roles read no manifest
 
         return load(self.run_dir / MANIFEST)
 
@@ -99,9 +101,10 @@ class RoleContext:
         what: str,
         answers: Callable[[], bool],
     ) -> None:
-        """Wait until `answers()`. Raise RunFailed if the child ends, or after scaled PROGRAM_S.
+        """Wait until `answers()` is true.
 
-        Errors say that the server did not `what`, such as "listen".
+        Raise RunFailed if `process` ends, or after scaled PROGRAM_S. `what` is the verb of the
+        error, such as "listen".
         """
         limit_s = scaled(PROGRAM_S)
         end = time.monotonic() + limit_s
@@ -136,8 +139,8 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
 
 @contextmanager
 def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleContext]:
-    """Run a role: `with role_process("trainer") as ctx:`."""
-    # SIGUSR1 may arrive once the health file exists, and would otherwise end the process.
+    """Run the body as a role's process: `with role_process("trainer") as ctx:`."""
+    # Handle SIGUSR1 first: it may arrive once the health file exists, and would end the process.
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
     log_to_stderr()
@@ -181,7 +184,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
 
 
 def _allow_open_files() -> None:
-    """Raise the limit of open files, because each rollout in flight is a connection."""
+    """Raise the limit of open files, because each rollout in flight has a connection."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:

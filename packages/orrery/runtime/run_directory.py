@@ -2,8 +2,8 @@
 
 - `<process>` is a name such as `trainer.0`.
 - `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
-- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so launchers never share
-  one.
+- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so two launchers never share
+  an attempt.
 - Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so a process left on an
   unreachable node never changes a newer attempt's checkpoint.
 """
@@ -27,7 +27,7 @@ ATTEMPTS = "attempts"
 COMPLETE = "COMPLETE"  # marker of a complete checkpoint
 MANIFEST = "manifest.json"
 STATUS = "status.json"
-SITE_FILE = "site.json"  # where one site of several listens
+SITE_FILE = "site.json"  # addresses of one site, in training over several sites
 LOCK = ".lock"
 ADOPTED = "adopted.json"  # the state copied by `orrery adopt`
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
@@ -42,12 +42,12 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker of a finished stage, written last."""
+    """Return the marker of a finished stage. It is the last file that the stage writes."""
     return stage_dir(run_dir, stage) / "DONE"
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
-    """Return the file of a stage's verified inputs: {path: sha256}."""
+    """Return the file with a stage's verified inputs: {path: sha256}."""
     return stage_dir(run_dir, stage) / "inputs.json"
 
 
@@ -64,7 +64,7 @@ def health_dir(run_dir: Path, stage: str) -> Path:
 
 
 def fence_dir(run_dir: Path, stage: str) -> Path:
-    """Return the folder of fences, files `<process>.<attempt>.<incarnation>`."""
+    """Return the folder of fence files, `<process>.<attempt>.<incarnation>`."""
     return stage_dir(run_dir, stage) / "fenced"
 
 
@@ -87,7 +87,7 @@ def log_path(run_dir: Path, process: str) -> Path:
 
 
 def flight_recorder_dir(run_dir: Path) -> Path:
-    """Return the folder of torch's flight recorders, files `rank_<n>`."""
+    """Return the folder of torch's flight-recorder files, `rank_<n>`."""
     return logs_dir(run_dir) / "flight_recorder"
 
 
@@ -100,7 +100,10 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return a folder of weights. `name`: a stage, `step_<n>` (an export) or WIRE (versions)."""
+    """Return a folder of weights.
+
+    `name` is a stage, `step_<n>` for an export, or WIRE for policy versions.
+    """
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -125,7 +128,7 @@ def code_dir(run_dir: Path) -> Path:
 
 
 def begin(run_dir: Path) -> None:
-    """Make the folder of a new run, with its layout. Keep an existing folder."""
+    """Make the run's folder. Write its layout file unless the folder has a manifest."""
     make_folder(run_dir)
     sync(run_dir.parent)
     if not (run_dir / MANIFEST).exists():
@@ -169,7 +172,7 @@ def _anew(run_dir: Path) -> str:
 
 
 def begin_attempt(run_dir: Path) -> int:
-    """Claim the next attempt's number, from 1. The claim is durable and unique."""
+    """Claim and return the next attempt's number, from 1. The claim is durable and unique."""
     folder = run_dir / ATTEMPTS
     make_folder(folder)
     number = last_attempt(run_dir) + 1
@@ -226,7 +229,7 @@ SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
 
 
-# The folder of fsspec to which complete checkpoints are copied, or "".
+# Variable with the fsspec URL of a folder to which complete checkpoints are copied.
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -235,16 +238,17 @@ def place(run_dir: Path) -> str:
 
 
 def memory_prefix(run_dir: Path) -> str:
-    """Return the prefix of names in /dev/shm: `orrery-<id12>-<place>-`.
+    """Return the prefix of a run's names in /dev/shm: `orrery-<run id>-<hash of the path>-`.
 
-    The launcher removes these names and the scratch folders when a stage begins (on its node) and
-    ends (on every node). An engine removes its own at its end, and those of killed starts.
+    The launcher removes these names and the scratch folders on its node when a stage begins, and on
+    every node when the stage ends. At its end an engine removes its own names, including names left
+    by killed starts.
     """
     return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the prefix of copies for checkpoints, which outlive their trainer until saved."""
+    """Return the prefix of checkpoint copies. They outlive the trainer until they are saved."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
@@ -253,7 +257,10 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove shared memory named `*name*`. Call this after all its processes have ended."""
+    """Remove shared memory named `*name*`, and return its paths.
+
+    Call this after all processes that use it have ended.
+    """
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -267,7 +274,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's cache folders. Raise FileNotFoundError without a manifest.
 
-    It includes the manifest's inode and time, because a run begun anew repeats version numbers.
+    The prefix has the manifest's inode and time, because a run begun anew repeats version numbers.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
@@ -279,7 +286,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
-    """Return the prefix of engines' socket folders. A socket's path has at most 107 characters."""
+    """Return a prefix for engines' socket folders, short because socket paths end at 107 bytes."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

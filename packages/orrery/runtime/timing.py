@@ -1,4 +1,4 @@
-"""Scaled deadlines, the pace of long series, and durations as text.
+"""Scale deadlines, pace the rows of long series, and format durations.
 
 ORRERY_DEADLINE_SCALE (default 1) multiplies deadlines in the code, for slow file systems and busy
 machines. It does not change deadlines in the manifest.
@@ -34,7 +34,7 @@ def period_s(age_s: float, shortest_s: float) -> float:
 
 
 class Pace:
-    """Decide when the next row is due. The caller asks at least every `shortest_s`."""
+    """Decide when a series' next row is due. Call `due` at least every `shortest_s` seconds."""
 
     def __init__(self, shortest_s: float, now_s: float):
         self._shortest_s, self._begin_s, self._next_s = shortest_s, now_s, now_s
@@ -42,7 +42,7 @@ class Pace:
     def due(self, now_s: float) -> bool:
         if now_s < self._next_s - 0.5 * self._shortest_s:
             return False
-        # Count from the due time, so that early rows do not shorten the pace.
+        # Count from the due time, so that early rows do not shorten the period.
         self._next_s = max(self._next_s + period_s(now_s - self._begin_s, self._shortest_s), now_s)
         return True
 

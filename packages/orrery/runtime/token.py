@@ -1,4 +1,4 @@
-"""Pass the secret of one attempt from the launcher to each role, and authenticate callers by it.
+"""Pass an attempt's secret token from the launcher to each role, and authenticate callers by it.
 
 - The token is the first line of a role's standard input (`srun` copies it to each task), never a
   variable or argument. Children inherit an empty input.
@@ -22,7 +22,7 @@ from orrery.runtime.timing import scaled
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
 STANDARD_INPUT = "-"
 MAX_BYTES = 256
-TAKE_S = 60.0  # scaled. Longest wait for srun's stdin
+TAKE_S = 60.0  # time limit for srun to pass on standard input, scaled
 
 _kept = ""
 
@@ -39,9 +39,9 @@ def handed_over(token: str) -> Iterator[int]:
 
 
 def take() -> str:
-    """Return this process's token, read at the first call, or "" without ORRERY_TOKEN_FILE.
+    """Return this process's token, read at the first call. Return "" without ORRERY_TOKEN_FILE.
 
-    Raise OrreryError if the file is unreadable, or no token comes within scaled TAKE_S.
+    Raise OrreryError if the file is unreadable, or if no token comes within scaled TAKE_S.
     """
     global _kept
     place = os.environ.pop(TOKEN_FILE, "")
@@ -86,7 +86,10 @@ def _from_file(path: str) -> str:
 
 
 def run_token() -> str:
-    """Return the token, or "". Raise RunFailed if a launcher started this process without one."""
+    """Return the token, or "" if no launcher started this process.
+
+    Raise RunFailed if a launcher started this process without a token.
+    """
     token = take()
     if not token and WAS_LAUNCHED:
         raise RunFailed(
@@ -108,7 +111,7 @@ def credential(token: str, purpose: Purpose) -> str:
 
 
 def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
-    """Return the HTTP header with a credential, or {} without a token."""
+    """Return the HTTP header with a credential. Return {} without a token."""
     return {"Authorization": f"Bearer {credential(token, purpose)}"} if token else {}
 
 

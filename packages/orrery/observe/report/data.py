@@ -1,7 +1,7 @@
 """Read a report's data once from a run directory.
 
-- If several attempts trained a step, the newest row counts. Spans are of the newest attempt.
-- Rows become columns of eight bytes per number, so that a run of weeks fits into memory.
+- If several attempts trained a step, the newest row counts. Spans come from the newest attempt.
+- Rows are stored as columns with eight bytes per number, so that a run of weeks fits into memory.
 - A line with more than POINTS points is cut into equal pieces. Each piece is drawn as its mean
   (rates and shares), its extremes (single values) or its largest value.
 """
@@ -33,7 +33,7 @@ from orrery.runtime.run_directory import (
     result_path,
 )
 
-NOTHING = {"d": nan, "q": -(2**63), None: None}  # values that are stored for None, by array type
+NOTHING = {"d": nan, "q": -(2**63), None: None}  # values stored for None, by array type
 TYPE_CODES = {float: "d", int: "q"}
 POINTS = 1000
 
@@ -42,7 +42,7 @@ Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 
 class Table(Sequence[Row]):
-    """Rows, appended one by one. With `keys`, values of other keys are dropped."""
+    """Rows stored by column. If `keys` is not empty, values of other keys are dropped."""
 
     def __init__(self, keys: Collection[str] = ()):
         self._columns = {key: _Column() for key in keys}
@@ -109,7 +109,7 @@ class _Column:
         return len(self._values)
 
     def put(self, index: int, value: Any) -> None:
-        """Set row `index`, after all others, to a value other than None."""
+        """Append `value` (not None) as row `index`. Rows between hold None."""
         code = TYPE_CODES.get(type(value))
         if code == "q" and abs(value) >= 2**63:
             code = None
@@ -219,10 +219,10 @@ class RunData:
     rl: Table  # trainer rows of the RL stage, by step
     sft: Table
     validation: Table  # losses on examples that SFT never trains
-    compared: Table  # log-probs of the last version, trainer against engine
+    compared: Table  # log-probs of trainer and engine for the last version
     rounds: Table  # exchanges with other sites
     batches: Table
-    stopped_early: Table  # an early end of RL at `evaluation.stop_at`
+    stopped_early: Table  # row of RL's early end at `evaluation.stop_at`
     evaluations: Table
     updates: Table
     engine_restarts: Table
@@ -253,7 +253,7 @@ class RunData:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise OrreryError if a file is unreadable or (naming `what`) a row is malformed."""
+    """Raise OrreryError if the body finds an unreadable file, or a malformed row of file `what`."""
     try:
         yield
     except OSError as error:
@@ -267,14 +267,17 @@ def reading(what: str) -> Iterator[None]:
 
 
 def same_weights(run: RunData) -> list[tuple[int, float]]:
-    """Return (version, largest |Δ log-prob| of trainer and engine on that version's tokens)."""
+    """Return (version, largest log-prob difference of trainer and engine with equal weights)."""
     key = "logprob_max_abs_diff_same_weights"
     found = [(step - 1, value) for step, value in run.rl.each("step", key) if value is not None]
     return found + [(row["version"], row[key]) for row in run.compared[-1:] if row[key] is not None]
 
 
 def without_signal(run: RunData) -> float | None:
-    """Return the share of sampled training rollouts without signal, or None without counts."""
+    """Return the share of sampled training rollouts in groups with all advantages zero.
+
+    Return None without counts.
+    """
     counts = [each for each in run.batches.each("num_without_signal", "num_sampled") if each[1]]
     return sum(num for num, _ in counts) / sum(all_ for _, all_ in counts) if counts else None
 
@@ -316,7 +319,7 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of work on the finished stages in all attempts, except `left_out`."""
+    """Return the seconds of work in all attempts on finished stages, except stages `left_out`."""
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [
         row["last_s"] - row["first_s"]
@@ -372,7 +375,7 @@ def _take_usage(row: Row, usage: dict[tuple[str, int], Row], processors: dict[st
 
 
 def _spans(metrics: Path) -> Spans:
-    """Return the spans of RL's newest attempt. The orchestrator records spans of engines."""
+    """Return the spans of RL's newest attempt. The orchestrator records spans for engines."""
     found, newest = Spans(), None
     for path in sorted(metrics.glob("*.spans.jsonl")):
         process = path.name.removesuffix(".spans.jsonl")

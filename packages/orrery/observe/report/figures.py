@@ -200,7 +200,7 @@ def agreement(run: RunData) -> go.Figure | None:
     _scatter(figure, xs, ys, largest, name=name, mode="markers", marker=marker)
     if run.manifest.trainer.param_dtype == "float32":
         figure.add_hline(y=1e-4, line={"color": "#d64545", "dash": "dash"})
-        # plotly places annotations of a log axis by exponent, except for hline
+        # On a log axis plotly places annotations by exponent, but lines by value.
         place = {"x": 1, "xref": "paper", "y": -4, "xanchor": "right", "yanchor": "bottom"}
         figure.add_annotation(text="1e-4", showarrow=False, font_color="#d64545", **place)
     return figure
@@ -317,7 +317,7 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """Return the time after which no role has more than POINTS spans. None: draw all spans."""
+    """Return the time after which no role has more than POINTS spans, or None to draw all spans."""
     newest: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         heap = newest[span.role]

@@ -155,7 +155,7 @@ def _pairs(run: RunData) -> list[dict]:
 
 
 def _rounds(run: RunData) -> list[tuple[int, str, str, int, str, str]]:
-    """Return (round, members, tokens of each, bytes sent, loss, seconds) of the newest rounds."""
+    """Return (round, sites, tokens of each site, bytes sent, loss, seconds) for the last rounds."""
     tables = {"sft": run.sft, "rl": run.rl}
     losses = {
         (stage, step): loss
@@ -219,16 +219,16 @@ def render(run: RunData, wall_s: float) -> str:
 
 # Planned speed and memory of the RL stage (`orrery plan`) beside the measurements
 
-WARM = 2  # first rows of each metric to leave out, because these steps compile
+WARM = 2  # number of first rows to leave out, because their steps compile
 # Planned memory that torch's peak of allocated bytes does not count.
 NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
 def comparison(run: RunData) -> list[tuple[str, str, str]]:
-    """Return rows of texts (name, planned figure, measured figure).
+    """Return rows (name, planned figure, measured figure) as text.
 
-    The plan is for rollouts of the run's mean length. Measured figures are medians over steps or
-    weight updates. Return [] without a plan or with at most WARM steps.
+    The plan assumes rollouts of the run's mean length. Measured figures are medians over steps or
+    weight updates. Return [] without a plan, or with at most WARM steps.
     """
     tokens = _values(run.rl, "num_tokens")
     if not tokens:
