@@ -1,1 +1,1 @@
-"""Pass data between processes: columns, wires, rendezvous, checkpoints."""
+"""Pass batches, weights, addresses and checkpoints between processes."""

@@ -1,9 +1,9 @@
-"""Send the bytes of micro-batches, each over its own TCP connection with a ticket.
+"""Send the bytes of each micro-batch over a separate TCP connection, authorized by a ticket.
 
-- The sender issues a `Ticket` with two random secrets over the wire's authenticated socket.
-- The receiver connects and sends the first secret and an offset. The sender answers with the second
-  secret and the bytes from the offset on. Each end refuses a peer without the secret.
-- A peer without a ticket occupies one of MAX_UNKNOWN connections for at most KNOCK_S.
+- The sender issues a `Ticket` with two random secrets over the authenticated control socket.
+- The receiver connects and sends the first secret and a byte offset. The sender answers with the
+  second secret and the bytes from the offset on. Each end checks the peer's secret.
+- A connection without a valid ticket is closed after at most KNOCK_S seconds.
 - The bytes are not encrypted or signed, so the network must be private.
 """
 
@@ -23,12 +23,12 @@ from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
-TICKETS_A_RANK = 2  # for the current micro-batch and the next
-MAX_UNKNOWN = 64  # connections without a ticket: one more closes the oldest
+TICKETS_A_RANK = 2  # valid tickets: the current and the next micro-batch
+MAX_UNKNOWN = 64  # limit of connections without a ticket. One more closes the oldest
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # references to a free buffer: the list's and getrefcount's
+_UNSHARED = 2  # reference count of a free buffer: the list and getrefcount hold one each
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _TicketedBatch:
 
 
 class BulkSender:
-    """The sender's listener. `issue` needs an event loop."""
+    """Listen for receivers and send micro-batches. `issue` needs a running event loop."""
 
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0))
@@ -57,7 +57,7 @@ class BulkSender:
         self.port: int = self._listener.getsockname()[1]
         self.num_foreign = 0
         self._ticketed: dict[int, list[_TicketedBatch]] = {}
-        # Connections without a ticket, oldest first.
+        # Tasks of connections without a ticket, oldest first.
         self._unknown: dict[asyncio.Task[None], None] = {}
         self._streams: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
@@ -107,7 +107,7 @@ class BulkSender:
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
             task.add_done_callback(lambda task: self._unknown.pop(task, None))
-            await asyncio.sleep(0)  # `sock_accept` does not yield while connections wait
+            await asyncio.sleep(0)  # `sock_accept` never yields while connections wait
 
     async def _serve(self, connection: socket.socket) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -144,7 +144,7 @@ class BulkSender:
 
     def _count_foreign(self) -> None:
         self.num_foreign += 1
-        if self.num_foreign.bit_count() == 1:  # powers of two keep the log short
+        if self.num_foreign.bit_count() == 1:  # log only at powers of two, to keep the log short
             log.warning(
                 "rollout wire: closed a connection to port %d that showed no ticket (%d so far)",
                 self.port,
@@ -165,7 +165,8 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: float) -> int:
     """Fill `into` from byte `offset` on. Return the offset of the first missing byte.
 
-    Ends early if the connection fails, is silent for `silence_s`, or the ticket is unknown.
+    Stop early if the connection fails, if no byte arrives for `silence_s` seconds, or if the sender
+    does not know the ticket.
     """
     try:
         with socket.create_connection((host, ticket.port), timeout=silence_s) as connection:
@@ -194,9 +195,9 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Reuse receive buffers, because fresh pages cost as much as the copy into them.
+    """Reuse receive buffers, because allocating memory costs as much as filling it.
 
-    A buffer that only the pool references is free.
+    A buffer is free while only the pool references it.
     """
 
     def __init__(self, keep: int = 2) -> None:

@@ -1,12 +1,12 @@
-"""Write and find checkpoints: folders that are valid only once they are complete.
+"""Write and find checkpoints: folders that are valid only with the marker file `COMPLETE`.
 
 - The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes
-  `files.json` (the sha256 of every file) and, last, the marker `COMPLETE`.
-- Ranks hash their own big files in parallel, into notes that `complete` reads.
+  `files.json` (the sha256 of every file) and, last, the marker.
+- Each rank hashes its own large files and writes the hashes to a note, which `complete` reads.
 - SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
-- A complete folder gets at most one addition per attempt k: `later.attempt_<k>/`, with its own
-  marker, if attempt k is preempted before the next checkpoint.
-- To discard a folder, remove its marker, rename the folder, then remove its files.
+- If attempt k is preempted before the next checkpoint, `later.attempt_<k>/` is added to the
+  complete folder, with its own marker.
+- To discard a folder, the code removes its marker, renames the folder, then removes its files.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # orchestrator state of a preemption after this checkpoint
-PUBLISHED = "published.json"  # {version: digest} of all versions that the trainer published
+LATER = "later"  # prefix of folders with the orchestrator's state at a later preemption
+PUBLISHED = "published.json"  # digests of all versions that the trainer published, by version
 CHUNK_BYTES = 32 << 20
-DISCARDED = ".discarded"  # prefix of folders being removed
+DISCARDED = ".discarded"  # prefix of folders that are being removed
 
 
 class _Noted(msgspec.Struct):
@@ -60,7 +60,7 @@ def later_dir(checkpoint: Path, attempt: int) -> Path:
 def is_due(step: int, manifest: "Manifest", stage: str = "rl") -> bool:
     """Return whether the stage writes a checkpoint after `step`.
 
-    RL also writes one after its last step. SFT exports its last weights instead.
+    RL also writes a checkpoint after its last step. SFT exports its final weights instead.
     """
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
@@ -74,7 +74,7 @@ def steps(run_dir: Path, stage: str = "rl") -> list[int]:
 
 
 def latest(run_dir: Path, stage: str = "rl") -> Checkpoint | None:
-    """Return the newest attempt's complete checkpoint of the highest step, or None."""
+    """Return the complete checkpoint of the highest step, from its newest attempt, or None."""
     return max(whole_checkpoints(run_dir, stage), default=None)
 
 
@@ -94,9 +94,9 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 
 
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
-    """Write `note` from each file's (bytes, sha256), by name.
+    """Write each file's size in bytes and sha256, by file name, into `note`.
 
-    Call this last, because a reader of the note may rename the folder.
+    Write the note last, because its reader may rename the folder.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -107,8 +107,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    Files listed in `notes` (paths in `folder`) are not hashed again. Raise RunFailed if such a
-    file is missing or has another size.
+    Do not hash files again that `notes` list, paths relative to `folder`. Raise RunFailed if a
+    listed file is missing or its size differs.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -134,9 +134,10 @@ def verify(
     share: tuple[int, int] = (0, 1),
     each: Callable[[], object] = lambda: None,
 ) -> None:
-    """Raise OrreryError, ending in `remedy`, if a file is missing, damaged or unknown.
+    """Raise OrreryError, ending in `remedy`, if a file is missing, damaged or not listed.
 
-    `share` (i, n) hashes the i-th of n parts. Threads call `each` after every CHUNK_BYTES.
+    `share` (i, n): hash only part i of n parts of the files. Worker threads call `each` after every
+    CHUNK_BYTES.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
@@ -150,7 +151,7 @@ def verify(
         if name not in found:
             raise OrreryError(f"{folder / name}: is in {FILES} but missing; {remedy}")
     index, count = share
-    # Sorting by suffix gives every part equally many big files.
+    # Sort by suffix, so that every part has equally many large files.
     own = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]
     with ThreadPoolExecutor() as pool:
         digests = pool.map(lambda name: _sha256(folder / name, each), own)
@@ -164,7 +165,8 @@ def verify(
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
     """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
 
-    Checkpoints of later attempts stay. A later call or `discard_incomplete` retries failures.
+    Keep checkpoints of attempts after `attempt`. If a removal fails, a later call or
+    `discard_incomplete` retries it.
     """
     if keep < 1:
         raise OrreryError(
@@ -183,7 +185,7 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
 
 
 def discard_all(run_dir: Path, stage: str) -> list[int]:
-    """Remove a finished stage's checkpoints. The next call retries failed removals."""
+    """Remove a finished stage's checkpoints. Return their steps. Ignore failed removals."""
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
         if (one := checkpoint_named(folder.name)) is None:
@@ -196,7 +198,7 @@ def discard_all(run_dir: Path, stage: str) -> list[int]:
 
 
 def discard(run_dir: Path, folder: Path) -> None:
-    """Rename a checkpoint folder, if it exists, and remove its files if possible."""
+    """Rename a checkpoint folder, then try to remove its files. Ignore a missing folder."""
     aside = checkpoints_dir(run_dir) / f"{DISCARDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         folder.rename(aside)
@@ -205,7 +207,7 @@ def discard(run_dir: Path, folder: Path) -> None:
 
 
 def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
-    """Remove incomplete checkpoints of earlier attempts, before any process writes."""
+    """Remove incomplete checkpoints. Return their steps. Call this before any process writes."""
     whole = set(whole_checkpoints(run_dir, stage))
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
@@ -235,7 +237,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _noted(folder: Path, note: str) -> dict[str, str]:
-    """Return a note's {name in `folder`: sha256}, after checking the files' sizes."""
+    """Return a note's sha256s, by path in `folder`. Raise RunFailed if a file's size differs."""
     path = folder / note
     if not nfs.appears(path):
         raise RunFailed(
@@ -265,7 +267,7 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
 
 
 def _size(path: Path) -> int:
-    """Return the size of the opened file, because NFS may show a stale size in `stat`."""
+    """Return the size in bytes. Open the file, because NFS may show a stale size in `stat`."""
     with path.open("rb") as file:
         return file.seek(0, 2)
 

@@ -1,14 +1,14 @@
-"""Training data as columns: one numpy array per column over all tokens, plus the samples' offsets.
+"""Training data as columns: numpy arrays over all tokens or over all samples.
 
-- A sample is one document (rollout or SFT example) with tokens `offsets[i]:offsets[i + 1]`.
+- A sample is one document: a rollout or an SFT example. Tokens `offsets[i]:offsets[i + 1]` belong
+  to sample i.
 - Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`. `TOKEN_COLUMNS`
-  and `SAMPLE_COLUMNS` fix their dtypes. Other columns have any dtype.
-- Entry t describes token t: `logprob[t]` is log p(token t | earlier tokens), and `trained[t]` puts
-  token t into the loss. A sample's first token is never trained. Row t of `routed_experts` has the
-  experts that computed `logprob[t + 1]`.
+  and `SAMPLE_COLUMNS` fix dtypes. A column with another name may have any dtype.
+- `logprob[t]` is log p(token t | earlier tokens). `trained[t]` puts token t into the loss, but
+  never a sample's first token. `routed_experts[t]` has the experts that computed `logprob[t + 1]`.
 - A safetensors file holds `offsets`, `token/<name>`, `sample/<name>`, and JSON metadata.
   `rollouts/step_<n>.safetensors` holds the batch of step n.
-- Absent weights have defaults: `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
+- Missing weight columns mean `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
 """
 
 import json
@@ -30,7 +30,7 @@ TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
     "logprob": np.dtype("float32"),  # by the engine, at the sampling temperature
-    "version": np.dtype("int32"),  # policy version that sampled the token, or −1
+    "version": np.dtype("int32"),  # policy version that sampled the token. −1: not sampled
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
     "cross_entropy_weight": np.dtype("float32"),
@@ -39,8 +39,10 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # the cache salt: version at the group's dispatch
-    "engine": np.dtype("int32"),  # index of the sampling engine, −1 if unknown or several
+    "dispatch_version": np.dtype(
+        "int32"
+    ),  # policy version when the group began, the prefix cache's salt
+    "engine": np.dtype("int32"),  # index of the sampling engine. −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train
@@ -87,7 +89,7 @@ class Columns:
         return np.diff(self.offsets)
 
     def select(self, samples: Sequence[int] | np.ndarray) -> "Columns":
-        """Copy the samples, in the given order."""
+        """Return a copy of the samples with these indices, in this order."""
         samples = np.asarray(samples, dtype=np.int64)
         lengths = self.lengths[samples]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -101,7 +103,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable["Columns"]) -> "Columns":
-        """Return all samples. Raise ValueError if the parts' columns differ."""
+        """Return the samples of all parts, in order. Raise ValueError if their columns differ."""
         parts = list(parts)
         if not parts:
             return cls(np.zeros(1, dtype=np.int64))
@@ -120,8 +122,8 @@ class Columns:
 
 # The byte layout of columns, shared by all wires and files
 #
-# - The sender keeps a micro-batch as a list of parts, and sends views of them (segments). The
-#   receiver turns one buffer into `Columns` without a copy.
+# - A micro-batch is a list of `Columns`, its parts. The sender sends views of the parts' arrays,
+#   called segments. The receiver makes one `Columns` from one buffer, without a copy.
 # - Columns follow each other without gaps, wider dtypes first. So each column is aligned to its
 #   dtype, and the bytes are a valid safetensors body.
 
@@ -133,7 +135,7 @@ DTYPES = {dtype.str: dtype for dtype in map(np.dtype, _KINDS)}
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A column's place, from byte `start` of the layout. `kind` is offsets, token or sample."""
+    """A column's bytes, from byte `start` on. `kind` is "offsets", "token" or "sample"."""
 
     kind: str
     name: str
@@ -208,7 +210,7 @@ def _check_alike(kind: str, one: dict[str, np.ndarray], other: dict[str, np.ndar
 
 
 def segments(micro_batch: MicroBatch, layout: ColumnLayout) -> Iterator[memoryview]:
-    """Yield the bytes in order, as views of the parts. Arrays with gaps are copied."""
+    """Yield the layout's bytes in order. Views if arrays are contiguous, copies otherwise."""
     parts = parts_of(micro_batch)
     for slot in layout.slots:
         if slot.kind == "offsets":
@@ -226,7 +228,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def chunks(run: Iterator[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
-    """Yield chunks of at most `chunk_bytes`. Join small segments."""
+    """Join segments below COALESCE_BYTES, then yield chunks of at most `chunk_bytes`."""
     gathered = bytearray()
     for segment in run:
         if len(segment) < COALESCE_BYTES:
@@ -268,7 +270,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's limit
 def write(
     path: Path, micro_batch: MicroBatch, info: dict[str, Any] | None = None, sync: bool = True
 ) -> int:
-    """Write `path` atomically. Return its bytes. Without `sync` a crash may lose the file."""
+    """Write a file atomically. Return its size in bytes. Without `sync`, a crash may lose it."""
     layout = layout_of(micro_batch)
     header: dict[str, Any] = {"__metadata__": {"orrery": json.dumps(info or {}, sort_keys=True)}}
     for slot in layout.slots:
@@ -293,9 +295,9 @@ def write(
 
 
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
-    """Split a safetensors file (u8) into its JSON header and its data, or raise ValueError.
+    """Return the JSON header and the data of a safetensors file (u8), or raise ValueError.
 
-    The safetensors library has no numpy type for bfloat16.
+    This replaces the safetensors library, which has no numpy type for bfloat16.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
@@ -309,7 +311,8 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 def read(path: Path) -> tuple[Columns, dict[str, Any]]:
     """Return memory-mapped columns and info. Raise OrreryError if the file is missing or damaged.
 
-    Columns stay valid if this machine removes the file, but not if another does over NFS.
+    Columns stay valid if this machine removes the file, but not if another machine removes it
+    over NFS.
     """
     try:
         file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))

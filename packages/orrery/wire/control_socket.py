@@ -1,8 +1,9 @@
-"""The authenticated socket between the orchestrator (ROUTER) and the trainer's ranks (DEALER).
+"""The authenticated ZeroMQ socket between the orchestrator (ROUTER) and trainer ranks (DEALER).
 
 - Both ends derive both CurveZMQ key pairs from the run's token, so no key or token is sent. The
-  handshake drops peers without the token.
-- libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates memory.
+  handshake rejects peers without the token.
+- libzmq refuses a larger frame than MAX_ASK_BYTES (at the orchestrator) or MAX_HEAD_BYTES (at the
+  trainer) before it allocates memory.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ PROTOCOL = 3
 MAX_ASK_BYTES = 4096
 MAX_HEAD_BYTES = 64 << 20
 HANDSHAKE_S = 5.0
-# Decoding errors. Deep nesting raises RecursionError, bad UTF-8 ValueError.
+# Errors of decoding. Deep nesting raises RecursionError. Bad UTF-8 raises ValueError.
 NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def authenticate(socket: Any, is_sender: bool) -> None:
-    """Restrict `socket` to the run's token. Raise OrreryError if pyzmq lacks CURVE."""
+    """Make `socket` accept only the run's token. Raise OrreryError if pyzmq lacks CURVE."""
     if not zmq.has("curve"):
         raise OrreryError(
             "pyzmq: it was built without CURVE, with which the rollout wire authenticates peers. "
@@ -58,7 +59,7 @@ def authenticate(socket: Any, is_sender: bool) -> None:
 
 
 def dealer(context: zmq.Context, url: str) -> zmq.Socket:
-    """Return a trainer rank's socket to `url`. Messages may be lost."""
+    """Return a trainer rank's socket, connected to `url`. Messages may be lost."""
     socket = context.socket(zmq.DEALER)
     authenticate(socket, is_sender=False)
     socket.connect(url)
@@ -96,12 +97,12 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Call `handle(peer, message)` for messages of `kind`. False refuses the message."""
+        """Call `handle(peer, message)` for messages of type `kind`. It returns False to refuse."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
     def start(self, at_end: Callable[[], Awaitable[object]] | None = None) -> "asyncio.Task[None]":
-        """Return the serving task, which calls `at_end` when it ends."""
+        """Start the serving task, if needed, and return it. The task calls `at_end` at its end."""
         self._at_end = at_end or self._at_end
         if self.server is None:
             self.server = asyncio.create_task(self._serve(), name="control socket")
@@ -110,7 +111,7 @@ class ControlSocket:
         return self.server
 
     async def post(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Queue a message. After a loss the peer reconnects under a new identity and asks again."""
+        """Queue a message. If it is lost, the peer asks again, as a new `peer`."""
         try:
             await self._socket.send_multipart([peer, msgspec.msgpack.encode(message)], copy=False)
         except zmq.ZMQError as error:

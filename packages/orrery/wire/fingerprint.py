@@ -1,13 +1,13 @@
-"""Compute 64-bit fingerprints that tell whether two processes hold the same tensor, bit for bit.
+"""Compute 64-bit fingerprints F, to check that two processes hold bitwise equal tensors.
 
-b_i are the bits of element i, in row-major order, read as a signed integer:
+b_i is element i in row-major order, with its bits read as a signed integer:
 
     F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
     m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix(i): output i of splitmix64 from seed 0
 
-- c_i depends only on the position in the whole tensor. So the sums over disjoint slices, their
-  shares, add up to F.
-- A flipped bit always changes F, because it adds a power of two times c_i, and c_i is odd.
+- c_i depends only on the position i in the whole tensor. So F is the sum of the shares of disjoint
+  slices. A slice's share is the sum over its elements.
+- A flipped bit always changes F, because it adds ± a power of two times c_i, and c_i is odd.
 - Swapping elements i and j changes F unless 2^64 divides (b_i − b_j) · (c_j − c_i).
 - F detects damage, not tampering.
 """
@@ -25,13 +25,13 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-CHUNK_ELEMENTS = 1 << 18  # fits a core's cache
-GPU_CHUNK_ELEMENTS = 1 << 24  # hides fifteen kernel launches
+CHUNK_ELEMENTS = 1 << 18  # small enough for a CPU core's cache
+GPU_CHUNK_ELEMENTS = 1 << 24  # large enough to hide the time of fifteen kernel launches
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 MASK = (1 << 64) - 1
-GROUP = 16  # consecutive elements that share one m(q)
+GROUP = 16  # number of consecutive elements that share one m(q)
 
 
 def _mixed(index: np.ndarray) -> np.ndarray:
@@ -51,8 +51,8 @@ def tensor_fingerprint(
 ) -> int:
     """Return F of `tensor`, in [0, 2^64), for dtypes of 1, 2, 4 or 8 bytes on any device.
 
-    With `full_shape` and `starts`, return the share of this slice of a larger tensor, or raise
-    ValueError.
+    With `full_shape` and `starts`, `tensor` is a slice of a larger tensor. Return its share. Raise
+    ValueError if the slice lies outside.
     """
     shape = tuple(tensor.shape)
     full_shape = shape if full_shape is None else tuple(full_shape)
@@ -66,7 +66,7 @@ def tensor_fingerprint(
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return F of a whole tensor, given its bits as integers. Needs no torch."""
+    """Return F of a whole tensor, given its elements' bits as integers. Needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
@@ -79,7 +79,7 @@ def array_fingerprint(bits: np.ndarray) -> int:
 
 
 def digest(fingerprints: dict[str, int]) -> str:
-    """Return one hash of all fingerprints and their names, 16 hex digits. Ignores order."""
+    """Return a hash of all fingerprints and names, 16 hex digits, independent of their order."""
     text = "".join(f"{name}\0{fingerprints[name]:016x}\n" for name in sorted(fingerprints))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -87,7 +87,7 @@ def digest(fingerprints: dict[str, int]) -> str:
 def slice_share(
     tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]
 ) -> "torch.Tensor":
-    """Return a slice's share, an i64 scalar on its device, without checks or device sync."""
+    """Return a slice's share, i64 [] on its device. No checks and no device synchronization."""
     import torch
 
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -95,7 +95,7 @@ def slice_share(
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
-    # The elements are consecutive in the full tensor too.
+    # Whether the elements are consecutive in the full tensor too.
     is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]
     if not is_run and tensor.numel() > most:  # flattening would copy the whole slice
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
@@ -140,7 +140,7 @@ def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
 
 
 def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
-    """Return the share of the whole groups numbered `index`. Overwrites `index`."""
+    """Return the share of whole groups. `index` has the groups' numbers and is overwritten."""
     import torch
 
     terms = bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device))
@@ -161,7 +161,7 @@ def _positions(
     run: int,
     device: "torch.device",
 ) -> "torch.Tensor":
-    """Return each run's position in the full tensor, i64 [elements / run], counted in runs."""
+    """Return positions in the full tensor of runs of `run` elements, i64 [runs], in runs."""
     import torch
 
     index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -180,7 +180,7 @@ def _factors(device: "torch.device") -> "torch.Tensor":
 
 
 def _mix(index: "torch.Tensor") -> "torch.Tensor":
-    """Overwrite `index` with `mix(index) | 1`. The masks make `>>` a logical shift."""
+    """Overwrite `index` with `mix(index) | 1`. The masks turn `>>` into a logical shift."""
     value = index.add_(1).mul_(_signed(GOLDEN))
     value ^= (value >> 30) & ((1 << 34) - 1)
     value.mul_(_signed(FIRST))
@@ -195,7 +195,7 @@ def _signed(unsigned: int) -> int:
 
 
 class SliceSpec(NamedTuple):
-    """A slice of `shape` at index `starts` of a tensor of `full_shape`.
+    """A slice of shape `shape`, from index `starts` of a tensor of shape `full_shape`.
 
     A buffer holds the slice from byte `offset` on, dense and row-major.
     """
@@ -208,9 +208,10 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """Return (elements per row, distance of rows, first position), or None if distances vary.
+        """Return (elements per row, distance of rows, first position). None if distances vary.
 
-        A row is a run of elements that are consecutive in the full tensor.
+        A row is a run of elements that are consecutive in the full tensor. Distances and positions
+        count elements of the full tensor.
         """
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
@@ -227,15 +228,15 @@ class SliceSpec(NamedTuple):
 
 
 class SliceFingerprints:
-    """Compute the shares of many slices of one buffer.
+    """Compute the shares of many slices in one buffer.
 
-    On a GPU a few fused kernels replace tens of thousands of launches.
+    On a GPU, a few fused kernels replace tens of thousands of kernel launches.
     """
 
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """`fused`: use the Triton kernels. Default: on a GPU, if Triton is installed."""
+        """`fused`: use the Triton kernels. None: use them on a GPU, if Triton is installed."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))
@@ -245,7 +246,7 @@ class SliceFingerprints:
             self._fuse()
 
     def of(self, buffer: "torch.Tensor") -> "torch.Tensor":
-        """Return the slices' shares mod 2^64, i64 [slices] on the device. `buffer` is u8."""
+        """Return the slices' shares, i64 [slices] on the device. `buffer` is u8."""
         import torch
 
         if len(self._kernels) == 1 and not self._alone:

@@ -1,10 +1,11 @@
-"""Compute fingerprints of many slices of a buffer in one pass on a GPU (Triton).
+"""Compute the fingerprint shares of many slices of a buffer in one pass on a GPU (Triton).
 
-A slice consists of rows of `num_columns` consecutive elements, `row_stride` positions apart in the
-tensor's row-major order. Each program adds a few blocks to their slice's share, mod 2^64.
+A slice consists of rows of `num_columns` consecutive elements. In the tensor, in row-major order,
+rows begin `row_stride` elements apart. Each Triton program adds a few blocks to a slice's share.
 
-If rows are whole groups, a program reads 32-bit words, 16 bytes at a time, and computes a group's m
-once. b, k and m are as in `fingerprint`. With W bits an element and u = b + 2^(W−1):
+If all rows are whole groups of 16 elements, a program reads 32-bit words, 16 bytes at a time, and
+computes m once per group. b, k and m are as in `fingerprint`. With W bits per element and
+u = b + 2^(W−1):
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
     u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64   (low, high: 32-bit halves)
@@ -21,13 +22,13 @@ import triton.language as tl
 from orrery.wire.fingerprint import FACTORS, FIRST, GOLDEN, GROUP, MASK, SECOND
 
 BLOCK, STEPS = 4096, 8  # elements per block, blocks per program
-WARPS, WARPS_BY_ELEMENT = 2, 8  # the fastest on an H200
+WARPS, WARPS_BY_ELEMENT = 2, 8  # number of warps per program, fastest on an H200
 WORD_BYTES, LOAD_BYTES = 4, 16
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice: start and size in the buffer, and rows in the tensor, all in elements."""
+    """A slice: `begin` and size in the buffer, and rows in the tensor, counted in elements."""
 
     begin: int
     num_elements: int
@@ -51,7 +52,7 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 @triton.jit
 def _position(run, columns, stride, origin):
-    """Return positions in the tensor, counted in runs (elements or groups). Stride 0: one row."""
+    """Return positions in the tensor, counted in runs: elements or groups. Stride 0: one row."""
     index = origin + run
     if stride:
         row = run // columns
@@ -67,9 +68,9 @@ def _groups(
     STEPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Add shares of whole groups of BITS-wide elements.
+    """Add the shares of slices made of whole groups, with BITS bits per element.
 
-    `begin` is in words, a multiple of LOAD. The other numbers are in groups.
+    `begin` counts words and is a multiple of LOAD. All other numbers count groups.
     """
     PARTS: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = GROUP // PARTS
@@ -204,9 +205,9 @@ def _of_groups(
 def _tables(
     rows: Sequence[Rows], chosen: list[int], run: int, taken: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return each program's slice and first run, and the fields of `Rows`, each [slices].
+    """Return each program's slice and first run, and each field of `Rows` as a tensor [slices].
 
-    A program takes `taken` elements. Fields except `begin` count runs of `run` elements.
+    A program handles `taken` elements. All fields but `begin` count runs of `run` elements.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

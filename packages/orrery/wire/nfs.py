@@ -1,7 +1,7 @@
-"""Read files that another node writes, although NFS shows them late.
+"""Read files that another node writes to NFS, which shows them late.
 
-A node caches for up to a minute whether a name exists. Listing the folder bypasses the cache.
-A writer syncs all files before it renames their marker into place.
+NFS clients cache for up to a minute whether a name exists. Listing the folder bypasses the cache.
+Writers must sync all files before they rename the marker file into place.
 """
 
 import errno
@@ -20,12 +20,12 @@ POLL_S = 0.1
 
 
 def read(path: Path) -> bytes | None:
-    """Return the content, or None if the file is missing or was replaced during the read."""
+    """Return the content. Return None if the file is missing or was replaced during the read."""
     return _if_there(path.read_bytes)
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when the file is replaced, or None if it is missing."""
+    """Return a value that changes if the file is replaced, or None if the file is missing."""
     status = _if_there(path.stat)
     return None if status is None else (status.st_ino, status.st_mtime_ns)
 
@@ -40,7 +40,7 @@ def _if_there(look: Callable[[], T]) -> T | None:
 
 
 def appears(path: Path, within_s: float | None = None) -> bool:
-    """Return whether `path` appears within `within_s` (default: scaled VISIBLE_S)."""
+    """Return whether `path` appears within `within_s` seconds. None: VISIBLE_S, scaled."""
     end = time.monotonic() + (scaled(VISIBLE_S) if within_s is None else within_s)
     while True:
         try:

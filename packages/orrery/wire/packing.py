@@ -1,9 +1,9 @@
-"""Divide samples into micro-batches, by rank and micro-step.
+"""Pack samples into micro-batches, one for each rank and micro-step.
 
 - No micro-batch exceeds `max_tokens`, padding included. All ranks have equally many micro-steps.
-- Without padding, best-fit decreasing fills the bins. It uses at most 11/9 of the fewest possible
-  bins, plus one. The number is then rounded up to whole micro-steps.
-- A micro-step lasts as long as its costliest rank, so its micro-batches get similar costs.
+- Without padding, best-fit decreasing makes the micro-batches ("bins"). It needs at most 11/9 of
+  the fewest possible bins, plus one. Empty bins then fill the last micro-step.
+- A micro-step lasts as long as its slowest rank, so its micro-batches get similar costs.
 """
 
 from bisect import bisect_left, insort
@@ -43,12 +43,12 @@ def pack(
 ) -> Plan:
     """Return each micro-batch's sample indices, `[rank][micro_step]`, int64, ascending.
 
-    A dummy step has no samples.
+    A micro-batch may be empty.
 
-    - `lengths`: int64 [num_samples], tokens.
+    - `lengths`: number of tokens per sample, int64 [num_samples].
     - `quadratic`: a sample of n tokens costs n + quadratic · n².
-    - `attention`: replaces quadratic · n², float64 [num_samples].
-    - `padded`: the model pads samples to the longest. Padded rows must fit `max_tokens`.
+    - `attention`: cost per sample that replaces quadratic · n², float64 [num_samples].
+    - `padded`: the model pads a micro-batch's samples to the longest of them.
 
     Raise OrreryError if a sample is empty or longer than a micro-batch.
     """
@@ -88,7 +88,7 @@ def pack(
 
 
 def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Fill one bin after another, longest sample first. All rows of a bin are equally long."""
+    """Fill one bin after another, longest sample first. Count samples with their padding."""
     bins = np.empty(len(lengths), dtype=np.int64)
     begin = bin_index = 0
     while begin < len(order):
@@ -101,7 +101,7 @@ def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
     """Put each sample, longest first, into the fullest bin that holds it."""
     bins = np.empty(len(lengths), dtype=np.int64)
-    # Sorted keys (free tokens) · stride + bin, so that bisection finds the fullest bin with room.
+    # Sorted keys, (free tokens) · stride + bin. Bisection finds the fullest bin with enough space.
     rooms: list[int] = []
     stride = len(lengths)
     num_bins = 0
@@ -123,7 +123,7 @@ def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _spread(
     lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_tokens: int, num_bins: int
 ) -> np.ndarray | None:
-    """Put each sample, longest first, into the cheapest bin with room.
+    """Put each sample, longest first, into the cheapest bin that holds it.
 
     Return each sample's bin, int64 [num_samples], or None if a sample finds no bin.
     """
@@ -154,7 +154,7 @@ def _lock_step(
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """Return a plan's cost, its bins from costliest to cheapest, and each sample's bin.
 
-    The cost is the sum of each micro-step's largest cost. Memory peaks early.
+    The plan's cost is the sum over micro-steps of the costliest bin. Memory use peaks early.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
@@ -166,9 +166,9 @@ def is_padded(model: Model) -> bool:
 
 
 def quadratic_cost(model: Model) -> float:
-    """Return attention FLOPs per squared token, divided by matrix FLOPs per token.
+    """Return `quadratic` for `pack`: layers · heads · head_dim / active matrix parameters.
 
-    This equals layers · heads · head_dim / active matrix parameters.
+    This is attention FLOPs / n² over matrix FLOPs / n, for n tokens.
     """
     return model.num_layers * model.num_heads * model.head_dim / _active_matrices(model)
 
@@ -189,13 +189,13 @@ def _active_matrices(model: Model) -> int:
 
 
 def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
-    """Return each sample's sparse-attention FLOPs, divided by a token's matrix FLOPs.
+    """Return each sample's FLOPs in sparse attention, divided by one token's matrix FLOPs.
 
     Indexers score all earlier tokens, forward only. Attention reads at most top-k tokens.
     """
     mla, n = model.latent, lengths.astype(np.float64)
     indexer = mla.indexer
-    assert indexer is not None  # without an indexer, see `quadratic_cost`
+    assert indexer is not None  # otherwise, use `quadratic_cost`
     num_indexers = (indexer.types or ["full"] * model.num_layers).count("full")
     scores = num_indexers * indexer.num_heads * indexer.head_dim * n**2 / 2
     most = np.minimum(n, indexer.top_k)
@@ -206,7 +206,7 @@ def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """Make micro-batches on each access, to save memory. `make` must be deterministic."""
+    """Make a micro-batch anew at each access, to save memory. `make` must be deterministic."""
 
     def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:
         self._length = length
@@ -229,9 +229,9 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 
 
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
-    """Return micro-batches, `[rank][micro_step]`, as lists of uncopied documents.
+    """Return micro-batches, `[rank][micro_step]`, each a list of documents, not copied.
 
-    A dummy step has all columns, with length 0.
+    An empty micro-batch has all columns, with length 0.
     """
     empty = [documents[0].select([])] if len(documents) else []
 

@@ -1,6 +1,7 @@
-"""Recompute log-probs of sampled tokens in a child process, over its standard input and output.
+"""Messages to a child process that recomputes log-probs, over its standard input and output.
 
-A frame is a length (u32, little endian) and a msgpack message. Requests and answers alternate.
+A frame is a length in bytes (u32, little endian), then a msgpack message. Each request gets one
+answer.
 """
 
 import struct
@@ -17,7 +18,7 @@ MODULE = "orrery.trainer.verifier"
 
 
 class Recompute(msgspec.Struct, frozen=True):
-    """Sampled tokens i32 [n] after `prompt` i32 [p], and the folder of the weights to use."""
+    """A request: sampled `token_ids` i32 [n] after `prompt` i32 [p], and the weights' folder."""
 
     folder: str
     prompt: bytes
@@ -26,9 +27,9 @@ class Recompute(msgspec.Struct, frozen=True):
 
 
 class Recomputed(msgspec.Struct, frozen=True):
-    """Each token's log-prob, and its distribution's entropy and variance of log p, f32 [n].
+    """The answer: each token's log-prob, and its distribution's entropy and variance of log p.
 
-    All are empty if the folder has been removed.
+    Each is f32 [n]. All are empty if the folder has been removed.
     """
 
     logprob: bytes = b""
@@ -48,7 +49,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def read_frame(stream: BinaryIO, kind: type[T]) -> T | None:
-    """Return the next message, or None at the end. Raise RunFailed if a message is damaged."""
+    """Return the next message, or None at the end. Raise RunFailed if it is damaged."""
     head = stream.read(LENGTH.size)
     if not head:
         return None

@@ -1,7 +1,7 @@
-"""Publish and find the addresses of a stage's roles, and define constants for calls to engines.
+"""Publish and find the addresses of a stage's roles. Define constants for requests to engines.
 
-- A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Other roles wait
-  for the file until a deadline, and report the wait in their health.
+- A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Another role
+  waits for the file until a deadline, and reports the wait in its health record.
 - Files of earlier attempts are ignored. A restarted process has a new incarnation number.
 """
 
@@ -54,7 +54,7 @@ def _folder(ctx: "RoleContext") -> Path:
 
 
 def publish(ctx: "RoleContext", url: str, as_role: str = "", **info: Any) -> None:
-    """Publish this process's address as `as_role` (default: its own role). Replace an older file.
+    """Publish this process's address under `as_role` (default: its own role). Replace an old file.
 
     Raise RunFailed if the process was started without the run's token.
     """
@@ -92,9 +92,9 @@ def await_endpoints(
     deadline_s: float,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Endpoint]:
-    """Return endpoints 0 to `count` − 1 of `role`, once all are published.
+    """Wait until endpoints 0 to `count` − 1 of `role` are published. Return them.
 
-    Blocks the thread. Calls `meanwhile` at each poll. Raise RunFailed after `deadline_s`.
+    Block the thread. Call `meanwhile` at each poll. Raise RunFailed after `deadline_s` seconds.
     """
     with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
         start = time.monotonic()
@@ -118,24 +118,24 @@ def await_endpoints(
 # The parts of an engine's HTTP interface that several roles share
 
 ENGINE_HEADER = "X-Orrery-Engine"  # index of the answering engine
-RANK_HEADER = "X-data-parallel-rank"  # vLLM serves the request on this rank
-SESSION_HEADER = "X-Session-ID"  # read by vllm-router's consistent_hash policy
+RANK_HEADER = "X-data-parallel-rank"  # the data-parallel rank on which vLLM serves the request
+SESSION_HEADER = "X-Session-ID"  # vllm-router's consistent_hash policy reads it
 # Clients close idle connections before the server does (uvicorn: after 5 s).
 KEEPALIVE_S = 3.0
-UPDATE_S = 300.0  # longest weight update of the engines, before scaling
+UPDATE_S = 300.0  # time limit of a weight update in the engines, before scaling
 NUM_CANARY_TOKENS = 32
 
 
 def request_s(manifest: "Manifest") -> float:
     """Return a request's timeout in seconds, for the client and every proxy.
 
-    The orchestrator ends slow rollouts earlier, but its clock stops during an update.
+    The orchestrator ends slow rollouts earlier, but its clock stops during a weight update.
     """
     return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
 
 
 def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
-    """Return the canary's token ids, equal in all processes. A short context has fewer."""
+    """Return the test prompt's random token ids, equal in all processes. It fits the context."""
     length = min(NUM_CANARY_TOKENS, manifest.inference.max_model_len_tokens - 1)
     chosen = random.Random(manifest.seed)
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))

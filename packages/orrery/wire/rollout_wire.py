@@ -1,13 +1,13 @@
-"""The rollout wire: batches from the orchestrator to the trainer's ranks, over the control socket.
+"""The rollout wire: send batches from the orchestrator to the trainer's ranks.
 
-- A receiver sends `BatchAsk(step, rank, micro_step)`. The sender answers once the batch exists, so
-  a rank can join or restart at any time.
+- A receiver sends `BatchAsk(step, rank, micro_step)` over the control socket. The sender answers
+  once the batch exists, so a rank can join or restart at any time.
 - The answer to `micro_step` −1 is the batch's head. Other answers have a layout and a ticket to
   fetch the bytes (`bulk`). Neither end copies a whole batch.
 - `send` waits while `keep` earlier batches lack acknowledgements. The sender refuses an ask for a
   batch that all ranks have acknowledged, and an ask that skips a batch.
-- A receiver repeats an ask until the answer comes. The sender answers each ask number once per
-  connection, so a receiver whose bytes stop asks with a new number.
+- A receiver repeats an ask until the answer arrives. The sender answers each ask number once per
+  connection. If a transfer stops, the receiver asks again with a new number.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from orrery.wire.control_socket import (
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # longest wait for bytes before the receiver reconnects
-NUM_HANDSHAKES = 5  # failed handshakes in a row before the receiver gives up
+SILENCE_S = 10.0  # time limit without bytes, after which the receiver reconnects
+NUM_HANDSHAKES = 5  # number of consecutive failed handshakes that raise RunFailed
 _HEAD = -1
 
 
@@ -44,9 +44,9 @@ _HEAD = -1
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches[rank][micro_step]`: equally many per rank. The wire may read an index twice.
+    - `micro_batches[rank][micro_step]`: equally many per rank. The wire may read an item twice.
       Arrays must not change until all ranks have acknowledged the batch.
-    - `totals` (the loss's token counts) and `info`: JSON values, sent to every rank.
+    - `totals`: token counts for the loss. Like `info`, JSON values for every rank.
     """
 
     step: int
@@ -70,7 +70,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """One rank's share of a batch. Iterate once, because iteration fetches the micro-batches."""
+    """One rank's part of a batch. Iterate only once, because iteration fetches micro-batches."""
 
     step: int
     rank: int
@@ -93,7 +93,7 @@ class BatchAsk(msgspec.Struct, tag="ask"):
 
 
 class Acknowledgement(msgspec.Struct, tag="done"):
-    """The rank has received its whole share of `step`."""
+    """The rank has received all its micro-batches of `step`."""
 
     protocol: int
     rank: int
@@ -134,10 +134,10 @@ _TURNED_AWAY = (
 
 
 class RolloutSender:
-    """The orchestrator's end, in one event loop. `control` also carries leases of weights."""
+    """The orchestrator's end, for one event loop. `control` also carries leases of weights."""
 
     def __init__(self, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
-        """Listen at `host`. `port` 0: any free port."""
+        """Listen at `host`. With `port` 0, choose a free port."""
         self.num_ranks = num_ranks
         self._keep = keep
         self.control = ControlSocket(host, port)
@@ -147,7 +147,7 @@ class RolloutSender:
         self.url = self.control.url
         self._held: dict[int, Batch] = {}
         self._missing: dict[int, set[int]] = {}
-        self._last_taken: int | None = None  # step of the last `send`, which may still wait
+        self._last_taken: int | None = None  # step of the latest `send`, even if it still waits
         self._last_held: int | None = None
         self._wanted = -1
         self._waiting: dict[int, tuple[bytes, BatchAsk]] = {}  # rank → (peer, newest open ask)
@@ -159,7 +159,7 @@ class RolloutSender:
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
-        """Wait while `keep` batches are unacknowledged, then send in the background."""
+        """Wait while `keep` batches lack acknowledgements. Then send in the background."""
         batch.check(self.num_ranks, self._last_taken)
         self._last_taken = batch.step
         await self._until(lambda: len(self._held) < self._keep)
@@ -170,12 +170,12 @@ class RolloutSender:
             await self._answer(peer, ask)
 
     async def wanted(self, at_least: int = -1) -> int:
-        """Wait until a rank asks for step `at_least` or later. Return the newest step asked for."""
+        """Wait until a rank asks for step `at_least` or later. Return the newest requested step."""
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 
     async def drained(self, deadline_s: float | None) -> None:
-        """Wait for all acknowledgements. Raise RunFailed after `deadline_s` (None: never)."""
+        """Wait for all acknowledgements. Raise RunFailed after `deadline_s`. None: no limit."""
         try:
             await asyncio.wait_for(self._until(lambda: not self._held), deadline_s)
         except TimeoutError:
@@ -280,7 +280,7 @@ class RolloutSender:
 
 
 class RolloutReceiver:
-    """A trainer rank's end. Calls block."""
+    """A trainer rank's end. All calls block."""
 
     def __init__(self, url: str, rank: int) -> None:
         self.rank = rank
@@ -291,7 +291,9 @@ class RolloutReceiver:
         self._buffers = BufferPool()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit, so that a full queue never fails `_send`
+        self._socket.setsockopt(
+            zmq.SNDHWM, 0
+        )  # no limit, because a full queue would make `_send` fail
         self._socket.setsockopt(zmq.LINGER, 500)
         try:
             authenticate(self._socket, is_sender=False)
@@ -307,9 +309,9 @@ class RolloutReceiver:
         self._socket.connect(url)
 
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
-        """Return this rank's share of batch `step`, or raise RunFailed.
+        """Return this rank's part of batch `step`, or raise RunFailed.
 
-        `deadline_s` limits each wait for the sender, here and in the iteration.
+        `deadline_s` limits each wait for the sender, in seconds, here and during iteration.
         """
         head = self._await(self._ask(step, _HEAD), BatchHead, deadline_s)
         count = head.num_micro_batches
@@ -338,7 +340,7 @@ class RolloutReceiver:
             following = None if is_last else self._ask(step, micro_step + 1)
             columns = self._gather(ask, head, deadline_s)
             if is_last:
-                self._done(step)  # before the yield: the caller may stop iterating
+                self._done(step)  # before the yield, because the caller may stop iterating
             ask = following
             yield columns
 
@@ -351,7 +353,7 @@ class RolloutReceiver:
     def _send(self, message: BatchAsk | Acknowledgement, asked: str) -> None:
         try:
             self._socket.send(_encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # the peer does not speak libzmq's protocol
+        except zmq.Again:  # the peer does not use libzmq's protocol
             raise RunFailed(f"{asked} {_TURNED_AWAY}") from None
 
     def _ask(self, step: int, micro_step: int) -> BatchAsk:
@@ -363,7 +365,7 @@ class RolloutReceiver:
     def _await(
         self, ask: BatchAsk, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
     ) -> Any:
-        """Return the answer to `ask`. Skip answers to older asks."""
+        """Wait for the answer to `ask`. Skip answers to older asks."""
         start = last_asked = time.monotonic()
         while True:
             frame = self._next(ask, min(start + deadline_s, last_asked + ASK_AGAIN_S))

@@ -1,13 +1,13 @@
 """Router replay (R3): the trainer uses the experts that an engine's routers chose.
 
-- Row t of the token column `routed_experts`, [tokens, layers, top_k], holds the experts of input
-  token t: uint8 for up to 256 experts, uint16 for more. It may include dense layers.
-- A missing route has the dtype's largest value in all slots, and the trainer's router chooses
-  instead. A document's last token has no route. With 256 experts and top_k 1, a route to expert 255
-  counts as missing.
-- Either all documents of a batch have the column, or none.
-- Unless `trainer.indexer_choice` is "own", a row is bytes [1, X]: the routes of all layers, then
-  each indexer's chosen keys, one bit for each position of the document.
+- Row t of the token column `routed_experts`, [tokens, layers, top_k], holds the expert ids of input
+  token t: uint8 for up to 256 experts, uint16 for more. Dense layers may be included.
+- If a route is missing, its ids are the dtype's largest value, and the trainer's router chooses.
+  A document's last token has no route. With 256 experts and top_k 1, a route to expert 255 counts
+  as missing.
+- All documents of a batch have the column, or no document has it.
+- Unless `trainer.indexer_choice` is "own", a row is X bytes, [1, X]: the routes of all layers, then
+  each indexer's chosen keys, with one bit for each position of the document.
 """
 
 import io
@@ -43,9 +43,9 @@ class RouteShape(NamedTuple):
 
 
 class CheckedRoutes(NamedTuple):
-    """Routes that fit the model. Slots without a route hold no expert's id."""
+    """Routes that fit the model. A missing route has ids outside the range of experts."""
 
-    # uint8 or int16 [tokens, layers with experts, top_k], a view if possible.
+    # uint8 or int16 [tokens, layers with experts, top_k], a view of the input if possible.
     ids: np.ndarray
     is_missing: np.ndarray  # bool [tokens]: no route in at least one layer
     num_routed: int  # number of (token, layer) pairs with a route
@@ -60,7 +60,7 @@ def route_shape(model: Model) -> RouteShape | None:
 
 
 def row_shape(manifest: Manifest) -> RouteShape | None:
-    """Return the shape of the rows in answers and batches, or None without router replay."""
+    """Return the shape of a row in answers and batches, or None without router replay."""
     if not manifest.transport.routed_experts:
         return None
     if not manifest.choice_bytes:
@@ -71,7 +71,7 @@ def row_shape(manifest: Manifest) -> RouteShape | None:
 def split_choices(
     rows: np.ndarray, shape: RouteShape, num_indexers: int, what: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return routes [tokens, layers, top_k], and chosen keys as bits, u8 [tokens, indexers, bytes].
+    """Return routes [tokens, layers, top_k] and keys' bits, u8 [tokens, indexers, bytes].
 
     Raise RunFailed if the rows do not fit the model's layers and indexers.
     """
@@ -90,15 +90,15 @@ def split_choices(
 
 
 def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
-    """Return the column of tokens without routes, a read-only view of one number."""
+    """Return the column for tokens without routes, as a read-only view of one number."""
     value = np.array(shape.no_route, dtype=shape.dtype)
     return np.broadcast_to(value, (num_tokens, shape.num_layers, shape.top_k))
 
 
 def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRoutes:
-    """Return the routes in the form that the network takes. `what` names them in errors.
+    """Return the routes as the network takes them. `what` names the routes in errors.
 
-    Raise RunFailed if dtype, layers, top_k or an id do not fit the model.
+    Raise RunFailed if their dtype, shape or an id does not fit the model.
     """
     layers = {shape.num_layers, shape.num_layers + shape.num_dense_layers}
     fits = routes.dtype == shape.dtype and routes.ndim == 3 and routes.shape[1] in layers
@@ -113,7 +113,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
     routes = routes[:, routes.shape[1] - shape.num_layers :]
     suspect = routes >= min(shape.num_experts, shape.no_route)
     suspect = suspect.reshape(len(routes), shape.num_layers * shape.top_k)
-    tokens = np.flatnonzero(np.any(suspect, axis=1))  # few tokens, unless expert 255 exists
+    tokens = np.flatnonzero(np.any(suspect, axis=1))  # few tokens, unless the model has expert 255
     is_missing_NL = (routes[tokens] == shape.no_route).all(axis=-1)
     bad_NL = (routes[tokens] >= shape.num_experts).any(axis=-1) & ~is_missing_NL
     if bad_NL.any():
@@ -140,14 +140,14 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
 #
 # - The field is a base64 .npy file, uint8 or uint16 [rows, layers, top_k]. Rows are input tokens
 #   from the requested position on. The last sampled token is never an input, so it has no row.
-# - The engine sends all layers. The column keeps only the layers with experts, the last layers.
-# - The field may have tens of MB, so `split` cuts it out before JSON decoding. It is decoded once,
-#   in pieces that fit the cache.
+# - The engine sends all layers. The column keeps only the last layers, which have experts.
+# - The field may have tens of MB, so `split` removes it before JSON decoding. It is decoded once,
+#   in pieces that fit the CPU cache.
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Encoded routes of `num_rows` tokens from token `start`."""
+    """Encoded routes of `num_rows` tokens, from token `start` on."""
 
     start: int
     shape: tuple[int, int, int]  # rows, layers, experts a token
@@ -160,7 +160,7 @@ class Routes:
         return self.shape[0]
 
     def decode_into(self, rows: np.ndarray) -> None:
-        """Fill `rows` [num_rows, layers with experts, top_k]. Raise ValueError if damaged."""
+        """Fill `rows` [num_rows, layers with experts, top_k]. Raise ValueError for damaged data."""
         import pybase64  # only the orchestrator has it
 
         num_layers, row_bytes = rows.shape[1], int(np.prod(self.shape[1:])) * self.dtype.itemsize
@@ -177,7 +177,7 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Return `body` without the content of `routed_experts`, and the routes (None without field).
+    """Return `body` with `routed_experts` emptied, and the routes, or None without that field.
 
     Raise ValueError if the field is not a .npy file of routes.
     """
@@ -205,7 +205,7 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
     """Return the column of a whole conversation, [num_tokens, layers, top_k].
 
-    A later part overwrites an earlier part. Raise ValueError if a part does not fit.
+    Where parts overlap, the last part applies. Raise ValueError if a part does not fit.
     """
     for part in parts:
         _, num_layers, top_k = part.shape
@@ -219,7 +219,7 @@ def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.nd
                 f"experts per token, as {shape.dtype}"
             )
     rows = np.empty((num_tokens, shape.num_layers, shape.top_k), shape.dtype)
-    filled = 0  # all rows before belong to a part or are set to missing
+    filled = 0  # rows before this belong to a part or are marked missing
     for part in sorted(parts, key=lambda part: part.start):
         rows[filled : max(filled, part.start)] = shape.no_route
         filled = max(filled, part.start + part.num_rows)
