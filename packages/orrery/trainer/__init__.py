@@ -1,16 +1,16 @@
-"""Train: `__main__` parses arguments, `assemble` builds the objects, `loop` trains.
+"""Train the policy. `__main__` parses arguments, `assemble` builds the objects, `loop` trains.
 
-This module does not import torch, because `grow_segments` must run first.
+Do not import torch here, because `grow_segments` must run first.
 """
 
 import os
 
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch 2.13 prefers PYTORCH_ALLOC_CONF
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch 2.13 reads PYTORCH_ALLOC_CONF first
 EXPANDABLE = "expandable_segments:True"
 
 
 def grow_segments() -> None:
-    """Let torch's CUDA allocator grow its segments, unless an environment variable configures it.
+    """Give torch's CUDA allocator expandable segments, unless the environment configures it.
 
     Micro-batches differ in length and would fragment segments of fixed size.
     """

@@ -42,21 +42,20 @@ from orrery.wire.weight_wire import (
     weight_dir,
 )
 
-STEP_DEADLINE_S = 600.0  # longest wait for a batch, in addition to four rollout timeouts
-ORCHESTRATOR_DEADLINE_S = 900.0  # engines may load from the same disks meanwhile
+STEP_DEADLINE_S = 600.0  # time limit for a batch, added to four rollout timeouts
+ORCHESTRATOR_DEADLINE_S = 900.0  # time limit for its start, long because engines load meanwhile
 
 
 @contextmanager
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
-    """Join the other ranks, and yield their `World`.
+    """Join the process group, and yield its `World`.
 
-    An error leaves the process group open, because closing it would wait for other ranks'
-    collectives.
+    After an error the group stays open, because closing would wait for collectives of other ranks.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
     device = device_for(ctx.manifest.hardware.accelerator, ctx.index)
-    if device.type == "cuda":  # the launcher's node may have other GPUs
+    if device.type == "cuda":  # the launcher checked only its own node
         refuse_other_device(ctx.manifest, torch.cuda.get_device_name(device))
     torch.manual_seed(ctx.manifest.seed + ctx.index)
     store = open_rendezvous(ctx, trainer.mesh.world_size) if trainer.needs_fsdp else None
@@ -65,7 +64,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
             world = init_world(trainer.mesh, ctx.index, device, store)
         try:
             yield world
-        except Preempted:  # all ranks raise it at the same step
+        except Preempted:  # all ranks raise it at the same step, so closing does not hang
             destroy_world(world)
             raise
         destroy_world(world)
@@ -83,7 +82,7 @@ def assemble_learner(
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:
         learner.outer_momentum = fresh_outer(learner)
-        # Keep the phase's start weights if a checkpoint may lie within a phase, as in RL.
+        # A checkpoint between two rounds of a fragment needs the weights at the earlier round.
         has_start = elastic.fragments > 1 or ctx.stage == "rl"
         learner.outer_start = fresh_outer(learner) if has_start else {}
     return learner
@@ -93,7 +92,7 @@ def assemble_learner(
 def assemble_site(
     ctx: RoleContext, learner: Learner, resumed: Path | None
 ) -> Iterator[SiteTraining | None]:
-    """Join the other sites of `trainer.elastic`, or yield None without that field."""
+    """Join the other sites, and yield this site. Yield None if `trainer.elastic` is null."""
     if (spec := ctx.manifest.trainer.elastic) is None:
         yield None
         return
@@ -154,8 +153,8 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return the seconds without progress after which a publication has stalled.
 
-    A direct wire gets the longer limit, to name absent ranks first
-    (`weight_wire.coordinator.MEET_S`).
+    A direct wire gets the longer limit, so that `weight_wire.coordinator` can name absent ranks
+    first (after MEET_S).
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -182,9 +181,10 @@ def _num_kept(manifest: Manifest) -> int:
 
 
 def _check_room(ctx: RoleContext) -> int:
-    """Return the bytes of shared memory for the kept versions, 0 unless the wire is `files`.
+    """Return the bytes of shared memory that kept weight versions need, or 0 if there are none.
 
-    Raise OrreryError if the versions do not fit in shared memory or on disk.
+    Only the wire `files` keeps versions, in shared memory or on disk. Raise OrreryError if they do
+    not fit.
     """
     manifest = ctx.manifest
     if manifest.transport.weights != "files":

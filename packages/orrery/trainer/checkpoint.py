@@ -45,7 +45,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """The part of one tensor that this rank holds: a `box` within the full `shape`."""
+    """The part of one tensor that this rank holds: the region `box` of the full `shape`."""
 
     shape: tuple[int, ...]
     box: Box
@@ -78,9 +78,9 @@ def _frozen_names(learner: Learner) -> frozenset[str]:
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return one sha256 of all weight files in `start`, the frozen weights under adapters.
+    """Return one sha256 over all weight files in `start`, which adapters leave frozen.
 
-    The hash covers lines "digest  name", sorted by name. Known digests come from `inputs.json`.
+    It hashes one line "digest  name" for each file, by name. `inputs.json` may know digests.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
@@ -129,7 +129,7 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
 
 
 def load(learner: Learner, folder: Path) -> None:
-    """Load `folder` into the learner. Raise RunFailed if that fails.
+    """Load a checkpoint into the learner. Raise RunFailed if it does not fit or cannot be read.
 
     Random-number state is restored only at the same world size.
     """
@@ -174,7 +174,7 @@ def _check_fits(
 
 
 class CheckpointReader:
-    """Read boxes of tensors from memory-mapped files. Raise RunFailed if a file is unreadable."""
+    """Read regions of tensors from memory-mapped files. Raise RunFailed if a file is unreadable."""
 
     def __init__(self, folder: Path):
         state = _read_json(folder / "state.json")
@@ -199,7 +199,7 @@ class CheckpointReader:
                 self.shapes[name], self.dtypes[name] = tuple(entry["shape"]), entry["dtype"]
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Read the `box` of tensor `name` into `target`, which has the stored dtype."""
+        """Read the region `box` of tensor `name` into `target`, a tensor of the stored dtype."""
         missing = target.numel()
         for rank, piece in self._pieces[name]:
             if not box:

@@ -1,12 +1,12 @@
 """Write checkpoints during training, and resume from them. `checkpoint.py` describes the files.
 
 - Training waits only for the copy into shared memory and for the previous checkpoint.
-- Each rank's saver process (`saver.py`) writes its files, then a checksum file, even if the trainer
-  is killed. Its error is raised at the next step.
+- Each rank has a saver process (`saver.py`), which survives the trainer. It writes the rank's
+  files, then a checksum file. The trainer raises the saver's error at the next step.
 - The first rank's saver waits for all checksum files, renames the folder, writes the marker and
   removes old checkpoints.
 - A step's metrics are written between `copy` and `write`, so a complete checkpoint has them.
-- Non-finite state is refused, because every resumed attempt would fail.
+- Non-finite state raises RunFailed, because every run resumed from it would fail.
 """
 
 import json
@@ -64,10 +64,10 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 class CheckpointWriter:
     """Save one rank's part of each checkpoint while training continues.
 
-    Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside
-    `waiting(what, deadline_s, behind_s)`. Leaving the `with` block completes the last checkpoint.
-    After an exception only the saver does so. The wait for the saver's end, perhaps a long upload,
-    comes after the last collective (`World.at_end`).
+    Call `copy` and `write` for each checkpoint, and `check` at every step. The context manager
+    `waiting(what, deadline_s, behind_s)` reports each wait. Leaving the `with` block waits for the
+    last checkpoint, except after an exception. The saver may upload for hours, so `World.at_end`
+    waits for its end, after the last collective.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class CheckpointWriter:
         marker: Path | None = None,
         completion: Completion | None = None,
     ) -> None:
-        """Let the saver write the copy. Then the first rank calls `on_written`.
+        """Start to write the copy to disk. Then the first rank calls `on_written`.
 
-        `marker` (default: the folder) exists once the saver is done.
+        The saver creates `marker` last. The default is the checkpoint's folder.
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
@@ -180,7 +180,7 @@ class CheckpointWriter:
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # after an interrupted wait `_work` stays set
+        self._work = None  # not reached by an interrupted wait, which can be repeated
         if work.error is not None:
             raise work.error
 
@@ -189,7 +189,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait for the previous checkpoint's marker file. A collective would time out earlier."""
+        """Wait for the previous checkpoint's marker. A collective would time out too early."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:
@@ -241,7 +241,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -> None:
-    """Raise RunFailed on every rank if replicas (HSDP) differ in any bit. A collective.
+    """Raise RunFailed on every rank if the weights of HSDP replicas differ. A collective.
 
     Only the first replica is stored and published.
     """
@@ -260,7 +260,7 @@ def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -
 
 @torch.no_grad()
 def fingerprint(weights: Iterable[torch.Tensor]) -> int:
-    """Return a hash of the bits of local shards: the mixed sums of each shard's words."""
+    """Return a hash of the local shards' bits, mixed from the integer sum of each shard."""
     sums = []
     for weight in weights:
         shard = local_tensor(weight.detach())
@@ -300,10 +300,10 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 class StageCheckpoints:
-    """Write one rank's checkpoints of a stage. Leaving the `with` block completes the last.
+    """Write one rank's checkpoints of a stage. Leaving the `with` block waits for the last.
 
-    The role `beside` writes its half of checkpoint n before it sends batch n. `spared` bytes of
-    shared memory stay free.
+    The role `beside` writes the other half of checkpoint n before it sends batch n. `spared` bytes
+    of shared memory stay free.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class StageCheckpoints:
     ):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
         self._spared = spared
-        # A saver of an earlier attempt may still run on a node without a launcher.
+        # An earlier attempt's saver may still run on a node without a launcher, so add `attempt`.
         memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}.{ctx.attempt}"
         self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 
@@ -326,7 +326,7 @@ class StageCheckpoints:
         num_steps = (manifest.sft if self._stage == "sft" else manifest.stages.rl).num_steps
         steps_left = range(self._learner.step + 1, num_steps + 1)
         if any(self.is_due(step) for step in steps_left):
-            # Killed jobs leave copies on nodes without a launcher. `reserve` syncs ranks first.
+            # Remove copies of killed jobs. `reserve` allocates only when all ranks are this far.
             remove_memory(saves_prefix(self._ctx.run_dir))
             self._writer.reserve(self._learner, self._spared)
         return self
@@ -368,7 +368,7 @@ class StageCheckpoints:
 
 
 def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
-    """Load the newest complete checkpoint. Return its folder or None. A collective."""
+    """Load the newest complete checkpoint, if any, and return its folder. A collective."""
     world = learner.world
     # In RL the orchestrator discards incomplete checkpoints.
     if stage != "rl" and world.is_first:

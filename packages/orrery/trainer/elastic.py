@@ -1,12 +1,12 @@
-"""Train this site's share of a run of several sites (`orrery.elastic`).
+"""Train one site of a run with several sites (`orrery.elastic`).
 
 - `orrery join` writes `site.json` into the run's folder: the addresses to listen on and to join.
-- Ports: the log uses P (the port of `listen`) and P + 1. Rank i of R serves snapshots at P + 2 + i,
-  and exchanges updates at P + 2 + R + i.
-- After every round each rank copies its weights θ, the outer momentum and the optimizer state into
-  shared memory. A site that joins or has missed rounds fetches them from other sites.
+- The log of rounds uses P, the port of `listen`, and P + 1. Rank i of R ranks serves snapshots at
+  port P + 2 + i, and exchanges updates at port P + 2 + R + i.
+- After every round each rank copies a snapshot into shared memory: weights θ, outer momentum and
+  optimizer state. A site that joins or missed rounds fetches the snapshot from other sites.
 - A joining RL site trains a phase (the steps between rounds) before its first round. A resumed RL
-  site keeps its own weights until then, because engines may have sampled from them.
+  site keeps its weights until its first round, because engines may have sampled from them.
 """
 
 import shutil
@@ -49,9 +49,9 @@ from orrery.trainer.optim import named_state
 from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
-FETCH_S = 60.0  # scaled; limit of one try
-PHASE_S = 24 * 3600.0  # scaled; longest wait for the inner steps of other sites
-ROUNDS = "rounds.json"  # a checkpoint's file, with a `HeldRound`
+FETCH_S = 60.0  # time limit of one attempt, scaled
+PHASE_S = 24 * 3600.0  # time limit for the steps of other sites, scaled
+ROUNDS = "rounds.json"  # file of a checkpoint that holds a `HeldRound`
 T = TypeVar("T")
 
 
@@ -60,13 +60,13 @@ class HeldRound(msgspec.Struct, frozen=True):
 
     round: int
     shards: ShardMap
-    tokens: list[int] = []  # by fragment
+    tokens: list[int] = []  # tokens since each fragment's last round
 
 
 class SiteTraining:
-    """Take part in the run's rounds. `shard` and `start` locate the next step in the data.
+    """Exchange weights with other sites in rounds. `resumed`: folder of the loaded checkpoint.
 
-    `resumed`: the folder of the loaded checkpoint, if any.
+    The next step's data begins at position `start` of shard `shard`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SiteTraining:
         self._files = Certificates.of(Path(self._place.certificates), self._place.name)
         self._member = SiteMember("", "", 0)
         self._stack = ExitStack()
-        self._site: EtcdSite | None = None  # on the first rank
+        self._site: EtcdSite | None = None  # only on the first rank
         self._codec = codec(spec.codec)
         self._feedback: ErrorFeedback | None = None
         if spec.error_feedback:
@@ -101,7 +101,7 @@ class SiteTraining:
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
         self._phase = spec.inner_steps // spec.fragments  # steps between rounds
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
-        # After the last step every fragment takes part in one more round.
+        # After the last step every fragment is exchanged once.
         self._last = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
         self._held, self._holders = NO_ROUND, dict[str, int]()
@@ -120,7 +120,7 @@ class SiteTraining:
 
     @property
     def start(self) -> int:
-        """Return the position in the site's shard, including steps since the last round."""
+        """Return the number of trained documents of the shard, also since the last round."""
         num_beyond = self._learner.step - (self._loop.round - 1) * self._phase
         return self._shards.trained[self.shard] + num_beyond * self._step_documents
 
@@ -131,7 +131,7 @@ class SiteTraining:
         return sent + self._delay(sent)
 
     def __enter__(self) -> Self:
-        """Join the run. In SFT, finish this site's first round, in which it has weight 0."""
+        """Join the run. In SFT and at the start of RL, finish a round at once."""
         waiting = self._ctx.health.waiting("the other sites", deadline_s=self._limit_s())
         with waiting, ExitStack() as on_failure:
             on_failure.callback(self._stack.close)
@@ -151,7 +151,7 @@ class SiteTraining:
         self._stack.close()
 
     def after_step(self, num_tokens: int) -> None:
-        """Count the step's tokens. Exchange a fragment after every phase."""
+        """Add the step's tokens to this site's weight. Exchange a fragment after every phase."""
         self._loop.count(num_tokens if self._spec.weights == "tokens" else 1)
         beyond = self._learner.step % self._phase
         if beyond == 0 and self._delay(self._learner.step):
@@ -163,9 +163,10 @@ class SiteTraining:
                     self._finish_round()
 
     def _delay(self, step: int) -> int:
-        """Return the steps between sending and applying a round: 0 at a checkpoint and at the end.
+        """Return the number of steps between sending and applying a round.
 
-        In RL the delay is 0, because a published version must not change.
+        At a checkpoint and the last step it is 0. In RL it is always 0, because a published version
+        must not change.
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
@@ -187,7 +188,7 @@ class SiteTraining:
         self._shards.finish_round(row.members, num_documents * (row.round > 0))
         step = min(row.round * self._phase, self._num_steps)
         if self._ctx.stage == "sft" and not step <= self._learner.step < step + self._phase:
-            self._learner.step = step  # an RL step is a step of this site's rollouts
+            self._learner.step = step  # in RL, `step` counts this site's batches
         self._copy(row.round, row.digest)
         if self._ranks.is_first:
             self._record(row, inner_s)
@@ -200,7 +201,7 @@ class SiteTraining:
                     return self._loop.apply(self._spec.delay_merge)
                 return self._loop.exchange()
             except Behind as behind:
-                # A late site adds its update Δ to the next round, if it missed this round alone.
+                # A site that missed only this round adds its update Δ to the next round.
                 self._take_state(keeps_delta=behind.committed == self._loop.round)
             except LeaseLost as error:
                 self._ctx.log.warning("left behind: %s; joining again", error)
@@ -280,7 +281,7 @@ class SiteTraining:
             self._site.membership.measured = self._links.speeds
 
     def _check_room(self) -> None:
-        """Raise ElasticError if the snapshots of this host's ranks do not fit. A collective."""
+        """Raise ElasticError if snapshots of this host's ranks exceed memory. A collective."""
         hosts = self._learner.world.all_gather(host_number())
         state = HOST_BYTES // 3 * 2 * self._weights.num_parameters  # θ and the outer momentum
         num_bytes = state + sum(tensor.nbytes for tensor in self._inner())
@@ -288,7 +289,7 @@ class SiteTraining:
         check_room(SHARED_MEMORY, num_bytes, count)
 
     def _join(self) -> None:
-        """Join with a new id. Fetch the newest state if this site lacks it.
+        """Join with a new site id. Fetch the newest state unless this site has it.
 
         A resumed RL site fetches the state at its next round.
         """
@@ -310,7 +311,7 @@ class SiteTraining:
         last, found, members = self._ranks.from_first(join, tuple[int, str, list[str]])
         self._loop.site_id = site_id
         if not self._holders.keys().isdisjoint(members):
-            self._shards.holders = self._holders  # the others continue with the checkpoint's shards
+            self._shards.holders = self._holders  # members of the checkpoint still hold its shards
         self._holders, self._place = {}, msgspec.structs.replace(self._place, rewinds=False)
         waits = self._is_resumed_rl and last > held
         if (last, found) != (held, digest) and not waits:
@@ -348,7 +349,7 @@ class SiteTraining:
         self._keeper.copied()
 
     def _take_state(self, keeps_delta: bool) -> None:
-        """Fetch the state of the newest round from other sites, the same round on all ranks.
+        """Fetch the newest round's state from other sites. All ranks fetch the same round.
 
         With `keeps_delta` keep this site's update Δ, token counts and optimizer state.
         """
@@ -416,7 +417,7 @@ class SiteTraining:
 
 
 def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
-    """Raise ElasticError if the run admits no site now. A closed run admits its own sites."""
+    """Raise ElasticError if the run admits no site now. A closed run readmits its sites."""
     if spec.admission == "closed" and ledger.last > NO_ROUND and held == NO_ROUND:
         raise ElasticError(
             "trainer.elastic.admission 'closed': the run has begun, and admits no site; set it "

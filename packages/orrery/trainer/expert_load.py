@@ -1,8 +1,8 @@
-"""Count the tokens of each expert in a step, and balance experts by the bias of their routers.
+"""Count each expert's tokens in a step, and balance experts by the biases of their routers.
 
-After a step an expert's bias moves by rate · sign(mean load − load of this expert), as in
-DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are whole numbers summed over
-all ranks, so biases stay equal on all ranks.
+After a step, an expert's bias changes by rate · sign(mean load − this expert's load), as in
+DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are integers summed over all
+ranks, so every rank computes the same biases.
 
 L layers with experts · E experts
 """
@@ -15,10 +15,10 @@ from orrery.trainer.policy import Policy
 
 
 class ExpertLoad:
-    """The load of one step, empty without experts and in the family `hugging_face`.
+    """Token counts of each expert in one step. The family `hugging_face` has none.
 
-    Call `clear`, `add` after each forward pass, then `reduce`, then `metrics` and `balance`.
-    `biases` maps names to the biases that move, and is empty without a `rate`.
+    Call `clear`, then `add` after each forward pass, `reduce`, `metrics` and `balance`. `biases`
+    maps names to router biases, and is empty if `rate` is None.
     """
 
     def __init__(self, policy: Policy, world: World, rate: float | None):
@@ -46,7 +46,7 @@ class ExpertLoad:
             self._figures_3L = torch.stack((share_LE.amax(1), share_LE.amin(1), entropy_L))
 
     def metrics(self) -> dict[str, list[float] | None]:
-        """Return, by layer, the largest and smallest share of tokens and the entropy in nats."""
+        """Return each layer's largest and smallest token share, and their entropy in nats."""
         names = ("expert_load_max", "expert_load_min", "expert_load_entropy")
         if self._figures_3L is None:
             return dict.fromkeys(names)

@@ -1,14 +1,14 @@
-"""Write the policy as a Hugging Face folder: a stage's result, or a checkpoint on request.
+"""Write a stage's final policy, or a checkpoint on request, as a Hugging Face folder.
 
     python -m orrery.trainer.export RUN_DIR [--stage rl] [--step N] [--to FOLDER]
 
 `orrery export RUN …` runs this module on one CPU, even during a stage.
 
 - A folder appears only when it is complete.
-- An exported checkpoint equals the weights after that step byte for byte, except merged adapters,
-  because devices round differently.
+- An exported checkpoint has the exact weights of its step. Merged adapters may differ, because
+  devices round differently.
 - Memory holds the tensors of at most one output file.
-- Frozen weights and buffers come from the stage's start weights.
+- Frozen weights and buffers, also router biases, come from the stage's start weights.
 """
 
 import argparse
@@ -155,7 +155,7 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
 
 
 class _Tensors:
-    """The policy's tensors. Reading them in the order of `hf_tensors` reads each byte once."""
+    """Values of the policy's tensors. In the order of `hf_tensors`, each byte is read once."""
 
     def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
         self._stored, self._network, self._base = stored, network, base

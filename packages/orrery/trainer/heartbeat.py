@@ -1,9 +1,9 @@
 """Report this rank's progress to the launcher's hang detector.
 
-- Every PERIOD_S the health file gets the counts of started and completed collectives (from torch's
-  private flight recorder, or 0) and of marks.
-- A mark is a micro-batch begun on the device, or a tensor or file finished on the host.
-- SIGUSR1 and nccl's watchdog write `logs/flight_recorder/rank_<i>` for `torchfrtrace`.
+- The health file regularly gets the numbers of started collectives, completed collectives and
+  marks. torch's private flight recorder counts collectives. Without it their numbers are 0.
+- A mark is a micro-batch that began on the device, or a tensor or file finished on the host.
+- SIGUSR1 and NCCL's watchdog write `logs/flight_recorder/rank_<i>`, to be read by `torchfrtrace`.
 """
 
 import json
@@ -25,8 +25,8 @@ from orrery.runtime.timing import scaled
 from orrery.trainer.parallel.world import World
 
 PERIOD_S = 3.0
-WARM_UP_STALL_S = 600.0  # longest step that compiles, connects, or runs on a single rank
-IO_STALL_S = 300.0  # longest access to one tensor or file on a shared file system
+WARM_UP_STALL_S = 600.0  # limit for a step that compiles or connects, or a single rank
+IO_STALL_S = 300.0  # time limit for one tensor or file on a shared file system
 
 
 def step_stall_s(world: World, trainer: Trainer, is_first: bool = False) -> float:
@@ -40,14 +40,14 @@ def io_stall_s(num_ranks: int) -> float:
 
 
 def warms_up(trainer: Trainer, device: torch.device) -> bool:
-    """Return whether the first step may compile blocks, or kernels of libraries on a GPU."""
+    """Return whether the first step may compile blocks or GPU kernels."""
     return trainer.compile or device.type == "cuda"
 
 
 class _Progress:
     """Count marks. On a GPU a thread waits for each mark's CUDA event.
 
-    `Event.query` would hold the GIL while another CUDA call blocks.
+    It does not poll, because `Event.query` holds the GIL while another CUDA call blocks.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _Progress:
         if device.type != "cuda":
             self.count += 1
         elif self._ahead is not None:
-            event = torch.cuda.Event(blocking=True)  # otherwise the thread would spin
+            event = torch.cuda.Event(blocking=True)  # without blocking, the thread would spin
             event.record()
             self._ahead.put(event)
 

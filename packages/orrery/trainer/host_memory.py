@@ -1,7 +1,8 @@
 """Measure available host memory, and allocate blocks that a GPU copies to at full speed.
 
-- Linux kills a process above its control group's limit (Slurm job, container) without a message.
-- A container may see its control group at the mount's root, so missing folders are skipped.
+- Linux kills a process without a message if its control group (Slurm job, container) exceeds its
+  memory limit, so `available_bytes` counts that limit.
+- In a container a group's folder may be missing below the mount. Missing folders are skipped.
 - A block is unregistered from CUDA before its pages are freed. Otherwise the next use of their
   addresses fails (CUDA error 712).
 - torch's pinned allocator is not used, because it rounds sizes up to powers of two.
@@ -23,7 +24,7 @@ ROOT = Path("/")
 
 
 class CgroupVersion(NamedTuple):
-    """A version of control groups: mount, file names, and page-cache rows of `memory.stat`."""
+    """Mount and files of a version of control groups. `page_cache`: rows of `memory.stat`."""
 
     mount: str
     limit: str
@@ -46,7 +47,7 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 def cgroup_available_bytes(root: Path = ROOT) -> int:
-    """Return the least limit − used + page cache over all groups, or `sys.maxsize`."""
+    """Return the least limit − used + page cache of all groups, or `sys.maxsize` without any."""
     found = [sys.maxsize]
     for version, path in _groups(root):
         mount = root / "sys/fs/cgroup" / version.mount
@@ -97,7 +98,7 @@ class _Pages(mmap.mmap):
     `weakref.finalize` would run too late.
     """
 
-    address: int | None = None  # set while registered
+    address: int | None = None  # while registered with CUDA
     unregister: Callable[[int], Any]
 
     def __del__(self) -> None:
@@ -106,16 +107,16 @@ class _Pages(mmap.mmap):
 
 
 def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
-    """Return (resident zeros u8 [num_bytes], CUDA error of registering them or 0).
+    """Return (zeros u8 [num_bytes] in resident memory, CUDA error of registering them or 0).
 
-    With the descriptor `file` the zeros are that file's content. Raise OSError if they do not fit.
+    A descriptor `file` is mapped and filled with the zeros. Raise OSError if memory is short.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
     if file is None:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        os.posix_fallocate(file, 0, num_bytes)  # if memory is short, fail here and not by SIGBUS
+        os.posix_fallocate(file, 0, num_bytes)  # without memory, raise here to avoid a SIGBUS
         pages = _Pages(file, num_bytes)
     # Zeroing maps the pages with many threads. Registration would use one thread.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
