@@ -165,8 +165,7 @@ class SiteTraining:
     def _delay(self, step: int) -> int:
         """Return the number of steps between sending and applying a round.
 
-        At a checkpoint and the last step it is 0. In RL it is always 0, because a published version
-        must not change.
+        It is 0 at a checkpoint, at the last step and in RL, because published versions are fixed.
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
