@@ -1,1 +1,1 @@
-"""Run the `orrery` command. `supervisor.py` starts, watches and ends a stage's processes."""
+"""The `orrery` command, and the launcher, which starts and watches a stage's processes."""

@@ -1,6 +1,6 @@
 """Run benchmarks and list their results.
 
-A benchmark is a script `benchmarks/<area>/<figure>.py`. Its last result is the JSON file beside it.
+A benchmark is a script `benchmarks/<area>/<figure>.py`. A JSON file beside it has the last result.
 """
 
 import json

@@ -11,7 +11,7 @@ from orrery.manifest import cli as manifest_cli
 from orrery.manifest.errors import OrreryError, explain_os_error
 
 T = TypeVar("T")
-REQUEUED_S = 600  # seconds within which Slurm ends the processes of a job that it requeues
+REQUEUED_S = 600  # longest wait in seconds for Slurm to end a requeued job
 
 app = typer.Typer(
     name="orrery",
@@ -188,7 +188,7 @@ def plan(
     told: set[str] = set()
     for name in stages:
         lines = describe_stage(run.manifest, name, site, workspace)
-        if stage is None:  # print a note once, even if several stages have it
+        if stage is None:  # several stages may have the same note
             lines = [line for line in lines if line not in told and not line.startswith("  srun")]
             told |= {line for line in lines if line.startswith("  note: ")}
         print("\n".join(lines))
@@ -301,7 +301,7 @@ def restore(
 ) -> None:
     """Fetch the newest checkpoint from `checkpoint_target` of the site file.
 
-    Use this command after a loss of the disk, once the earlier stages have run again.
+    After the loss of the disk, run the earlier stages again, then this command.
     """
     import subprocess
 
@@ -488,7 +488,7 @@ def fetch_model(
     """Write weights/NAME and the axis jsonnet/models/<name>_pretrained.libsonnet.
 
     It fetches safetensors, configs, tokenizer.json and the chat template. It never fetches or runs
-    code of the repository. It checks names and shapes of the weights against the network.
+    code of the repository. It checks that the network has weights of the same names and shapes.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
@@ -554,7 +554,7 @@ def main() -> None:
     except OrreryError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except BrokenPipeError:  # the reader of stdout has ended (`orrery logs … | head`)
+    except BrokenPipeError:  # the reader of stdout has ended, as in `orrery logs … | head`
         raise SystemExit(141) from None
     except OSError as error:
         print(f"error: {explain_os_error(error)}", file=sys.stderr)

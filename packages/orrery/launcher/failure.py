@@ -1,9 +1,10 @@
 """Find the process that failed first, write the stage's last message, and restart engines.
 
 - If a process's error names another failing process, the message blames that process.
-- An ended engine is restarted with its processes on all nodes, as its next incarnation, but not
-  after a user's mistake (exit code 2), or if two incarnations in a row ended before they served.
-- The old incarnation's endpoint, health file and processes are removed before the next one starts.
+- When a process of an engine ends, all processes of that engine are restarted. Each start is a new
+  incarnation. There is no restart after a user's mistake (exit code 2), or after two incarnations
+  in a row that ended before they served.
+- An incarnation starts after the old incarnation's endpoint, health file and processes are removed.
 """
 
 import re
@@ -24,15 +25,15 @@ from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # longest wait for the failure of a process that an error names
-SETTLE_S = 0.3  # wait for further failures after the first
-EVIDENCE_S = 2.0  # wait until processes have written their stacks
-RECORDED_S = 10.0  # longest wait for a rank's flight recorder
-SLURM_SAYS_S = 2.0  # longest wait for Slurm to report whether it ends the job
+BLAME_S = 5.0  # longest wait in seconds for the failure of a process that an error names
+SETTLE_S = 0.3  # wait in seconds for further failures after the first failure
+EVIDENCE_S = 2.0  # wait in seconds until processes have written their stacks
+RECORDED_S = 10.0  # longest wait in seconds for the ranks' flight recorder files
+SLURM_SAYS_S = 2.0  # longest wait in seconds for Slurm to report whether it ends the job
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
-    """Return those of `names` that `error` mentions.
+    """Return the processes of `names` that `error` mentions.
 
     In `error`, `engine 0` means `inference.0`, and `router` means `router.0`.
     """
@@ -115,9 +116,9 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make all processes write their stacks, and trainer ranks write torch's flight recorder.
+    """Make all processes write their stacks and trainer ranks write torch's flight recorder.
 
-    Return a message that says where these files are.
+    Return a message with the paths of these files.
     """
     for process in stage.processes:
         if process.name in stage.health:  # a process with a health file handles the signal
@@ -174,7 +175,7 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
     """Return the outcome if Slurm ends the job.
 
-    A role may get Slurm's signal earlier than the launcher.
+    The launcher may get Slurm's signal later than a role, so wait SLURM_SAYS_S for it.
     """
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
@@ -199,26 +200,28 @@ def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome 
     return None
 
 
-WINDOW_S = 24 * 3600.0  # period in which restarts are counted
+WINDOW_S = 24 * 3600.0  # period in seconds in which restarts are counted
 
 
 class Restarts:
-    """Count restarts. `most` is the limit for all engines together within WINDOW_S."""
+    """The restarts of engines. All engines together restart at most `most` times in WINDOW_S."""
 
     def __init__(self, most: int):
         self.most = most
         self.by_name: Counter[str] = Counter()
         self._times_s: deque[float] = deque()
-        self._failed_starts: Counter[str] = Counter()  # incarnations in a row that never served
+        self._failed_starts: Counter[str] = (
+            Counter()
+        )  # by engine: number of incarnations in a row that never served
 
     @property
     def num_recent(self) -> int:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Count a restart of `name` after exit code `code` and return None, or refuse the restart.
+        """Return None and count a restart of engine `name`, or return why it is refused.
 
-        A refusal is the reason in words, or "" if the manifest allows no restarts.
+        The reason is "" if the manifest allows no restarts. `code` is the engine's exit code.
         """
         while self._times_s and self._times_s[0] <= now_s - WINDOW_S:
             self._times_s.popleft()
@@ -245,7 +248,7 @@ class EngineRestarts:
         self.refusal = ""
         self._policy = Restarts(stage.job.max_restarts)
         stage.engine_restarts = self._policy.by_name
-        self._replaced: list[int] = []  # process groups of old incarnations, to be reaped
+        self._replaced: list[int] = []  # process groups of old incarnations that must be reaped
 
     def restart_ended(self) -> bool:
         stage, job = self.stage, self.stage.job
@@ -259,7 +262,7 @@ class EngineRestarts:
             return False
         if any(health.doing == FAILED for health in others):
             return False
-        # Slurm ends the other tasks of a step with SIGTERM, so prefer any other exit code.
+        # Slurm ends the other tasks of a failed step by SIGTERM, so prefer any other exit code.
         first = {
             process.plan.whole: process
             for process in sorted(ended, key=lambda one: one.poll() not in TERMINATED)
@@ -280,7 +283,7 @@ class EngineRestarts:
         return True
 
     def _replace(self, process: Process | SlurmTask, has_served: bool) -> None:
-        """Start the engine of an ended `process` again, with its processes on all nodes."""
+        """Restart all processes of the engine that the ended `process` belongs to."""
         stage, engine = self.stage, process.plan.whole
         members = [one for one in stage.processes if one.plan.whole == engine]
         why = sentence(stage, process).removeprefix(f"{stage.name}: ")

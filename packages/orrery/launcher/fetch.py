@@ -1,8 +1,8 @@
 """Fetch a model or a dataset by name, never code: `orrery fetch`.
 
 - A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`.
-- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`, with file names that begin with
-  the split, and the fields `source` and `held_out` in `jsonnet/tasks/<name>_fetched.libsonnet`.
+- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. File names begin with the
+  split. `jsonnet/tasks/<name>_fetched.libsonnet` has the fields `source` and `held_out` for a spec.
 """
 
 import json
@@ -43,11 +43,11 @@ SETTINGS = (
     "model.safetensors.index.json",
 )
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
-CARD = "README.md"  # file whose YAML header lists configs and splits
+CARD = "README.md"  # dataset card: its YAML header lists configs and splits
 NO_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SHA256_DIGITS = 64
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
-Splits = dict[str, list[str]]  # files by split
+Splits = dict[str, list[str]]  # names of files, by split
 LOST = (
     "family 'hugging_face' runs transformers' network: without torch.compile, adapters (LoRA), "
     "context and expert parallelism, and replay of routed experts"
@@ -161,9 +161,9 @@ def _examine(
 
 
 def _ask(module: str, *words: str) -> dict[str, Any]:
-    """Run `python -m module`. Return the JSON that the module prints.
+    """Run `python -m module` and return the JSON that the module prints.
 
-    Raise OrreryError, with the message of the module's own error if it prints one.
+    Raise OrreryError if the module fails. If it prints an error, raise that message.
     """
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -186,7 +186,7 @@ def fetch_dataset(
 ) -> list[str]:
     """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines for the user.
 
-    `config`: the part to fetch, such as `main` of openai/gsm8k. None: the only part.
+    `config`: the hub's config to fetch, such as `main` of openai/gsm8k. None: the only config.
     `shard_word`: K/N, to fetch only the files of shard K. None: all files.
     """
     shard = None if shard_word is None else parse_shard(shard_word)
@@ -224,10 +224,10 @@ def fetch_dataset(
 def _fill(
     source: HubRepository, config: str | None, shard: Shard | None, target: Path, folder: Path
 ) -> None:
-    """Put the dataset's files into `folder`.
+    """Download the dataset's files into `folder`.
 
-    With `shard`, put only the files of the shard and of other splits, files without a sha256 on the
-    hub, and the files that `target` has.
+    With `shard`, download only the files of the shard, the files of splits without shards, the
+    files without a sha256 on the hub, and the files that `target` already has.
     """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))
@@ -257,9 +257,9 @@ def _fill(
 def _download(
     source: HubRepository, by_path: dict[str, str], paths: Iterable[str], folder: Path
 ) -> None:
-    """Download files of the hub to `paths` in `folder`.
+    """Download the files of `paths` into `folder`.
 
-    `by_path`: a file's name on the hub, by its path in `folder`.
+    `by_path` maps each path in `folder` to the file's name on the hub.
     """
     placed = hub.download(source, [by_path[path] for path in paths], folder)
     for path in paths:
@@ -306,7 +306,7 @@ def _header(card: Path | None) -> dict[str, Any]:
 
     try:
         return (metadata_load(card) if card else None) or {}
-    except Exception:  # a card is written by hand, and the YAML parser raises many types
+    except Exception:  # users write cards, and the YAML parser raises many types
         return {}
 
 
