@@ -1,4 +1,4 @@
-"""Turn plain data into a `Manifest`, or into a sentence about the first bad field."""
+"""Check plain data against the schema and return a `Manifest`, or explain the first bad field."""
 
 import difflib
 import json
@@ -34,13 +34,16 @@ def nearest(name: str, among: list[str]) -> str | None:
 
 
 def some_of(name: str, among: list[str]) -> str:
-    """Return a phrase with the number of names in `among` and the three closest to `name`."""
+    """Return a phrase that gives the number of names in `among` and the three closest to `name`."""
     like = difflib.get_close_matches(name, among, n=3, cutoff=0.0)
     return f"there are {len(among)}, such as {', '.join(like)} (`orrery check` lists them)"
 
 
 def sentence(error: ValidationError) -> str:
-    """Return a sentence about the first bad field: misspelt, then wrong, then missing fields."""
+    """Return a sentence about the first bad field.
+
+    Misspelt fields come first, then fields with wrong values, then missing fields.
+    """
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
@@ -84,7 +87,10 @@ def _short(value: Any) -> str:
 
 
 def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
-    """Return the manifest with new `values` by dotted path. Raise pydantic's ValidationError."""
+    """Return the manifest with new `values`, which are keyed by dotted path.
+
+    Raise pydantic's ValidationError if the result is not a valid manifest.
+    """
     data = manifest.model_dump(mode="json")
     for path, value in values.items():
         *parents, name = path.split(".")
@@ -107,7 +113,7 @@ def misspelt(path: str, given: list[str]) -> str | None:
 
 
 def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], Any]:
-    """Return (path of the field at pydantic's `loc`, names of its siblings, the field's type)."""
+    """Return the path of the field at pydantic's `loc`, the names of its siblings, and its type."""
     kind: Any = Manifest
     path = ""
     siblings: list[str] = []

@@ -1,6 +1,6 @@
-"""The commands about specs: `render | check | show | diff | explain | hardware`.
+"""The commands `render | check | show | diff | explain | hardware`.
 
-RUN is a run's name, the path of a manifest or of its folder, or a folder's name in `runs/`.
+RUN is the name of a run, a manifest's path, the path of its folder, or a folder's name in `runs/`.
 """
 
 import json
@@ -45,8 +45,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-FIRST_LINE = "tasks.train[0]: "  # first words of `orrery.tasks.check` about a correct manifest
-NOTE = "  note: "  # first words of each note of `orrery.tasks.check`
+FIRST_LINE = (
+    "tasks.train[0]: "  # `orrery.tasks.check` prints this prefix once for each correct manifest
+)
+NOTE = "  note: "  # line prefix of `orrery.tasks.check` for each note
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
@@ -69,7 +71,7 @@ def manifest_of(run: str) -> Manifest:
 
 
 def named(run: str) -> Named:
-    """Return the manifest and receipt of RUN. For a manifest's path, return no receipt."""
+    """Return the manifest and the receipt of RUN. The path of a manifest gives no receipt."""
     path = Path(run)
     if path.is_file() and _is_receipt(path):
         beside = path.with_name("manifest.json")
@@ -106,10 +108,10 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
-    """Return the notes that `orrery.tasks.check` prints about the tasks of (name, manifest) pairs.
+    """Run `orrery.tasks.check` on (name, manifest) pairs, and return the notes that it prints.
 
-    Raise OrreryError for the first task that does not build or fit. If `orrery.tasks` is not
-    installed, check no task. The init stage repeats this check.
+    Raise OrreryError for the first task that cannot be built or does not fit. If `orrery.tasks` is
+    not installed, return no notes. The init stage repeats this check.
     """
     if not manifests or find_spec("orrery.tasks") is None:
         return []
@@ -299,7 +301,7 @@ def diff(
 ) -> None:
     """Print the differences of two runs, before → after.
 
-    It compares the manifests, and the receipts if both have run.
+    Compare the manifests, and also the receipts if both runs have one.
     """
     a, b = named(before), named(after)
     if not (a.manifest and b.manifest) and not (a.receipt and b.receipt):

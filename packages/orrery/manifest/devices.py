@@ -1,12 +1,12 @@
-"""Devices that `hardware.accelerator` may name, as data.
+"""The devices that `hardware.accelerator` may name, and their rates.
 
-- Rates are from data sheets: dense operations a second, bytes a second of memory, and bytes a
-  second to a peer in one direction. Measured rates are in `rates/`.
-- Other devices get a name from their driver's data: `l40g_sm89_44gb` is an L40G of compute
+- `DEVICES` has the rates of data sheets: dense operations per second, memory bytes per second, and
+  bytes per second to another device in one direction. `rates/` has measured rates.
+- A device without a row gets a name from its driver's data: `l40g_sm89_44gb` is an L40G of compute
   capability 8.9 with 44 GiB. Each of its rates is the lowest among the rows of `DEVICES` with the
-  same capability, or else with the next lower capability.
-- A device without a file in `rates/` is assumed to reach the share of its data sheet's rates that
-  an H200 reaches.
+  same capability. If there is no such row, the next lower capability counts.
+- Devices without a file in `rates/` are assumed to reach the same share of their data sheet's rates
+  as an H200.
 """
 
 import re
@@ -22,11 +22,13 @@ GB, T = 10**9, 10**12
 
 @dataclass(frozen=True)
 class Device:
-    """One type of device. `names`: the driver's names for the type. `capability`: (major, minor).
+    """One type of device, with rates per second.
 
-    `memory_bytes`: memory that the driver offers, without the part of GDDR6 that error correction
-    takes. `fp8_flops`: 0 on devices without FP8. `is_estimated`: whether the type is not in
-    `DEVICES`.
+    - `names`: the driver's names for this type.
+    - `memory_bytes`: memory that the driver offers. On GDDR6, error correction takes the rest.
+    - `capability`: compute capability as (major, minor).
+    - `fp8_flops`: 0 on devices without FP8.
+    - `is_estimated`: whether `DEVICES` has no row for this type.
     """
 
     names: tuple[str, ...]
@@ -137,9 +139,9 @@ def _short(name: str) -> str:
 
 @cache
 def find_device(accelerator: str) -> Device | None:
-    """Return the device of a key in `DEVICES`, or of a name that `told_accelerator` returns.
+    """Return the device for a key of `DEVICES` or a name from `told_accelerator`.
 
-    Return None for all other texts, and for devices older than all rows.
+    Return None for any other text, and for a device older than all rows.
     """
     if accelerator in DEVICES:
         return DEVICES[accelerator]
@@ -178,13 +180,13 @@ def is_named(accelerator: str, name: str) -> bool:
 
 # Sizes of tiles that kernels and the memory plan share
 
-SPARSE_PAIRS = 2**22  # (query, chosen key) pairs of a chunk in sparse attention's backward pass
+SPARSE_PAIRS = 2**22  # (query, chosen key) pairs per chunk of sparse attention's backward pass
 AUTO_SHARE = 16  # logits of an "auto" chunk of the LM head take 1/16 of device memory
-ALIGNMENT = 128  # sizes of slices are multiples of 128, the tile size of matrix products
+ALIGNMENT = 128  # slice sizes are multiples of 128, the tile size of matrix products
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
-    """Return how many tokens the LM head scores at a time if `lm_head_chunk_tokens` is "auto"."""
+    """Return the tokens that the LM head scores at a time if `lm_head_chunk_tokens` is "auto"."""
     tokens = device_bytes // (AUTO_SHARE * 6 * vocab_size)
     return max(ALIGNMENT, tokens // ALIGNMENT * ALIGNMENT)
 
@@ -192,7 +194,7 @@ def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
 def blocks(length: int, longest: int) -> list[slice]:
     """Divide range(length) into the fewest slices of at most `longest` elements.
 
-    All slices except the last have a multiple of 128 elements, if `longest` allows that.
+    The size of all slices except the last is a multiple of 128, if `longest` permits.
     """
     longest = max(1, longest)
     size = -(-length // max(1, -(-length // longest)))
@@ -202,20 +204,21 @@ def blocks(length: int, longest: int) -> list[slice]:
 
 
 FOLDER = Path(__file__).with_name("rates")
-MEASURED_ON = "h200"  # device whose measured rates are scaled for devices without measured rates
-USABLE = 0.99  # share of a device's GiB open to a process. Data sheets write GB for GiB.
-PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5, one direction
+MEASURED_ON = "h200"  # its measured rates are scaled for devices without measured rates
+USABLE = 0.99  # share of memory that a process can allocate. Data sheets write GB for GiB.
+PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5 in one direction
 
 
 @dataclass(frozen=True)
 class Rates:
     """Operations per second of kernels, and bytes per second of memory and links.
 
-    - `dense_flops`, `grouped_flops`: products of matrices and of routed experts, in bfloat16.
-    - `attention_flops`: the limit that attention approaches in long documents.
-    - `attention_half_tokens`: the document length that reaches half of this limit.
-    - `link_bytes`: copies from a device to another device of its node, in one direction.
-    - `host_link_bytes`: copies from a device to pinned host memory, in one direction.
+    - `dense_flops`: matrix products in bfloat16.
+    - `grouped_flops`: products of routed experts in bfloat16.
+    - `attention_flops`: rate that attention approaches in long documents.
+    - `attention_half_tokens`: document length at which attention reaches half of this rate.
+    - `link_bytes`: copies to another device of the same node, in one direction.
+    - `host_link_bytes`: copies to pinned host memory, in one direction.
     - `collective_bytes`: all-gathers and reduce-scatters while the device computes.
     """
 
@@ -259,6 +262,6 @@ def rates_of(accelerator: str) -> Rates:
 
 
 def usable_bytes(accelerator: str) -> int | None:
-    """Return the bytes that a process can allocate on the device, or None for a CPU."""
+    """Return the bytes that a process can allocate on the device. Return None for a CPU."""
     device = find_device(accelerator)
     return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)

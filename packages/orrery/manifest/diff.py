@@ -1,7 +1,7 @@
 """Compare two manifests, or the receipts of two runs, field by field.
 
-By default receipts are compared by their last attempts, without times, job ids, messages and the
-report page.
+By default, only the last attempts in receipts are compared, without times, job ids, messages and
+the report page.
 """
 
 import json
@@ -26,7 +26,7 @@ Leaf = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Difference:
-    """A field, and its values `before` and `after` as JSON, or "absent"."""
+    """A field and its values `before` and `after` as JSON. A missing value is "absent"."""
 
     field: str
     before: str
@@ -71,10 +71,10 @@ def _has_attempts(stage: Any) -> bool:
 
 
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
-    """Return the differences. Their fields are named `receipt.<kind>.<stage>.<field>`.
+    """Return the differences, with fields named `receipt.<kind>.<stage>.<field>`.
 
-    A kind is a key of a stage in the receipt, such as "metrics". A change that is equal in all
-    stages with this field appears once, without the stage.
+    A kind is a key of a stage in the receipt, such as "metrics". If a field changes equally in all
+    stages that have it, the change appears once, without the stage.
     """
     a, b = (_facts(receipt, everything) for receipt in (before, after))
     stages = list(dict.fromkeys([*before["stages"], *after["stages"]]))

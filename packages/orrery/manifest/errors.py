@@ -13,7 +13,7 @@ class OrreryError(Exception):
 
 
 class RunFailed(OrreryError):
-    """The run ended early, for example after a deadline. The run can be resumed."""
+    """The run ended early, for example at a deadline, and can be resumed."""
 
     exit_code = 1
 

@@ -1,8 +1,8 @@
 """Explain which file and which axis gave a field its value.
 
-- An axis sets a field if the axis contains the field when evaluated alone. Run files override axes.
-- `lib/run.libsonnet` derives all other fields. The sources of a derived field are the axes without
-  which its value changes.
+- An axis sets a field if the axis, evaluated alone, contains this field. Run files override axes.
+- `lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if the
+  field's value changes without the axis.
 """
 
 import json
@@ -42,9 +42,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The origin of one scalar field. `how` is "axis", "run file" or "derived".
+    """The origin of one scalar field.
 
-    `sources`: the places that give a derived value, or that the run file overrides.
+    - `how`: "axis", "run file" or "derived".
+    - `place`: file and line that set or derive the value.
+    - `sources`: files that a derived value depends on, or the axis that a run file overrides.
+    - `overrides`: value of this axis.
     """
 
     field: str
@@ -132,7 +135,10 @@ class _Case:
 
 
 def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | None:
-    """Return the line that sets a field, or None. `under_key`: look inside every run's object."""
+    """Return the number of the line that sets a field, or None.
+
+    With `under_key`, look for the field inside the object of each run.
+    """
     stack: list[str | None] = []
     key: str | None = None
     text = file.read_text(encoding="utf-8", errors="replace")

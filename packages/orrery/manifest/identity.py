@@ -1,6 +1,7 @@
-"""The id of a run (the sha256 of its canonical JSON), and the folders and commit of a checkout.
+"""Compute the id of a run, and find the folders and the commit of a checkout.
 
-Canonical JSON is the parsed manifest in ASCII, with sorted keys, without spaces or NaN.
+A run's id is the sha256 of its manifest as canonical JSON: ASCII with sorted keys and without
+spaces or NaN.
 """
 
 import hashlib
@@ -73,7 +74,10 @@ class Workspace:
 
 
 def find_workspace(start: Path | None = None) -> Workspace:
-    """Return the checkout around `start` (default: working directory), or around this file."""
+    """Return the checkout that contains `start`, or else the checkout that contains this file.
+
+    `start` is the working directory by default. Raise OrreryError if there is no checkout.
+    """
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents, *Path(__file__).resolve().parents):
         if (folder / "jsonnet" / "runs").is_dir():
@@ -92,9 +96,9 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def commit(folder: Path, *paths: str) -> str:
-    """Return the commit of the checkout around `folder`, or "unknown".
+    """Return the commit of the checkout that contains `folder`, or "unknown".
 
-    Add `-dirty` if tracked files under the git `paths` differ from the commit. The variable
+    Append `-dirty` if tracked files below `paths` differ from the commit. The environment variable
     ORRERY_COMMIT overrides the result.
     """
     if named := os.environ.get("ORRERY_COMMIT"):

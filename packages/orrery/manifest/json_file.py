@@ -1,8 +1,8 @@
 """Read JSON from users and other processes.
 
 - Only regular files are opened, so a reader never waits for a pipe.
-- Refused are files of more than `MAX_BYTES`, nesting deeper than `MAX_DEPTH`, NaN and infinities,
-  and strings with NUL or half a surrogate pair.
+- A file is refused if it exceeds `MAX_BYTES`, nests deeper than `MAX_DEPTH`, or contains NaN, an
+  infinity, or a string with NUL or half of a surrogate pair.
 """
 
 import errno
@@ -25,7 +25,7 @@ MAX_DEPTH = 64
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """Return the JSON value in a file. Raise OrreryError with `remedy` if no value can be read."""
+    """Return the JSON value of a file. Raise OrreryError with `remedy` if this fails."""
     try:
         return parse_json(read_regular(path))
     except OSError as error:
@@ -61,7 +61,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text in UTF-8. Raise ValueError if the text is refused."""
+    """Return the value of a JSON text. Raise ValueError if the text is refused."""
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -119,7 +119,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file. Raise OSError for other files or above `MAX_BYTES`."""
+    """Return the content of a file.
+
+    Raise OSError if the file is not regular or has more than `MAX_BYTES`.
+    """
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise OSError(

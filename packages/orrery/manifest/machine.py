@@ -1,8 +1,8 @@
-"""Fit runs to the GPUs of this machine.
+"""Adapt runs to the GPUs of this machine.
 
-`nvidia-smi` lists the GPUs, so a login node needs no torch. A machine without `nvidia-smi` and
-`/dev/nvidia0` has no GPU. An adapted run is a new file in `jsonnet/runs` that imports the original
-run and changes fields.
+- `nvidia-smi` lists the GPUs, so a login node needs no torch. A machine without `nvidia-smi` and
+  `/dev/nvidia0` has no GPU.
+- An adapted run is a new file in `jsonnet/runs` that imports the original run and changes fields.
 """
 
 import os
@@ -40,10 +40,13 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-WRITTEN = "Written by `orrery "  # words in the first line of files that a command may replace
+WRITTEN = "Written by `orrery "  # commands replace only files whose first line contains this text
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
-MAX_FITS = 3  # largest number of rounds of changes that make a run fit into device memory
-CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / GPU memory. True: the trainer shares the GPU.
+MAX_FITS = 3  # limit on rounds of changes that make a run fit into device memory
+CACHE_SHARE = {
+    True: 0.25,
+    False: 0.5,
+}  # KV cache / GPU memory, by whether the trainer shares the GPU
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return the hardware axis's `layout`. Half of the GPUs train, the other GPUs run engines.
+        """Return the `layout` of the hardware axis: half of the GPUs train, the rest run engines.
 
         A single GPU does both.
         """
@@ -85,7 +88,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return this machine. Raise OrreryError for GPUs of several types or without bfloat16."""
+    """Return this machine. Raise OrreryError if its GPUs differ in type or lack bfloat16."""
     if DEVICE_FILE.exists() and shutil.which(QUERY[0]) is None:
         raise OrreryError(
             f"{DEVICE_FILE} is a GPU, and `nvidia-smi` is not installed to tell its type. Give the "
@@ -99,9 +102,10 @@ def this_machine() -> Machine:
 
 
 def _told(found: Sequence[Gpu]) -> str:
-    """Return the name that `told_accelerator` makes for these GPUs.
+    """Return the name from `told_accelerator` for these GPUs.
 
-    Raise OrreryError if the GPUs lack bfloat16, or `nvidia-smi` does not report them fully.
+    Raise OrreryError if the GPUs lack bfloat16, or if `nvidia-smi` does not report their memory or
+    compute capability.
     """
     name, capability = found[0].name, found[0].capability
     memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
@@ -256,9 +260,10 @@ def _object(fields: Mapping[str, object]) -> str:
 
 
 class Adapted(NamedTuple):
-    """A run after `adapt`. `text`: the new run file, or None if the original run suits.
+    """A run after `adapt`.
 
-    `fitting`: new values, by field, that make the run fit into device memory.
+    - `text`: content of the new run file. None: the original run suits the machine.
+    - `fitting`: new values by field that make the run fit into device memory.
     """
 
     run: Rendered
@@ -317,7 +322,7 @@ def write_run(workspace: Workspace, run: Rendered, text: str) -> None:
 
 
 def _changes(manifest: Manifest, machine: Machine) -> list[str]:
-    """Return lines of Jsonnet that change a run for `machine`."""
+    """Return the lines of Jsonnet that adapt a run to `machine`."""
     hardware = manifest.hardware
     if "cpu" in (machine.accelerator, hardware.accelerator):
         if machine.accelerator == hardware.accelerator:
