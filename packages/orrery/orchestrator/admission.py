@@ -5,8 +5,9 @@
   in flight uses.
 - `share` rises at once. It falls slowly, and only while all permits are taken and the engines'
   queues are short. Otherwise young rollouts, which use little cache, would raise the limit.
-- Each preemption in an engine lowers the limit by 1, in one poll by at most the fraction BACKOFF of
-  the limit, or 1. Later preemptions count only once the rollouts in flight fit the new limit.
+- Each preemption in an engine lowers the limit by 1. One poll lowers the limit by at most 1 or the
+  fraction BACKOFF, whichever is more. Later preemptions count only once the rollouts in flight fit
+  the new limit.
 """
 
 import math
@@ -23,7 +24,7 @@ from orrery.runtime.timing import Pace, period_s
 
 BACKOFF = 0.05
 LEAST = 1e-9
-DECAY = 3.0  # e^-DECAY of `share`'s excess over the measured share is left once all have ended
+DECAY = 3.0  # while all rollouts in flight end, `share` − measured share shrinks by e^DECAY
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
 
@@ -52,7 +53,7 @@ class AdaptiveLimit:
             return
         if self.share is None:
             self.share = self._first_share(loads)
-        # vLLM counts requests that load their cache as waiting, but they hold blocks.
+        # vLLM counts a request that loads its cache as waiting, although the request holds blocks.
         holding = sum(load.running + load.loading for load in loads.values())
         waiting = sum(load.waiting - load.loading for load in loads.values())
         if holding and in_flight:
@@ -128,9 +129,9 @@ class Admission:
 async def poll_engines(
     ctx: RoleContext, pool: Any, admission: Admission, pace: Pace | None = None
 ) -> dict[int, EngineMetrics]:
-    """Return every engine's load by index, or {} if an engine does not answer in time.
+    """Return each engine's load by index. Return {} if an engine does not answer in time.
 
-    Write metrics rows when `pace` is due, or always if `pace` is None.
+    Write metrics rows if `pace` is None or due.
     """
     try:
         loads: dict[int, EngineMetrics] = await pool.metrics()
@@ -149,7 +150,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # The first engines only prefill. Rollouts use the caches of the other engines.
+    # Skip the prefill engines, which come first: rollouts in flight fill the other engines' caches.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})
@@ -164,7 +165,7 @@ async def poll_engines(
 
 
 class EngineActivity:
-    """Write spans `generate` (attribute `engine`) while an engine has requests."""
+    """Write the times in which an engine has requests as spans `generate`."""
 
     def __init__(self, add_span: Callable[..., None]):
         self._add_span = add_span

@@ -17,13 +17,13 @@ from orrery.manifest.schema import Algorithm, Grpo, MaxRl
 from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import Failed, Rollout
 
-STD_FLOOR = 1e-6  # bounds the rounding error for nearly equal rewards
+STD_FLOOR = 1e-6  # least divisor, because nearly equal rewards have rounding errors
 
 
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
-    """Return A_i = R_i − mean(R) (GRPO: Shao et al. 2024, DeepSeekMath, eq. 3).
+    """Return A_i = R_i − mean(R) for rewards R (GRPO: Shao et al. 2024, DeepSeekMath, eq. 3).
 
-    `normalize_std` divides by the rewards' population standard deviation, as in the paper. Very
+    If `normalize_std`, divide by the rewards' population standard deviation, as in the paper. Very
     easy and very hard problems then weigh more (Liu et al. 2025, "Dr. GRPO").
     """
     if (rewards == rewards[0]).all():
@@ -36,9 +36,9 @@ def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
 
 
 def max_rl(rewards: np.ndarray, algorithm: MaxRl) -> np.ndarray:
-    """Return A_i = (R_i − mean(R)) / mean(R), or 0 if the mean is not positive.
+    """Return A_i = (R_i − mean(R)) / mean(R) for rewards R. Return zeros if mean(R) ≤ 0.
 
-    Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning".
+    Source: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning".
     """
     exact = rewards.astype(np.float64)
     mean = exact.mean()
@@ -57,7 +57,7 @@ def advantages(rewards: np.ndarray, algorithm: Algorithm) -> np.ndarray:
 
 @dataclass
 class Group:
-    """A group's finished rollouts, and how many failed members count as reward 0."""
+    """The finished rollouts of a group, and the number of failed members with a reward of 0."""
 
     request: GroupRequest
     survivors: list[Rollout] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Group:
 
 
 def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
-    """Return the finished rollouts with their advantages. Requires at least two rewards."""
+    """Return the finished rollouts with their advantages. A group needs at least two rewards."""
     rewards = [*(rollout.reward for rollout in group.survivors), *[0.0] * group.num_zeros]
     gained = advantages(np.asarray(rewards, dtype=np.float32), algorithm)
     return [
@@ -100,7 +100,7 @@ class Groups:
         return group
 
     def drop_engine(self, engine: int) -> int:
-        """Remove this engine's finished rollouts of incomplete groups. Return their number."""
+        """Remove finished rollouts of this engine from incomplete groups. Return their number."""
         before = self.num_rollouts
         for group in self._groups.values():
             group.survivors = [each for each in group.survivors if each.engine != engine]

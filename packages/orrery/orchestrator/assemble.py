@@ -31,14 +31,15 @@ from orrery.wire.weight_wire.leases import LeaseClient
 
 T = TypeVar("T")
 
-READ_S = 1800.0  # longest load of weights from a slow shared file system, scaled
-SERVERS_START_S = 600.0  # longest imports and compilation of vLLM, scaled
+READ_S = 1800.0  # time limit to read tasks and checkpoints from a slow file system, scaled
+SERVERS_START_S = 600.0  # time limit for engines to import vLLM and compile, scaled
 
 
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
     """Wait until all engines and any router listen. Return their pool.
 
-    Raise Preempted, with the newest checkpoint's step or 0, if the stage is preempted meanwhile.
+    If the stage is preempted meanwhile, raise Preempted with the newest checkpoint's step. Without
+    a checkpoint, the step is 0.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -63,7 +64,7 @@ async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> En
 
 @asynccontextmanager
 async def guests(ctx: RoleContext, pool: EnginePool) -> AsyncIterator[None]:
-    """Accept engines of other sites in the `with` body, if the manifest has `guests`."""
+    """Accept engines of other sites in the `with` body if the manifest has `guests`."""
     if ctx.manifest.orchestrator.guests is None:
         yield
         return
@@ -73,7 +74,7 @@ async def guests(ctx: RoleContext, pool: EnginePool) -> AsyncIterator[None]:
 
 
 async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
-    """Wait in a thread for `count` servers of `role`. Cancelling ends the thread."""
+    """Wait in a thread until `count` servers of `role` listen. Cancelling ends the thread."""
     request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
@@ -121,11 +122,11 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """Return a scheduler with the newest checkpoint's state, or a new scheduler if there is none.
+    """Return a scheduler, with the state of the newest checkpoint if there is a checkpoint.
 
     Remove incomplete checkpoints, and the checkpoints of SFT.
     """
-    # Removal is safe here, because a checkpoint begins only after the next batch is taken.
+    # Removal is safe, because no checkpoint begins before the next batch is taken.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))
@@ -143,9 +144,9 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 def _first_problem(ctx: RoleContext) -> int:
-    """Return the number of this site's first problem, or 0 without other sites.
+    """Return the index of this site's first problem. The index is 0 if the run is not elastic.
 
-    The number is a hash of the site's name, so that sites draw different problems.
+    The index is a hash of the site's name, so that sites draw different problems.
     """
     if ctx.manifest.trainer.elastic is None:
         return 0

@@ -1,7 +1,7 @@
 """Turn a `TrainBatch` into columns, micro-batches for every rank, a metrics row and samples.
 
-Samples are rollouts as text, one per line, in `rollouts/evaluate.jsonl` and
-`rollouts/samples.jsonl`.
+A sample is one rollout as text. `rollouts/evaluate.jsonl` and `rollouts/samples.jsonl` hold one
+sample per line.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,15 +50,15 @@ def document(rollout: Rollout, temperature: float) -> Columns:
 
 
 def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str]:
-    """Return {version: digest} of the versions that sampled the batch. JSON needs text keys."""
+    """Return the digest of each version that sampled the rollouts. Keys are text, for JSON."""
     versions = np.unique(np.concatenate([each.sampled_versions for each in rollouts]))
     return {str(version): known[version] for version in versions.tolist()}
 
 
 def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
-    """Pack the documents into batch `step`. `totals` counts the tokens of each loss component.
+    """Pack the documents into batch `step`. Its `totals` count the tokens of each loss component.
 
-    All ranks of a context-parallel group get equal micro-batches. Each rank takes its tokens.
+    All ranks of a context-parallel group get the same micro-batches, and each selects its tokens.
     """
     lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
     mesh, shares = manifest.trainer.mesh, micro_batches(documents, pack_for(manifest, lengths))
@@ -90,7 +90,7 @@ def row(batch: TrainBatch, manifest: Manifest, now_s: float) -> dict:
     elapsed_s = now_s - (tally.since_s if tally.since_s is not None else now_s)
     return {
         "event": "batch",
-        # Include dropped groups: without groups of equal rewards the mean is biased.
+        # Include dropped groups, because leaving out groups of equal rewards biases the mean.
         "reward_mean": float(rewards.mean()) if len(rewards) else trained_mean,
         "batch_reward_mean": trained_mean,
         "num_sampled": len(tally.rewards),

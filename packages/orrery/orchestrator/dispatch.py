@@ -2,10 +2,10 @@
 
     Source → GroupRequest → Dispatch → Request (one per member) → Rollout | Failed | GroupDropped
 
-- The next group is of the task that is furthest behind its share of the groups.
+- The next group comes from the task that is furthest below its share of all groups.
 - Every request leaves exactly once: finished, failed, or inside a `GroupDropped(reason)`.
-- Evaluation goes first, then started groups (their prompt is cached), then new groups.
-- A group's cache salt is the engines' version when its first member starts.
+- Evaluation goes first, then started groups, whose prompt is cached, then new groups.
+- A group's cache salt is the engines' policy version at the start of its first member.
 - Failed rollouts are not retried. Evaluations restart rollouts of a lost engine.
 - This module only decides. The caller runs and cancels the requests.
 """
@@ -24,12 +24,12 @@ from orrery.runtime.timing import scaled
 Purpose = Literal["train", "evaluation"]
 
 TIMEOUT = "timeout"
-PROOF_S = 30.0  # longest time without new tokens of an engine with requests, scaled
+PROOF_S = 30.0  # time limit for an engine with requests to make a token, scaled
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """`size` rollouts of one problem. Training and evaluation number their groups separately."""
+    """A request for rollouts of one problem. Training and evaluation number groups separately."""
 
     purpose: Purpose
     group_id: int
@@ -68,7 +68,7 @@ class Request:
 
 @dataclass(frozen=True)
 class GroupDropped:
-    """A dropped group: requests `in_flight` to cancel, and the number of undispatched members."""
+    """A dropped group, its requests to cancel, and its number of undispatched members."""
 
     group: GroupRequest
     reason: str
@@ -77,7 +77,7 @@ class GroupDropped:
 
 
 class Source:
-    """Choose the problem of each new group. `first_problem`: this site's first problem."""
+    """Choose the problem of each new group. `first_problem` is this site's first index."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class Dispatch:
 @dataclass
 class _Expired:
     since_s: float
-    tokens: dict[int, int] = field(default_factory=dict)  # tokens of each engine at the first poll
+    tokens: dict[int, int] = field(default_factory=dict)  # engine → tokens at the first poll
     is_slow: bool = False
 
 
@@ -257,7 +257,10 @@ class TimeoutClassifier:
         self._expired: dict[str, _Expired] = {}
 
     def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
-        """Compare token counts with the first poll's. `loads` is {} if an engine is silent."""
+        """Record whether all busy engines made tokens since a rollout expired.
+
+        Empty `loads`, from a failed poll, change nothing.
+        """
         for case in self._expired.values():
             for index, load in loads.items():
                 case.tokens.setdefault(index, load.generation_tokens_total)

@@ -81,8 +81,8 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from the trainer's last `version`.
 
-    Only weights that the wire `files` carries without FP8 have comparable digests. Otherwise the
-    launcher compares the weights with the receipt.
+    Only digests of the wire `files` without FP8 are comparable. Otherwise, the launcher compares
+    the weights with the receipt.
     """
     newest = checkpoints.latest(ctx.run_dir)
     comparable = ctx.manifest.transport.weights == "files" and not ctx.manifest.model.fp8
@@ -172,9 +172,9 @@ class EvaluationLoop:
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """Return the content of `result.json`: each policy's reward, over all tasks and by task.
 
-    - `reward_mean` is over `num_rollouts` rollouts with a reward, including timeouts of reward 0.
-      The `num_failed` failed rollouts are not in `num_rollouts`.
-    - A policy's mean weights each task by its number of requested rollouts.
+    - `reward_mean` is the mean over the `num_rollouts` rollouts with a reward, including timeouts
+      of reward 0. `num_rollouts` excludes the `num_failed` failed rollouts.
+    - A policy's mean weights each task by the number of its requested rollouts.
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():

@@ -1,12 +1,12 @@
 """Run the RL stage as four activities in one event loop. All share only the scheduler's state.
 
     generate       start rollouts, and end slow rollouts
-    train          take a batch when the trainer is close enough, snapshot, pack, record, send
+    train          take a batch when the trainer is close enough, then pack, record and send it
     follow         load new versions into the engines, and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-At a preemption `train` writes the orchestrator's half of a checkpoint, and sends all trainer ranks
-an empty batch marked `wind_down`, so that all ranks complete the checkpoint at the same step.
+At a preemption, `train` writes the orchestrator's half of a checkpoint. Then `train` sends all
+trainer ranks an empty batch marked `wind_down`, so that all complete the same step's checkpoint.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ from orrery.wire.rollout_wire import Batch, RolloutSender
 TICK_S = 0.5
 POLL_S = 0.03
 GATHER_S = 0.01  # wait before new rollouts start, so that whole groups start together
-FIRST_VERSION_S = 600.0  # longest start of the trainer, scaled
+FIRST_VERSION_S = 600.0  # time limit for the trainer to publish its first version, scaled
 NUM_SAMPLES = 4
-MANY_TRUNCATED = 0.5  # share of cut-off replies from which a longer limit is advised
+MANY_TRUNCATED = 0.5  # share of truncated replies from which a warning advises a longer limit
 PREEMPTION_POLL_S = 1.0
-TAKE_S = 900.0  # longest start or checkpoint of the trainer, scaled
+TAKE_S = 900.0  # time limit of a trainer that starts or writes a checkpoint, scaled
 
 
 class PreemptionWatch:
@@ -69,8 +69,8 @@ async def update_engines(
 ) -> bool:
     """Load the newest version into all engines. Return whether a version was loaded.
 
-    During an evaluation no version is loaded. Stale rollouts are cancelled before the update,
-    because a paused engine handles no aborts.
+    During an evaluation, load no version. Stale rollouts are cancelled before the update, because
+    a paused engine handles no aborts.
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -79,13 +79,13 @@ async def update_engines(
         return False
     version, digest = published.version, published.digest
     scheduler.updating = True
-    # Tokens of the version may arrive before the update returns, and stay if the update fails.
+    # Record the digest first: tokens may arrive before the update returns, even if it then fails.
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())
     drained_s = time.time()
     manifest = ctx.manifest
-    # If no engine is left, the update waits until an engine returns.
+    # Allow for a restart, because without engines the update waits until an engine returns.
     return_s = RETURN_S if manifest.inference.max_restarts else 0.0
     with ctx.health.waiting(
         f"engines to take version {version} (inference)",
@@ -144,7 +144,7 @@ class Loop:
         self._reported: str | None = None
         self._has_warned = False
         self._preemption = PreemptionWatch(ctx)
-        # The step of the resumed checkpoint, or 0.
+        # Step of the checkpoint from which this attempt resumed, or 0.
         self._first_step = scheduler.clock.next_batch - 1
 
     async def run(self) -> None:
@@ -174,7 +174,7 @@ class Loop:
             now_s = time.monotonic()
             expired = self.scheduler.expired(now_s, self.pool.is_serving)
             self.runner.end_expired(expired, self.timeouts, now_s)
-            # Rollouts in flight may finish during a preemption.
+            # During a preemption no rollout starts, but rollouts in flight may finish.
             if not self._preemption.is_requested and self.pool.is_serving:
                 self.runner.start(self.scheduler.start(time.monotonic()))
             if not self._is_routed:
@@ -190,7 +190,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # An engine that has not answered the canary may compute wrongly, so wait.
+            # Wait for every engine's canary, because an unchecked engine may compute wrongly.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)
@@ -199,7 +199,7 @@ class Loop:
             is_due = checkpoints.is_due(batch.step, self.manifest)
             kept = scheduler.snapshot() if is_due else None
             row = batching.row(batch, self.manifest, time.monotonic())
-            self.changed.notify_all()  # the next batch may allow new groups
+            self.changed.notify_all()  # taking a batch may allow new groups
             if kept is not None:
                 where = self.ctx.run_dir, batch.step, self.ctx.attempt
                 await asyncio.to_thread(snapshot.write, *where, kept, self.temperature)
@@ -213,7 +213,7 @@ class Loop:
                 self.changed.notify_all()
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # do not wait for `changed`, because each look reads files
+            await asyncio.sleep(POLL_S)  # not at every `changed`, because each pass reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler
@@ -265,7 +265,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write the row first: a resumed run never again sends the batches before its checkpoint.
+        # Write the row before the send, because a run that resumes after this batch writes no row.
         self.ctx.metrics.write(
             step,
             **row,

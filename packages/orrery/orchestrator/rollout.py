@@ -2,8 +2,8 @@
 
 - Prompt and tool tokens are untrained and have NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, and is still judged.
-- A failure of engine, task or judge, or an empty generation, raises `RolloutFailed(reason)` and
-  gives no reward. A broken judge (`JudgeBroken`) ends the run.
+- If the engine, task or judge fails, or a generation is empty, `RolloutFailed(reason)` is raised,
+  and there is no reward. A broken judge (`JudgeBroken`) ends the run.
 """
 
 import asyncio
@@ -57,14 +57,14 @@ class WorkerThread:
                     future.set_exception(error)
 
 
-PROBLEMS = WorkerThread("problems")  # hard puzzles take seconds to make
+PROBLEMS = WorkerThread("problems")  # a thread, because hard puzzles take seconds to make
 
 
 @dataclass(frozen=True)
 class Failed:
     """A failed rollout. Metrics count failures by `reason`.
 
-    With `is_zero` the rollout counts as a reward of 0 in an evaluation and in its group's baseline.
+    If `is_zero`, it counts as a reward of 0 in an evaluation and in its group's mean reward.
     """
 
     reason: str
@@ -81,7 +81,7 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# A task may pass these exceptions on, but has not caused them.
+# Exceptions that pass through a task unchanged, because the task has not caused them.
 NOT_THE_TASKS = (
     RolloutFailed,
     JudgeBroken,
@@ -108,7 +108,7 @@ class Rollout:
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None  # [n, layers, top_k], or None if not replayed
-    engine: int = UNKNOWN_ENGINE  # the engine that sampled all turns
+    engine: int = UNKNOWN_ENGINE  # index of the engine that sampled all turns
     advantage: float | None = None
     group_id: int = -1
     member: int = -1
@@ -166,7 +166,7 @@ class _Tokens:
 
     @property
     def routes_from(self) -> int:
-        """Return the first position without routes, such as the last sampled token's."""
+        """Return the position of the first token without routes. A last sampled token has none."""
         return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:
@@ -182,7 +182,7 @@ class Opening:
 
 
 async def open_problem(task: Any, problem_index: int, renderer: Any) -> Opening:
-    """Return a problem of `task`, with its prompt. Raise RolloutFailed if either cannot be made."""
+    """Return a problem of `task` and its prompt. Raise RolloutFailed if the task fails."""
     problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
     prompt = _guard("task", lambda: renderer.prompt(list(problem.messages), problem.tools))
     return Opening(problem, prompt)
@@ -277,7 +277,7 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # JSON, the format of checkpoints, has no infinities.
+    # Checkpoints are JSON, which has no infinities.
     if not np.isfinite([reward, *metrics.values()]).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
         raise RolloutFailed("judge", detail + "rewards and metrics are finite numbers")
@@ -288,7 +288,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     try:
         generation = await engine.generate(token_ids, request_id=request_id, **options)
     except asyncio.CancelledError:
-        # A router keeps the engine's connection open, so abort the request by name.
+        # Abort the request by its id, because a router keeps the engine's connection open.
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:

@@ -1,7 +1,7 @@
-"""Run requests as asyncio tasks, one per rollout, and cancel them.
+"""Run and cancel rollouts. Each rollout is one asyncio task.
 
-- Rollouts of a group that start together share the problem and its prompt. Training rollouts of
-  one turn also share the engine request.
+- Rollouts of a group that start together share the problem and its prompt. Single-turn training
+  rollouts also share the engine request.
 - Every request ends in one call of `on_ended`, unless it is cancelled.
 - Any exception except `RolloutFailed` ends the run: `check` raises the exception in the loop.
 """
@@ -46,7 +46,7 @@ class Notifier:
         self._event = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        # In Python 3.11 wait_for loses a cancellation that arrives with the event.
+        # Avoid wait_for, which in Python 3.11 loses a cancellation that arrives with the event.
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()
@@ -64,7 +64,7 @@ class RolloutRunner:
     ):
         """Take the built tasks by purpose, in the manifest's order.
 
-        `is_compared(version)`: whether the trainer may compare log-probs of that version's
+        `is_compared(version)` returns whether the trainer may compare log-probs of that version's
         evaluation.
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
@@ -180,7 +180,7 @@ class RolloutRunner:
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """Return an evaluation rollout's seed, equal for all versions, so policies compare fairly."""
+    """Return the seed of an evaluation rollout. All policy versions use the same seed."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

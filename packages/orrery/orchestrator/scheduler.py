@@ -1,15 +1,14 @@
 """Make every decision of the loop, without engines, clocks or asyncio.
 
-- A new group starts only while the unfinished and queued rollouts do not fill the next batches.
-  These are all batches that may contain tokens of the engines' version, but at most one batch
-  beyond `max_batches_ahead`.
+- A new group starts only if the unfinished and queued rollouts do not fill the open batches. Open
+  batches may contain tokens of the engines' version, and end one batch after `max_batches_ahead`.
 - No rollout starts during a weight update (`updating`).
 - An evaluation pins one policy version: weight updates wait for its end. An evaluation is due at
   the first version, at or after each multiple of `interval_steps`, and at the last version. A
   resumed run repeats an interrupted evaluation.
-- An evaluation's problems are always 0 … num_problems − 1 of every task. A task's mean excludes
-  failed rollouts, unless all failed, which is an error.
-- `start`, `expired` and `batching.row` take monotonic times, other functions wall-clock times.
+- An evaluation uses problems 0 to num_problems − 1 of every task. A task's mean excludes failed
+  rollouts. If all rollouts of a task fail, the run fails.
+- `start`, `expired` and `batching.row` take monotonic times. Other functions take wall-clock times.
 """
 
 from collections import Counter
@@ -40,7 +39,7 @@ class _Active:
     num_missing: int
     rollouts: list[Rollout] = field(default_factory=list)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task index and reason
-    zeros: Counter[int] = field(default_factory=Counter)  # timeouts of reward 0, by task index
+    zeros: Counter[int] = field(default_factory=Counter)  # timeouts with reward 0, by task index
     details: dict[int, str] = field(default_factory=dict)
 
 
@@ -103,7 +102,7 @@ class Evaluations:
     ) -> EvaluationResult | None:
         """Add a rollout. Return the result after the evaluation's last rollout.
 
-        Raise RunFailed if the rollout has tokens of another version, or all of a task's failed.
+        Raise RunFailed if the rollout has tokens of another version, or if all of a task failed.
         """
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
@@ -180,7 +179,7 @@ def record(ctx: RoleContext, result: EvaluationResult, subject: str, **about: st
 class Clock:
     """Policy versions, batch numbers and the staleness formula.
 
-    - Versions start at 0. Batch n (from 1) trains version n − 1 and makes version n.
+    - Versions start at 0, batches at 1. Batch n trains version n − 1 and makes version n.
     - A token may enter batch n only if its version ≥ n − 1 − `max_off_policy_steps`.
     """
 
@@ -207,7 +206,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    # For each rollout: (position in manifest.tasks.train, reward, whether its group has a signal).
+    # For each rollout: its task's index, its reward, whether an advantage of its group is not 0.
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
@@ -215,7 +214,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Batch `step` of exactly `rollouts_per_batch` rollouts, and the tally of its sampling."""
+    """Batch `step` of exactly `rollouts_per_batch` rollouts, and statistics of its sampling."""
 
     step: int
     rollouts: list[Rollout]
@@ -233,7 +232,7 @@ class Snapshot:
     evaluated: int
     num_evaluation_groups: int
     digests: dict[int, str]
-    num_batches: int  # number of batches, below the manifest's if the stage ends early
+    num_batches: int  # number of RL batches, which an early end lowers
     rewards: list[tuple[int, float, bool]]
 
 
@@ -304,7 +303,7 @@ class Scheduler:
         return self.dispatch.expired(now_s, timeout_s, is_served and not self.updating)
 
     def drain(self) -> list[Request]:
-        """Drop groups in flight too old for any later batch. Return the requests to cancel."""
+        """Drop groups in flight that are too stale for all batches. Return requests to cancel."""
         return self._give_up(self.dispatch.drop_stale(self.clock.oldest_useful))
 
     def end_training(self) -> list[Request]:

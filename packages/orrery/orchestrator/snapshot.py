@@ -1,6 +1,6 @@
-"""Write snapshots, the orchestrator's half of a checkpoint: `…/step_<n>.attempt_<k>/orchestrator/`.
+"""Write and read `…/step_<n>.attempt_<k>/orchestrator/`, the orchestrator's half of a checkpoint.
 
-- `queue.safetensors` has the finished, untrained groups as columns, `state.json` the rest.
+- `queue.safetensors` has the finished, untrained groups as columns. `state.json` has the rest.
 - Step n's files are written before batch n is sent, so every trainer checkpoint has them.
 - A preemption after batch n writes the current state. If step n has files already, they stay, and
   the state goes to `later.attempt_<k>/orchestrator/`, which a resumed run prefers.
@@ -78,7 +78,7 @@ def write_now(
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # A kill between the two calls leaves an older valid state, so later groups are repeated.
+    # A kill between the two calls leaves an older valid state, so a run repeats later groups.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"
@@ -180,7 +180,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
 
 def _rollout(columns: Columns, index: int, kept: _QueuedRollout) -> Rollout:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    # On NFS a mapped file becomes unreadable if another node removes it.
+    # Copy, because a mapped file on NFS becomes unreadable if another node removes it.
     arrays: dict[str, Any] = {
         name: columns.token[name][tokens].copy()
         for name in ("token_id", "logprob", "trained", "version")
