@@ -43,7 +43,7 @@ from orrery.wire.weight_wire import (
 )
 
 STEP_DEADLINE_S = 600.0  # time limit for a batch, added to four rollout timeouts
-ORCHESTRATOR_DEADLINE_S = 900.0  # time limit for its start, long because engines load meanwhile
+ORCHESTRATOR_DEADLINE_S = 900.0  # time limit for the orchestrator to start while engines load
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def assemble_learner(
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:
         learner.outer_momentum = fresh_outer(learner)
-        # A checkpoint between two rounds of a fragment needs the weights at the earlier round.
+        # A checkpoint between two rounds of a fragment needs the earlier round's weights.
         has_start = elastic.fragments > 1 or ctx.stage == "rl"
         learner.outer_start = fresh_outer(learner) if has_start else {}
     return learner
@@ -153,8 +153,7 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return the seconds without progress after which a publication has stalled.
 
-    A direct wire gets the longer limit, so that `weight_wire.coordinator` can name absent ranks
-    first (after MEET_S).
+    A direct wire gets the longer limit: its error after `coordinator.MEET_S` names absent ranks.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)

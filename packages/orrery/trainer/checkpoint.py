@@ -80,7 +80,7 @@ def _frozen_names(learner: Learner) -> frozenset[str]:
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
     """Return one sha256 over all weight files in `start`, which adapters leave frozen.
 
-    It hashes one line "digest  name" for each file, by name. `inputs.json` may know digests.
+    It hashes a line "digest  name" for each file, sorted. Digests in `inputs.json` are reused.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}

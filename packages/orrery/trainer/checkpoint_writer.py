@@ -64,10 +64,10 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 class CheckpointWriter:
     """Save one rank's part of each checkpoint while training continues.
 
-    Call `copy` and `write` for each checkpoint, and `check` at every step. The context manager
-    `waiting(what, deadline_s, behind_s)` reports each wait. Leaving the `with` block waits for the
-    last checkpoint, except after an exception. The saver may upload for hours, so `World.at_end`
-    waits for its end, after the last collective.
+    Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside
+    `waiting(what, deadline_s, behind_s)`. Leaving the `with` block waits for the last checkpoint,
+    except after an exception. The saver may upload for hours, so `World.at_end` waits for it after
+    the last collective.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class CheckpointWriter:
             self._saver.wait()
 
     def reserve(self, learner: Learner, spared: int = 0) -> None:
-        """Allocate memory in the background. Leave `spared` shared bytes free. A collective."""
+        """Start to allocate memory. Leave `spared` bytes of shared memory free. A collective."""
         self.wait()
         state = {name: one.local for name, one in state_of(learner).items() if one.writes}
         num_bytes = layout(state | rng_state(self._world.device)).file_bytes
@@ -148,7 +148,7 @@ class CheckpointWriter:
     ) -> None:
         """Start to write the copy to disk. Then the first rank calls `on_written`.
 
-        The saver creates `marker` last. The default is the checkpoint's folder.
+        `marker` exists once the checkpoint is complete. The default is its folder.
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
@@ -326,7 +326,7 @@ class StageCheckpoints:
         num_steps = (manifest.sft if self._stage == "sft" else manifest.stages.rl).num_steps
         steps_left = range(self._learner.step + 1, num_steps + 1)
         if any(self.is_due(step) for step in steps_left):
-            # Remove copies of killed jobs. `reserve` allocates only when all ranks are this far.
+            # Remove copies of killed jobs. `reserve` allocates only after all ranks did this.
             remove_memory(saves_prefix(self._ctx.run_dir))
             self._writer.reserve(self._learner, self._spared)
         return self
@@ -341,7 +341,6 @@ class StageCheckpoints:
         self._writer.check()
 
     def copy(self, files: Mapping[str, bytes] | None = None) -> float:
-        """Copy the state and `files`. Return the seconds taken. A collective."""
         step, trainer = self._learner.step, self._ctx.manifest.trainer
         still_s = step_stall_s(self._learner.world, trainer)
         self._ctx.health.doing("copying a checkpoint", step=step, still_s=still_s)

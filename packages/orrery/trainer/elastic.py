@@ -60,7 +60,7 @@ class HeldRound(msgspec.Struct, frozen=True):
 
     round: int
     shards: ShardMap
-    tokens: list[int] = []  # tokens since each fragment's last round
+    tokens: list[int] = []  # tokens or steps since each fragment's last round
 
 
 class SiteTraining:

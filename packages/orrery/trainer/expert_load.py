@@ -46,7 +46,7 @@ class ExpertLoad:
             self._figures_3L = torch.stack((share_LE.amax(1), share_LE.amin(1), entropy_L))
 
     def metrics(self) -> dict[str, list[float] | None]:
-        """Return each layer's largest and smallest token share, and their entropy in nats."""
+        """Return each layer's largest and smallest expert share of tokens, and entropy in nats."""
         names = ("expert_load_max", "expert_load_min", "expert_load_entropy")
         if self._figures_3L is None:
             return dict.fromkeys(names)

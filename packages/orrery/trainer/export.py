@@ -155,7 +155,7 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
 
 
 class _Tensors:
-    """Values of the policy's tensors. In the order of `hf_tensors`, each byte is read once."""
+    """Read the policy's tensors. In the order of `hf_tensors`, each byte is read once."""
 
     def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
         self._stored, self._network, self._base = stored, network, base

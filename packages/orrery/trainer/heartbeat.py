@@ -3,7 +3,7 @@
 - The health file regularly gets the numbers of started collectives, completed collectives and
   marks. torch's private flight recorder counts collectives. Without it their numbers are 0.
 - A mark is a micro-batch that began on the device, or a tensor or file finished on the host.
-- SIGUSR1 and NCCL's watchdog write `logs/flight_recorder/rank_<i>`, to be read by `torchfrtrace`.
+- SIGUSR1 and NCCL's watchdog write `logs/flight_recorder/rank_<i>` for `torchfrtrace`.
 """
 
 import json
@@ -25,7 +25,7 @@ from orrery.runtime.timing import scaled
 from orrery.trainer.parallel.world import World
 
 PERIOD_S = 3.0
-WARM_UP_STALL_S = 600.0  # limit for a step that compiles or connects, or a single rank
+WARM_UP_STALL_S = 600.0  # time limit for a step that compiles, connects or has a single rank
 IO_STALL_S = 300.0  # time limit for one tensor or file on a shared file system
 
 

@@ -2,7 +2,7 @@
 
 - Linux kills a process without a message if its control group (Slurm job, container) exceeds its
   memory limit, so `available_bytes` counts that limit.
-- In a container a group's folder may be missing below the mount. Missing folders are skipped.
+- A container may lack the folder of a control group. Missing folders are skipped.
 - A block is unregistered from CUDA before its pages are freed. Otherwise the next use of their
   addresses fails (CUDA error 712).
 - torch's pinned allocator is not used, because it rounds sizes up to powers of two.

@@ -1,11 +1,11 @@
 """Train one batch in one optimizer step, for SFT and RL.
 
 - All ranks have equally many micro-batches. Each micro-batch is trained when it arrives.
-- `MismatchGuard` compares log-probs of engines and trainer by the bounds of `trainer.mismatch`: the
-  batch's KL, and the mean |difference| of all engines and of each engine with MIN_TOKENS tokens.
-  Engines name themselves (`X-Orrery-Engine`), perhaps wrongly, so the canary checks each address.
+- `MismatchGuard` compares log-probs of engines and trainer. `trainer.mismatch` bounds the batch's
+  KL and the mean |difference|, over all engines and over each engine with MIN_TOKENS tokens.
+- An engine may report a wrong number (`X-Orrery-Engine`), so the canary checks each address.
 - A step raises RunFailed before the weights change if a `stop` bound is exceeded, a number is not
-  finite, or token counts differ from the announced counts.
+  finite, or a token count is not the announced count.
 """
 
 import logging
@@ -48,14 +48,14 @@ class MismatchGuard:
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
         num_engines = manifest.inference.num_replicas + 1
         num_ages = manifest.orchestrator.max_off_policy_steps + 1
-        # [|difference|, tokens] × engine × age in versions
+        # [sum of |difference|, tokens] × engine (last: unknown) × age in versions
         self._sums = torch.zeros(2, num_engines, num_ages, dtype=torch.float64, device=world.device)
 
     def clear(self) -> None:
         self._sums.zero_()
 
     def add(self, batch: MicroBatch, logprob: torch.Tensor) -> None:
-        """Add a micro-batch without a device sync. `logprob`: f32 [M] of the trainer."""
+        """Add a micro-batch without a device sync. `logprob`: the trainer's, f32 [M]."""
         _, num_engines, num_ages = self._sums.shape
         engine, age = batch.origin.unbind(1)
         known = (engine >= 0) & (engine < num_engines - 1)
@@ -67,9 +67,9 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, cell, is_member.double())
 
     def check(self, step: int, kl: float | None) -> float | None:
-        """Return the mean |difference| of `rl` tokens, or None without such tokens. A collective.
+        """Return the mean |difference| of `rl` tokens. Without `rl` tokens, return None.
 
-        Raise RunFailed beyond a `stop` bound.
+        Raise RunFailed beyond a `stop` bound. A collective.
         """
         differences, tokens = self.world.sum(self._sums).cpu()
         num_tokens = float(tokens.sum())
@@ -114,7 +114,7 @@ class MismatchGuard:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's metrics. Each phase is (begin, end) in seconds of `time.time()`."""
+    """Metrics and times of a step. A phase is (begin, end) in seconds of `time.time()`."""
 
     metrics: Metrics
     wait_s: float
@@ -140,7 +140,7 @@ class Learner:
         self.policy, self.world, self.trainer = policy, world, trainer
         self.loss, self.max_grad_norm, self.peak_lr = trainer.loss, max_grad_norm, optimizer.lr
         self.route_shape = route_shape(policy.network.config)
-        self.num_indexers = self.top_k = 0  # for indexers whose choice of keys the engines send
+        self.num_indexers = self.top_k = 0  # 0 unless engines send indexers' keys
         if trainer.indexer_choice != "own" and (mla := policy.network.config.mla) and mla.indexer:
             self.num_indexers, self.top_k = policy.network.config.num_indexers, mla.indexer.top_k
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
@@ -152,11 +152,11 @@ class Learner:
         self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
         self.expert_load = ExpertLoad(policy, world, trainer.expert_bias_rate)
         self.step = 0
-        self.outer_momentum: dict[str, torch.Tensor] = {}  # of the outer loop, on the host
-        self.outer_start: dict[str, torch.Tensor] = {}  # the phase's start weights
-        self.base_sha256: str | None = None  # of the frozen weights, if adapters are trained
+        self.outer_momentum: dict[str, torch.Tensor] = {}  # in host memory
+        self.outer_start: dict[str, torch.Tensor] = {}  # start weights of the phase (`elastic.py`)
+        self.base_sha256: str | None = None  # of the frozen weights under adapters
         self.guard: MismatchGuard | None = None  # None in SFT
-        self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds that it took
+        self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds taken
         # Largest |gradient| at each context-parallel exchange, then at the embedding's output.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
@@ -171,9 +171,10 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch. `totals` has `num_tokens` and N_c of each loss component (`loss.py`).
+        """Train one batch. `totals`: `num_tokens`, and N_c by loss component c (`loss.py`).
 
-        Raise RunFailed for a bad batch or number, and OrreryError if blocks do not compile.
+        Raise RunFailed for a malformed batch or a non-finite number. Raise OrreryError if blocks do
+        not compile.
         """
         step = self.step + 1
         begin_s = time.time()
@@ -204,7 +205,7 @@ class Learner:
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
         """Return (largest log-prob difference to engines, number of scored tokens). A collective.
 
-        The difference is over samples of the current version only, or None.
+        The difference covers only samples of the current version, and is None without any.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
@@ -224,7 +225,7 @@ class Learner:
 
         Blocks run uncompiled, because a graph for this length would change later compilations.
         """
-        # Positions stand in for log-probs, to map scored tokens back to their places.
+        # The engine log-probs hold positions, to put scored tokens back in order.
         positions = np.arange(len(token_ids), dtype=np.float32)
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),
@@ -251,7 +252,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return the end of an error message, with the non-finite weight if any. A collective."""
+        """Return an error message's end that names a non-finite weight, if any. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -360,10 +361,10 @@ class Learner:
             hidden.register_hook(record)
 
     def _name_gradient(self, step: int) -> None:
-        """Raise RunFailed that names the tensor and ranks of a non-finite gradient.
+        """Raise RunFailed with the weight and ranks of a non-finite gradient.
 
-        A bad value spreads from the head towards the embedding, so name the bad weight nearest to
-        the head. If only the sum over ranks is bad, name the rank with the bad shard.
+        The backward pass spreads it from head to embedding, so name the weight nearest to the head.
+        If only the sum over ranks is not finite, name the rank of the shard.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())
@@ -383,7 +384,7 @@ class Learner:
         )
 
     def _ranks_that_broke(self) -> list[int]:
-        """Return the ranks whose gradient was the first non-finite one in their cp group."""
+        """Return the ranks whose gradient became non-finite first in their cp group."""
         maxima = [float(value) for value in self._max_gradients]
         own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
         broke = self.world.all_gather(own)
@@ -418,7 +419,7 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return N_c and `num_tokens` over all ranks. Each cp group counts once. A collective."""
+    """Return N_c and `num_tokens` over all ranks. Count each cp group once. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
         counts = [count_members(columns) for columns in micro_batches]

@@ -1,10 +1,8 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- The final batch, marked `compare`, is not trained. Its rollouts are of the last version, to
-  compare log-probs with the engines. It comes early if the policy is good enough.
-- At a batch marked `wind_down` every rank writes a checkpoint of the last step and ends.
-- A step's metrics are written before its checkpoint is complete.
-- The orchestrator writes its half of checkpoint n before it sends batch n.
+- The final batch, marked `compare`, is not trained. The last version sampled it, to compare
+  log-probs with the engines. It comes early if the policy is good enough.
+- A batch marked `wind_down` makes every rank write a checkpoint of the last step and end.
 """
 
 import time
@@ -40,9 +38,9 @@ class RlLoop:
     receiver: RolloutReceiver
     checkpoints: StageCheckpoints
     batch_deadline_s: float
-    batch_behind_s: float  # longest wait for a batch that another rank has received
-    publish_still_s: float  # longest publication without progress
-    site: SiteTraining | None = None  # if trainer.elastic is set
+    batch_behind_s: float  # time limit for a batch that another rank has received
+    publish_still_s: float  # time limit without progress of a publication
+    site: SiteTraining | None = None  # None without trainer.elastic
     start_step: int = field(init=False)  # the resumed step, or 0
 
     def __post_init__(self) -> None:
@@ -76,7 +74,7 @@ class RlLoop:
         return self.ctx.manifest.stages.rl.num_steps
 
     def receive(self, step: int) -> ReceivedBatch:
-        """Wait for batch `step`. Raise Preempted if the stage is preempted."""
+        """Wait for batch `step`. Raise Preempted after a checkpoint if it is marked `wind_down`."""
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
             deadline_s=self.batch_deadline_s,
@@ -131,7 +129,7 @@ class RlLoop:
         return self.checkpoints.copy(files)
 
     def checkpoint_last_step(self) -> None:
-        """Write a checkpoint of the last step unless it exists. All ranks decide equally."""
+        """Write a checkpoint of the last step unless it exists. A collective."""
         step = self.learner.step
         if step != self.start_step and not self.checkpoints.is_due(step):
             self.copy_checkpoint()
@@ -171,7 +169,7 @@ class RlLoop:
         ctx = self.ctx
         still_s = io_stall_s(self.world.size)
         ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
-        self.learner.check_weights()  # the compared tokens may not reach every expert
+        self.learner.check_weights()  # `compare` may not run every expert
         start, made = start_weights(ctx), weights_path(ctx.run_dir, "rl")
         export_policy(self.learner.policy, self.world, ctx.manifest.model, start, made)
 

@@ -2,9 +2,10 @@
 
     L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c    c in rl, cross_entropy, reference_kl
 
-Component c contains the trained tokens with w_c[t] ≠ 0. N_c counts them on all ranks, at least 1.
-A token has probability π in the trainer, μ in the engine, and advantage A. `rl` is DPPO with the
-binary total-variation mask (arXiv 2602.04879) and Kimi K2.5's penalty (arXiv 2602.02276):
+Component c has the trained tokens t of weight w_c[t] ≠ 0. N_c is their number on all ranks, at
+least 1. A token has probability π in the trainer, probability μ in the engine, and advantage A.
+`rl` is DPPO with the binary total-variation mask (arXiv 2602.04879) and Kimi K2.5's penalty
+(arXiv 2602.02276):
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
     ℓ_rl = −keep · A · π/μ + penalty · (log π − log μ)²    π/μ: unclamped, with gradient
 `reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π. If
@@ -22,7 +23,7 @@ COMPONENTS = ("rl", "cross_entropy", "reference_kl")
 
 @dataclass(frozen=True)
 class Targets:
-    """The loss's constants of M scored tokens, float32 [M]. A weight of 0 excludes the token."""
+    """Constant inputs of the loss, float32 [M scored tokens]. Weight 0 excludes a token."""
 
     engine_logprob: torch.Tensor
     advantage: torch.Tensor
@@ -35,7 +36,7 @@ class Targets:
 
 @dataclass
 class StepSums:
-    """Sums for a step's metrics. They add up over micro-batches and ranks."""
+    """Sums over micro-batches and ranks, for a step's metrics."""
 
     NAMES = (
         "loss_rl", "loss_cross_entropy", "loss_reference_kl",
@@ -46,7 +47,7 @@ class StepSums:
     )  # fmt: skip
 
     sums: torch.Tensor  # float64 [len(NAMES)]: float32 counts exactly only up to 2^24
-    peaks: torch.Tensor  # float32 [1]: max |log π − log μ| of `same_weights` tokens, or −1
+    peaks: torch.Tensor  # float32 [1]: max |log π − log μ| of `same_weights` tokens, −1 if none
 
     @classmethod
     def zero(cls, device: torch.device) -> "StepSums":
@@ -70,7 +71,7 @@ class StepSums:
     ) -> None:
         """Add one micro-batch's numbers to the last nine sums of `NAMES`. None adds 0.
 
-        `routes_…` count choices of experts, `choices_…` indexers' choices of keys.
+        `routes_…` concern routers' choices of experts, `choices_…` indexers' choices of keys.
         `choices_differ`: i64 [2] (`ChosenKeys.differ`). `indexer_kl`: f32 [].
         """
         known, differ = (None, None) if choices_differ is None else choices_differ
@@ -116,8 +117,8 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of L (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c. The last nine sums are zero,
-    for `StepSums.count` to add.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c. `StepSums.count`
+    adds the last nine sums.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0

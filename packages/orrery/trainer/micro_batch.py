@@ -2,7 +2,7 @@
 
 - The LM head scores only trained tokens with a loss weight. Hidden row t − 1 predicts token t.
 - A rank without samples gets one token of weight 0, because every rank must join all collectives.
-- `shard` cuts a micro-batch among context-parallel ranks, on the host.
+- `shard` divides a micro-batch among context-parallel ranks, in host memory.
 """
 
 from collections.abc import Callable
@@ -40,14 +40,14 @@ class MicroBatch:
     num_samples: int
     num_tokens: int
     routes_missing: int = 0  # tokens without a route, except the last of each sample
-    routes_replayed: int = 0  # K for each token and layer that has a route
-    engine_keys: torch.Tensor | None = None  # u8 [T, I, B], bits of `kernels.key_bits`
-    is_padding: torch.Tensor | None = None  # bool [T]: for cp, or an empty rank's token
-    choices_sent: int = 0  # I for each token that sees more than `top_k` keys, except the last
+    routes_replayed: int = 0  # K per token and layer with a route
+    engine_keys: torch.Tensor | None = None  # u8 [T, I, B], as in `kernels.key_bits`
+    is_padding: torch.Tensor | None = None  # bool [T]: cp's padding, or an empty rank's token
+    choices_sent: int = 0  # I per token with more than `top_k` keys, except a sample's last
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
-    """Return the weights f32 [T] of each loss component, 0 for untrained tokens."""
+    """Return each loss component's weights f32 [T]. Untrained tokens have weight 0."""
     trained = columns.token["trained"]
     weights = {}
     for name in COMPONENTS:
@@ -75,9 +75,8 @@ def micro_batch(
 ) -> MicroBatch:
     """Build a micro-batch that trains version `step` − 1.
 
-    `shard` takes this rank's part on the CPU. `indexers`: (number, `top_k`) of the indexers whose
-    choice engines send. Raise RunFailed if a sample's first token is trained or the routes do not
-    fit.
+    `shard` selects this rank's tokens on the CPU. `indexers`: number and `top_k` of indexers whose
+    keys engines send. Raise RunFailed if a sample's first token is trained or routes do not fit.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -132,7 +131,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
 
 
 def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return bool [T]: whether version step − 1 alone sampled the token's whole sample."""
+    """Return bool [T]: whether only version `step` − 1 sampled the token's sample."""
     if "version" not in columns.token or "dispatch_version" not in columns.sample:
         return np.zeros(columns.num_tokens, dtype=bool)
     other = columns.token["trained"] & (columns.token["version"] != step - 1)
@@ -141,7 +140,7 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
 
 
 def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return i64 [T, 2]: each token's engine and age in versions, −1 if unknown."""
+    """Return i64 [T, 2]: each token's engine and age in versions. Unknown values are −1."""
     engine, version = columns.sample.get("engine"), columns.token.get("version")
     unknown = np.full(columns.num_tokens, -1, dtype=np.int64)
     age = unknown if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)

@@ -1,8 +1,8 @@
 """Explain an out-of-memory error: the manifest field to change, its gain and its cost.
 
-The missing bytes are the failed allocation, or the plan's excess over torch's memory if larger,
-plus a margin. A CUDA error has no numbers. If the device has room and a manifest field pins host
-memory, the error means that pinning failed.
+The missing bytes are a margin plus the larger of the failed allocation and the memory plan's excess
+over torch's memory. A CUDA error has no numbers. If a manifest field pins host memory, and the
+device has free memory, the error is taken as failed pinning.
 """
 
 import os
@@ -23,9 +23,9 @@ from orrery.runtime.role_context import RoleContext
 from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
 
-MARGIN = 0.02  # share of the device's memory lost to fragmentation
-END_S = 10.0  # time for an orderly end, which may wait in collectives
-# On a CPU the device's memory is the host's.
+MARGIN = 0.02  # fraction of device memory assumed lost to fragmentation
+END_S = 10.0  # time limit for an orderly end, which may hang in collectives
+# Without a GPU, host memory counts as device memory.
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PINNING_FIELDS = (
@@ -81,7 +81,7 @@ def describe_error(
     load: Workload,
     ranks_here: int,
 ) -> str:
-    """Return a sentence for an out-of-memory error. `step` is None before the first step."""
+    """Return a sentence for an out-of-memory error. `step` is None before training."""
     capacity, available = device_bytes(), available_bytes()
     is_torchs = isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error)
     pinning = " or ".join(
@@ -148,9 +148,9 @@ def describe_device_error(
     capacity: int = 0,
     host_bytes: int = sys.maxsize,
 ) -> str:
-    """Return a sentence for torch's message `error`. `step` is None before the first step.
+    """Return a sentence for torch's message `error`. `step` is None before training.
 
-    `capacity`: device bytes, if the message has none. `host_bytes`: free host memory for this rank.
+    `capacity`: device bytes if the message lacks them. `host_bytes`: host memory for this rank.
     """
     asked, free = _bytes(error, "ried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Policy(nn.Module):
     """A `network` (tokens to hidden states) and its LM head.
 
-    At most `chunk_tokens` rows of logits exist at once. With `keep_logits` all rows exist until the
-    backward pass.
+    Logits of at most `chunk_tokens` tokens exist at once. With `keep_logits`, all logits exist
+    until the backward pass.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Policy(nn.Module):
         self.copies: ComputeCopies | None = None  # only on a single rank
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return (log-prob f32 [M], entropy f32 [M]) at the tokens' temperature."""
+        """Return (log-prob f32 [M], entropy f32 [M]) at each token's temperature."""
         network = self.network
         hidden_TD = network(
             batch.token_id,

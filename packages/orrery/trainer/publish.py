@@ -2,9 +2,9 @@
 
 - With `transport.weights` files or adapters, rank 0 gathers and writes one tensor at a time. With
   nccl or nixl every rank sends its shards on request.
-- Weights take the engines' dtype first, except in files. Buffers keep theirs. Layers of `model.fp8`
-  travel in FP8.
-- Rank 0 keeps all versions' digests, across resumes, and checks batches against them.
+- Weights are cast to the engines' dtype, but not in files. Buffers keep their dtype. Layers of
+  `model.fp8` are sent in FP8.
+- Rank 0 keeps the digests of all versions, also in checkpoints, to check batches.
 """
 
 import json
@@ -37,9 +37,9 @@ from orrery.wire.weight_wire.transfer import SETTLE_S, WeightSender
 
 
 class Publisher:
-    """Publish on the wire `files`. `wire` is None except on rank 0.
+    """Publish on the wire `files`. Only rank 0 has a `wire`.
 
-    `close` keeps the last version for engines. The launcher frees its shared memory.
+    `close` leaves the last version to the engines. The launcher frees its shared memory.
     """
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):
@@ -65,7 +65,7 @@ class Publisher:
         pass
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
-        """Raise RunFailed unless every version in `stamped` was published with its digest."""
+        """Raise RunFailed unless `stamped` maps published versions to their digests."""
         if not stamped:
             raise RunFailed(
                 f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"
@@ -101,9 +101,9 @@ class AdapterPublisher(Publisher):
 
 
 class DirectPublisher(Publisher):
-    """Publish on a direct wire, from every rank.
+    """Publish on a direct wire (nccl or nixl), from every rank.
 
-    Only FP8 weights and merged weights (in the engines' dtype) are copied before they are sent.
+    Only FP8 weights and weights merged with adapters are copied before they are sent.
     """
 
     def __init__(self, policy: Policy, source: WeightSender, dtype: torch.dtype, ctx: RoleContext):

@@ -1,7 +1,6 @@
 """Copy a rank's part of a checkpoint into shared memory.
 
-The copy has the format of `safetensors.torch.save_file`: 8 bytes of header length (little endian),
-a JSON header, the tensors' bytes without gaps.
+The copy has the bytes that `safetensors.torch.save_file` would write to a file.
 """
 
 import errno
@@ -25,7 +24,7 @@ REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
     "or free some (as trainer.memory.optimizer_offload)"
 )
-# In the order of safetensors: by rising alignment.
+# In the order of safetensors, by rising alignment.
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
@@ -60,10 +59,10 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 
 
 class SharedCopy:
-    """A safetensors file in shared memory, in its own folder.
+    """A safetensors file at `path`, in shared memory.
 
-    If the copies of this host's ranks do not fit into shared memory, as in many containers, `path`
-    links to the descriptor of a nameless file.
+    If shared memory is too small, as in many containers, `path` links to the descriptor of a
+    nameless file.
     """
 
     def __init__(self, path: Path, device: torch.device):

@@ -3,10 +3,10 @@
     python -m orrery.trainer.saver serve MEMORY     save after each line of input
     python -m orrery.trainer.saver finish MEMORY…   save copies that ended processes have left
 
-- MEMORY holds `copy`, mapped by the trainer, and `job.json` while the copy waits to be saved.
+- The folder MEMORY holds `copy`, which the trainer maps, and `job.json` until the copy is saved.
 - If shared memory is too small, `copy` links to a file descriptor that the saver inherits.
 - Every step can be repeated, so the trainer or the launcher may restart a killed saver.
-- After the trainer's end the saver saves the copy, removes MEMORY and ends.
+- After the trainer's end, the saver saves the copy, removes MEMORY and ends.
 """
 
 import fcntl
@@ -37,13 +37,13 @@ COPY, JOB, LOCK = "copy", "job.json", ".lock"
 CHUNK_BYTES = 32 << 20
 SYNC_BYTES = 1 << 30
 WRITE_DEADLINE_S = 1800.0
-ORPHAN_S = 20.0  # longest wait for other ranks' files after the trainer's end
+ORPHAN_S = 20.0  # limit without new data of other ranks, after the trainer's end
 MAX_STARTS = 3
 POLL_S = 0.1
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The first rank's part of a job. `beside`: the role that wrote the checkpoint's other half."""
+    """Work of the first rank alone. `beside`: role that wrote the checkpoint's other half."""
 
     run_dir: str
     stage: str
@@ -53,7 +53,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class SaveJob(msgspec.Struct, frozen=True):
-    """`job.json`: the files of one rank's copy. Only the first rank's job has `completion`."""
+    """Content of `job.json`. Only the first rank's job has `completion`."""
 
     folder: str
     rank: int
@@ -98,7 +98,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
 
 def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
     if (partial / (note := checksum_file(job.rank))).exists():
-        return  # saved by an earlier process, and perhaps renamed now by the first rank
+        return  # an earlier process saved it, and the first rank may rename `partial` now
     tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
     with copy.open("rb") as file:
         mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)
@@ -110,7 +110,7 @@ def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
 def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], bool]) -> None:
     begin_s, size, grown_s = time.monotonic(), -1, time.monotonic()
     while True:
-        found = set(os.listdir(partial))  # network file systems cache the absence of a name
+        found = set(os.listdir(partial))  # list, because network file systems cache a missing name
         missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return
@@ -149,9 +149,9 @@ def _is_listed(path: Path) -> bool:
 
 
 def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write and sync `buffers`. Return (bytes, sha256). Remove the file on failure.
+    """Write and sync a file. Return (number of bytes, sha256). Remove the file on failure.
 
-    Syncs every SYNC_BYTES keep unwritten pages from filling memory.
+    It is synced every SYNC_BYTES, so that unwritten pages do not fill memory.
     """
     digest, num_bytes, unsynced = sha256(), 0, 0
     # Writing and hashing release the GIL, so they run in parallel.
@@ -176,7 +176,7 @@ def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
 
 @contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
-    """On failure remove `path`, to free space for logs. Name `path` in an OSError."""
+    """Remove `path` after an error, to free space for logs. Add `path` to an OSError."""
     try:
         yield
     except BaseException as error:
@@ -208,7 +208,7 @@ class Saver:
         self._starting = threading.Lock()  # `save` runs in a thread
 
     def offer(self, job: SaveJob) -> None:
-        """Record that `copy` is whole. From now on the copy is saved even if the trainer ends."""
+        """Write `job.json`. From then on, the copy is saved even if the trainer ends."""
         write_atomic(self._memory / JOB, msgspec.json.encode(job))
 
     def save(self) -> None:
@@ -263,7 +263,7 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
         stdout=subprocess.PIPE,
         pass_fds=inherited(memory),
         start_new_session=True,
-        # The launcher kills all processes that have START.
+        # The launcher kills processes whose environment has START.
         env={name: value for name, value in os.environ.items() if name != START},
     )
 
@@ -275,7 +275,7 @@ def inherited(memory: Path) -> tuple[int, ...]:
 
 
 def _ask(process: "subprocess.Popen[bytes]") -> bytes:
-    """Return the answer, or b"" if the process has ended."""
+    """Ask the process to save. Return its answer, or b"" if it has ended."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(b"\n")
@@ -290,7 +290,7 @@ def _ask(process: "subprocess.Popen[bytes]") -> bytes:
 
 def serve(memory: Path, asked: IO[bytes], answers: IO[bytes]) -> None:
     parent, uploads = os.getppid(), Uploads()
-    with suppress(FileNotFoundError), _locked(memory):  # without MEMORY nothing is left to save
+    with suppress(FileNotFoundError), _locked(memory):  # without MEMORY there is no copy
         while asked.readline():
             uploads.note(memory)
             error = failure(memory, lambda: os.getppid() == parent)
@@ -303,7 +303,7 @@ def serve(memory: Path, asked: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
-    """Save and upload the copy of an ended trainer. Return whether no copy is left."""
+    """Save and upload the copy of an ended trainer. Return False if saving fails."""
     uploads = uploads or Uploads()
     uploads.note(memory)
     if error := failure(memory, lambda: False):
@@ -317,14 +317,14 @@ def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
 
 
 class Uploads:
-    """Uploads of complete checkpoints, in a process that reads only the disk."""
+    """Upload complete checkpoints from disk, in another process."""
 
     def __init__(self) -> None:
         self._command: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
 
     def note(self, memory: Path) -> None:
-        """Remember the stage of the job in MEMORY."""
+        """Take the upload's arguments from `job.json`."""
         with suppress(OSError):
             job = msgspec.json.decode((memory / JOB).read_bytes(), type=SaveJob)
             if (url := os.environ.get(CHECKPOINT_TARGET)) and (to := job.completion) is not None:
@@ -340,16 +340,16 @@ class Uploads:
             )
 
     def finish(self) -> None:
-        """Upload the newest checkpoint, and wait."""
+        """Upload the newest checkpoint, and wait for the end."""
         if self._process is not None:
-            self._process.wait()  # may have started before the newest checkpoint
+            self._process.wait()  # this upload may lack the newest checkpoint
         self.begin()
         if self._process is not None:
             self._process.wait()
 
 
 def failure(memory: Path, has_trainer: Callable[[], bool]) -> str:
-    """Save the copy. Return the error, or ""."""
+    """Save the copy. Return the error message, or "" on success."""
     try:
         save(memory, has_trainer)
     except OSError as error:

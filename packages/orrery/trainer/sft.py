@@ -1,7 +1,7 @@
 """Train the SFT stage on cross-entropy, and validate.
 
-Validation (mean cross-entropy of trained tokens) runs before the first step, every `interval_steps`
-and after the last.
+Validation (mean cross-entropy of trained tokens) runs before the first step, after every
+`interval_steps` steps and after the last step.
 """
 
 import hashlib
@@ -133,14 +133,17 @@ class ValidationSet:
 
     @torch.no_grad()
     def loss(self, learner: Learner) -> tuple[float, int]:
-        """Return (nats per token, tokens). Raise RunFailed if not finite. A collective."""
+        """Return (nats per token, number of tokens). A collective.
+
+        Raise RunFailed if the cross-entropy is not finite.
+        """
         world = learner.world
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         for columns in self.micro_batches:
             mark_micro_batch(world.device)
             batch = micro_batch(columns, learner.step + 1, world.device, learner.shard)
             logprob_M, _ = learner.policy(batch)
-            counts_M = batch.loss.cross_entropy_weight.double()  # 0 for an unweighted token
+            counts_M = batch.loss.cross_entropy_weight.double()  # 0 for an empty rank's token
             total += torch.stack([-(logprob_M.double() * counts_M).sum(), counts_M.sum()])
         reshard_all(learner.policy)
         nats, num_tokens = world.sum(total).tolist()
@@ -155,9 +158,9 @@ class ValidationSet:
 def load_validation(
     manifest: Manifest, tokenizer: Path, training: Chats, world: World
 ) -> ValidationSet | None:
-    """Load the first `num_examples` of the validation data. A collective.
+    """Load the first `num_examples` validation examples. A collective.
 
-    Raise OrreryError if there are too few, or if `training` contains one of them.
+    Raise OrreryError if the data has fewer examples, or if `training` contains a validation chat.
     """
     spec = manifest.sft.validation
     if spec is None:
@@ -174,7 +177,7 @@ def load_validation(
 
 
 def refuse_shared(validated: list[Chat], training: Chats, world: World) -> None:
-    """Raise OrreryError on every rank if `training` has a validated chat. A collective."""
+    """Raise OrreryError on every rank if `training` has a validation chat. A collective."""
     held = {_digest(chat): chat.where for chat in validated}
     mine = range(world.rank, len(training), world.size)
     found = next((index for index in mine if _digest(training[index]) in held), -1)

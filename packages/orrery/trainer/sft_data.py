@@ -2,11 +2,11 @@
 
 - Chats come from a task's demonstrations, a JSONL file or a dataset. Data whose sha256 or
   fingerprint differs from the manifest is refused.
-- Errors name the place of a malformed chat: `data.jsonl:7`, `folder: row 6`. A message, call or
-  tool with an unknown field is refused, and a row with a field of REFUSED.
-- Each epoch has its own permutation, drawn from (manifest.seed, epoch). A thread tokenises the next
-  batch during training. The first KEPT_TOKENS stay in memory.
-- At start each rank checks about CHECKED_TOKENS of its share.
+- An error names a malformed chat as `data.jsonl:7` or `folder: row 6`. Unknown fields of a
+  message, call or tool are errors. So are a row's fields in REFUSED.
+- Each epoch has its own permutation, drawn from (manifest.seed, epoch). The first KEPT_TOKENS
+  tokens stay in memory.
+- At start each rank tokenises about CHECKED_TOKENS tokens, to find errors early.
 """
 
 import json
@@ -36,7 +36,7 @@ CHECKED_TOKENS = 2_000_000
 CHECKED_AT_ONCE = 64
 KEPT_TOKENS = 32_000_000  # 5 bytes each
 FORM = '{"messages": [{"role", "content"}]}'
-REFUSED = ("functions", "chat_template_kwargs")  # would change the chat
+REFUSED = ("functions", "chat_template_kwargs")  # row fields that would change the chat
 MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
     "system": ("role", "content", "name"),
     "user": ("role", "content", "name"),
@@ -61,7 +61,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Open the data of the manifest's `field`. Raise OrreryError if missing, changed or empty."""
+    """Open the chats of `field`. Raise OrreryError if they are missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")
@@ -259,7 +259,7 @@ class Examples:
                 return
 
     def columns(self, indices: Iterable[int]) -> Columns:
-        """Tokenise examples. Raise OrreryError for an untrainable chat."""
+        """Tokenise examples. Raise OrreryError for a chat that cannot be trained."""
         indices = list(indices)
         new = [index for index in dict.fromkeys(indices) if index not in self._kept]
         made = self._tokenise(new)
@@ -299,7 +299,7 @@ class Examples:
 def load_examples(
     manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)
 ) -> "Examples | Texts":
-    """Open `stages.sft.data`, and check the examples of `share` = (rank, number of ranks)."""
+    """Open `stages.sft.data`, and check a rank's examples. `share`: (rank, number of ranks)."""
     examples = open_examples(manifest, manifest.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples
@@ -333,7 +333,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield a function that returns the next item. A thread prepares that item."""
+    """Yield a function that returns the next item. A thread prepares the item in advance."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

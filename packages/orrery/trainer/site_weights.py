@@ -42,7 +42,7 @@ class LearnerWeights:
             weight.copy_(torch.from_numpy(values[part]).view(weight.shape))
 
     def views(self, values: Floats) -> dict[str, torch.Tensor]:
-        """Return views of f32 [n] with the names and shapes of the weights."""
+        """Return views of `values` f32 [n] with the names and shapes of the weights."""
         names = zip(self.sizes, self._placed(), strict=True)
         return {
             name: torch.from_numpy(values[part]).view(weight.shape)
@@ -50,7 +50,7 @@ class LearnerWeights:
         }
 
     def filled(self, values: Floats, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy `held` into `values` f32 [n]. Return the views of the same names."""
+        """Copy the tensors `held` into `values` f32 [n]. Return their views of `values`."""
         views = self.views(values)
         for name, tensor in held.items():
             views[name].copy_(tensor)
@@ -67,8 +67,8 @@ class LearnerWeights:
 class WorldRanks:
     """Exchange msgpack messages among the ranks of this site.
 
-    A separate CPU process group lets a thread send during the trainer's collectives, and wait for
-    other sites for up to `limit_s`.
+    A separate CPU process group lets a thread send during the trainer's collectives. Its timeout
+    `limit_s` covers waits for other sites.
     """
 
     def __init__(self, world: World, limit_s: float) -> None:
@@ -118,6 +118,6 @@ class WorldRanks:
 
 
 def fresh_outer(learner: Learner) -> dict[str, torch.Tensor]:
-    """Return zeros for start weights or outer momentum, to be filled from a checkpoint."""
+    """Return zeros for start weights or outer momentum, which a checkpoint may fill."""
     weights = LearnerWeights(learner)
     return weights.views(np.zeros(weights.num_parameters, dtype=np.float32))

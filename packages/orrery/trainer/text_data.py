@@ -1,11 +1,10 @@
 """Read plain text for SFT. Each token is trained once an epoch.
 
-- A document is tokenised between two end tokens. The first is context, the last is trained.
-- A document longer than a micro-batch is cut. Each part starts with the token before it, untrained.
-- A stream is one shard, in the order of a permutation drawn from (manifest.seed, epoch, shard).
-- With `shard_by` "file" a site holds the files of its shard, and perhaps others. Indices count the
-  documents that it holds.
-- Documents are read and tokenised shortly before a step trains them.
+- A document stands between two end tokens. The first is context, the last is trained.
+- A document longer than a micro-batch is cut. A part repeats the previous part's last token as
+  context.
+- A shard's order is a permutation drawn from (manifest.seed, epoch, shard).
+- With `shard_by` "file", a site may lack files of other shards. Indices count local documents.
 """
 
 import json
@@ -104,7 +103,7 @@ class Texts:
             )
         held = [name for name in files_of(data_names(path), split) if (path / name).is_file()]
         if not held:
-            open_rows(path, split)  # names the splits, if this one is unknown
+            open_rows(path, split)  # raises for an unknown split
         return {name: open_rows(path / name) for name in held}
 
     def __len__(self) -> int:
@@ -120,7 +119,7 @@ class Texts:
                 return
 
     def documents(self, shard: int | None) -> Sequence[int]:
-        """Return the indices of the documents in `shard`, or of all documents without a shard.
+        """Return the indices of the documents in `shard`. None means all documents.
 
         Raise OrreryError if a file of the shard is missing, or the shard has no document.
         """
@@ -199,7 +198,7 @@ def open_texts(manifest: Manifest, field: str, data: TextData, tokenizer: Path) 
 
 
 def text_order(documents: Sequence[int], seed: int, shard: int | None, start: int) -> Iterator[int]:
-    """Yield documents without end, from position `start` of the stream."""
+    """Yield documents without end, from position `start` of the shard's order."""
     epoch, begin = divmod(start, len(documents))
     while True:
         draw = np.random.default_rng([seed, epoch, 0 if shard is None else 1 + shard])
@@ -210,7 +209,7 @@ def text_order(documents: Sequence[int], seed: int, shard: int | None, start: in
 def text_batches(
     texts: Texts, manifest: Manifest, num_done: int, site: "SiteTraining | None"
 ) -> Iterator[Columns]:
-    """Yield the batches after `num_done` steps, or from the site's position in its shard."""
+    """Yield the batches after `num_done` steps. A site starts at its position in its shard."""
     spec = manifest.sft
     shard, start = None, num_done * spec.examples_per_batch
     if site is not None:

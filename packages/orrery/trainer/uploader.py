@@ -4,11 +4,11 @@
     python -m orrery.trainer.uploader upload TARGET RUN_DIR STAGE KEEP
     python -m orrery.trainer.uploader restore TARGET RUN_DIR STAGE
 
-- TARGET is a folder of fsspec, such as `s3://bucket/runs`. Files lie below `<run>/<stage>`.
-- `blocks/<sha256>` is a block of a file. `round_<step>.json`, the header, lists a checkpoint's
-  blocks.
-- An upload writes the missing blocks, then the header. So a killed upload can resume, and the
-  previous checkpoint stays valid until then.
+- TARGET is an fsspec URL, such as `s3://bucket/runs`. Files lie below `<run>/<stage>`.
+- `blocks/<sha256>` is a block of a file. The header `round_<step>.json` lists a
+  checkpoint's blocks.
+- An upload writes the missing blocks, then the header. So a killed upload can resume, and
+  the previous checkpoint stays valid.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Write the missing blocks, then the header. Remove all but the newest `keep` headers."""
+        """Write the missing blocks, then the header. Keep the newest `keep` checkpoints."""
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
@@ -108,7 +108,7 @@ def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
 
 @contextmanager
 def _kept(folder: Path, links: Path) -> Iterator[Path]:
-    """Yield a hard-linked copy of `folder` if possible, because the trainer may remove `folder`."""
+    """Yield hard links to `folder`, which the trainer may remove. If that fails, yield `folder`."""
     shutil.rmtree(links, ignore_errors=True)
     files = links
     try:
@@ -122,7 +122,7 @@ def _kept(folder: Path, links: Path) -> Iterator[Path]:
 
 
 def describe(folder: Path, checkpoint: Checkpoint) -> StateSnapshot:
-    """Return the header of a complete checkpoint, computed from all its files."""
+    """Return the header of a complete checkpoint."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     parts = {
         path.relative_to(folder).as_posix(): SnapshotPart(
@@ -151,7 +151,7 @@ def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
 
 
 def restore(target: FsspecTarget, run_dir: Path, stage: str) -> str:
-    """Fetch the newest checkpoint. Return a message. Raise OrreryError if the run has one."""
+    """Fetch the newest checkpoint. Raise OrreryError if the run already has a checkpoint."""
     folder = checkpoints_dir(run_dir, stage)
     if checkpoints.latest(run_dir, stage) is not None:
         raise OrreryError(

@@ -1,7 +1,7 @@
 """Recompute log-probs with kept weight versions on the CPU: `python -m orrery.trainer.verifier`.
 
-The argument is the manifest's path. The process reads `Recompute` messages, writes `Recomputed`
-messages, and keeps the networks of the two most recently used versions.
+The argument is the manifest's path. Standard input has `Recompute` messages, standard output
+`Recomputed` messages. The two most recently used networks stay loaded.
 """
 
 import os
@@ -26,7 +26,7 @@ from orrery.wire.weight_wire import read_weights
 from orrery.wire.weight_wire.fp8_blocks import decoded
 
 NUM_NETWORKS = 2
-ROWS = 64  # rows of logits at a time
+ROWS = 64  # number of tokens whose logits exist at once
 
 
 class Networks:
@@ -37,7 +37,7 @@ class Networks:
         prefer("auto")
 
     def at(self, folder: str) -> CausalLm:
-        """Return the network with the weights in `folder`, or raise OrreryError."""
+        """Return the network with the weights in `folder`. Raise OrreryError if that fails."""
         if folder not in self._loaded:
             while len(self._loaded) >= NUM_NETWORKS:
                 self._loaded.popitem(last=False)
@@ -76,7 +76,7 @@ def recompute(network: CausalLm, request: Recompute) -> Recomputed:
 def _answer(networks: Networks, request: Recompute) -> Recomputed:
     folder = Path(request.folder)
     try:
-        # Look first, because `read_weights` waits for a folder that NFS may not show yet.
+        # Look first, because `read_weights` waits for a missing folder.
         return recompute(networks.at(request.folder), request) if folder.is_dir() else Recomputed()
     except OrreryError:
         if folder.is_dir():
@@ -86,7 +86,7 @@ def _answer(networks: Networks, request: Recompute) -> Recomputed:
 
 def main() -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # prints must not break frames
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # `print` must not write among frames
     networks = Networks(load(Path(sys.argv[1])))
     while (request := read_frame(sys.stdin.buffer, Recompute)) is not None:
         answers.write(frame(_answer(networks, request)))
