@@ -1,7 +1,7 @@
-"""Refuse a site whose terms differ from the run's terms. The error names the wrong field.
+"""Refuse a site whose terms do not fit the run. The error names the wrong field.
 
-The first site writes its terms into the log. Each later site compares its own terms with them
-before it joins, so that an unfit site does not disturb the run.
+The first site writes the run's terms into the log. Each later site compares its own terms before it
+joins, so an unfit site does not disturb the run.
 """
 
 import time
@@ -11,7 +11,7 @@ import msgspec
 from orrery.elastic.types import ElasticError
 
 PROTOCOL = 2  # increment if the format of the ledger or the links changes
-NO_ROUND = -1  # stands for "no round": the first round has number 0
+NO_ROUND = -1  # no round yet: the first round has number 0
 
 
 class Terms(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Call etcd's v3 API, as JSON over HTTPS with mutual TLS.
 
 - A call tries the endpoints in turn for up to `store_s`. The endpoint that answered last is first.
-- Calls are retried, so a repeated call must be harmless. A compare-and-swap is harmless.
+- Calls are retried, so they must be idempotent, like a compare-and-swap.
 - Every thread has its own connections.
 """
 
@@ -62,7 +62,7 @@ class EtcdClient:
         return tuple(self._endpoints)
 
     def use(self, endpoints: Sequence[str]) -> None:
-        """Replace the endpoints unless the new list is empty. Keep the first if listed again."""
+        """Replace the endpoints unless `endpoints` is empty. If listed, the first stays first."""
         first = [each for each in self._endpoints[:1] if each in endpoints]
         if endpoints:
             self._endpoints = first + [each for each in endpoints if each not in first]
@@ -92,7 +92,7 @@ class EtcdClient:
         )
 
     def stream(self, path: str, body: dict[str, Any], silence_s: float) -> Iterator[Any]:
-        """Yield the first endpoint's streamed answers. Raise OSError if it is silent too long."""
+        """Yield the first endpoint's answers. Raise OSError after a silence of `silence_s`."""
         connection = self._connect(self.endpoints[0], silence_s)
         try:
             connection.request("POST", path, json.dumps(body))

@@ -31,7 +31,7 @@ from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
 ELECTION_S = 2.0  # longest time to elect a new etcd leader
-EXPIRY_S = 3.0  # time allowed from a lease's end until other sites begin a round
+EXPIRY_S = 3.0  # time from a lease's end until other sites begin a round
 RETRY_WATCH_S = 0.5
 
 
@@ -43,7 +43,7 @@ class SiteServices(msgspec.Struct, frozen=True):
 
 
 class EtcdLog:
-    """The run's log in etcd. `services` has this site's addresses, for other sites."""
+    """The run's log in etcd. Other sites read this site's `services` from it."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class EtcdLog:
             thread.start()
 
     def _take_lease(self, ttl_s: int) -> str:
-        """Take a lease and write the site's key. Return its revision, or "" if the lease ended."""
+        """Write the site's key. Return the key's revision, or "" if the new lease has ended."""
         self._lease = self._client.call("/v3/lease/grant", {"TTL": ttl_s})["ID"]
         key = {"key": encode(f"{self._prefix}live/{self._site_id}")}
         put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}

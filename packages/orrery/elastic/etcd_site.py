@@ -190,7 +190,7 @@ class EtcdSite:
         self._failure: OSError | None = None
 
     def __enter__(self) -> Self:
-        """Start etcd if this site has its data or is the first. Raise OSError if etcd fails."""
+        """Start etcd at the first site, or from kept data. Raise OSError if etcd cannot start."""
         self._steward.start()
         self._ready.wait()
         if self._failure is not None:
@@ -217,7 +217,7 @@ class EtcdSite:
         return sorted(found - {"", self._snapshots})
 
     def _run(self) -> None:
-        """Start etcd in this thread, because etcd is killed when its starting thread ends."""
+        """Start etcd in this thread, because etcd is killed when the starting thread ends."""
         try:
             if self.server is not None and (self._is_first or self.server.data.exists()):
                 self.server.start(is_new=self._is_first)
@@ -262,7 +262,7 @@ class EtcdSite:
             self._remove(members[change.name])
 
     def _keep_own(self, member_id: str, is_learner: bool, names: Iterable[str]) -> None:
-        """Restart etcd if it ended. Promote a learner to voter; etcd refuses if its log lags."""
+        """Restart etcd if it ended. Otherwise, ask etcd to make an up-to-date learner a voter."""
         assert self.server is not None
         if not self.server.is_running:
             self.server.start(names)

@@ -37,7 +37,7 @@ class ExchangeStats:
 
 
 class ErrorFeedback:
-    """A rank's encoding errors, f32[n]. The next exchange adds `decay` · errors to its values.
+    """A rank's encoding errors, f32[n]. The next exchange encodes values + `decay` · errors.
 
     Call `commit` once the round is committed. Memory: 8 bytes a parameter.
     """
@@ -123,7 +123,7 @@ class _Piece:
 
 
 def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
-    """Cut each bucket into a chunk per site. Cut chunks into pieces, and alternate the lanes."""
+    """Cut each bucket into one chunk per site. Cut chunks into pieces, spread over the lanes."""
     pieces: list[_Piece] = []
     turn = -1
     for bucket in buckets:
@@ -287,7 +287,7 @@ class _RingLane(_Lane):
 
 
 class _AllToAllLane(_Lane):
-    """Send a piece to the rank that sums its chunk, as hop 0, and the sum to all, as hop 1."""
+    """Hop 0 sends a piece to the rank that sums its chunk. Hop 1 sends the sum to all ranks."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         super().__init__(site, lane, pieces)

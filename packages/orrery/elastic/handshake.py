@@ -41,7 +41,7 @@ class Handshakes:
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
 
     def listen(self, host: str, port: int) -> int:
-        """Accept connections in a thread. Return the port. Raise ElasticError if it is taken."""
+        """Accept connections in a thread. Return the port, or raise ElasticError if it is taken."""
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
@@ -65,8 +65,8 @@ class Handshakes:
     ) -> ssl.SSLSocket:
         """Return a connection to rank `peer`. Raise OSError on failure.
 
-        `place`: host and port of the peer. With `is_relay`, `place` is a relay that the peer dials
-        too. Wait for the answer until `end_s`, because the peer may begin its epoch later.
+        `place` is the peer's address. With `is_relay`, it is the address of a relay that the peer
+        dials too. Wait until `end_s`, because the peer may begin its epoch later.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:

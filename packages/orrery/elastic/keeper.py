@@ -30,13 +30,13 @@ from orrery.manifest.publish import make_folder
 
 POLL_S = 0.2
 RETRY_S = 5.0
-NICE = 10  # niceness of the keeper, because peers' requests must not slow the trainer
+NICE = 10  # because peers' requests must not slow the trainer
 
 
 class KeeperOptions(msgspec.Struct, frozen=True):
     folder: str  # in shared memory
-    keep: int = 2  # number of snapshots to keep
-    host: str = ""  # address of the snapshot server; "" to serve no peers
+    keep: int = 2  # number of snapshots
+    host: str = ""  # "" to serve no peers
     port: int = 0
     certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key
     linger_s: float = 3600.0
@@ -110,7 +110,7 @@ def keep(options: KeeperOptions) -> None:
 def _serve_lines(work: Callable[[], None], is_over: Callable[[], bool]) -> None:
     """Call `work` at the start, after each line on stdin, and at the end.
 
-    Return once stdin closes, the parent dies or `is_over()` holds. Retry failed work after RETRY_S.
+    The end is a closed stdin, a dead parent or `is_over()`. Retry failed work within RETRY_S.
     """
     parent, is_due, is_open, due_s = os.getppid(), True, True, 0.0
     while is_open and not is_over():

@@ -1,7 +1,6 @@
 """Define the replicated ledger of epochs and rounds, as pure functions.
 
-- A `Ledger` is the whole shared state. Each function returns the next ledger. A repeated call
-  returns an equal ledger, so retries are harmless.
+- A `Ledger` is the whole shared state. Each function returns the next ledger, and is idempotent.
 - `live` has the ids of the sites with a lease. No function reads a clock.
 - A round gathers sites until enough have arrived. Then it exchanges: each member reports a digest
   or the peers that it lost.
@@ -39,7 +38,7 @@ class StateLacking(ElasticError):
 
 class JoiningSite(msgspec.Struct, frozen=True):
     member: SiteMember
-    has_weight: bool  # whether its tokens count: it holds the newest state or arrived late
+    has_weight: bool  # whether tokens count: true for late members and holders of the newest state
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
@@ -58,9 +57,9 @@ class Ledger(msgspec.Struct, frozen=True):
     members: tuple[SiteMember, ...] = ()
     joining: tuple[JoiningSite, ...] = ()
     is_exchanging: bool = False
-    tokens: dict[str, int] = {}  # trained tokens of each site that has arrived in this round
+    tokens: dict[str, int] = {}  # tokens by id of each site in this round
     weights: tuple[int, ...] = ()  # tokens by rank, while exchanging
-    digests: dict[str, str] = {}  # digest of each member that has finished the exchange
+    digests: dict[str, str] = {}  # reported digest by member id
     broken: dict[str, tuple[str, ...]] = {}  # ids of lost peers, by reporting member
     strikes: tuple[tuple[str, str], ...] = ()  # site pairs whose link broke in the last attempt
     measured: dict[str, dict[str, int]] = {}  # speeds in Mb/s, by site and peer
@@ -160,9 +159,9 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 
 
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
-    """Return whether the exchange may start: `quorum` live sites have arrived.
+    """Return whether the exchange may start.
 
-    If any member is live, a member must have arrived.
+    At least `quorum` live sites must have arrived, including a member if any member is live.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)

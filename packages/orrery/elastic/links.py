@@ -71,7 +71,7 @@ class PeerLinks:
         self._backlogs: list[Backlog] = []  # by rank
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
         self._broken: LinkBroken | None = None  # failure in this round
-        self._told: tuple[int, LinkBroken] | None = None  # round and failure, for a later round
+        self._told: tuple[int, LinkBroken] | None = None  # failure of a later round
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
@@ -112,7 +112,7 @@ class PeerLinks:
             self._phase = LinkPhase.RUNNING
 
     def end(self) -> None:
-        """End the round, whose frames have all arrived. Measure speeds to new members."""
+        """End the round, once all frames have arrived. Then measure the speeds to new members."""
         assert self._members is not None
         with self._changed:
             self._phase = LinkPhase.IDLE
@@ -158,7 +158,7 @@ class PeerLinks:
     # Frames
 
     def send(self, rank: int, lane: int, hop: int, piece: int, payload: Bytes) -> int:
-        """Queue a frame. Return its size in bytes. Keep `payload` as it is until the round ends."""
+        """Queue a frame. Return its size. `payload` must not change until the round ends."""
         self._raise_if_broken()
         if (rank, lane) not in self._peers:
             raise self.failed(rank, "its connection is lost")

@@ -1,7 +1,7 @@
 """Run a site's outer loop: exchange its weight change Δ, and step the outer optimizer.
 
 - `outer` defines θ, m and Δ. A round exchanges Δ, commits the digest of the next θ and m, and only
-  then sets θ and m. It keeps the inner optimizer's state.
+  then sets θ and m. The inner optimizer's state stays.
 - After a broken link, the round is retried without the lost sites. Δ is computed again, because
   some ranks may already hold the mean. After MAX_ATTEMPTS the site ends and keeps θ_start and m.
 - Round 0 only compares digests, so that all sites start from equal weights.
@@ -291,7 +291,10 @@ class OuterLoop:
                 yield block, self.state.start[block] - now
 
     def _try_exchange(self, outer_round: OuterRound, rank: int) -> tuple[list[int], int]:
-        """Return (ranks of lost sites, bytes sent). A single site sends nothing."""
+        """Return (ranks of lost sites, bytes sent).
+
+        Skip the exchange if there is only one site or if all weights are 0.
+        """
         lost, sent = -1, 0
         if len(outer_round.weights) > 1 and any(outer_round.weights):
             try:

@@ -27,7 +27,7 @@ class Membership(Protocol):
     def epoch(self) -> Epoch: ...
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
-        """Return the round once all live members, or a quorum within the grace window, arrive.
+        """Wait for all live members, or for a quorum and then the grace window. Return the round.
 
         Raise Behind if the round is over, and ElasticError if too few sites are live for a quorum
         after `deadline_s`.
@@ -45,7 +45,7 @@ class Membership(Protocol):
 @dataclass(frozen=True)
 class LedgerView:
     ledger: Ledger
-    revision: int  # revision of the ledger
+    revision: int  # of the ledger, in the log
     live: frozenset[str]  # ids of the sites with a lease
 
 
@@ -106,7 +106,7 @@ class LogMembership:
     def _await_state(self, site: SiteMember, terms: Terms) -> None:
         """Raise ElasticError if the run refuses the site. Call this before taking a lease.
 
-        If no member is live and the site's state is old, wait `grace_s` for the newest state.
+        If no member is live and this site's state is old, wait `grace_s` for another site.
         """
         end_s = self._log.now_s() + self._pace.grace_s
         while True:

@@ -2,8 +2,7 @@
 
 - The server speaks HTTPS with mutual TLS. `/newest` returns the header of the newest snapshot, and
   `/block/SHA256` returns a block.
-- A block is fetched from any site that holds it. Only one site holds the blocks of its inner
-  optimizer state.
+- A block can come from any site that holds it. Inner optimizer state exists at one site only.
 - A client without a certificate occupies one thread for at most HANDSHAKE_S.
 """
 

@@ -4,7 +4,7 @@
   log, so they make equal choices. A pair's speed is the lower speed of its two directions.
 - A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
   faster. A relay also carries its own frames, so a relayed path counts with half its speed.
-- The ring's order maximises the speed of its slowest edge, only roughly beyond MOST_EXACT sites.
+- The ring's order maximises the speed of its slowest edge. Above MOST_EXACT sites, it is greedy.
 """
 
 from functools import cache
@@ -46,7 +46,7 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
-    """Return the slowest measured edge of `chosen`'s ring, in Mb/s by `newest`'s speeds, or 0."""
+    """Return the speed in `newest` of the slowest measured edge on `chosen`'s ring, or 0."""
     order = ring_order(chosen)
     edges = zip(order, [*order[1:], *order[:1]], strict=True)
     found = [_path(newest, a, relay(chosen, a, b), b) for a, b in edges if a != b]

@@ -37,13 +37,13 @@ class SnapshotPart(msgspec.Struct, frozen=True):
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """The header of a snapshot: the state after `round`, with its digest in the log."""
+    """The header of a snapshot of the state after `round`. `digest` names the state in the log."""
 
     round: int
     digest: str
     block_bytes: int
     parts: dict[str, SnapshotPart]
-    facts: dict[str, Any] = {}  # further facts, such as the step
+    facts: dict[str, Any] = {}  # for example the step
 
     def blocks(self) -> Iterator["Block"]:
         for name, part in self.parts.items():
@@ -134,7 +134,10 @@ def copy_state(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Copy the state into `folder`, for another process to publish. Return the copy's folder."""
+    """Copy the state into `folder`, to be published by another process. Return the copy.
+
+    Raise ElasticError if it does not fit.
+    """
     make_folder(folder)
     check_room(folder, sum(memoryview(part).nbytes for part in parts.values()), 1)
 
@@ -155,7 +158,7 @@ def link_files(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Do the same as `copy_state`, with hard links to finished files on its file system."""
+    """Do as `copy_state` does, with hard links to finished files on the folder's file system."""
     make_folder(folder)
 
     def write(partial: Path) -> dict[str, int]:
@@ -219,7 +222,7 @@ def _remove(snapshots: Iterable[Path]) -> None:
     for path in snapshots:
         aside = path.with_name(f".{path.name}.removed")
         with suppress(OSError):
-            path.rename(aside)  # so a reader never sees half a folder
+            path.rename(aside)  # hides the folder before files go
         shutil.rmtree(aside, ignore_errors=True)
 
 

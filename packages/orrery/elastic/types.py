@@ -2,8 +2,8 @@
 
 - A site is one trainer with any number of processes. A site's rank is its index in the epoch.
 - An epoch is a numbered set of sites. A round is one exchange between them.
-- A site's weight in a round counts the tokens that it trained since its last exchange. The weight
-  is 0 if the site joined without the newest state.
+- A site's weight is its number of tokens since its last exchange. The first weight is 0 if the site
+  joins without the newest state.
 """
 
 from pathlib import Path

@@ -159,7 +159,7 @@ def blocks_of(x: Floats, block: int) -> Floats:
 
 
 def scales_of(rows: Floats, steps: int) -> tuple[Floats, Floats]:
-    """Return each row's scale, absmax / steps, and its inverse. Both are 0 below SMALLEST."""
+    """Return each row's scale, absmax / steps, and its inverse. Both are 0 if absmax < SMALLEST."""
     absmax = np.abs(rows).max(axis=1)
     absmax[absmax < SMALLEST] = 0
     some = np.where(absmax > 0, absmax, np.float32(1))

@@ -1,8 +1,8 @@
 """top_k_2bit: the largest 64 of 4,096 values, in 2 bits each. 0.029 bytes a value.
 
-A kept value becomes ± a high or low level: the mean of the kept magnitudes above their mean, or the
-mean of the other kept magnitudes. Dropped values become 0, so use error feedback. Source:
-SparseLoCo (arXiv 2508.15706).
+A kept value becomes plus or minus a level. The high level is the mean of the kept magnitudes above
+their mean, and the low level is the mean of the others. Dropped values become 0, so use error
+feedback. Source: SparseLoCo (arXiv 2508.15706).
 
 Layout of a block of m values, k = ⌈m/64⌉: 2 float32 levels, low first, then k codes of 2 bits, then
 k indices of 12 bits. Bit 0 of a code is the level, and bit 1 is the sign. Codes and indices are
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from orrery.elastic.codecs.base import SMALLEST, UNITS, Bytes, Codec, Floats
 
 SHARE = 64  # one value in 64 is kept
-LAST = 4095  # largest index in a block
+LAST = 4095
 
 
 def _record_bytes(m: int) -> int:
