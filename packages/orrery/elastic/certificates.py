@@ -41,8 +41,6 @@ OPENSSL_S = 60.0
 
 @dataclass(frozen=True)
 class Certificates:
-    """Paths of one site's certificate files."""
-
     authority: Path
     certificate: Path
     key: Path

@@ -287,7 +287,7 @@ class _RingLane(_Lane):
 
 
 class _AllToAllLane(_Lane):
-    """Hop 0 sends a piece to the rank that sums its chunk. Hop 1 sends the sum to all ranks."""
+    """Hop 0 sends a piece to the rank that sums its chunk. Hop 1 sends the sum to all."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         super().__init__(site, lane, pieces)

@@ -41,7 +41,7 @@ class Handshakes:
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
 
     def listen(self, host: str, port: int) -> int:
-        """Accept connections in a thread. Return the port, or raise ElasticError if it is taken."""
+        """Accept connections in a thread. Return the port. Raise ElasticError if it is in use."""
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:

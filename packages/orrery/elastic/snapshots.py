@@ -222,7 +222,7 @@ def _remove(snapshots: Iterable[Path]) -> None:
     for path in snapshots:
         aside = path.with_name(f".{path.name}.removed")
         with suppress(OSError):
-            path.rename(aside)  # hides the folder before files go
+            path.rename(aside)  # so readers never see half a folder
         shutil.rmtree(aside, ignore_errors=True)
 
 
