@@ -165,7 +165,7 @@ class SiteTraining:
     def _delay(self, step: int) -> int:
         """Return the number of steps between sending and applying a round.
 
-        It is 0 at a checkpoint, at the last step and in RL, because published versions are fixed.
+        It is 0 at a checkpoint and the last step. RL has no delay, as published versions are fixed.
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
@@ -350,7 +350,7 @@ class SiteTraining:
     def _take_state(self, keeps_delta: bool) -> None:
         """Fetch the newest round's state from other sites. All ranks fetch the same round.
 
-        With `keeps_delta` keep this site's update Δ, token counts and optimizer state.
+        With `keeps_delta`, keep this site's update Δ, token counts and optimizer state.
         """
         rank, snapshot = self._learner.world.rank, None
         end_s = time.monotonic() + scaled(self._spec.store_timeout_s)

@@ -38,7 +38,7 @@ V2 = CgroupVersion("", "memory.max", "memory.current", ("inactive_file", "active
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Return the bytes available without swapping. `root` contains proc/ and sys/."""
+    """Return the bytes of memory available without swapping. `root` contains proc/ and sys/."""
     found = [cgroup_available_bytes(root)]
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

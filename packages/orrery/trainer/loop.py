@@ -39,7 +39,7 @@ class RlLoop:
     checkpoints: StageCheckpoints
     batch_deadline_s: float
     batch_behind_s: float  # time limit for a batch that another rank has received
-    publish_still_s: float  # time limit without progress of a publication
+    publish_still_s: float  # time limit of a publication without progress
     site: SiteTraining | None = None  # None without trainer.elastic
     start_step: int = field(init=False)  # the resumed step, or 0
 

@@ -43,7 +43,7 @@ POLL_S = 0.1
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Work of the first rank alone. `beside`: role that wrote the checkpoint's other half."""
+    """The first rank's extra work. `beside`: role that wrote the checkpoint's other half."""
 
     run_dir: str
     stage: str
@@ -76,7 +76,7 @@ def partial_of(folder: Path) -> Path:
 
 
 def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
-    """Save the copy if `job.json` exists. Raise RunFailed or OSError."""
+    """Save the copy if `job.json` exists. Raise RunFailed or OSError on failure."""
     if not (memory / JOB).exists():
         return
     job = msgspec.json.decode((memory / JOB).read_bytes(), type=SaveJob)

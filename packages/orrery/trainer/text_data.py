@@ -1,6 +1,6 @@
 """Read plain text for SFT. Each token is trained once an epoch.
 
-- A document stands between two end tokens. The first is context, the last is trained.
+- A document stands between two end tokens. Only the second end token is trained.
 - A document longer than a micro-batch is cut. A part repeats the previous part's last token as
   context.
 - A shard's order is a permutation drawn from (manifest.seed, epoch, shard).

@@ -1,4 +1,4 @@
-"""Copy complete checkpoints to an object store or another host, and fetch the newest back.
+"""Copy complete checkpoints to an object store or another host, and fetch the newest.
 
     python -m orrery.trainer.uploader check TARGET
     python -m orrery.trainer.uploader upload TARGET RUN_DIR STAGE KEEP

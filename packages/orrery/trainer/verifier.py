@@ -1,7 +1,7 @@
 """Recompute log-probs with kept weight versions on the CPU: `python -m orrery.trainer.verifier`.
 
-The argument is the manifest's path. Standard input has `Recompute` messages, standard output
-`Recomputed` messages. The two most recently used networks stay loaded.
+The argument is the manifest's path. The process reads `Recompute` messages from standard input, and
+writes `Recomputed` messages to standard output. It keeps the two most recently used networks.
 """
 
 import os
