@@ -62,7 +62,7 @@ class EtcdClient:
         return tuple(self._endpoints)
 
     def use(self, endpoints: Sequence[str]) -> None:
-        """Replace the endpoints unless `endpoints` is empty. If listed, the first stays first."""
+        """Replace the endpoints unless `endpoints` is empty. Keep the first in place if listed."""
         first = [each for each in self._endpoints[:1] if each in endpoints]
         if endpoints:
             self._endpoints = first + [each for each in endpoints if each not in first]

@@ -2,8 +2,8 @@
 
 - The first site starts etcd alone. Later sites that accept connections become coordinators, one at
   a time, up to an odd number of at most `coordinators`.
-- All sites derive the next change from the same lists of coordinators and live sites, so no leader
-  is needed. A coordinator is replaced if its site is gone for REMOVE_S.
+- All sites derive changes from the same lists of coordinators and live sites, so no site leads. A
+  coordinator is replaced if its site is gone for REMOVE_S.
 - etcd is a child process. Its data stay in `folder`, so a crashed site keeps its vote.
 """
 

@@ -5,7 +5,7 @@
 - `all_to_all`: each rank sums one chunk in a fixed order and sends the sum to all. A value is
   encoded twice, for any number of sites.
 - Frames name their piece and hop and are handled on arrival, so all pieces are in flight at once.
-- A site with weight wᵢ = 0 receives and forwards frames but adds no values.
+- A site with weight wᵢ = 0 forwards frames but adds no values.
 - Δᵢ is replaced after all frames have arrived. If a peer fails, Δᵢ does not change.
 """
 

@@ -110,7 +110,7 @@ def keep(options: KeeperOptions) -> None:
 def _serve_lines(work: Callable[[], None], is_over: Callable[[], bool]) -> None:
     """Call `work` at the start, after each line on stdin, and at the end.
 
-    The end is a closed stdin, a dead parent or `is_over()`. Retry failed work within RETRY_S.
+    End once stdin closes, the parent dies or `is_over()` is true. Retry failed work within RETRY_S.
     """
     parent, is_due, is_open, due_s = os.getppid(), True, True, 0.0
     while is_open and not is_over():

@@ -221,10 +221,9 @@ def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable
 def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int = 1) -> Ledger:
     """Commit or restart the exchange once every live member has reported.
 
-    `has_waited` ends the wait for members without a report. If no report names a lost peer and
-    more than half of the reports agree on a digest, commit it and remove all other members.
-    Otherwise, restart the round in a new epoch with the members that reported. If fewer than
-    `quorum` are left, gather sites again.
+    `has_waited` ends the wait for members without a report. If no peer is lost and more than half
+    of the reports agree on a digest, commit it and remove all other members. Otherwise, restart the
+    round in a new epoch with the members that reported. Gather sites again below `quorum` members.
     """
     if not ledger.is_exchanging:
         return ledger

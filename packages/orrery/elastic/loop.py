@@ -1,7 +1,7 @@
 """Run a site's outer loop: exchange its weight change Δ, and step the outer optimizer.
 
 - `outer` defines θ, m and Δ. A round exchanges Δ, commits the digest of the next θ and m, and only
-  then sets θ and m. The inner optimizer's state stays.
+  then sets them. The inner optimizer's state stays.
 - After a broken link, the round is retried without the lost sites. Δ is computed again, because
   some ranks may already hold the mean. After MAX_ATTEMPTS the site ends and keeps θ_start and m.
 - Round 0 only compares digests, so that all sites start from equal weights.

@@ -1,7 +1,7 @@
 """Serve snapshots to peers, and fetch a snapshot from several peers at once.
 
-- The server speaks HTTPS with mutual TLS. `/newest` returns the header of the newest snapshot, and
-  `/block/SHA256` returns a block.
+- Over HTTPS with mutual TLS, `/newest` returns the newest snapshot's header, and `/block/SHA256`
+  returns a block.
 - A block can come from any site that holds it. Inner optimizer state exists at one site only.
 - A client without a certificate occupies one thread for at most HANDSHAKE_S.
 """

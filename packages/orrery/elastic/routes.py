@@ -1,7 +1,7 @@
 """Choose the ring's order and the relays of pairs from measured speeds.
 
-- Speeds are Mb/s between ranks of an epoch; 0 is unmeasured. All sites read equal speeds from the
-  log, so they make equal choices. A pair's speed is the lower speed of its two directions.
+- Speeds are Mb/s between ranks of an epoch; 0 is unmeasured. All sites read them from the log, so
+  their choices agree. A pair's speed is the lower speed of its two directions.
 - A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
   faster. A relay also carries its own frames, so a relayed path counts with half its speed.
 - The ring's order maximises the speed of its slowest edge. Above MOST_EXACT sites, it is greedy.

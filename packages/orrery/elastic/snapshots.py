@@ -247,8 +247,8 @@ def verify(snapshot: Path) -> StateSnapshot:
 def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
     """Fetch a snapshot and publish it below `folder`. Use one thread per source.
 
-    Stop using a source that fails or sends a wrong block. Raise ElasticError if blocks are missing
-    in the end. The next call uses the blocks that have arrived.
+    Drop a source that fails or sends a wrong block. Raise ElasticError if blocks are missing in the
+    end. The next call reuses arrived blocks.
     """
     place = snapshot_dir(folder, header.round)
     partial = place.with_name(f".{place.name}.{_digest_of(header)[:12]}.partial")

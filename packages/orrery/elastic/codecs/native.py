@@ -38,7 +38,7 @@ class Library:
         self._library = ctypes.CDLL(str(path))
 
     def encoder(self, kind: str) -> Callable[..., int]:
-        """Return `encode(x, n, wire, first, last)`. It returns a refused index, or -1."""
+        """Return `encode(x, n, wire, first, last)`. It returns a refused value's index or -1."""
         call = self._library[f"{kind}_encode"]  # a new object at each access
         call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64
