@@ -31,7 +31,7 @@ from orrery.wire.columns import Columns
 from orrery.wire.packing import is_padded
 from orrery.wire.routed_experts import route_shape
 
-# Default options by run.
+# Default options by the run's name.
 SFT = {"loss": "sft"}
 ROWS: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_16k": SFT,
@@ -105,7 +105,7 @@ class BenchRequest:
 
 
 def make_request(manifest: Manifest, options: Options) -> BenchRequest:
-    """Fit the manifest to the options. Raise OrreryError if they do not fit."""
+    """Return the measurement of `manifest` with `options`. Raise OrreryError if they do not fit."""
     model = _fit_layers(manifest.model, options)
     base = _stage_trainer(manifest, options)
     trainer = _merge_options(manifest, base, model, options)
@@ -284,7 +284,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.options.loss == "rl":
-        # The log-prob of a new network, so that importance ratios stay finite.
+        # Use the log-prob of a new network, so that importance ratios stay finite.
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),
@@ -303,7 +303,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """Return routes [T, L, K] with equal load: each token takes the next K experts."""
+    """Return routes [tokens, layers, K] of equal load: each token takes the next K experts."""
     shape = route_shape(model)
     assert shape is not None
     experts = np.arange(num_tokens * shape.top_k) % shape.num_experts

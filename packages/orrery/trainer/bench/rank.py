@@ -1,7 +1,7 @@
 """Measure one rank: `python -m orrery.trainer.bench.rank FOLDER`.
 
-Weights are random. Rank 0 profiles one more step. The numbers or the error go to
-`FOLDER/rank.<n>.json`.
+Weights are random. After the timed steps, rank 0 profiles one step. Each rank writes its numbers or
+its error to `FOLDER/rank.<n>.json`.
 """
 
 import json
@@ -57,11 +57,11 @@ _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|
 # (kind, pattern of the kernel's name, pattern of an open host range). The first match decides.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # before "optimizer", which has kernels of these names
+    ("sharding copies", None, r"FSDP::"),  # before "optimizer": kernel names match both
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
-    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # the name may list any operator
+    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # its name may list any operator
     ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
     ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
     ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
@@ -85,7 +85,7 @@ KINDS = (
 )
 _DIRECTIONS = {"to host": re.compile(r"Memcpy DtoH"), "to device": re.compile(r"Memcpy HtoD")}
 
-Event = dict[str, Any]  # a Chrome trace's event, in microseconds
+Event = dict[str, Any]  # an event of a Chrome trace, with times in µs
 Spans = list[tuple[float, float]]
 
 
@@ -142,7 +142,7 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
         model, trainer = request.model, request.trainer
         text = describe_error(error, rank, step, model, trainer, request.load, size)
         return {"out_of_memory": text}
-    destroy_world(world)  # not after an error, which leaves collectives in flight
+    destroy_world(world)  # not after an error, because collectives are then in flight
     return answer
 
 
@@ -152,7 +152,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
     weights.initialize_on_device(policy.network, STD, request.seed)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
-            for weight in (adapter.a, adapter.b):  # products of zeros run faster
+            for weight in (adapter.a, adapter.b):  # random, because products of zeros run faster
                 local_tensor(weight).normal_(std=STD)
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
 
@@ -160,7 +160,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """Time `count` steps. A step ends when the host continues, perhaps before the device."""
+    """Time `count` steps. A step ends when the host continues. The device may still compute."""
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
     totals = [count_totals(each, world) for each in batches]
@@ -223,13 +223,13 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict. On exit fill it with the mean of CLOCK_FIELDS, if there is a GPU."""
+    """Yield a dict. If there is a GPU, fill the dict on exit with the means of CLOCK_FIELDS."""
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
         yield found
         return
-    # nvidia-smi ignores CUDA_VISIBLE_DEVICES.
+    # Select the GPU by UUID, because nvidia-smi ignores CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     with tempfile.TemporaryFile("w+") as file:
         with clock_reader(command, uuid, file.fileno()):
@@ -268,7 +268,7 @@ def mean_clocks(text: str) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Phases:
-    """The seconds of one step, divided in three ways.
+    """The seconds of one step, divided by kind, by pass and by kernel.
 
     `by_kind` counts only exposed communication and adds up to `step_s`. `by_pass` counts
     overlapping kernels twice. `longest` lists kernels as (name, kind, seconds, count).
@@ -295,7 +295,7 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies in one direction. Computation hid `hidden_s` of their `seconds`."""
+    """Copies in one direction. `hidden_s` of their `seconds` overlapped with computation."""
 
     num_bytes: int
     num_copies: int
@@ -328,7 +328,7 @@ def divide_step(events: list[Event], step: str) -> Phases:
 
 
 def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
-    """Return the step's copies by direction, or {} without a device."""
+    """Return the step's copies by direction. Return {} for a trace without GPU kernels."""
     begin, end = _step_window(events, step)
 
     def union(found: list[Event]) -> Spans:
@@ -364,7 +364,7 @@ def kind_of(name: str, around: Iterable[str]) -> str:
 
 
 def _stage_of(around: tuple[str, ...]) -> str:
-    """Return the pass. Recomputation counts as backward, the loss as forward."""
+    """Return the pass. Recomputation counts as backward, and the loss as forward."""
     if any("ptimizer.step" in one for one in around):
         return "optimizer"
     return "backward" if any(one.startswith("autograd::engine") for one in around) else "forward"

@@ -38,7 +38,7 @@ class Sizes:
     tokens: int
     shapes: tuple[tuple[int, int], ...]  # (outputs, inputs) of products
     experts: tuple[int, int, int]  # (experts, outputs, inputs)
-    lengths: tuple[int, int]  # of documents in attention
+    lengths: tuple[int, int]  # document lengths in attention
     heads: int
     copied_bytes: int
 
@@ -124,7 +124,7 @@ def write(path: Path, rates: Rates) -> None:
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of `run`, after two runs that do not count."""
+    """Return the median time of `run` in seconds, after two warm-up runs."""
     found = []
     for _ in range(REPEATS + 2):
         if device.type == "cuda":
@@ -170,7 +170,7 @@ def grouped_flops(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> flo
 
 
 def attention(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Return (limit, half): forward and backward at length L reach limit · L / (L + half)."""
+    """Return (limit, half). At document length L the FLOP/s are limit · L / (L + half)."""
     rates = []
     for length in sizes.lengths:
         shape = (sizes.lengths[1], sizes.heads, 64)
@@ -210,7 +210,7 @@ def host_bytes(num_bytes: int, device: torch.device) -> float:
 
 
 def link_rates(kind: str, num_bytes: int) -> tuple[float, float]:
-    """Return (bytes/s of a send, bytes/s of an all-gather beside products) of two processes."""
+    """Return bytes/s of a send, and of an all-gather during matrix products, of two processes."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()

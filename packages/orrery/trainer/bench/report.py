@@ -70,7 +70,7 @@ def result(
     first = answers[0]
     accelerator = accelerator_of(first["device"])
     device = None if accelerator is None else DEVICES[accelerator]
-    # The last timed step, because the profiled step may have documents of other lengths.
+    # Predict the last timed step: the profiled step may have documents of other lengths.
     predicted = expected(request, first["steps"][-1]["lengths"], accelerator)
     counted = count_parameters(model, trainer.lora)
     planned = plan_memory(model, trainer, request.load, first["device_bytes"], counted)
@@ -127,7 +127,7 @@ def result(
 def _work(
     request: BenchRequest, every: list[list[int]], device_s: float, device: Device | None
 ) -> dict[str, float | None]:
-    """Return the operations, rates and MFU of these steps, by the names in `WORK`.
+    """Return the operations, rates and MFU of these steps, by name in `WORK`.
 
     `every`: document lengths by step. `device_s`: mean seconds of a step, summed over devices.
     """
@@ -223,7 +223,7 @@ def _time_by_kind(phases: dict[str, Any], predicted: dict[str, float]) -> Table:
 def expected(
     request: BenchRequest, lengths: Sequence[int], accelerator: str | None
 ) -> dict[str, float] | None:
-    """Return the seconds of a step, or None for an unknown device or network."""
+    """Return the predicted seconds of a step. Return None for an unknown device or network."""
     if accelerator is None or not is_counted(request.model):
         return None
     model, trainer, load = request.model, request.trainer, request.load

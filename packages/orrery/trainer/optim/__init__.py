@@ -1,6 +1,6 @@
 """Build the manifest's optimizer.
 
-Norms and biases have no weight decay, because decaying a gain fights its normalisation.
+Norms and biases have no weight decay: it would pull the gain of a norm towards zero.
 """
 
 from torch import nn

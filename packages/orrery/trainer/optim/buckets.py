@@ -1,6 +1,6 @@
-"""Cut groups of weights into buckets, and define the rules that update them.
+"""Cut groups of weights into buckets, and define the interface of update rules.
 
-`FlatShards` concatenates a group's local shards of one dtype. A bucket is a range of it.
+`FlatShards` concatenates a group's local shards of one dtype. A bucket is a range of `FlatShards`.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from orrery.models.placement import local_tensor
 from orrery.trainer.optim.gradient import sharding_axes
 
-ALIGNMENT = 128  # in values, for vectorised kernels
+ALIGNMENT = 128  # number of values to which shards are aligned, for vectorised kernels
 
 
 @dataclass(frozen=True)
 class WeightPart:
     """A part of one weight, with its gradient and state on the device.
 
-    Tensors are flat, or whole local shards if the rule needs whole shards.
+    Its tensors are flat. If the rule needs whole shards, they are whole local shards.
     """
 
     source: nn.Parameter
@@ -31,9 +31,9 @@ class WeightPart:
 
 
 class UpdateRule:
-    """An update of weights. `keys` names its state tensors, each with the weight's shape.
+    """A rule that updates weights. `keys` names its state tensors, each with the weight's shape.
 
-    With `counts_steps`, state also has `step`, a float32 scalar that counts earlier steps.
+    If `counts_steps`, the state also has `step`, a float32 scalar that counts earlier steps.
     """
 
     keys: tuple[str, ...] = ()
@@ -46,13 +46,13 @@ class UpdateRule:
     def update(
         self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
     ) -> None:
-        """Move the weights by gradient / divisor. Gradients may be overwritten."""
+        """Update the weights in place by gradient / divisor. May overwrite the gradients."""
         raise NotImplementedError
 
 
 @dataclass
 class ParamGroup:
-    """Weights that share a rule. `lr` is the schedule's peak."""
+    """Weights that share a rule. `lr` is the schedule's peak learning rate."""
 
     weights: list[nn.Parameter]
     rule: UpdateRule
@@ -61,7 +61,7 @@ class ParamGroup:
 
 
 def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup]:
-    """Return the first weights with at most `share` of the group's local values, and the rest."""
+    """Split off the first weights, up to a fraction `share` of the group's local values."""
     sizes = [local_tensor(weight).numel() for weight in group.weights]
     room = share * sum(sizes)
     count = sum(size <= room for size in accumulate(sizes))
@@ -70,7 +70,7 @@ def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup
 
 
 def is_bias(name: str) -> bool:
-    """Return whether the name is a bias's. Stacked experts' biases have two dimensions."""
+    """Return whether `name` ends in "bias". Stacked experts' biases have two dimensions."""
     return name.endswith("bias")
 
 
@@ -112,7 +112,7 @@ class FlatShards:
             self.length += -(-local_tensor(weight).numel() // ALIGNMENT) * ALIGNMENT
 
     def windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield (begin, end, slices) of at most `num_values` values. A window may cut a weight."""
+        """Yield windows (begin, end, slices) of up to `num_values` values. They may cut weights."""
         shards = [
             (weight, start, local_tensor(weight).numel())
             for weight, start in zip(self.weights, self.starts, strict=True)
@@ -132,7 +132,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of whole weights, the same on all ranks despite different local sizes."""
+        """Yield windows of whole weights, the same weights on all ranks despite unequal shards."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):

@@ -1,4 +1,4 @@
-"""Update rules for each value alone: AdamW, SGD with momentum and sign SGD."""
+"""Elementwise update rules: AdamW, SGD with momentum and sign SGD."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ class AdamWRule(UpdateRule):
 
 
 class SgdRule(UpdateRule):
-    """SGD with momentum. Weight decay is L2 and added to the clipped gradient."""
+    """SGD with momentum. Weight decay is an L2 term, added to the clipped gradient."""
 
     def __init__(self, spec: Sgd):
         super().__init__(spec)
@@ -67,9 +67,9 @@ class SgdRule(UpdateRule):
 
 
 class SignSgdRule(UpdateRule):
-    """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434): w ← w − lr · (sign(g) + decay · w).
+    """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434) of weight w with gradient g.
 
-    The divisor is ignored, because it does not change signs.
+    w ← w − lr · (sign(g) + decay · w). The divisor is ignored, because it does not change signs.
     """
 
     def update(

@@ -1,6 +1,6 @@
-"""Compute the global gradient norm, clip by it, and find NaN and infinity.
+"""Compute the global gradient norm, clip gradients by it, and find NaN and infinity.
 
-Gradients are already summed over replicas.
+Gradients must already be summed over replicas.
 """
 
 from collections.abc import Iterable
@@ -16,11 +16,11 @@ from orrery.trainer.parallel.world import World
 
 
 def sharding_axes(weight: Tensor) -> dict[int, int]:
-    """Return the mesh axes that shard `weight`, each with the tensor dimension it cuts."""
+    """Return the sharded tensor dimension for each mesh axis that shards `weight`."""
     if not isinstance(weight, DTensor):
         return {}
     return {
-        axis: placement.dim  # with ep, FSDP makes strided shards
+        axis: placement.dim  # not only `Shard`: with ep, FSDP makes strided shards
         for axis, placement in enumerate(weight.placements)
         if hasattr(placement, "dim")
     }
@@ -28,7 +28,7 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
 
 @torch.no_grad()
 def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
-    """Return the gradient's global L2 norm, float32 [], equal on all ranks. A collective.
+    """Return the gradient's global L2 norm, a float32 scalar equal on all ranks. A collective.
 
     Missing gradients count as zero. Squares are summed in float64.
     """
@@ -42,14 +42,14 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
                 shards.append(local_tensor(weight.grad))
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for (mesh, axes), shards in alike.items():
-        # Offloaded gradients are summed on the CPU, but nccl reduces on the device.
+        # Move sums of offloaded gradients from the CPU, because nccl reduces on the device.
         square = _sum_of_squares(shards).to(world.device) if shards else torch.zeros_like(total)
         for axis in axes:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
     if (replicas := world.axis_size("dp_replicate")) > 1:
-        # Replicas sum in different orders. Different norms would let their weights diverge.
+        # Average: replicas sum in different orders, and unequal norms let their weights diverge.
         dist.all_reduce(total, group=world.group("dp_replicate"))
         total /= replicas
     return total.sqrt().float()
@@ -67,7 +67,7 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 def clip(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the divisor (at least 1) that clips gradients to `max_norm`, without a sync."""
+    """Return the divisor (at least 1) that clips gradients to `max_norm`, without a device sync."""
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 

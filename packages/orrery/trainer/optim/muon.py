@@ -1,14 +1,14 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for the matrices of blocks.
 
-    m ← momentum · m + (1 − momentum) · g          g gradient, w weight
+    m ← momentum · m + (1 − momentum) · g          g: gradient, w: weight
     u = m, or Nesterov: momentum · m + (1 − momentum) · g
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
-The factor 0.2 · √max(rows, columns) gives updates AdamW's root mean square (arXiv 2502.16982, eq.
-4). Other weights use AdamW (`rest`). `orthogonalize` is a collective, so a weight has a gradient on
-all of its ranks or on no rank.
+The factor 0.2 · √max(rows, columns) gives an update the root mean square of AdamW's (arXiv
+2502.16982, eq. 4). Other weights use AdamW (`rest`). `orthogonalize` is a collective, so a weight
+must have a gradient on all of its ranks or on no rank.
 
-B matrices of a stack · M rows · N columns
+B: matrices in a stack · M: rows · N: columns
 """
 
 import math
@@ -32,7 +32,7 @@ from orrery.trainer.parallel.world import all_to_all
 RMS = 0.2
 FUSED = re.compile(r"\.gate_up_(proj|proj\.weight|lora\.b)$")
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
-# The odd quintic polynomial that moves singular values to one fastest.
+# Coefficients of the odd quintic polynomial that moves singular values fastest towards 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 
@@ -41,8 +41,8 @@ EPSILON = 1e-7
 class GateUp:
     """Layout of a weight [M, N] or [B, M, N] that joins an MLP's gate and up projections.
 
-    `dim` −2 joins their rows, −1 their columns. If `is_interleaved`, rows (columns) of gate and up
-    alternate. Otherwise the gate comes first.
+    `dim` is −2 if their rows are joined, and −1 if their columns are joined. Gate and up alternate
+    if `is_interleaved`. Otherwise the gate comes first.
     """
 
     dim: int = -2
@@ -108,7 +108,7 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 def gate_up(policy: nn.Module, name: str) -> GateUp:
     """Return the layout of the weight `name`, inferred from the shape of the layer's `down_proj`.
 
-    E experts · D hidden size · I inner width. Orrery's layout is [E, 2·I, D]. Some models of the
+    E: experts · D: hidden size · I: inner width. Orrery's layout is [E, 2·I, D]. Some models of the
     transformers library have [E, D, 2·I], and gpt_oss interleaves its columns.
     """
     owner = policy.get_submodule(name.rpartition(".")[0])
@@ -146,7 +146,7 @@ class MatrixShard:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Return (rows, columns) of a matrix of `source`, or of its gate projection if `fused`."""
+        """Return (rows, columns) of a matrix of `source`. If `fused`, count the gate alone."""
         *_, rows, columns = self.source.shape
         if self.fused is None:
             return rows, columns
@@ -154,14 +154,14 @@ class MatrixShard:
 
     @cached_property
     def axes(self) -> dict[int, int]:
-        """Return the mesh axes along which ranks hold parts of a matrix, each with dim 0 or 1."""
+        """Return 0 (rows) or 1 (columns) for each mesh axis that splits matrices along them."""
         first = self.source.ndim - 2
         cut = sharding_axes(self.source)
         return {axis: dim - first for axis, dim in cut.items() if dim >= first}
 
     @cached_property
     def split(self) -> tuple[DeviceMesh, int, int] | None:
-        """Return (mesh, axis, dim) if one axis cuts each matrix, else None."""
+        """Return (mesh, axis, dim) if exactly one mesh axis splits each matrix, or None."""
         if len(self.axes) != 1:
             return None
         assert isinstance(self.source, DTensor)
@@ -169,7 +169,7 @@ class MatrixShard:
         return self.source.device_mesh, axis, dim
 
     def whole(self, stack: Tensor) -> tuple[Tensor, list[Placement]]:
-        """Return the whole matrices of this rank's stack, and their placements. A collective."""
+        """Gather this rank's matrices. Return them and their placements. A collective."""
         assert isinstance(self.source, DTensor)
         mesh, old = self.source.device_mesh, self.source.placements
         new = [Replicate() if axis in self.axes else one for axis, one in enumerate(old)]
@@ -211,7 +211,7 @@ def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
 def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]:
     """Return this rank's shard of each orthogonalized direction. A collective.
 
-    Computes in bfloat16 on CUDA, and in the shard's dtype on a CPU.
+    Compute in bfloat16 on CUDA, and in the shard's dtype on a CPU.
     """
     found: dict[int, Tensor] = {}
     together: dict[tuple[DeviceMesh, int] | None, list[int]] = {}
@@ -239,7 +239,7 @@ def _stack(one: MatrixShard) -> Tensor:
 
 
 def _orthogonalize_gathered(one: MatrixShard, num_steps: int) -> Tensor:
-    """Orthogonalize matrices cut along several mesh axes. Each rank gathers and computes all."""
+    """Orthogonalize matrices split along several mesh axes. Each rank gathers and computes all."""
     whole, placements = one.whole(_stack(one))
     stack = whole if whole.ndim == 3 else whole.unsqueeze(0)
     [done] = _orthogonalize_whole([stack], [one.fused], num_steps)
@@ -249,9 +249,9 @@ def _orthogonalize_gathered(one: MatrixShard, num_steps: int) -> Tensor:
 def _orthogonalize_whole(
     stacks: list[Tensor], fused: list[GateUp | None], num_steps: int
 ) -> list[Tensor]:
-    """Return orthogonalized unsharded stacks [B, M, N] of one dtype. Equal shapes form one batch.
+    """Orthogonalize unsharded stacks [B, M, N] of one dtype. Equal shapes form one batch.
 
-    If `fused[i]` is a layout, gate and up projections in stack i are orthogonalized separately.
+    If `fused[i]` is a layout, orthogonalize gate and up projections of stack i separately.
     """
     matrices = [
         stack if how is None else how.split(stack) for stack, how in zip(stacks, fused, strict=True)
@@ -299,9 +299,9 @@ class _SplitMatrix:
 def _orthogonalize_split(
     stacks: list[Tensor], shards: list[MatrixShard], mesh: DeviceMesh, axis: int, num_steps: int
 ) -> list[Tensor]:
-    """Orthogonalize stacks [B, M, N] of which each rank holds a part of M or N.
+    """Orthogonalize stacks [B, M, N] that ranks split along M or N.
 
-    Each matrix has an owner rank, which gathers and returns its parts (Dion, arXiv 2504.05295).
+    An owner rank gathers each matrix and returns the results (Dion, arXiv 2504.05295).
     """
     group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     ranks = range(num_ranks)

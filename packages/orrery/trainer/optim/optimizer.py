@@ -1,6 +1,6 @@
 """Update groups of weights in buckets, each group by its own rule.
 
-State exists before the first step, so that checkpoints can load it, and is sharded like its weight.
+State is sharded like its weight. It exists before the first step, so that checkpoints can load it.
 A weight without a gradient does not change.
 """
 
@@ -34,7 +34,7 @@ class BucketedOptimizer:
         bucket_bytes: int | None = None,
         resident: float = 0.0,
     ):
-        """`resident`: share of each group's state that stays on the device despite `offload`."""
+        """`resident`: fraction of each group's state to keep on the device despite `offload`."""
         self._rate = 1.0
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._prepared: list[list[WeightPart]] = []
@@ -85,7 +85,7 @@ class BucketedOptimizer:
             parts = prepared[index] if is_prepared else self._parts(bucket, windows)
             if parts:
                 device = parts[0].weight.device
-                if device not in divisors:  # fused kernels would copy it with a sync
+                if device not in divisors:  # copy once: fused kernels copy with a sync
                     divisors[device] = None if divisor is None else divisor.to(device)
                 rate = group.lr * self._rate
                 group.rule.update(parts, rate, group.weight_decay, divisors[device])
@@ -167,7 +167,7 @@ def named_state(
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (key, weight name, local tensor, box) in the order of `weights`, with keys sorted.
 
-    Fill a tensor in place to load it. Scalars have the box () and are equal on all ranks.
+    To load a tensor, fill it in place. Scalars have the box () and are equal on all ranks.
     """
     state = optimizer.state
     for name, weight in weights.items():

@@ -1,12 +1,13 @@
 """Keep optimizer state in pinned host memory, and copy it during computation.
 
 A bucket's state is copied to a slot on the device before its update and back afterwards, each
-direction on its own stream. `StateStream` copies in during the backward pass of a step's last
-micro-batch, and out during the first micro-batch of the next step. The memory plan
+direction on its own stream. `StateStream` copies state in during the backward pass of a step's last
+micro-batch, and out during the next step's first micro-batch. The memory plan
 (`manifest/budget/state_rooms.py`) says how much device memory is free for slots.
 
-An AdamW step on the host would move 30 bytes a weight through host memory and 6 over PCIe. These
-copies move 16, and 8 over PCIe each way. They are faster, because a node's GPUs share host memory.
+An AdamW step on the host would move 30 bytes a weight through host memory and 6 over PCIe. Copies
+move 16 through host memory and 8 over PCIe in each direction. They are faster, because all GPUs of
+a node share its host memory.
 """
 
 from collections import deque
@@ -28,10 +29,10 @@ from orrery.trainer.optim.buckets import Bucket
 
 
 class StateOffload:
-    """The host blocks of state, and the slots on the device.
+    """Blocks of optimizer state on the host, and slots for buckets on the device.
 
-    `host[id(shards)][key]` is the host block of one `FlatShards`. `fill` copies in. `visits` copies
-    the rest in and copies all out, with at least NUM_SLOTS slots. `drain` frees slots.
+    `host[id(shards)][key]` is the host block of one `FlatShards`. `fill` prefetches buckets.
+    `visits` copies in the other buckets, and copies all buckets out. `drain` frees slots.
     """
 
     def __init__(self, buckets: list[Bucket]):
@@ -46,11 +47,11 @@ class StateOffload:
                     for key in bucket.group.rule.keys
                 }
         self._slot_bytes = max(bucket.num_bytes * len(bucket.group.rule.keys) for bucket in buckets)
-        self.drains_late = False  # True: slots stay after the step, until `drain`
+        self.drains_late = False  # whether slots stay after the step, until `drain`
         self._limit = NUM_SLOTS
         self._slots: dict[int, Tensor] = {}  # bucket → slot, until its copy out is queued
         self._leaving: deque[tuple[int, Tensor]] = deque()  # (bucket, slot), the oldest first
-        self._num_fetched = 0  # since the last step ended, or since `settle`
+        self._num_fetched = 0  # number of buckets copied in since the last step or `settle`
         self._cuda = self.device.type == "cuda"
         if self._cuda:
             self._inward = torch.cuda.Stream(self.device)
@@ -73,7 +74,7 @@ class StateOffload:
     def drain(self, room_bytes: int = 0) -> None:
         """Free slots of updated state until all slots fit into `room_bytes`.
 
-        The current stream waits for the copies out of freed slots.
+        The current stream waits until the freed slots are copied out.
         """
         while self._leaving and self.held_bytes > room_bytes:
             index, _ = self._leaving.popleft()
@@ -162,9 +163,9 @@ class StateOffload:
 
 
 class StateStream:
-    """Call `fill` and `drain` from hooks of `blocks`, with the free bytes of `StateRooms`.
+    """Call `fill` and `drain` in hooks of `blocks`, with the free device memory of the plan.
 
-    `one` and `many`: free bytes in steps of one and of more micro-batches.
+    `one`: free bytes in steps of one micro-batch. `many`: in steps of several micro-batches.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class StateStream:
             block.register_forward_hook(partial(self._after_forward, index))
 
     def begin(self, index: int, count: int) -> None:
-        """Announce the next micro-batch of a step: number `index` of `count`."""
+        """Prepare for micro-batch `index` (from 0) of a step with `count` micro-batches."""
         self._is_first, self._is_last = index == 0, index == count - 1
         self._rooms = self._one if count == 1 else self._many
         if not self._is_first:

@@ -3,7 +3,7 @@
 1. Context parallel replaces `Attention.core`, or `keys` in latent attention.
 2. Expert parallel replaces the token exchange and shards the experts.
 3. Activation checkpointing and compilation wrap each block (`blocks.py`).
-4. Activation offload wraps the checkpointed blocks, because it moves the activations they save.
+4. Activation offload wraps checkpointed blocks, because it moves the activations that they save.
 5. FSDP2 comes last, because its hooks must run outside all other wrappers.
 """
 
@@ -45,7 +45,7 @@ def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
 def build_network(model: Model, trainer: Trainer, device: torch.device | str) -> CausalLm:
     """Return the network for one device, with its adapters.
 
-    Under adapters frozen weights have the compute dtype, because they accumulate no updates.
+    With adapters, frozen weights have the compute dtype, because they receive no updates.
     """
     param_dtype = getattr(torch, trainer.param_dtype)
     if trainer.lora is None:
@@ -66,6 +66,6 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     blocks.apply(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
-    # A copy's `_version` shows its changes. Other weights are quantized in each pass.
+    # Cache fp8 weights only with compute copies, because a copy's `_version` shows its changes.
     if trainer.has_compute_copies:
         policy.network.register_forward_pre_hook(fp8.WeightCache(policy.network).refresh)

@@ -1,11 +1,11 @@
 """Run blocks under activation checkpointing and torch.compile.
 
-- A checkpointed block keeps its input, with `selective` also the results of named operations. All
-  other blocks keep all tensors that autograd saves.
+- A checkpointed block keeps its input. With `selective` it also keeps results of named operations.
+  Other blocks keep all tensors that autograd saves.
 - Equal blocks share one compilation. The checkpoint wraps one graph (`fullgraph`). If ranks
-  exchange tokens or keys inside a block, the graphs lie inside the checkpoint instead.
-- The first micro-batch length is compiled as a constant, the second as a symbol.
-- `keep` stores numbers that the host has read from the device, and `recall` returns them, so that
+  exchange tokens or keys inside a block, the checkpoint wraps several graphs instead.
+- torch compiles the first micro-batch length as a constant, and the second as a symbol.
+- `keep` stores numbers that the host read from the device. `recall` returns them, so that
   recomputation does not wait for the device. `_Run` keeps results of named operations, because
   FSDP's hooks break torch's selective checkpointing.
 """
@@ -46,7 +46,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# Graphs of one function: kinds of blocks × gradients × routes exceed torch's limit of 8.
+# Limit on graphs of one function. Kinds of blocks × gradients × routes exceed torch's limit of 8.
 MAX_GRAPHS = 64
 
 
@@ -106,17 +106,17 @@ def _checkpoint(policy: Policy, trainer: Trainer) -> None:
         run = block.forward
         if has_graphs_inside:
             run = partial(_call_without_views, run)
-        # Wrap `forward`, so that FSDP's hooks stay outside the recomputation.
+        # Replace `forward` alone, so that FSDP's hooks stay outside the recomputation.
         block.forward = partial(checkpoint, run, use_reentrant=False, **options)
 
 
 def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
     """Return the keyword arguments of torch's `checkpoint` that select the kept operations.
 
-    Without them torch 2.11's partitioner keeps rows of experts in a block of one graph.
+    In a block of one graph, they also stop torch 2.11's partitioner from keeping rows of experts.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
-    if model.mla is not None:  # small, and a recomputation could choose other keys
+    if model.mla is not None:  # a small result, and recomputation could choose other keys
         kept |= {torch.ops.orrery.select_keys.default}
     if trainer.compile and not trainer.mesh.has_exchange:
         if kept or trainer.is_one_graph(model):
@@ -162,7 +162,7 @@ def without_view(x: Tensor) -> Tensor:
     """Return x as a base tensor (no view) of the same memory. The gradient passes through.
 
     FSDP passes views, but activation offload returns base tensors. A function compiled inside a
-    checkpoint would get different graphs in the two runs.
+    checkpoint would therefore get different graphs in the forward pass and the recomputation.
     """
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 
@@ -214,7 +214,8 @@ def recomputation_contexts(
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the forward and the recomputation context for `context_fn` of torch's `checkpoint`.
 
-    Results of operations in `compiled` are cloned, because graphs may overwrite them.
+    Keep results of `operations`. Clone results of operations in `compiled`, because compiled graphs
+    may overwrite them.
     """
     answers: list[Any] = []
     results: dict[Any, deque[Any]] = defaultdict(deque)
@@ -251,7 +252,7 @@ def recall() -> Any:
 
 
 class _Run(TorchDispatchMode):
-    """A forward pass that keeps answers and results, or the recomputation that recalls them."""
+    """Context of a forward pass that keeps answers and results, or of its recomputation."""
 
     def __init__(
         self,

@@ -4,11 +4,11 @@
 `trainer.mesh.cp_style` selects module and tokens:
 
     ulysses   one contiguous part. An all-to-all gives each rank all tokens for 1/cp of the heads
-    ring      pieces r and 2·cp − 1 − r of each document's 2·cp. Ranks pass keys and values around
+    ring      pieces r and 2·cp − 1 − r of a document's 2·cp pieces. Ranks pass keys in a ring
     dsa       pieces as in ring. Each rank gathers all ranks' latent keys (latent attention only)
 
-The loss of a token lies on the rank that predicts it. Ranks get equal numbers of tokens. Padding
-repeats a real token, is not scored, and real tokens do not attend to it.
+The rank that predicts a token computes its loss. All ranks get equally many tokens. Padding repeats
+a real token. Padding is not scored, and real tokens do not attend to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,9 +56,10 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
-    """Call `observe` in forward passes with each replaced module's output (or gathered keys).
+    """Call `observe` in forward passes with the output of each replaced module.
 
-    The backward pass computes that tensor's gradient before it exchanges gradients between ranks.
+    The output of `GatheredKeys` is the first gathered key tensor. The backward pass computes the
+    output's gradient before it exchanges gradients between ranks.
     """
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore | GatheredKeys):
@@ -80,7 +81,10 @@ class TokenShard(NamedTuple):
 
 
 def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Cut the padded stream into equal parts. Padding is the last document of the offsets."""
+    """Return part `rank` of `num_ranks` equal parts of the padded stream.
+
+    The offsets cover all parts, and padding is their last document.
+    """
     num_tokens = sum(lengths)
     size = -(-num_tokens // num_ranks)
     place = np.arange(rank * size, (rank + 1) * size)
@@ -95,7 +99,7 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
     """Cut each document into 2·num_ranks equal pieces. Return piece `rank` from both ends.
 
-    Offsets count pairs of pieces, so all ranks have equal offsets and work.
+    The offsets count this rank's two pieces of each document, so all ranks have equal offsets.
     """
     length = np.asarray(lengths, dtype=np.int64)
     piece = -(-length // (2 * num_ranks))
@@ -119,7 +123,7 @@ def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
-    """Return the `tokens` of `batch`. Only the first rank counts samples."""
+    """Return the `tokens` of `batch`. Only the first rank keeps the batch's counts."""
     source = torch.from_numpy(tokens.source)
     place = np.full(len(batch.token_id), -1, dtype=np.int64)
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)
@@ -155,7 +159,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
 def _routes(
     routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the choices. Padding gets none, because its mismatches would count twice."""
+    """Return the choices of tokens `source`. Padding has none: its mismatches would count twice."""
     if routes is None:
         return None
     here = routes[source]
@@ -166,8 +170,8 @@ def _routes(
 class UlyssesCore(nn.Module):
     """Ulysses (Jacobs et al. 2023, arXiv 2309.14509): each rank attends with 1/cp of the heads.
 
-    t tokens here · T = cp·t tokens of the group · H query heads · G key and value heads · K head
-    size. `documents` cover all T tokens. Ranks that share a key head have copies of it.
+    t: tokens of this rank · T = cp·t: tokens of the group · H: query heads · G: key and value heads
+    K: head size. `documents` cover all T tokens. Ranks that share a key head have copies of it.
     """
 
     eager = ("forward",)  # blocks.py does not compile these methods

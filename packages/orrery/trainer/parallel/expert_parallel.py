@@ -4,8 +4,8 @@
 the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gradient covers all ep
 ranks' tokens.
 
-    T tokens here · K experts a token · M = T·K rows here · R ranks · E experts · D hidden size
-    N tokens from all ranks with an expert of this rank
+    T: tokens of this rank · K: experts a token · M = T·K: rows of this rank · R: ranks
+    E: experts · D: hidden size · N: tokens from all ranks with an expert of this rank
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def make_exchange(
     num_sms: int | None = None,
     chunk_tokens: int | None = None,
 ) -> nn.Module:
-    """Return the exchange over `group`. Rank i holds the i-th share of `num_experts`.
+    """Return the exchange over `group`. Rank i holds the i-th part of the experts.
 
     `num_sms` and `chunk_tokens` are for DeepEP. Raise OrreryError if `backend` is unknown or not
     installed.
@@ -91,7 +91,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         with _local_shares(experts):
             return forward(*args, **options)
 
-    # Replace `forward`, which runs inside FSDP's hooks, because the hooks read the parameters.
+    # Replace `forward` alone: FSDP's hooks run outside it and need the DTensor parameters.
     experts.forward = on_local_shares
 
 
@@ -117,10 +117,10 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
 
 
 class TorchExchange(nn.Module):
-    """Send each token once to each rank with experts for it, and sum the results.
+    """Send each token once to each rank that holds an expert of the token, and sum the results.
 
-    Counts travel first, because torch's all-to-all needs lengths on the host. The backward pass and
-    recomputation reuse them. Stable sorts make results deterministic.
+    Ranks exchange counts first, because torch's all-to-all needs lengths on the host. The backward
+    pass and recomputation reuse the counts. Stable sorts make results deterministic.
     """
 
     eager = ("forward",)  # blocks.py does not compile these methods
@@ -135,7 +135,7 @@ class TorchExchange(nn.Module):
         num_ranks = self.group.size()
         num_local = self.num_experts // num_ranks
         rank_TK = expert_TK // num_local
-        # A slot travels with the token's first slot of the same rank.
+        # Send only the first of a token's slots (choices of experts) on each rank.
         is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
         is_first_TK = ~is_same_TKK.tril(-1).any(2)
         rows = sort_by_expert(torch.where(is_first_TK, rank_TK, num_ranks), num_ranks)
@@ -161,12 +161,12 @@ class TorchExchange(nn.Module):
         here = _rows(expert_NK, num_local, slots_of_expert, experts.row_block)
         y_ND = experts(x_ND, score_NK, here, has_spare=True)
         (y_MD,) = exchange(to_tokens, to_experts, y_ND)
-        if len(rows.row_M) > num_sent:  # the row of slots that did not travel
+        if len(rows.row_M) > num_sent:  # a zero row for the slots that were not sent
             y_MD = torch.cat((y_MD, y_MD.new_zeros(1, y_MD.shape[1])))
         return combine_rows(y_MD, rows)
 
     def _lengths(self, sent_R: Tensor, expert_TK: Tensor) -> list[list[int]]:
-        """Return tokens sent to each rank, arriving from each, and arriving slots by expert."""
+        """Return lists: tokens sent by rank, tokens arriving by rank, slots arriving by expert."""
         slots_RE = torch.zeros(self.num_experts, dtype=torch.long, device=expert_TK.device)
         slots = expert_TK.flatten()
         slots_RE = slots_RE.scatter_add_(0, slots, torch.ones_like(slots))
@@ -200,10 +200,10 @@ class HostLengths:
 
 
 class DeepEpExchange(nn.Module):
-    """The exchange by DeepEP (https://github.com/deepseek-ai/DeepEP): bfloat16, NVLink and RDMA.
+    """Exchange by DeepEP (https://github.com/deepseek-ai/DeepEP) in bfloat16, over NVLink and RDMA.
 
-    A token travels once to each rank with experts for it. The gradient of `dispatch` is `combine`,
-    and vice versa. Raise OrreryError if deep_ep is not installed.
+    The gradient of `dispatch` is `combine`, and vice versa. Raise OrreryError if deep_ep is not
+    installed.
     """
 
     eager = ("forward",)  # blocks.py does not compile these methods
@@ -229,7 +229,7 @@ class DeepEpExchange(nn.Module):
     ) -> Tensor:
         if (size := self.chunk_tokens) is None:
             return self._exchange(x_TD, score_TK, expert_TK, experts)
-        # Ranks with fewer tokens take part with empty chunks.
+        # A chunk is a collective, so ranks with fewer tokens exchange empty chunks.
         if (count := blocks.recall()) is None:
             most = torch.tensor(len(x_TD), device=x_TD.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
@@ -255,7 +255,7 @@ def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: i
     """Return the order of received slots by local expert, padded to multiples of `block` rows.
 
     `expert_NK` is −1 for experts of other ranks. Their slots share a spare row at the end.
-    `rows_of_expert[e]`: number of slots of local expert e.
+    `rows_of_expert[e]` is the number of slots of local expert e.
     """
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local, block)
     last = sum((count + block - 1) // block * block for count in rows_of_expert)

@@ -1,9 +1,9 @@
-"""FSDP2: weights sharded over dp_shard · cp ranks, replicated over dp_replicate (HSDP).
+"""FSDP2: shard weights over dp_shard · cp ranks, and replicate them over dp_replicate (HSDP).
 
-- The model names the units. The root unit holds the other weights. With expert parallel a layer's
-  experts are a further unit, sharded over the ranks with the same experts.
+- The model names the FSDP units. The root unit holds the other weights. With expert parallel, a
+  layer's experts are a separate unit, sharded over the ranks with the same experts.
 - Gradients are summed over ranks, because the loss already divides by global counts.
-- A single rank may stay unwrapped (`Trainer.needs_fsdp`), with `ComputeCopies`.
+- A single rank may run without FSDP (`Trainer.needs_fsdp`), with `ComputeCopies` instead.
 """
 
 import itertools
@@ -45,13 +45,13 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
             shard(experts, mesh=world.expert_fsdp_mesh, reshard_after_forward=reshard)
     units = fsdp_units(policy.network)
     for unit in units:
-        is_last = unit is units[-1]  # the backward pass gathers it first
+        is_last = unit is units[-1]  # not resharded: the backward pass needs it first
         shard(unit, mesh=world.fsdp_mesh, reshard_after_forward=reshard and not is_last)
     shard(policy, mesh=world.fsdp_mesh, reshard_after_forward=False)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # A factor would select PREMUL_SUM, which gloo lacks.
+            # A divide factor would select PREMUL_SUM, but gloo lacks it.
             module.set_force_sum_reduction_for_comms(True)
     if trainer.mesh.ep > 1:
         _prefetch(policy)
@@ -69,7 +69,7 @@ def _allocate_on_host(policy: Policy, device: torch.device) -> None:
 
 
 def _prefetch(policy: Policy) -> None:
-    """Name the units to prefetch, because token exchanges keep the host from running ahead."""
+    """Set the units to prefetch, because token exchanges keep the host from running ahead."""
     layers = [
         [module for module in layer.modules() if isinstance(module, FSDPModule)]
         for layer in policy.network.layers
@@ -80,7 +80,7 @@ def _prefetch(policy: Policy) -> None:
 
 
 def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
-    """Choose the reductions of the next backward pass. `last`: it is the step's last pass."""
+    """Choose the reductions of the next backward pass. `last`: whether it ends the step."""
     if not isinstance(policy, FSDPModule):
         return
     if spec.reduce_gradients == "step":
@@ -90,7 +90,7 @@ def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
 
 
 def reshard_all(policy: Policy) -> None:
-    """Reshard all weights. Otherwise an export would read them in the compute dtype."""
+    """Reshard all weights, because an export would read gathered weights in the compute dtype."""
     if policy.copies is not None:
         policy.copies.restore()
     for module in policy.modules():
@@ -101,12 +101,12 @@ def reshard_all(policy: Policy) -> None:
 class ComputeCopies:
     """Copies of one rank's weights in the compute dtype.
 
-    The forward pass fills them and puts them into the modules. Each gradient moves at once to its
-    trained weight, in that weight's dtype, bit-equal to FSDP on one rank.
+    The forward pass fills the copies and puts them into the modules. The backward pass moves each
+    gradient at once to the trained weight, in its dtype. Results are bit-equal to FSDP on one rank.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype):
-        self._copies: dict[nn.Parameter, nn.Parameter] = {}  # one for tied weights
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}  # tied weights share a copy
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._are_filled = False
         for module in policy.modules():

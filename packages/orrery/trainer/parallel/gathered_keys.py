@@ -1,14 +1,14 @@
 """Context parallel for latent attention: each rank gathers the latent keys of all R ranks.
 
 - One all-gather per layer carries latent, rotated and indexer keys while queries are computed.
-- One all-to-all returns gradients to the keys' ranks, which sum them in rank order in float32.
+- One all-to-all sends gradients to the ranks of their keys. The ranks sum them in float32, in rank
+  order.
 - Tokens lie in zig-zag order (`context_parallel.zigzag`), so all ranks score equally many keys.
-- The padded stream joins all padded documents. Indices of chosen keys and the offsets in layers'
-  `Documents` refer to this stream.
+- Chosen keys and the layers' `Documents` are indices of the stream of all padded documents.
 - Recomputation does not gather a frozen indexer's keys: the forward pass saves the chosen keys.
 
-t queries of this rank · S = R·t keys of all ranks · K keys read by this rank: S if they stay
-latent, (R + ½)·t if dense attention expands them
+t: queries of this rank · S = R·t: keys of all ranks · K: keys that this rank reads. K is S if keys
+stay latent, and (R + ½)·t if dense attention expands them.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,18 +28,18 @@ from orrery.trainer.parallel import blocks
 class KeyOrder(NamedTuple):
     """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
-    Row r·t + i is token i of rank r. A rank has an early and a late piece of the queries of each
-    document. If keys stay latent, both pieces read one copy of all keys: `parts` has one entry. If
-    they are expanded, each piece reads its own copy of the document's prefix: two entries. An entry
-    has distinct rows, so adding gradients needs no atomics.
+    Row r·t + i is token i of rank r. A rank has an early and a late piece of each document's
+    queries. If keys stay latent, both pieces read one copy of all keys, and `parts` has one entry.
+    If keys are expanded, each piece reads its own copy of the document's prefix, and `parts` has
+    two entries. Rows are distinct in an entry, so adding gradients needs no atomics.
     """
 
-    row: Tensor  # i64 [K], the gathered row of each key
-    parts: list[tuple[Tensor, Tensor | None]]  # (rows, their indices in `row` or None for all)
+    row: Tensor  # i64 [K], each key's row of the all-gather's result
+    parts: list[tuple[Tensor, Tensor | None]]  # (rows, indices in `row`). None: all of `row`
     first: Tensor  # i32 [t], each query's first key, as an index of the padded stream
     last: Tensor  # i32 [t], each query's last key, which is its own
     queries: Documents  # each document's early and late piece as two sequences
-    keys: Documents  # the pieces' prefixes, or whole documents if keys stay latent
+    keys: Documents  # prefixes of the pieces. Whole documents if keys stay latent
 
     @classmethod
     def of(cls, documents: Documents, t: int, size: int, rank: int, is_latent: bool) -> "KeyOrder":
@@ -55,7 +55,7 @@ class KeyOrder(NamedTuple):
             return cls(row_S, parts, first.int(), place_Rt[rank].int(), queries, documents)
         early, late = rank + 1, 2 * size - rank  # number of key pieces that each query piece reads
         keys = _side(piece, (early, late), longest)
-        row = row_S.new_empty((early + late) * (t // 2))  # t / 2: one piece of each document
+        row = row_S.new_empty((early + late) * (t // 2))  # t / 2 tokens: one piece of each document
         parts = []
         for turn, count in enumerate((early, late)):
             at = keys.cu_seqlens[turn:-1:2]
@@ -68,7 +68,7 @@ class KeyOrder(NamedTuple):
 def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
     """Return i64 [R, t], each rank's tokens as indices in the padded stream (see `zigzag`).
 
-    `start`, `length`: i64 [documents], in the padded stream. `size` is R.
+    `start`, `length`: i64 [documents], of documents in the padded stream. `size` is R.
     """
     here = length // size
     start_t, before_t, piece_t = (
@@ -95,12 +95,14 @@ def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
 def _prefixes(
     row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (rows of each document's first `length` keys, their places in `KeyOrder.row`).
+    """Return each prefix key's row of the all-gather's result, and its index in `KeyOrder.row`.
 
-    Both are i64 [total], and `total` is the sum of `length`.
-    `start`, `length`, `at` ([documents]): a document's first index in the padded stream, the number
-    of keys in its prefix, and the prefix's first place in `KeyOrder.row`.
-    `row_S[i]` is the gathered row of index i in the padded stream.
+    Both are i64 [total].
+
+    - `row_S[i]`: row of the all-gather's result with token i of the padded stream.
+    - `start` [documents]: first token of each document in the padded stream.
+    - `length` [documents]: number of keys in each document's prefix. Their sum is `total`.
+    - `at` [documents]: index of each prefix's first key in `KeyOrder.row`.
     """
     before = length.cumsum(0) - length
     offset = torch.arange(total, device=start.device)
@@ -116,7 +118,7 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 class GatheredKeys(LocalKeys):
     """Give this rank's queries the keys of all ranks in `group`.
 
-    Recomputation gathers the keys again unless `keeps`.
+    Recomputation gathers the keys again, unless `keeps` makes the forward pass keep them.
     """
 
     is_gathered = True
@@ -155,7 +157,7 @@ class GatheredKeys(LocalKeys):
 class _Transfer:
     """Gather one layer's keys from all ranks, and send each key's gradient to its rank.
 
-    `known`: None in a forward pass. In a recomputation, the keys that the forward pass kept, or ().
+    `known` is None in a forward pass. In a recomputation it holds the keys that were kept, if any.
     """
 
     def __init__(
@@ -224,8 +226,8 @@ class _Transfer:
 class _Send(torch.autograd.Function):
     """Begin the all-gather of the keys. Return a scalar zero, the ticket.
 
-    `_Receive` takes the ticket as input, so its backward pass runs first and begins the all-to-all
-    of gradients. The backward pass of `_Send` waits for them.
+    `_Receive` takes the ticket as input, so the backward pass of `_Receive` runs first and begins
+    the all-to-all of gradients. The backward pass of `_Send` waits for the gradients.
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
 """Ring attention (Liu et al. 2023, arXiv 2310.01889) in zig-zag order.
 
-T tokens here · H query heads · G key and value heads · K head size
+T: tokens of this rank · H: query heads · G: key and value heads · K: head size
 
 Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`). Ranks
-pass keys and values around. A step with rank j's keys is one of three cases of equal work:
+pass keys and values in a ring. A step with rank j's keys is one of three cases of equal work:
 
-    j = r   all queries, all keys, causal in the order of tokens here
+    j = r   all queries, all keys, causal in the order of this rank's tokens
     j < r   all queries, early keys
     j > r   late queries, all keys
 """
@@ -25,10 +25,10 @@ _KEYS, _GRADIENTS = 0, 1  # message tags
 
 
 class Halves(NamedTuple):
-    early: Tensor  # i64 [T / 2]
-    late: Tensor  # i64 [T / 2]
-    cu_whole: Tensor  # i32 [n + 1]
-    cu_half: Tensor  # i32 [n + 1]
+    early: Tensor  # i64 [T / 2], indices of tokens in early halves
+    late: Tensor  # i64 [T / 2], indices of tokens in late halves
+    cu_whole: Tensor  # i32 [documents + 1], offsets of both halves together
+    cu_half: Tensor  # i32 [documents + 1], offsets of one half
     max_whole: int
     max_half: int
 
@@ -67,7 +67,7 @@ _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
 class RingStep(NamedTuple):
-    """The positions of one step's queries and keys among this rank's tokens. None means all."""
+    """Indices of the queries and keys of one step among a rank's tokens. None means all."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -103,7 +103,7 @@ def _put(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
 
 
 def _add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
-    """Add `part` at unique places. `index_add_` would use atomics."""
+    """Add `part` at distinct `places`, because `index_add_` would use atomics."""
     if places is None:
         whole.add_(part)
     else:

@@ -1,8 +1,8 @@
-"""The ranks of a trainer and their meshes, innermost axis last.
+"""The meshes of a trainer's ranks: their axes, innermost last, and the data that they distribute.
 
-    mesh          dp_replicate × dp_shard × cp       documents, shared by a cp group
-    fsdp_mesh     [dp_replicate ×] fsdp              weights, fsdp = dp_shard · cp
-    expert_mesh   dp_replicate × expert_fsdp × ep    experts, expert_fsdp · ep = fsdp
+    mesh          dp_replicate × dp_shard × cp       documents. A cp group shares documents
+    fsdp_mesh     [dp_replicate ×] fsdp              weights. fsdp = dp_shard · cp
+    expert_mesh   dp_replicate × expert_fsdp × ep    experts. expert_fsdp · ep = fsdp
 
 A process ends if a collective fails or exceeds COLLECTIVE_DEADLINE_S (scaled).
 """
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 COLLECTIVE_DEADLINE_S = 600.0
-JOIN_DEADLINE_S = 600.0  # covers slow imports from a shared disk
-COLLECTIVE_BLOCKS = 16  # default NCCL_MAX_CTAS
+JOIN_DEADLINE_S = 600.0  # time limit to form the group. Imports from a shared disk are slow
+COLLECTIVE_BLOCKS = 16  # default of NCCL_MAX_CTAS
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place in the meshes. With a single rank every collective is the identity."""
+    """A rank and its meshes. With a single rank, every collective is the identity."""
 
     rank: int
     size: int
@@ -44,7 +44,7 @@ class World:
     mesh: DeviceMesh | None  # None for one rank
     fsdp_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None  # None if ep is 1
-    # Waits that must follow the last collective.
+    # Functions to call after the last collective, such as waits.
     at_end: list[Callable[[], object]] = field(default_factory=list, compare=False)
 
     @property
@@ -70,7 +70,7 @@ class World:
         return [int(one) for one in every]
 
     def barrier(self) -> None:
-        if self.mesh is not None:  # a backend's barrier would have to guess the device
+        if self.mesh is not None:  # `dist.barrier` would guess the device
             self.sum(torch.zeros(1, device=self.device))
 
     @property
@@ -115,7 +115,7 @@ def device_for(accelerator: str, index: int) -> torch.device:
     if accelerator == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         return torch.device("cpu")
-    # With CUDA_VISIBLE_DEVICES set per process, ordinals restart at 0.
+    # Wrap the index, because CUDA_VISIBLE_DEVICES per process restarts device numbers at 0.
     device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
     torch.cuda.set_device(device)
     return device
@@ -149,7 +149,7 @@ def _divide_multiprocessors() -> None:
 
 
 def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
-    """Build the meshes. A collective. Raise RunFailed if the group has another size."""
+    """Build the meshes. A collective. Raise RunFailed if the group's size is not the mesh's."""
     if (found := dist.get_world_size()) != mesh.world_size:
         size = f"dp_replicate·dp_shard·cp = {mesh.world_size}"
         raise RunFailed(f"trainer.mesh: {size}, but {found} ranks are here")
@@ -211,7 +211,7 @@ def all_to_all(
 ) -> tuple[Tensor, ...]:
     """Exchange rows: the first `sent[0]` go to rank 0 of `group`, the next to rank 1, and so on.
 
-    Return tensors with `arriving[r]` rows of each rank r, in rank order. None means equal shares.
+    Return tensors with `arriving[r]` rows from each rank r, in rank order. None: equal numbers.
     """
     num_rows = None if arriving is None else sum(arriving)
     results = [
