@@ -59,7 +59,8 @@ def _namespaces() -> Iterator[None]:
                 ip("-n", f"site{i}", *words.split())
         yield
     finally:
-        for i in range(COUNT):
+        for i in range(COUNT):  # a process may keep a namespace alive, and so its link
+            subprocess.run(["ip", "link", "delete", f"side{i}"], check=False)
             subprocess.run(["ip", "netns", "delete", f"site{i}"], check=False)
         for bridge in BRIDGES:
             subprocess.run(["ip", "link", "delete", bridge], check=False)

@@ -30,8 +30,8 @@ from orrery.elastic.membership import LedgerView
 from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
-ELECTION_S = 2.0  # longest time to elect a new etcd leader
-EXPIRY_S = 3.0  # time from a lease's end until other sites begin a round
+ELECTION_S = 4.0  # longest election of a leader, with one split vote
+EXPIRY_S = 2.0  # longest time from a lease's end until other sites begin a round
 RETRY_WATCH_S = 0.5
 
 
@@ -166,7 +166,8 @@ class EtcdLog:
         return [msgspec.json.decode(value, type=SiteServices) for value in values]
 
     def _beat(self, stop: threading.Event) -> None:
-        while not stop.wait(self._heartbeat_s):
+        # A lease may last only two heartbeats, so renew it twice as often.
+        while not stop.wait(self._heartbeat_s / 2):
             with suppress(ElasticError, EtcdRefused):
                 lease = {"ID": self._lease}
                 self._client.call("/v3/lease/keepalive", lease, self._heartbeat_s)

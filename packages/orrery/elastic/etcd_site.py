@@ -28,7 +28,7 @@ from orrery.runtime.parent_watch import die_with_parent
 
 REMOVE_S = 30.0
 STOP_S = 5.0
-ELECTION_MS = round(ELECTION_S * 500)  # etcd waits 1 to 2 times as long, at most ELECTION_S
+ELECTION_MS = round(ELECTION_S * 250)  # etcd waits one to two times as long for each vote
 LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # from `locks/system.sh elastic`
 
 
