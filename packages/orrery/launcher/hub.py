@@ -1,9 +1,9 @@
 """Download files of a Hugging Face repository at one commit, and verify each file.
 
-- `huggingface_hub` downloads, reads its own variables (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`,
-  `HF_HUB_OFFLINE`), resumes broken downloads, and checks sizes only. Downloads use HTTP.
-  `HF_HUB_DISABLE_XET=0` selects the hub's protocol Xet, untested here.
-- This module checks digests (sha256 of large files, git's sha1 of all other files).
+- `huggingface_hub` downloads and resumes, and checks only sizes. It reads `HF_TOKEN`,
+  `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_OFFLINE`.
+- Downloads use HTTP. `HF_HUB_DISABLE_XET=0` selects the hub's protocol Xet, which is untested.
+- This module checks digests: sha256 of large files, and git's sha1 of all other files.
 - `SHA256SUMS` in the finished folder has repository, commit and digests, for `sha256sum -c`.
 """
 
@@ -28,14 +28,14 @@ from orrery.manifest.shards import SUMS
 constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
-WAITS_S = (1.0, 2.0, 4.0)  # seconds to wait before each retry
-LINKED_BYTES = 1 << 20  # least size of a linked file. Smaller files are copies, which users edit.
+WAITS_S = (1.0, 2.0, 4.0)  # waits in seconds before the retries of a request
+LINKED_BYTES = 1 << 20  # least size of a hard-linked file. Users edit smaller files.
 Kind = Literal["model", "dataset"]
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file's size and digest (sha256 in 64 hex digits, or git's sha1 in 40)."""
+    """A file's size and digest. A sha256 has 64 hex digits, and git's sha1 has 40."""
 
     num_bytes: int
     digest: str
@@ -58,9 +58,9 @@ class HubRepository:
 
 
 def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
-    """Resolve OWNER/NAME[@REVISION] to a commit and list the commit's files, or raise OrreryError.
+    """Resolve OWNER/NAME[@REVISION] to a commit and list its files, or raise OrreryError.
 
-    Offline, the cache must hold all files that match `patterns`.
+    With `HF_HUB_OFFLINE`, the cache must have all files that match `patterns`.
     """
     repository, _, asked = word.partition("@")
     if repository.count("/") != 1 or (asked == "" and "@" in word):
@@ -93,7 +93,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
-    """Return the files of a snapshot in the cache, which names files by their digests."""
+    """Return the files of a snapshot in the cache. A cached file's name is its digest."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)
@@ -104,8 +104,8 @@ def _cached(folder: Path) -> dict[str, HubFile]:
 def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
     """Download files into `folder`. Return the path of each file by its name on the hub.
 
-    If the hub's cache is on the same disk, large files become hard links to the cache. Raise
-    OrreryError if the hub refuses, the disk is too small, or a digest differs.
+    Large files become hard links to the hub's cache if it is on the same disk. Raise OrreryError
+    if the hub refuses, the disk is too small, or a digest differs.
     """
     names = sorted(names)
     _check_disk(source, names, folder)
@@ -254,13 +254,13 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
 
 @contextmanager
 def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `target`. Publish it as `target`, with its files' digests.
+    """Yield a temporary folder, add the digests of its files, and rename it to `target`.
 
-    If the body fails, remove the temporary folder instead.
+    If the body of the `with` statement fails, remove the temporary folder instead.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):
-        if not Path("/proc", stale.name.split(".")[-2]).exists():  # left by a killed process
+        if not Path("/proc", stale.name.split(".")[-2]).exists():  # a killed process left it
             shutil.rmtree(stale, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -274,7 +274,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
-    """Return whether `target` holds the files of `source`. Raise OrreryError for other content."""
+    """Return whether `target` has the files of `source`. Raise OrreryError for other content."""
     if not target.exists():
         return False
     sums = target / SUMS

@@ -1,8 +1,8 @@
 """Lend an engine of this machine to a run that trains elsewhere.
 
-The engine and its agent are roles in a temporary run directory, which keeps their logs after a
-failure. The directory has the run's manifest and links to this site's weights. The agent fetches
-newer weights.
+The engine and an agent, which fetches newer weights, are roles in a temporary run directory. The
+directory has the run's manifest and links to this site's weights. It is kept after a failure, with
+the logs.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Plan a run's stages on this site: as text, as files, and as the Snakefile's pipeline.
 
-The text shows a missing run folder, image or job as a word in <>.
+The text has a placeholder in <> for a run folder, image or job that does not exist yet.
 """
 
 import os
@@ -152,7 +152,7 @@ def _srun_line(
 def write_plan(
     run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path
 ) -> list[Path]:
-    """Write the plan into the new folder `folder`, whole or not at all."""
+    """Write the plan into the new folder `folder`. After an error, no folder is left."""
     if folder.exists() or folder.is_symlink():
         raise OrreryError(f"{folder}: exists already. Remove it, or name a new folder")
     described = [
@@ -163,7 +163,7 @@ def write_plan(
         file = f"{run.stages.index(name) + 1}_{name}.sh"
         texts[file] = _script(run, name, site, workspace)
     made = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(made, ignore_errors=True)  # left by a killed process
+    shutil.rmtree(made, ignore_errors=True)  # a killed process left it
     try:
         made.mkdir(parents=True)
         for name, text in texts.items():
@@ -193,12 +193,12 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The checked-in runs.
+    """The runs that are checked in.
 
-    - `folders`: run folders by target. A target is a run's name, or the stem of a spec file.
-    - `manifests`: manifests by run folder.
-    - `broken`: an error for each spec file that does not render.
-    - `stale`: an error for each target whose manifest is missing or differs from its spec.
+    - `folders`: lists of run folders, by target. A target is a run's name or a spec file's stem.
+    - `manifests`: manifests, by run folder.
+    - `broken`: one error for each spec file that does not render.
+    - `stale`: errors, by target, for manifests that are missing or differ from their specs.
     """
 
     folders: dict[str, list[str]]
@@ -209,7 +209,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError for a target that is unknown or stale, or whose run exceeds memory."""
+        """Raise OrreryError if a target is unknown or stale, or if its run exceeds memory."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])
@@ -267,15 +267,15 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # every file renders alone, so two files define the same run
+    if not broken:  # each file renders alone, so two files define the same run
         raise first
     return render_all(workspace, whole), broken
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return Snakemake's targets from `argv`.
+    """Return the targets in Snakemake's command line `argv`.
 
-    Snakemake's `workflow` has no targets yet while Snakemake parses the Snakefile.
+    Snakemake sets the targets of its `workflow` only after it has parsed the Snakefile.
     """
     from snakemake.cli import get_argument_parser
 

@@ -1,7 +1,7 @@
 """End a stage early: preemption, and `orrery stop`.
 
-The RL stage is preempted by SIGUSR1, or `warning_s` before the Slurm job's end. The stage writes a
-checkpoint and ends. After a new checkpoint the launcher asks Slurm to requeue the job.
+The RL stage is preempted by SIGUSR1, or `warning_s` before the end of its Slurm job. The stage then
+writes a checkpoint and ends. If the checkpoint is new, the launcher asks Slurm to requeue the job.
 """
 
 import math
@@ -21,8 +21,8 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
-WIND_DOWN_S = 600.0  # longest wait for the checkpoint, without Slurm
-MARGIN_S = 60.0  # seconds kept free at the end of a Slurm job, to end the stage
+WIND_DOWN_S = 600.0  # longest wait in seconds for the checkpoint, without Slurm
+MARGIN_S = 60.0  # seconds to end the stage, before the end of the Slurm job
 STOP_S = 30.0
 
 
@@ -48,12 +48,12 @@ class Preemption:
         self.stage, self.job = stage, stage.job
         self._step_at_start = newest_checkpoint(stage.run_dir)
         self._ends_at_s = _job_ends_at_s(stage.job)
-        self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: deadline of savers
+        self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: savers' deadline
 
     def poll(self) -> Outcome | None:
-        """Request the checkpoint when preemption is due. Return the outcome of a preempted stage.
+        """Request a checkpoint when preemption is due. Return the outcome of a preempted stage.
 
-        Return None until the stage's processes have wound down or their time is over.
+        Return None until the stage's processes have ended or their time is over.
         """
         stage = self.stage
         if not stage.is_preempted:
@@ -95,7 +95,7 @@ class Preemption:
         stage.log("winding down")
 
     def _time_left_s(self) -> tuple[float, float]:
-        """Return the seconds for the checkpoint, and the seconds left to end the stage."""
+        """Return (seconds to write the checkpoint, seconds to end the stage afterwards)."""
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale, math.inf
         ends_at_s = _job_ends_at_s(self.job)  # an operator may have changed the limit
@@ -133,7 +133,7 @@ def stop_run(
 ) -> str:
     """End the run and return its last message.
 
-    With `checkpoint`, only ask the run to write a checkpoint and end, and return a message.
+    With `checkpoint`, ask the run to write a checkpoint and end, and return without waiting.
     """
     name = run_dir.name
     holder = lock_holder(run_dir)

@@ -1,9 +1,9 @@
-"""A local process of a stage, its cores, devices and environment.
+"""A local process of a stage, with its CPU cores, devices and environment.
 
 - The process has its own session, so Ctrl-C does not reach it, and its process group can be killed.
 - SIGTERM goes to the process alone, because an engine ends its own workers in order.
-- Trainers and engines are pinned to neighbouring cores. If a stage has both, the trainers get half
-  of the cores, and the engines get the other half.
+- Each trainer or engine is pinned to neighbouring cores. If a stage has trainers and engines, the
+  trainers get half of the cores, and the engines get the other half.
 """
 
 import os
@@ -27,9 +27,9 @@ from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
-PROCESS = "ORRERY_PROCESS"  # variable with process and incarnation, such as `inference.0.2`
+PROCESS = "ORRERY_PROCESS"  # environment variable: process and incarnation, such as `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
-MAX_THREADS = 4  # threads of a process. A model on CPUs gets no faster with more threads.
+MAX_THREADS = 4  # most threads of a process. More threads do not speed up a model on CPUs.
 LOOPBACK = "127.0.0.1,localhost"
 
 
@@ -60,7 +60,7 @@ class Process:
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the number of the fatal signal, or None while running."""
+        """Return None while running, else the exit code or the negative number of the fatal signal."""
         return self._popen.poll()
 
     @property
@@ -83,14 +83,14 @@ class Process:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    abandon = kill  # `SlurmTask.abandon` does not kill
+    abandon = kill  # the same name as `SlurmTask.abandon`, which does not kill
 
     def last_output(self) -> str:
         return last_line(self.log, self._log_begin)
 
 
 def reap(group: int) -> bool:
-    """Reap ended processes of a process group. Return whether other processes of the group run."""
+    """Reap the ended processes of a process group. Return whether others of the group still run."""
     try:
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
@@ -100,7 +100,7 @@ def reap(group: int) -> bool:
 
 
 def ended_within(popen: "subprocess.Popen[bytes]", within_s: float) -> bool:
-    """Return whether the process ended in time. After SIGKILL the kernel may still hold it."""
+    """Return whether the process ended in time. The kernel may delay the end after SIGKILL."""
     try:
         popen.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -140,7 +140,7 @@ def last_line(log: Path, begin: int) -> str:
     return lines[-1][:300] if lines else ""
 
 
-# Placement
+# Cores, devices and environment
 
 
 def share_cores(
@@ -173,7 +173,7 @@ def _share(pool: Sequence[int], position: int, num_members: int) -> Sequence[int
 
 
 def installed_hardware() -> str | None:
-    """Return the HARDWARE that `make setup` installed for ("cpu" or "cuda"), or None if unknown."""
+    """Return the HARDWARE of `make setup`: "cpu", "cuda", or None if unknown."""
     marker = Path(sys.prefix) / "hardware"
     return marker.read_text().strip() if marker.is_file() else None
 
@@ -191,7 +191,7 @@ def check_packages(needs_gpus: bool) -> None:
 def share_devices(
     offered: Sequence[str], processes: Sequence[ProcessPlan]
 ) -> dict[tuple[str, int], tuple[str, ...]]:
-    """Return the devices of every process. Raise ValueError for too few or repeated devices."""
+    """Return devices by (role, index). Raise ValueError for too few or repeated devices."""
     shares: dict[tuple[str, int], tuple[str, ...]] = {}
     needed = max(process.first_device + process.num_devices for process in processes)
     for process in processes:
@@ -215,7 +215,7 @@ def environment(
     cores: frozenset[int] | None,
     devices: tuple[str, ...] | None,
 ) -> dict[str, str]:
-    """Return a local process's environment. `cores` None: one thread. `devices` None: no GPU."""
+    """Return a local process's environment. No `cores`: one thread. No `devices`: no GPU."""
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {
         **base,
@@ -233,7 +233,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
-        LAUNCHER_PID: "0",  # the parent is unknown, because Slurm starts the process
+        LAUNCHER_PID: "0",  # no parent to watch, because Slurm starts the process
     }
 
 
@@ -244,7 +244,7 @@ def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONHASHSEED": "0",  # makes tasks that iterate over sets reproducible
+        "PYTHONHASHSEED": "0",  # tasks that iterate over sets are reproducible
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,9 +1,10 @@
 """`receipt.json`: the nodes, code, software, outputs and metrics of every stage.
 
-- The code is examined before the processes start, software and images while the processes run.
+- The code is examined before the processes start. Software and images are examined while they run.
 - Attempts are numbered without gaps. If a launcher died, its attempt has the state `unrecorded`.
-- Before a stage starts, `verify` compares earlier stages' files with the receipt, against accidents
-  (a power cut, a bad disk, an edit). Weights above WHOLE_BYTES are compared by size and index only.
+- Before a stage starts, `verify` compares the files of earlier stages with the receipt. It finds
+  damage by a power cut, a bad disk or an edit. For weights above WHOLE_BYTES, it compares only
+  sizes and the index.
 - A receipt has no environment variables, no absolute paths, and no secrets such as TOKEN's value.
 """
 
@@ -42,10 +43,10 @@ from orrery.runtime.run_directory import (
 )
 from orrery.runtime.timing import scaled
 
-WITHIN_S = 60.0  # time limit of git, an image's Python and nvidia-smi
+WITHIN_S = 60.0  # time limit in seconds of git, an image's Python and nvidia-smi
 READ_S = 600.0
-KEPT_BYTES = 2**20  # size of untracked files above which the diff only names them
-WHOLE_BYTES = 64 * 2**30  # size of all shards above which shards are compared by size, not hashed
+KEPT_BYTES = 2**20  # size above which an untracked file is only named, not in the diff
+WHOLE_BYTES = 64 * 2**30  # total size of weights above which only their sizes are compared
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
 )
@@ -70,8 +71,8 @@ wanted = {{n: v for n, v in packages.items() if n in names or n.startswith(prefi
 print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
 """
 
-Facts = dict[str, Any]  # an image's file, sha256 and versions
-Software = dict[str, Any]  # this host's driver and package versions
+Facts = dict[str, Any]  # file, sha256 and package versions of an image
+Software = dict[str, Any]  # driver and package versions of this host
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,11 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
-    - `code` and `software` are examined now if None.
+    - `code`, `software`: the examined code and software. None: examine now.
     - `images`: facts about the image of each role, from an `ImageReader`.
     - `secrets`: further texts to strike out of the receipt, such as the token.
     - `engine_restarts`: number of restarts, by process.
-    - `endings`: how a process ended ("exit code 0", "SIGKILL"), by process.
+    - `endings`: how each process ended, such as "exit code 0" or "SIGKILL", by process.
     - `job_script`: the result of `script_facts`, or None outside Slurm.
     """
     receipt: dict[str, Any] = {
@@ -187,10 +188,9 @@ def changes(
 
 
 def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
-    """Return (commit, diffs of the files of that commit that the attempt changed).
+    """Return (commit, diffs of changed files), without the diffs of new files.
 
-    Diffs of new files are left out. If the attempt's diff file is missing, the list ends with the
-    path of the diff file.
+    If the attempt's diff file is missing, the list ends with the path of the diff file.
     """
     file = run_dir / (code.diff or "")
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
@@ -214,7 +214,7 @@ def code_changes(before: CodeState, after: CodeState) -> str:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt's entries by stage, or {} without a readable receipt."""
+    """Return the receipt's entries by stage. Without a readable receipt, return {}."""
     try:
         return read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
@@ -253,10 +253,7 @@ def _so_far(run_dir: Path) -> dict[str, Any]:
 
 
 def code_state(run_dir: Path, root: Path) -> CodeState:
-    """Return the state of the checkout `root`.
-
-    If the checkout has changes, store their diff in the run's folder.
-    """
+    """Return the state of the checkout `root`. Store its diff, if any, in the run's folder."""
     unknown = "neither commit nor diff is known"
     if shutil.which("git") is None:
         return CodeState(None, None, note=f"no git on this machine: {unknown}")
@@ -289,7 +286,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     """Return (diff against HEAD, untracked files that the diff omits).
 
-    Untracked files are added to a copy of git's index, so the checkout's own index stays unchanged.
+    Untracked files are added to a copy of git's index, so that the user's index stays unchanged.
     """
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [
@@ -303,7 +300,7 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     kept = [f":(literal){name}" for name in untracked if name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
-        # copy2 keeps the index's time, by which git finds recent edits.
+        # copy2 keeps the index's modification time, which git needs to find recent edits.
         shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
         if kept:
             add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
@@ -350,7 +347,7 @@ def _image(path: Path) -> Facts:
 
 
 def _versions(python: list[str], isolation: str = "-I") -> dict[str, str]:
-    """Return package versions. `isolation` "-P" reads PYTHONPATH too, as local roles do."""
+    """Return versions by package. With `isolation` "-P", Python reads PYTHONPATH like local roles."""
     argv, env = (
         [*python, isolation, "-c", VERSIONS],
         containers.without_apptainer_options(os.environ),
@@ -451,8 +448,8 @@ def verify(
     """Verify the files that `stage` reads, and write their digests to `inputs.json`.
 
     Return the earlier stages whose files the receipt does not list. Raise OrreryError for the first
-    file that differs. Its message ends with `remedy(stage that wrote the file)`. End early once
-    `stop()` is true.
+    file that differs. The message ends with `remedy(STAGE)`, where STAGE wrote the file.
+    Return early once `stop()` is true.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote the file, digest)
     told, unknown = recorded(run_dir), []

@@ -1,6 +1,6 @@
 """Find a run, or adopt the state of another run.
 
-A run is named by its name (`reverse_text`) or by its folder (`reverse_text-0123456789ab`).
+A user gives the run's name (`reverse_text`) or folder (`reverse_text-0123456789ab`).
 """
 
 import hashlib
@@ -73,7 +73,7 @@ def all_runs(workspace: Workspace) -> list[Path]:
 
 
 def find(word: str, workspace: Workspace | None = None) -> Run:
-    """Return the run with the name or folder `word`. Raise OrreryError if there is no such run."""
+    """Return the run with the name or folder `word`. Raise OrreryError if no run has it."""
     workspace = workspace or find_workspace()
     word = Path(word).name if "/" in word else word
     folder = FOLDER.fullmatch(word)
@@ -119,9 +119,9 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """Return the manifest in the run folder `path`, or None if there is none.
+    """Return the manifest in the run folder `path`, or None before the run has begun.
 
-    Raise OrreryError if that manifest was edited.
+    Raise OrreryError if the manifest was edited.
     """
     file = path / MANIFEST
     if not file.exists():
@@ -145,7 +145,7 @@ def place_site(
     shard: int | None,
     rewinds: bool = False,
 ) -> None:
-    """Write the placement of this site, which is no part of the manifest, into the run's folder."""
+    """Write this site's addresses, name and shard into the run's folder, outside the manifest."""
     run = find(word)
     if run.manifest.trainer.elastic is None and run.manifest.orchestrator.guests is None:
         raise OrreryError(
@@ -162,7 +162,7 @@ def place_site(
 
 
 def check_shard(word: str, shard: int, workspace: Workspace | None = None) -> None:
-    """Raise OrreryError if the data is sharded by file and a file of the shard is missing here."""
+    """Raise OrreryError if the data is sharded by file and this machine lacks a file of `shard`."""
     workspace = workspace or find_workspace()
     sft = find(word, workspace).manifest.stages.sft
     if sft is None or sft.data.kind != "text" or sft.data.shard_by is None:
@@ -223,7 +223,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
 
 
 def _begin(run: Run) -> None:
-    """Create the run's folder and its manifest file. After an OSError, remove a new folder."""
+    """Create the run's folder and manifest. After an OSError, remove a folder created here."""
     is_new = not run.path.exists()
     try:
         begin(run.path)
@@ -257,7 +257,7 @@ def lock_of(manifest: Manifest) -> str:
 def resume_command(
     run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local"
 ) -> str:
-    """Return ORRERY_RESUME (set by `make demo`), or the command that resumes the run."""
+    """Return the command that resumes the run. `make demo` sets another by ORRERY_RESUME."""
     if given := os.environ.get("ORRERY_RESUME"):
         return given
     checked_in = (workspace or find_workspace()).manifest_path(run.manifest.name)
@@ -277,14 +277,14 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# Files and folders that `adopt` does not copy: they describe the other run, or are written again.
+# Files that `adopt` does not copy. They describe the old run or are written again.
 LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}")
 
 
 def adopt(run: Run, other: Run) -> str:
-    """Create the folder of `run` from the state of `other`, by one rename.
+    """Copy the state of the run `other` into the folder of `run`, which appears by one rename.
 
-    Raise OrreryError if `run` has begun or cannot adopt `other`.
+    Return a message. Raise OrreryError if `run` has begun or cannot adopt `other`.
     """
     if run.path.exists():
         raise OrreryError(
@@ -306,7 +306,7 @@ def adopt(run: Run, other: Run) -> str:
         )
     made = run.path.with_name(f".{run.path.name}.partial")
     with hold_lock(other.path), hold_lock(made):
-        for left in made.iterdir():  # left by a killed process
+        for left in made.iterdir():  # a killed process left it
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:

@@ -1,6 +1,6 @@
-"""The site file: the settings of a cluster. These settings do not change a run's id.
+"""The site file: a TOML file with the settings of a cluster, which do not change a run's id.
 
-ORRERY_SITE names this TOML file, by default `site.toml` in the checkout.
+ORRERY_SITE is its path. The default is `site.toml` in the checkout.
 """
 
 import os
@@ -28,7 +28,7 @@ FILE = "site.toml"
 EXAMPLE = "docs/site.example.toml"
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", re.IGNORECASE)
 
-# Options of sbatch that follow from the manifest or from other keys.
+# sbatch options that `extra` may not set, because the manifest or other keys set them.
 RESERVED = set(
     """
     nodes N ntasks n ntasks-per-node gres gpus-per-node gpus G cpus-per-task c mem time t
@@ -51,7 +51,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # partition for jobs without GPUs. Default: `partition`.
+    cpu_partition: NoWord = ""  # partition for jobs without GPUs. Empty: `partition`.
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
@@ -61,7 +61,7 @@ class Slurm(Record):
     poll_s: PositiveInt = 10
     extra: Annotated[tuple[str, ...], Field(strict=False)] = ()
     pre_run: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    template: str = ""  # Jinja2 file of the job script, relative to the checkout. Empty: no file.
+    template: str = ""  # path of a Jinja2 job script in the checkout. Empty: no template
 
     @model_validator(mode="after")
     def pre_run_holds_no_secrets(self) -> "Slurm":
@@ -118,14 +118,14 @@ class Containers(Record):
 
 class Network(Record):
     interface: Word
-    gbit_per_s: PositiveFloat = 400.0  # bandwidth of one device to other nodes, for `orrery plan`
+    gbit_per_s: PositiveFloat = 400.0  # bandwidth of a device to other nodes, for `orrery plan`
 
 
 class Roles(Record):
     """Settings of all roles.
 
-    `deadline_scale` multiplies deadlines (`timing.scaled`). Complete checkpoints are copied to
-    `checkpoint_target`, the URL or path of a folder, for fsspec.
+    `deadline_scale` multiplies deadlines (`timing.scaled`). Complete checkpoints are copied to the
+    folder `checkpoint_target`, an fsspec URL.
     """
 
     deadline_scale: PositiveFloat = 1.0
@@ -206,7 +206,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # A misspelt key causes a missing key, so report the misspelt key first.
+    # A misspelt key is also reported as a missing key, so report the misspelt key first.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

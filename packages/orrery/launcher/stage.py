@@ -41,17 +41,17 @@ from orrery.runtime.run_directory import (
     weights_path,
 )
 
-KILLED_S = 10.0  # longest wait for the kernel to end a killed process
-# Exit codes after SIGTERM, which Slurm sends to all ranks of a step when one rank fails.
+KILLED_S = 10.0  # longest wait in seconds for the kernel to end a killed process
+# Exit codes after SIGTERM. Slurm sends SIGTERM to all ranks of a step when one rank fails.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to run. `num_devices` is None on CPUs.
+    """A stage to run.
 
-    `allocation` is None if the processes are local. `max_restarts` limits restarts of engines
-    within a day.
+    `num_devices` is None on CPUs. `allocation` is None if the processes are local. `max_restarts`
+    is the limit of engine restarts within a day.
     """
 
     run_dir: Path
@@ -97,7 +97,7 @@ class RunningStage:
         self.processes: Sequence[Process | SlurmTask] = []
         self.health: dict[str, Health] = {}
         self.health_view = HealthView()
-        self.fenced: dict[str, str] = {}  # process → why it must be killed
+        self.fenced: dict[str, str] = {}  # reason to kill a process, by its name
         self.engine_restarts: Counter[str] = Counter()
         self.is_preempted = False
         slurm_job = job.allocation.job if job.allocation else None
@@ -134,7 +134,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # When one rank of a step has ended, Slurm kills the step's other ranks some time later.
+        # Slurm kills the other ranks of a step some time after one rank has ended.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -179,9 +179,9 @@ class RunningStage:
 
 
 def end_all(stage: RunningStage, grace_s: float) -> str:
-    """Send SIGTERM to all processes, and SIGKILL after `grace_s` or a second Ctrl-C.
+    """Send SIGTERM to all processes. Send SIGKILL after `grace_s` or a second Ctrl-C.
 
-    Return a message with the survivors of SIGKILL, or "".
+    Return a message that names processes which survived SIGKILL, or "".
     """
     interrupted = len(stage.interrupts.received)
     for process in stage.processes:
@@ -208,10 +208,10 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 
 
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
-    """Kill descendants of roles, or of one incarnation, that left their process group.
+    """Kill descendants of roles that left their process groups.
 
-    Such descendants are children of the launcher, and have the attempt's `start` in their
-    environment.
+    They are now descendants of the launcher, and have the attempt's `start` in their environment.
+    With `incarnation`, kill only descendants of that incarnation of a process.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -226,7 +226,7 @@ def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation
 def _is_stray(child: psutil.Process, marks: dict[str, str], known: set[int]) -> bool:
     try:
         return marks.items() <= child.environ().items()
-    except psutil.AccessDenied:  # roles and their forks hide their memory
+    except psutil.AccessDenied:  # the processes of roles hide their memory, hence their environment
         with suppress(psutil.Error):
             return child.ppid() == os.getpid() and child.pid not in known
     except psutil.Error:
@@ -252,12 +252,12 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 
 
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
-    """Save the checkpoints whose copies ended trainers and killed savers have left on this node.
+    """Save the checkpoints whose copies in shared memory have outlived their trainers or savers.
 
-    Savers that still run finish first. Then copy the checkpoint to `target`, unless `target` is "".
+    Wait for running savers first. Then copy the checkpoint to `target`, unless `target` is "".
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
-    # The first rank waits for the files of the other ranks, so its folder comes last.
+    # Rank 0 waits for the files of the other ranks, so its folder comes last.
     if not (folders := sorted(map(str, found), reverse=True)):
         return
     log_path(run_dir, "trainer.0").parent.mkdir(exist_ok=True)

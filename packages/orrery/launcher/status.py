@@ -1,4 +1,4 @@
-"""The state of a run in its folder: `status.json` and the run's lock.
+"""Two files in a run's folder: the state of the run, `status.json`, and the run's lock.
 
 A run's launcher holds the lock by flock, and the kernel releases the lock when the launcher ends.
 If `status.json` says `running` and no process holds the lock, the launcher was killed.
@@ -22,7 +22,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # seconds to retry, because `lock_holder` takes the lock for a moment
+LOOKED_AT_S = 1.0  # seconds to retry the lock, which `lock_holder` takes for a moment
 
 
 @dataclass
@@ -133,7 +133,7 @@ def _locked(descriptor: int, kind: int) -> bool:
 
 
 def lock_holder(run_dir: Path) -> Holder | None:
-    """Return the lock's holder, or None if the lock is free or its file names no live launcher."""
+    """Return the lock's holder. None: the lock is free, or its file names no live launcher."""
     try:
         descriptor = os.open(_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
@@ -152,5 +152,5 @@ def lock_holder(run_dir: Path) -> Holder | None:
 
 
 def _started(pid: int) -> int:
-    """Return a process's start in ticks since boot. psutil's time depends on the wall clock."""
+    """Return a process's start in ticks since boot, which the wall clock cannot change."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

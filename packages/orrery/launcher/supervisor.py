@@ -1,8 +1,8 @@
 """The supervisor of one stage, from its first process to its marker `DONE`.
 
 - The supervisor holds the run's lock, so two launchers never share a run directory.
-- If a process fails, or a server ends early, the supervisor ends all other processes within
-  seconds. A failed engine may be restarted instead (`failure.py`).
+- If a process fails or a server ends early, the supervisor ends all processes within seconds. An
+  engine may be restarted instead (`failure.py`).
 - If the launcher is killed, the roles end by themselves, and the next start removes the leftovers.
 - A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """
@@ -71,16 +71,16 @@ from orrery.runtime.run_directory import (
 from orrery.runtime.timing import Pace, duration
 
 POLL_S, LOOK_S = 0.1, 0.5
-HUNG_S = 5.0  # longest wait for the end of a process that has reported its failure
+HUNG_S = 5.0  # longest wait in seconds for the end of a process that has reported a failure
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
-SAVES_S = 3.0  # seconds after which the user is told that savers still run
-RESTART_LOCK_S = 90.0  # seconds to wait for a dead node's lock, which a file system may still keep
+SAVES_S = 3.0  # wait in seconds before the user is told that savers still run
+RESTART_LOCK_S = 90.0  # longest wait for a dead node's lock, which a file system may keep
 
 
 def run_stage(job: Job) -> Outcome:
-    log_level()  # raises for an unknown level, before any role starts
+    log_level()  # raise for an unknown level before any role starts
     restarted = job.allocation is not None and job.allocation.restarts > 0
-    os.umask(os.umask(0o077) | 0o002)  # no other user may write into the run
+    os.umask(os.umask(0o077) | 0o002)  # users outside the group may not write into the run
     with ExitStack() as stack:
         interrupts = stack.enter_context(catch_signals())
         within_s = RESTART_LOCK_S if restarted else LOOKED_AT_S
@@ -159,7 +159,7 @@ class Supervisor:
                 "ended_s": stage.status.ended_s,
                 "wall_s": self.wall_s,
             }
-            sync_folders(run_dir)  # before DONE, so that DONE proves all files durable
+            sync_folders(run_dir)  # if DONE exists, all files are durable
             write_atomic(done_path(run_dir, name), (json.dumps(row) + "\n").encode())
         return outcome
 
@@ -180,17 +180,17 @@ class Supervisor:
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         outcome = self._finish_saves(outcome)
         if outcome.requeue == "ask" and allocation is not None:
-            preemption.requeue(stage)  # first, as Slurm then ends this process soon
+            preemption.requeue(stage)  # before the cleanup, as Slurm soon ends it
         observer.close()
         view.close()
         stage.metrics.close()
         end_strays(stage.processes, self.start)
         if allocation is not None:
             shared = run_directory.memory_prefix(stage.run_dir).removesuffix("-")
-            allocation.clean(*self.scratch, shared)  # removes the savers' copies of states too
+            allocation.clean(*self.scratch, shared)  # also removes the savers' copies
         self._remove_files()
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
-        with suppress(OSError):  # print the message also when the disk is full
+        with suppress(OSError):  # the disk may be full. The message is still printed
             stage.write_status(outcome.state, outcome.message)
             stage.log(outcome.message)
         try:
@@ -204,8 +204,7 @@ class Supervisor:
     def _finish_saves(self, outcome: Outcome) -> Outcome:
         """Wait for savers that have outlived their trainers, until the next Ctrl-C.
 
-        At the end of a Slurm job, stop waiting early enough to requeue the job before Slurm ends
-        the job.
+        At the end of a Slurm job, stop waiting early enough to requeue the job.
         """
         stage, received = self.stage, len(self.stage.interrupts.received)
         limit_s = self.preemption.saved_by_s if outcome.requeue == "ask" else math.inf

@@ -1,6 +1,6 @@
-"""Pass metric rows to the sinks, and show the stage's progress on stderr.
+"""Pass metric rows to the sinks (such as W&B), and show the stage's progress on stderr.
 
-A failing sink is reported once and no longer used.
+A sink that fails is reported once and no longer used.
 """
 
 import sys
@@ -76,7 +76,7 @@ class Observer:
     def _dropping(self, sink: Sink | type) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a sink must not end the run
+        except Exception as error:  # an error of a sink must not end the run
             self._sinks = [one for one in self._sinks if one is not sink]
             name = sink.__name__ if isinstance(sink, type) else type(sink).__name__
             print(f"warning: {name} is dropped: {error}", file=sys.stderr, flush=True)
@@ -127,7 +127,7 @@ def ended(health: Mapping[str, Health], states: Mapping[str, str]) -> list[str]:
 
 
 def summary(health: Mapping[str, Health], states: Mapping[str, str], now_s: float) -> list[str]:
-    """Return a line per role, then a line of failed processes and a line of the longest wait."""
+    """Return a line per role, then lines with the failed processes and the longest wait."""
     by_role: dict[str, Counter[str]] = {}
     for name, state in states.items():
         one = health.get(name)

@@ -1,6 +1,6 @@
 """The Slurm job that this launcher runs in: its nodes and the stage's steps.
 
-The launcher gives the run's token to srun's standard input. srun copies the token to each task.
+The launcher writes the run's token to the stdin of srun, which copies the token to each task.
 """
 
 import os
@@ -36,9 +36,9 @@ CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 
 @dataclass(frozen=True)
 class Allocation:
-    """A job's allocation. `nodes`: host names of each component of the job.
+    """A job's allocation. `nodes` lists the host names of each component of the job.
 
-    `restarts`: how often Slurm has restarted the job.
+    `restarts` is the number of times that Slurm has restarted the job.
     """
 
     job: str
@@ -110,10 +110,10 @@ class Allocation:
         return self.nodes[step.component][step.first_node : step.first_node + step.num_nodes]
 
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
-        """Return the silent nodes: those on which two probes in a row did not start.
+        """Return the silent nodes: nodes on which two probes in a row failed.
 
-        Return [] if half of the nodes or more are silent. If nodes are `suspected` and all of them
-        answer, return [] without probing the other nodes.
+        Return [] if at least half of the nodes are silent. Probe the `suspected` nodes first, if
+        any. If they all answer, return [] without a probe of the other nodes.
         """
         if suspected and not self._without_answer(suspected):
             return []
@@ -141,10 +141,10 @@ class Allocation:
         return [name for name, probe in probes.items() if is_silent(probe)]
 
     def clean(self, caches: str, starts: str, shared: str) -> None:
-        """Remove the job's files from every node, within CLEAN_S.
+        """Remove the job's files from every node, within CLEAN_S seconds.
 
-        The files are the job's scratch folder, files in shared memory with `shared` in their name
-        and, without containers, engines' folders whose names begin with `caches` or `starts`.
+        The files are the job's scratch folder, files in shared memory with `shared` in their names,
+        and engines' temporary folders whose names begin with `caches` or `starts`.
         """
         script = (
             "tmp=${TMPDIR:-${TEMP:-${TMP:-/tmp}}}; "

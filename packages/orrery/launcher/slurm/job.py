@@ -1,10 +1,11 @@
 """The Slurm job of a stage: its components, its `sbatch` command, and its `srun` steps.
 
 - Each node group is a component. Several components form a heterogeneous job. A component that uses
-  only some devices (on CPUs: cores) of a node gets the same share of processors and memory.
-- Each engine has one step on its first node, and a second step on its further nodes. In each node
-  group, each other role has one step. The first failed task ends its step (`--kill-on-bad-exit`).
-  A finished task ends no other task (`--wait`), because the first rank may upload for a long time.
+  only some GPUs of a node gets the same fraction of the node's CPU cores and memory.
+- Each engine has one step on its first node, and a second step on its further nodes. All other
+  roles have one step each in a node group. The first failed task ends its step
+  (`--kill-on-bad-exit`). A finished task ends no other task (`--wait`), because the first rank may
+  upload for a long time.
 """
 
 import math
@@ -31,9 +32,9 @@ from orrery.manifest.schema import Hardware
 from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
-IN_JOB = "ORRERY_SLURM"  # variable that is set inside Orrery's jobs only
+IN_JOB = "ORRERY_SLURM"  # environment variable that is set only inside Orrery's jobs
 MEMORY_MB = 6000  # least MB of memory to request per node
-LAUNCHER_CPUS = 2  # least number of cores per node, for launcher, orchestrator, router
+LAUNCHER_CPUS = 2  # least number of cores per node, for launcher, orchestrator and router
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
 def batch_job(
     run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path
 ) -> tuple[list[str], str | None]:
-    """Return the sbatch command, and its stdin: the job script of a site's template, or None."""
+    """Return (sbatch command, stdin). `stdin` is the script of the site's template, or None."""
     path = shlex.quote(str(Path(sys.executable).parent))
     modules = site.containers.modules if site.containers else ()
     load = f"module load {shlex.join(modules)} && " if modules else ""
@@ -107,7 +108,7 @@ def batch_job(
     if lines:
         inner = "\n".join(["set -e", *lines, inner])
     shell = "-lc" if modules or lines else "-c"  # only login shells define `module`
-    # SIGUSR1 is for the launcher, so the shell ignores this signal.
+    # The shell must ignore SIGUSR1, which is for the launcher.
     command = f"trap '' USR1; exec bash {shell} {shlex.quote(inner)}"
     argv = [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
@@ -123,10 +124,9 @@ def batch_job(
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
     """Return the job script that the Jinja2 template at `path` renders from `fields`.
 
-    Further fields are `sbatch` (`#SBATCH` lines) and `components` (a dict of options for each
-    component of the job).
-
-    Raise OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
+    The template has two more fields: `sbatch` (`#SBATCH` lines) and `components` (a dict of options
+    for each component of the job). Raise OrreryError if rendering fails, or if the script lacks
+    `#!` or the field `command`.
     """
     import jinja2
 
@@ -155,7 +155,7 @@ def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> st
 
 
 def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
-    """Return the receipt's `job_script`: `pre_run` lines, and the template's name and sha256."""
+    """Return the receipt's `job_script`: `pre_run` lines, and the template's file and sha256."""
     found: dict[str, Any] = {}
     if slurm is not None and slurm.pre_run:
         found["pre_run"] = list(slurm.pre_run)
@@ -170,17 +170,15 @@ def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
 
 
 LOOK_S = 0.2
-CTRL_C_S = 0.2  # seconds between two SIGINTs. srun kills the step if both come within a second.
+CTRL_C_S = 0.2  # seconds between two SIGINTs. Two within a second make srun kill the step.
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step: the processes of an engine's first node, of an engine's further nodes, or of a role.
+    """The processes of an engine's first node, of its further nodes, or of a role in a node group.
 
-    A role's step has the role's processes in one node group. Each node of a step runs the same
-    number of processes.
-
-    `devices`: (first device, number of devices) that each task of the step sees on its node.
+    Each node of a step runs the same number of processes. `devices` is the range of devices that
+    each task sees on its node: (first device, number of devices).
     """
 
     component: int
@@ -201,11 +199,11 @@ class StepPlan:
 
 
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
-    """Return the stage's steps, servers first.
+    """Return the stage's steps in the plan's order, servers first.
 
-    Slurm would give overlapping steps the same devices. So each step gets all devices that the job
-    has on a node, and `task.sh` selects among them. An engine's task sees the engine's devices. A
-    trainer's task sees the devices of all trainer tasks on the node, for CUDA IPC.
+    Slurm gives overlapping steps the same devices. So each step gets all devices of the job on a
+    node, and `task.sh` selects among them. An engine's task sees the engine's devices. For CUDA
+    IPC, a trainer's task sees the devices of all trainer tasks on the node.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -253,7 +251,8 @@ def step_options(
 ) -> list[str]:  # fmt: skip
     """Return srun's options for a step that shares nodes with other steps.
 
-    `component` is None unless the job is heterogeneous. `stdin` "all" copies stdin to every task.
+    `component` is the index of the component in a heterogeneous job. In other jobs it is None.
+    `stdin` "all" copies stdin to every task.
     """
     return [
         *("srun", *([f"--het-group={component}"] if component is not None else [])),
@@ -302,7 +301,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Start the step again, once for all its tasks, and return the new step."""
+        """Start the step again and return the new step. All tasks of the step share one restart."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
@@ -319,7 +318,7 @@ class Step:
     def endings(self) -> dict[int, int]:
         if time.monotonic() - self._looked_s >= LOOK_S:
             self._looked_s = time.monotonic()
-            with suppress(OSError):  # the next call tries again
+            with suppress(OSError):  # the next call reads again
                 if (size := self.log.stat().st_size) != self._read[0]:
                     self._read = size, task_endings(self.messages())
         return self._read[1]
@@ -361,7 +360,7 @@ class SlurmTask:
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the number of the fatal signal, or None while running."""
+        """Return None while running, else the exit code or the negative number of the fatal signal."""
         ended, code = self.step.endings(), self.step.poll()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL
@@ -369,7 +368,7 @@ class SlurmTask:
             return ended[self.rank]
         if code is None or not ended:
             return code
-        return 0 if code == 0 else -signal.SIGTERM  # srun ended this task, as another task failed
+        return 0 if code == 0 else -signal.SIGTERM  # srun ended this task after another task failed
 
     @property
     def ending(self) -> str | None:
@@ -409,7 +408,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 plus the signal's number. 143 may be a role's own exit code.
+        # Apptainer exits with 128 + signal number. 143 stays, as it may be a role's own exit code.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

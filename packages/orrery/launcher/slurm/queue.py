@@ -1,6 +1,6 @@
 """Slurm's queue: a user's jobs and their states.
 
-- `squeue` gives states. `sacct` adds lost nodes, and jobs that `squeue` has forgotten.
+- `squeue` gives states. `sacct` gives lost nodes, and jobs that `squeue` no longer lists.
 - A job's name contains a hash of the run folder's path, so jobs of two checkouts differ in name.
 """
 
@@ -28,7 +28,7 @@ STATES: dict[str, JobState] = {
     "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "STAGE_OUT": "running",
     "RESIZING": "running", "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
     "COMPLETED": "done",
-    # the cluster ended these jobs, and Slurm requeues them soon
+    # these jobs were ended by the cluster, and Slurm requeues them soon
     "NODE_FAIL": "lost", "PREEMPTED": "lost",
     "BOOT_FAIL": "failed", "CANCELLED": "failed", "DEADLINE": "failed", "FAILED": "failed",
     "OUT_OF_MEMORY": "failed", "TIMEOUT": "failed", "REVOKED": "failed", "LAUNCH_FAILED": "failed",
@@ -73,7 +73,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without Slurm's options. `inside`: keep variables that identify the job."""
+    """Return `env` without Slurm's variables. `inside`: keep variables that identify the job."""
 
     def is_kept(name: str) -> bool:
         if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):
@@ -84,7 +84,7 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str, script: str | None = None) -> str:
-    """Run a Slurm command with stdin `script`, and return its stdout, or raise OrreryError."""
+    """Run a Slurm command with stdin `script`. Return its stdout. Raise OrreryError if it fails."""
     program = command[0]
     try:
         done = subprocess.run(
@@ -192,10 +192,10 @@ def hostnames(listed: str) -> list[str]:
 
 
 def cancel(ids: Sequence[str]) -> None:
-    """Let the launchers of running jobs end their steps and clean the nodes, then cancel all jobs.
+    """Send SIGTERM to the launchers of running jobs, wait for their end, then cancel all jobs.
 
-    Slurm starts no step in a cancelled job, so a job that is cancelled at once would leave its
-    scratch folder on all nodes except the launcher's.
+    A launcher removes the scratch folders on all nodes by a Slurm step. Slurm starts no step in a
+    cancelled job.
     """
     if not ids:
         return
@@ -205,7 +205,7 @@ def cancel(ids: Sequence[str]) -> None:
             limit_s = time.monotonic() + CANCEL_S
             while time.monotonic() < limit_s and _any_runs(ids):
                 time.sleep(CANCEL_POLL_S)
-    finally:  # also after a second Ctrl-C
+    finally:  # cancel also after a second Ctrl-C
         call("scancel", *ids)
 
 
@@ -238,7 +238,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Return the seconds of `1-02:03:04`, `2:03:04` or `03:04`, or None, as for UNLIMITED."""
+    """Return the seconds of `1-02:03:04`, `2:03:04` or `03:04`. Return None for other texts."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None
