@@ -1,1 +1,1 @@
-"""The `orrery` command, and the launcher, which starts and watches a stage's processes."""
+"""The `orrery` command, and the launcher of a stage's processes (`supervisor.py`)."""

@@ -2,7 +2,7 @@
 
 - `huggingface_hub` downloads and resumes, and checks only sizes. It reads `HF_TOKEN`,
   `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_OFFLINE`.
-- Downloads use HTTP. `HF_HUB_DISABLE_XET=0` selects the hub's protocol Xet, which is untested.
+- Downloads use HTTP. `HF_HUB_DISABLE_XET=0` selects the hub's protocol Xet (untested).
 - This module checks digests: sha256 of large files, and git's sha1 of all other files.
 - `SHA256SUMS` in the finished folder has repository, commit and digests, for `sha256sum -c`.
 """

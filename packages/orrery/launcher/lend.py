@@ -1,8 +1,7 @@
 """Lend an engine of this machine to a run that trains elsewhere.
 
-The engine and an agent, which fetches newer weights, are roles in a temporary run directory. The
-directory has the run's manifest and links to this site's weights. It is kept after a failure, with
-the logs.
+The engine and its agent are roles in a temporary run directory. The directory has the run's manifest
+and links to this site's weights. It is kept after a failure. The agent fetches newer weights.
 """
 
 import json

@@ -60,7 +60,7 @@ class Process:
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Return None while running, else the exit code or the negative number of the fatal signal."""
+        """Return the exit code, or minus the number of the fatal signal. None: still running."""
         return self._popen.poll()
 
     @property

@@ -300,7 +300,7 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     kept = [f":(literal){name}" for name in untracked if name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
-        # copy2 keeps the index's modification time, which git needs to find recent edits.
+        # copy2 keeps the index's modification time, so that git finds recent edits.
         shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
         if kept:
             add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
@@ -347,7 +347,7 @@ def _image(path: Path) -> Facts:
 
 
 def _versions(python: list[str], isolation: str = "-I") -> dict[str, str]:
-    """Return versions by package. With `isolation` "-P", Python reads PYTHONPATH like local roles."""
+    """Return versions by package. `isolation` "-P" uses PYTHONPATH, as local roles do."""
     argv, env = (
         [*python, isolation, "-c", VERSIONS],
         containers.without_apptainer_options(os.environ),

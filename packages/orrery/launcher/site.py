@@ -1,4 +1,4 @@
-"""The site file: a TOML file with the settings of a cluster, which do not change a run's id.
+"""The site file: a TOML file with the settings of a cluster. They do not change a run's id.
 
 ORRERY_SITE is its path. The default is `site.toml` in the checkout.
 """

@@ -108,7 +108,7 @@ def batch_job(
     if lines:
         inner = "\n".join(["set -e", *lines, inner])
     shell = "-lc" if modules or lines else "-c"  # only login shells define `module`
-    # The shell must ignore SIGUSR1, which is for the launcher.
+    # SIGUSR1 is for the launcher, so the shell must ignore it.
     command = f"trap '' USR1; exec bash {shell} {shlex.quote(inner)}"
     argv = [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
@@ -360,7 +360,7 @@ class SlurmTask:
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        """Return None while running, else the exit code or the negative number of the fatal signal."""
+        """Return the exit code, or minus the number of the fatal signal. None: still running."""
         ended, code = self.step.endings(), self.step.poll()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL
