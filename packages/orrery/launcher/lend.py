@@ -1,7 +1,8 @@
 """Lend an engine of this machine to a run that trains elsewhere.
 
-The engine and its agent are roles in a temporary run directory. The directory has the run's manifest
-and links to this site's weights. It is kept after a failure. The agent fetches newer weights.
+The engine and its agent are roles in a temporary run directory. The directory has the run's
+manifest and links to this site's weights. It is kept after a failure. The agent fetches newer
+weights.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Tasks: problems, replies and judges, by kind.
+"""The kinds of tasks. A task gives problems, replies to a model's calls, and rewards.
 
-A package adds a kind by an entry point in the group `orrery.tasks`: name = new kind, value = a
-`task.Task` class.
+Another package adds a kind by an entry point in the group `orrery.tasks`. The entry point's name is
+the kind, and its value is a class with the methods of `task.Task`.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +27,7 @@ from orrery.tasks.task import (
 
 __all__ = ["KINDS", "Judgement", "Message", "Problem", "Task", "Tool", "ToolCall", "kinds", "make"]
 
-EXAMPLES_SEED = 30_000  # above all seeds of problems (jsonnet/lib/run.libsonnet, `seeds`)
+EXAMPLES_SEED = 30_000  # larger than all seeds of problems (jsonnet/lib/run.libsonnet, `seeds`)
 ENTRY_POINT_GROUP = "orrery.tasks"
 KINDS = {  # kind -> module:class, imported at first use
     "reverse_text": "orrery.tasks.synthetic:ReverseText",
@@ -79,7 +79,7 @@ def make(task_use: TaskUse) -> Task:
 
 def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel]) -> str:
     errors: list[Any] = invalid.errors()
-    # Report unknown args first: a misspelt arg is also reported as missing.
+    # A misspelt arg is also reported as a missing arg, so report unknown args first.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in error["loc"])
     match error["type"]:
@@ -100,11 +100,11 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
 
 
 class FewShot:
-    """Put solved examples before every problem of another task.
+    """Put solved examples before every problem of an inner task.
 
-    - A chat begins with the message `system`, if any, then `num_examples` demonstrations.
+    - A chat begins with the message `system`, if any, and `num_examples` demonstrations.
     - All seeds and splits share the examples, so engines cache this prefix once per policy version.
-      If the other task has a `split`, the examples come from its training side.
+      If the inner task has a `split`, the examples come from its training side.
     """
 
     class Args(Record):
@@ -158,5 +158,5 @@ def _inner(kind: str, args: dict[str, Any], seed: int) -> Any:
     use = TaskUse(name="few_shot", kind=kind, args=args, weight=1.0, seed=seed, max_turns=1)
     try:
         return make(use)
-    except OrreryError as error:  # drop the inner task's name
+    except OrreryError as error:  # the outer `make` adds the task's name
         raise OrreryError(str(error).removeprefix("task 'few_shot': ")) from error

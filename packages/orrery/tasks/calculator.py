@@ -1,8 +1,8 @@
 """Evaluate an integer expression with a calculator tool, in several turns.
 
-- The model calls `calculator` with the argument `input`, gets the value as a tool message, and must
-  answer with the value alone. At most three calls per turn are answered.
-- `call_syntax` is "chat_format" for the chat format's tool calls, or "text" for
+- The model calls `calculator` with the argument `input` and gets the value as a tool message. It
+  must then answer with the value alone. At most three calls per turn get a result.
+- `call_syntax`: "chat_format" selects the chat format's tool calls, "text" selects calls such as
   `calculator(12+7)` in the answer's text.
 - Reward: `call_reward` for any valid call, plus 1 − `call_reward` for the right answer.
 - A malformed call counts as text, so it ends the episode.
@@ -117,7 +117,7 @@ def text_calls(text: str) -> list[str]:
 
 
 def result(call: ToolCall) -> str:
-    """Return the tool's answer to a call: a number, or a text that begins with `error`."""
+    """Return the result of a call: a number, or a text that begins with `error`."""
     if call.name != TOOL.name:
         return "error no such tool"
     if set(call.arguments) != {"input"} or not isinstance(call.arguments["input"], str):

@@ -1,9 +1,9 @@
 """Render chats as tokens for any Hugging Face tokenizer folder, without transformers.
 
-- `prompt` renders a chat up to the assistant's turn, `next_turn` the messages after an assistant
-  turn. Sampled tokens are never decoded and encoded again.
-- `example` joins the same parts, so SFT trains on the same tokens as RL. `example` finds a
-  message's text by rendering the chat again with a marker as the content.
+- `prompt` renders a chat up to the assistant's turn. `next_turn` renders the messages after an
+  assistant turn. Sampled tokens are never decoded and encoded again.
+- `example` joins the same parts, so SFT trains on the same tokens as RL. To find a message's text,
+  `example` renders the chat again with a marker as the message's content.
 """
 
 import re
@@ -27,7 +27,7 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # train all tokens, also tokens that have no characters
+EVERYTHING = (0, -1)  # range of a part with all its tokens, including tokens without characters
 Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
 
 
@@ -39,7 +39,7 @@ class _Part(NamedTuple):
 class Renderer:
     """The chat format of one tokenizer folder.
 
-    `stop_token_ids` end an assistant turn. A token id of `vocab_size` or more raises OrreryError.
+    `stop_token_ids` end an assistant turn. Token ids of `vocab_size` or more raise OrreryError.
     """
 
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
@@ -47,7 +47,7 @@ class Renderer:
         try:
             config = read_object(folder / "tokenizer_config.json", "copy the model's folder again")
             self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises plain Exception
+        except Exception as error:  # the library raises Exception itself
             raise OrreryError(
                 f"tokenizer: cannot read {folder}: {error}. "
                 "It needs tokenizer.json and tokenizer_config.json"
@@ -74,9 +74,9 @@ class Renderer:
         return self.encode(self._render(chat, tools, add_generation_prompt=True))
 
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
-        """Return the tokens between two assistant turns: `messages` and the next turn's opening.
+        """Return the tokens of `messages` and of the opening of the next assistant turn.
 
-        `closed`: whether the sampled tokens of the first turn end with a stop token.
+        `closed`: whether the sampled tokens of the previous turn end with a stop token.
         """
         chat = [*BEHIND, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, add_generation_prompt=True)
@@ -102,13 +102,14 @@ class Renderer:
     ) -> Example:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
-        Messages of `trained_roles` are trained. Assistant: all tokens of the turn, with calls and
-        the end-of-turn token. Other roles: the content, and the end-of-turn token if the template
-        writes one. The template's other text and the first token are untrained. A token partly in
-        trained text is trained.
+        Messages of `trained_roles` are trained. In an assistant's message, all tokens are trained,
+        including tool calls and the end-of-turn token. For other roles, the content is trained, and
+        any end-of-turn token. All other text of the template and the first token are untrained. A
+        token partly in trained text is trained.
 
         Raise OrreryError if the chat begins with the assistant, ends with an untrained message of
-        another role, has no trained part, or the template mixes a trained message with other text.
+        another role, or has no trained part, or if the template mixes a trained message with other
+        text.
         """
         parts = self._parts(messages, tools, trained_roles)
         return self._joined(parts, self._encode_batch([part.text for part in parts]))
@@ -118,9 +119,9 @@ class Renderer:
         chats: Sequence[tuple[str, Sequence[Message], Sequence[Tool]]],
         trained_roles: Sequence[Role],
     ) -> list[Example]:
-        """Return the `example` of each (place, messages, tools), computed on all cores.
+        """Return the `example` of each (place, messages, tools), encoded on all CPU cores.
 
-        An OrreryError begins with the place.
+        The text of an OrreryError begins with the chat's place, such as `problems.jsonl:7`.
         """
         parts = []
         for place, messages, tools in chats:
@@ -148,7 +149,7 @@ class Renderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, which may name special tokens, or raise OrreryError."""
+        """Return the token ids of a text, including named special tokens, or raise OrreryError."""
         return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:
@@ -215,7 +216,7 @@ class Renderer:
                     mask |= (starts < end) & (ends > begin)
             masks.append(mask)
         trained = np.concatenate(masks)
-        trained[:1] = False  # the first token has no prediction
+        trained[:1] = False  # no token predicts the first token
         return np.array(ids, dtype=np.int32), trained
 
     def _heard(
@@ -226,7 +227,7 @@ class Renderer:
         tools: Sequence[Tool],
         trained_roles: Sequence[Role],
     ) -> _Part:
-        """Return the messages between two assistant turns as a part."""
+        """Return the part of the example that holds the messages between two assistant turns."""
         before = [] if first == 0 else BEHIND
         chat = [*before, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, tools, is_answered)

@@ -1,12 +1,12 @@
 """Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
-- Every task creates its first problems within `MAX_CPU_S` of CPU time. Each `BYTES_PER_S` bytes
-  of the task's files add a second.
-- Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless a
-  pretrained tokenizer is missing on this machine.
-- A task with a file checks all its rows (`check_rows`), with a time limit for each row. Notes
-  report long answers, and evaluations that ask for more problems than rows.
-- Tasks of training and SFT differ from tasks of evaluation in kind, args or seed.
+- Every task must create its first problems within `MAX_CPU_S` seconds of CPU time. Each
+  `BYTES_PER_S` bytes of the task's files add a second.
+- Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context. This
+  check is skipped if a pretrained tokenizer is missing on this machine.
+- A task with a file checks all rows (`check_rows`), with a time limit for each row. Notes report
+  long answers, and evaluations that ask for more problems than rows.
+- Tasks of training and SFT must differ from tasks of evaluation in kind, args or seed.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 3.0
-BYTES_PER_S = 1_000_000  # bytes read in a second, a tenth of the slowest file format's speed
-NUM_MEASURED = 256  # at most this many answers of a task are tokenized to find long answers
+BYTES_PER_S = 1_000_000  # assumed reading speed: a tenth of the speed of the slowest file format
+NUM_MEASURED = 256  # number of a task's answers that are tokenized to find long answers
 NOTE = "  note: "
 
 
@@ -47,7 +47,7 @@ def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """Return a line for each task, then notes to print. Raise OrreryError for an invalid task."""
+    """Return one line per task, then notes for the user. Raise OrreryError for an invalid task."""
     renderer, sft = _renderer(manifest.model), manifest.stages.sft
     lines: list[str] = []
     notes: list[str] = []
@@ -76,7 +76,7 @@ def check(manifest: Manifest) -> list[str]:
 
 
 def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequence[Role]) -> int:
-    """Check a task, and return the number of tokens of its longest prompt."""
+    """Check a task's first problems. Return the number of tokens of the longest prompt."""
     try:
         with _limited(use):
             return _longest_prompt_tokens(use, renderer, roles)
@@ -114,7 +114,7 @@ def _long_answers(
 ) -> Iterator[str]:
     """Yield a note if answers of a training task have more than `turn` tokens."""
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    # The answer for these two verdicts is not itself a reply, so its length says nothing.
+    # With these two verdicts the answer is not a reply, so its length does not matter.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]
@@ -133,7 +133,7 @@ def _verdict(use: TaskUse) -> str | None:
 
 
 def _repeated_problems(manifest: Manifest, num_rows: int) -> Iterator[str]:
-    """Yield a note for each evaluation that asks for more problems than its `num_rows` rows."""
+    """Yield a note for each evaluation with more problems than the task's `num_rows` rows."""
     if len(manifest.tasks.evaluation) > 1:
         return
     evaluation = manifest.orchestrator.evaluation
@@ -176,12 +176,12 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """The time is over. Not an Exception, because a task may catch Exceptions."""
+    """The CPU time is over. This is no Exception, because a task may catch Exceptions."""
 
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError after the task's limit of CPU time. Works in the main thread only."""
+    """Raise OrreryError after the task's limit of CPU time. This works only in the main thread."""
     limit_s = MAX_CPU_S + _file_bytes(use.args) / BYTES_PER_S
 
     def stop(*_: Any) -> None:
@@ -214,7 +214,7 @@ def _file_bytes(args: dict[str, Any]) -> int:
 
 @cache
 def _task(use: str) -> Task:
-    """Return the task, cached, because held-out puzzles are slow to draw."""
+    """Return the task. Cached, because its problems are slow to draw."""
     return make(TaskUse.model_validate_json(use))
 
 

@@ -1,10 +1,10 @@
 """Problems with answers from a file: JSONL, JSON, CSV, Parquet, or a fetched dataset.
 
-- `prompt` and `answer` are templates over columns: `{question}`. A prompt that is a single column
-  may hold chat messages. `answer_pattern` cuts the answer out of a longer text.
+- `prompt` and `answer` are templates over columns, such as `{question}`. A prompt that is a single
+  column may hold chat messages. `answer_pattern` extracts the answer from a longer text.
 - `held_out` divides rows into two sides, training and evaluation. `split` chooses the side.
 - Each epoch has another random order, a function of (seed, epoch).
-- A reply that cannot be judged is wrong (metric `unscorable`).
+- A reply that cannot be judged gets the reward 0 (metric `unscorable`).
 """
 
 import json
@@ -43,10 +43,10 @@ from orrery.tasks.verdicts import Verdict, compiled, scorer_of, told
 
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
-SHOWN = 3  # rows that an error message shows
-TRIED = 16  # rows on which a user's function is tried
-LONG_ANSWER = 4  # words of an answer from which it may be a solution that ends with the answer
-KEPT = 8192  # cached problems, more than the rollouts in flight
+SHOWN = 3  # number of rows that an error message shows
+TRIED = 16  # number of rows on which a user's function is tried
+LONG_ANSWER = 4  # number of words from which an answer may be a whole solution
+KEPT = 8192  # number of cached problems, more than rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -54,7 +54,7 @@ def columns_of(template: str) -> list[str]:
 
 
 def filled(template: str, row: dict[str, Any]) -> str:
-    """Return the template with a row's values in place of columns. Doubled braces become single."""
+    """Replace the columns in a template by a row's values. Doubled braces become single."""
 
     def fill(found: re.Match[str]) -> str:
         if not found[1]:
@@ -65,7 +65,7 @@ def filled(template: str, row: dict[str, Any]) -> str:
 
 
 class ProblemFile(Record):
-    """A file, or the `split` of a folder."""
+    """A file of problems, or the `split` of a folder."""
 
     kind: Literal["source"]
     path: str
@@ -246,11 +246,13 @@ class Dataset(SingleTurn):
         return [*self._messages(row), Message("assistant", filled(self.args.answer, row))]
 
     def check_rows(self, tokens: Callable[[Problem], int] | None, most_tokens: int) -> int:
-        """Check every row of the side, and return their number.
+        """Check all rows of the side. Return the number of rows.
 
-        `tokens` counts the tokens of a problem's prompt. Raise OrreryError, with a count and the
-        first rows, if columns are missing, answers are empty or refused by the verdict, one prompt
-        has two answers, or prompts are on both sides or longer than `most_tokens`.
+        `tokens` returns the number of tokens of a problem's prompt. Raise OrreryError if:
+
+        - a column is missing, or a prompt or answer is empty,
+        - the verdict refuses the row's own answer, or a prompt has two answers,
+        - a prompt is on both sides, or longer than `most_tokens`.
         """
         found: dict[str, list[int]] = {}
         reasons: dict[str, str] = {}
@@ -280,9 +282,9 @@ class Dataset(SingleTurn):
         most_tokens: int,
         answers: dict[tuple[str, ...], str],
     ) -> tuple[str, str] | None:
-        """Return the kind of the row's error and its sentence, or None.
+        """Return (kind of the row's error, advice), or None for a valid row.
 
-        `answers` holds the answer to each prompt of earlier rows, and gains this row's answer.
+        `answers` maps the prompts of earlier rows to answers. This row is added.
         """
         try:
             problem = self._problem(at, at)
@@ -312,10 +314,10 @@ class Dataset(SingleTurn):
         return None
 
     def _self_judged(self, at: int, answer: str) -> str | None:
-        """Return why the verdict refuses the row's own answer as a reply, or None."""
+        """Return why the verdict refuses the row's own answer as a reply. None: it is right."""
         verdict = self.args.verdict
         try:
-            if verdict.kind == "json_schema":  # a schema does not look like a reply
+            if verdict.kind == "json_schema":  # the answer is a schema, not a reply
                 scorer_of(self._request(at, answer))
                 return None
             reply = f"\\boxed{{{answer}}}" if verdict.kind == "math" else answer
@@ -330,19 +332,19 @@ class Dataset(SingleTurn):
         return None if right else f"the first is {answer[-60:]!r}; {remedy}"
 
     def _cut(self, answer: str) -> str | None:
-        """Return advice to set `answer_pattern`, or None if it is set or `answer` is short."""
+        """Return advice to set `answer_pattern`. Return None if it is set or `answer` is short."""
         if self.args.answer_pattern is not None or len(answer.split()) < LONG_ANSWER:
             return None
         mark = "#### " if "####" in answer else "answer is "
         return f"cut the answer out of the text, such as answer_pattern: '{mark}(.+)'"
 
     def _tried_reward(self, at: int, answer: str) -> str | None:
-        """Return how the user's function fails on the answer or an empty reply, or None."""
+        """Return how the user's function fails on the answer or an empty reply, if it fails."""
         scorer = scorer_of(self._request(at, answer))
         for what, reply in (("the row's answer", answer), ("an empty reply", "")):
             try:
                 score = scorer(reply)
-            except Exception as error:  # the user's code
+            except Exception as error:  # the user's code may raise any type
                 return f"for {what} it raises {told(error)}; correct the function"
             if not 0.0 <= score <= 1.0:
                 return f"for {what} it returns {score:g}; return a number from 0 to 1"
@@ -368,19 +370,18 @@ class Dataset(SingleTurn):
 
 @lru_cache(2**16)
 def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
-    """Return whether a reply scores 1. Cached, because rows share answers and math is slow."""
+    """Return whether a reply scores 1. Cached, because rows share answers and parsing is slow."""
     request = {"verdict": verdict.model_dump(), "answer": answer, "row": None}
     return scorer_of(request)(reply) == 1.0
 
 
-# Checks of rows in a fork that ends when one row takes too long, even outside Python's interpreter.
-# The fork may take MEMORY_BYTES more than this process has.
+# Checks of rows run in a fork, which SIGALRM can end even inside C code.
 
-ROW_S = 10.0  # wall time, scaled
+ROW_S = 10.0  # time limit of a row in seconds of wall time, scaled
 
 
 class RowFailed(Exception):
-    """The fork ended at `row`."""
+    """The fork ended while it checked `row`."""
 
     def __init__(self, row: int, how: str):
         super().__init__(how)
@@ -390,10 +391,11 @@ class RowFailed(Exception):
 def watched(
     check: Callable[[int], Any], rows: Sequence[int], limit_s: float = ROW_S
 ) -> dict[int, Any]:
-    """Return `check`'s results by row, except None. A result must be JSON other than a string.
+    """Call `check` on each row in a fork. Return the results that are not None, by row.
 
-    Raise RowFailed for a row that takes longer than `limit_s` or ends the fork, or `check`'s
-    OrreryError.
+    A result must be a JSON value other than a string. Raise RowFailed for a row that takes longer
+    than `limit_s` or ends the fork. Raise an OrreryError of `check` again. The fork may allocate
+    MEMORY_BYTES more than this process.
     """
     limit_s = scaled(limit_s)
     reader, writer = os.pipe()
@@ -419,7 +421,7 @@ def watched(
 
 
 def _serve(check: Callable[[int], Any], rows: Sequence[int], limit_s: float, writer: int) -> None:
-    """Write each row's result as a line of JSON. An OrreryError's text is the last line."""
+    """Write each row's result as a line of JSON. Stop after an OrreryError and write its text."""
     os.dup2(2, 1)  # a user's function may print
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

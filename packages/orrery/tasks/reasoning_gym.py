@@ -1,10 +1,10 @@
-"""Any family of the `reasoning-gym` library, judged by its scorer. Single turn.
+"""Problems of a family of the library `reasoning-gym`, judged by the library. Single turn.
 
-- Problem `index` is item 0 of a dataset whose seed is a hash of (seed, index, draw), for the first
-  draw on the side `split`. The library seeds item i with seed + i. A small family may repeat
-  problems.
-- Reward: the score, clipped to [0, 1], of the text in `<answer>` tags, or without tags of the
-  whole reply. A reply that cannot be scored is wrong (metric `unscorable`).
+- A draw is item 0 of a dataset whose seed is a hash of (seed, index, draw number). Problem `index`
+  is the first draw on the side `split`. A small family may repeat problems.
+- Only item 0 is used, because the library seeds item i with seed + i.
+- Reward: the library's score of the text in `<answer>` tags, clipped to [0, 1]. Without tags, the
+  whole reply is scored. A reply that cannot be scored gets 0 (metric `unscorable`).
 """
 
 import copy
@@ -33,8 +33,8 @@ from orrery.tasks.task import (
     split_of,
 )
 
-MAX_DRAWS = 1000  # one draw can take half a second
-KEPT_DRAWS = 8192  # cached draws, more than the rollouts in flight, so `judge` finds its problem
+MAX_DRAWS = 1000  # draws for a problem. A draw can take half a second.
+KEPT_DRAWS = 8192  # cached draws, more than rollouts in flight, so `judge` finds its draw
 
 
 class Family:
@@ -114,7 +114,7 @@ class ReasoningGym(SingleTurn):
 
 
 def scorer_of(request: list[Any]) -> Callable[[str], float]:
-    """Return the library's scorer of the problem [family, config, seed, question].
+    """Return the library's scorer for `request`, [family, config, seed, question].
 
     Raise OrreryError if the seed gives another question in this process.
     """

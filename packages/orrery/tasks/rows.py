@@ -1,7 +1,7 @@
 """Rows of JSONL, JSON, CSV, Parquet and Arrow files, by index, for the task `dataset` and for SFT.
 
-- A folder is from `save_to_disk`, or a fetched dataset, whose file names begin with the split
-  (`main/train-00000-of-00001.parquet`). A split's files are read in the order of their names.
+- A folder was written by `save_to_disk` or `orrery fetch`. Names of fetched files begin with the
+  split (`main/train-00000-of-00001.parquet`). A split's files are read in the order of their names.
 - JSONL and Arrow files are memory-mapped, so they may exceed memory. Other files are read whole.
 """
 
@@ -28,7 +28,7 @@ class DataRows(Protocol):
         """Return row `index`. Raise ValueError if the row is not an object."""
 
     def place(self, index: int) -> str:
-        """Return the place of row `index` for error messages: `problems.jsonl:7`."""
+        """Return the place of row `index` for error messages, such as `problems.jsonl:7`."""
 
 
 def open_rows(path: Path, split: str | None = None) -> DataRows:
@@ -113,7 +113,7 @@ def _json(path: Path) -> dict[str, Any]:
         ) from error
 
 
-# Forms of files
+# File formats
 
 
 def _opened(path: Path) -> Any:
@@ -194,9 +194,9 @@ class Joined:
 
 
 class Tables:
-    """Parquet or memory-mapped Arrow files, one after the other. Rows have no null fields.
+    """The rows of several Parquet or memory-mapped Arrow files, without null fields.
 
-    With `needed`, each file must have that column, and rows have only that column and `also`.
+    With `needed`, each file must have that column, and rows have only `needed` and `also`.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ def _object(row: Any) -> dict[str, Any]:
 
 
 def _present(value: Any) -> Any:
-    """Drop null fields at every depth, because Arrow rows have every field."""
+    """Return a value without null fields at any depth. Arrow fills missing fields with null."""
     if isinstance(value, dict):
         return {name: _present(one) for name, one in value.items() if one is not None}
     return [_present(one) for one in value] if isinstance(value, list) else value

@@ -1,10 +1,10 @@
 """A pool of processes that run scorers, because some scorers execute answers.
 
 - Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
-  The launcher sets it for roles, and the pool for its processes.
-- Requests are served in order. The limit LIMIT_S begins when an answer's scoring begins.
-- `score_once` caches the newest KEPT_SCORES scores: a group often has several equal answers.
-- A failure of a process raises OrreryError, and never gives a score of 0. The process is replaced.
+  The launcher sets it for roles, and the pool sets it for its processes.
+- Requests are served in order. The time limit LIMIT_S starts when the scoring of an answer starts.
+- `score_once` caches the newest KEPT_SCORES scores, because a group often has equal answers.
+- A process that fails is replaced. The failure raises OrreryError, and never gives a score of 0.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from orrery.tasks.task import JudgeBroken
 log = logging.getLogger(__name__)
 
 NUM_SCORERS = 8
-START_S = 120.0  # longest start with imports from a slow file system, scaled
-MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # numbers, and an escaped sentence or note
+START_S = 120.0  # time limit of a start, for imports from a slow file system, scaled
+MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # room for numbers and an escaped sentence
 HASH_SEED = "0"
-SLACK_S = 5.0  # time after LIMIT_S to kill the fork and reply, scaled
-CANARY_EVERY = 500  # answers between two checks
+SLACK_S = 5.0  # seconds after LIMIT_S to kill the fork and reply, scaled
+CANARY_EVERY = 500  # number of answers between two checks of a process with known scores
 KEPT_SCORES = 10_000
-CANARY = "spiral_matrix"  # its scorer executes answers
+CANARY = "spiral_matrix"  # a family whose scorer executes answers
 WRONG = "[]"
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
@@ -47,7 +47,7 @@ class ScorerPool:
         self._scores: dict[bytes, asyncio.Future[float | None]] = {}
 
     async def score_once(self, kind: str, request: Any, text: str) -> float | None:
-        """Return the result of `score`, cached by its arguments. None is not cached."""
+        """Return `score` of the same arguments, from the cache if possible. None is not cached."""
         content = json.dumps([kind, request, text]).encode()
         key = hashlib.blake2b(content, digest_size=16).digest()
         scoring = self._scores.get(key)
@@ -66,7 +66,7 @@ class ScorerPool:
     async def score(self, kind: str, request: Any, text: str) -> float | None:
         """Return the finite score of answer `text`, or None if it cannot be scored.
 
-        Raise OrreryError if the process fails, or refuses the request.
+        Raise OrreryError if the process fails or refuses the request.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # a semaphore belongs to one event loop
@@ -84,7 +84,7 @@ class ScorerPool:
                     f"the process that scores answers {how} while it scored an answer. "
                     "The next answer gets a new process"
                 ) from error
-            except BaseException:  # cancelled: the next answer must not get this score
+            except BaseException:  # after a cancellation, the next answer must not get this score
                 scorer.end()
                 raise
             self._idle.append(scorer)
@@ -100,7 +100,7 @@ class ScorerPool:
             return await scorer.score(kind, request, text, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """Score a right and a wrong answer regularly, or raise JudgeBroken on a wrong score."""
+        """Regularly score a right and a wrong answer. Raise JudgeBroken for a wrong score."""
         if scorer.num_until_canary == 0:
             question, right = _canary()
             for text, known in ((right, 1.0), (WRONG, 0.0)):
@@ -128,7 +128,7 @@ class ScorerPool:
             if isinstance(error, TimeoutError):
                 why = "it was too slow"
             raise OrreryError(f"the process that scores answers did not start: {why}") from error
-        except BaseException:  # cancelled: keep the process for the next answer
+        except BaseException:  # after a cancellation, the next answer uses this process
             self._idle.append(scorer)
             raise
         return scorer

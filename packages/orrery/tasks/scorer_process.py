@@ -1,14 +1,13 @@
 """Score answers, each in its own fork: `python -m orrery.tasks.scorer_process`.
 
-- In, a line per answer: `[number, kind, request, text, limit_s]`. Out: an empty line when ready,
-  then `[number, score, note]`. The score is null if the scorer raises, exits, is slow or gives no
-  finite number, and a sentence if the request is wrong. The note is null, or the exception of a
-  user's reward function.
-- This process never interprets an answer. It has no secret, no capability and no open file except
-  its socket.
-- A fork scores one answer, without output, in a removed folder, and is then killed with its
-  children. The fork has MEMORY_BYTES of address space and `limit_s` seconds, and can write only
-  empty files.
+- In: a line `[number, kind, request, text, limit_s]` per answer.
+- Out: an empty line when ready, then a line `[number, score, note]` per answer. The score is null
+  if the scorer raises, exits, is slow or gives no finite number. It is a sentence if the request
+  is wrong. The note is null, or the exception of a user's reward function.
+- This process never interprets an answer. It has no secrets, no capabilities, and no open file
+  except its socket.
+- A fork scores one answer in a deleted folder, without output. It has MEMORY_BYTES of address space
+  and `limit_s` seconds, and cannot write data to files.
 """
 
 import gc
@@ -34,15 +33,15 @@ KINDS = {  # kind -> module:function that returns the scorer of a request
 }
 LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
-MAX_BYTES = 256  # longest text of a score or a note
+MAX_BYTES = 256  # size limit of the text of a score or a note
 NOTE = b"note "
-KEPT_SCORERS = 64  # cached scorers, as answers to one problem arrive together
+KEPT_SCORERS = 64  # number of cached scorers, as answers to one problem arrive together
 MAX_SENTENCE = 500
 
 
 def main() -> None:
     die_with_parent()
-    # Slurm signals the whole process group. Without this process, an answer would look wrong.
+    # Slurm signals the whole process group. An answer whose fork ends by a signal looks wrong.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -58,19 +57,19 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
-    adopt_orphans()  # to kill a fork's orphans with the fork
+    adopt_orphans()  # a fork's orphans are killed with the fork
     drop_privileges()
     hide_memory()
     gc.freeze()  # otherwise a garbage collection in a fork copies all pages
     answers.write(b"\n")
-    os.dup2(nowhere, 2)  # errors at the start are still printed
+    os.dup2(nowhere, 2)  # after the start, because errors at the start are printed
     for line in requests:
         number, *request = json.loads(line)
         answers.write(json.dumps([number, *_score(*request)]).encode() + b"\n")
 
 
 def _warm_up() -> None:
-    """Fill sympy's caches. This halves each fork's time."""
+    """Fill sympy's caches, to halve the time of each fork."""
     from sympy import expand
     from sympy.parsing.sympy_parser import parse_expr
 
@@ -113,7 +112,7 @@ def _answer(
 ) -> None:
     die_with_parent()
     os.dup2(writer, 3)
-    os.closerange(4, 1024)  # enough, because new files get the lowest free numbers
+    os.closerange(4, 1024)  # 1024 is enough, because new files get the lowest free numbers
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
     try:

@@ -3,10 +3,11 @@
 `reverse_text` and `reverse_words`:
 
 - `instruction` precedes the text.
-- Reward: the share of characters or words in the right place,
-  Σ [reply[i] = answer[i]] / max(len(reply), len(answer)), for the stripped reply.
-- Metrics: `exact` (0 or 1). For text also `lcs_ratio` = 2·LCS / (len(reply) + len(answer)).
-- `reverse_words` is for pretrained tokenizers: their tokens hold several characters.
+- Reward: the number of characters or words in the right place, divided by the length of the
+  stripped reply or of the answer, whichever is larger.
+- Metrics: `exact` (0 or 1). For text also `lcs_ratio` = 2·LCS / (len(reply) + len(answer)), where
+  LCS is the length of the longest common subsequence.
+- `reverse_words` is for pretrained tokenizers, because their tokens hold several characters.
 """
 
 import hashlib
@@ -123,9 +124,9 @@ def longest_common_subsequence(a: str, b: str) -> int:
 class Lengths(SingleTurn):
     """Sample answers of given lengths, to measure speed.
 
-    - Lengths are log-normal with `median_tokens` and `sigma`, at most `max_tokens`.
-    - All answers of a group have the same length. The reward is a hash of the answer, so that
-      gradients are not zero.
+    - Lengths are log-normal with `median_tokens` and `sigma`, at most `max_tokens`. All answers of
+      a group have the same length.
+    - The reward is a hash of the answer, so that gradients are not zero.
     """
 
     class Args(Record):

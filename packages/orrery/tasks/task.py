@@ -1,10 +1,10 @@
 """The task protocol: problems, replies, a judge, and the split of problems into two sides.
 
-- A problem is a pure function of (args, seed, index), in any process. All types are JSON.
+- A problem is a pure function of (args, seed, index), equal in all processes. All types are JSON.
 - `reply` and `judge` may be coroutines. An exception in them fails the rollout, and never counts as
   a reward of 0. A judge must accept any text.
-- Other functions block the event loop. Do slow work, and run code that a model wrote, in another
-  process (`scorer_pool.py`).
+- Functions that are not coroutines block the event loop. Use another process for slow work and for
+  code that a model wrote (`scorer_pool.py`).
 """
 
 import difflib
@@ -50,7 +50,7 @@ class Tool(msgspec.Struct, frozen=True):
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     """A chat that ends before the assistant's turn, and the reference answer (JSON).
 
-    `exact_tokens` is the length of every assistant turn. None: a stop token ends the turn.
+    `exact_tokens` is the length of every assistant turn in tokens. None: a stop token ends a turn.
     """
 
     index: int
@@ -66,14 +66,15 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgeBroken(RunFailed):
-    """The judge gives wrong rewards. This ends the run. Other exceptions fail one rollout."""
+    """The judge gives wrong rewards. This error ends the run. Others fail only one rollout."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """A task, built as `Kind(args, seed)`. The model `Args`, without defaults, checks `args`.
+    """A task, built as `Kind(args, seed)`. The Pydantic model `Args` checks `args`.
 
-    Optional: `demonstration(index) -> list[Message]`, a whole chat for SFT with the reward 1.0.
+    `Args` has no defaults. A task may also have the method `demonstration(index) -> list[Message]`.
+    It returns a whole chat with the reward 1.0, for SFT.
     """
 
     Args: type[Record]
@@ -101,7 +102,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return the judgement for a score, clipped to [0, 1]. None: the reply cannot be scored."""
+    """Return the judgement for a score, clipped to [0, 1]. Score None: no score is possible."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)
@@ -109,7 +110,7 @@ def scored(score: float | None) -> Judgement:
 
 
 def split_of(text: str, held_out: float = HELD_OUT) -> Split:
-    """Return a text's side by its BLAKE2b digest. The fraction `held_out` of texts is held out."""
+    """Return a text's side by the text's BLAKE2b digest. `held_out`: fraction of held-out texts."""
     first = int.from_bytes(hashlib.blake2b(text.encode()).digest()[:4], "big")
     return "held_out" if first < held_out * 2**32 else "train"
 
@@ -117,7 +118,7 @@ def split_of(text: str, held_out: float = HELD_OUT) -> Split:
 def draw(
     split: Split, kind: str, seed: int, index: int, sample: Callable[[random.Random], str]
 ) -> str:
-    """Return the first `sample` on the side `split`, a function of (split, kind, seed, index)."""
+    """Return the first `sample` on the side `split`. The seed is (kind, seed, index)."""
     rng = random.Random(f"{kind}/{seed}/{index}")
     for _ in range(MAX_DRAWS):
         text = sample(rng)

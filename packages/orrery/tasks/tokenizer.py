@@ -1,10 +1,10 @@
 """Tokenizer folders: write them, and read their chat template and call syntax.
 
 - The character format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. An assistant's call is
-  `<|call|>name input<|end_call|>`, the call's result a `<|tool|>` turn. The prompt lists no tools.
+  `<|call|>name input<|end_call|>`, and its result is a `<|tool|>` turn. The prompt lists no tools.
 - Calls in pretrained formats have the Hermes / Qwen syntax,
   `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
-- `strftime_now` in a template gives TODAY, so prompts are reproducible.
+- `strftime_now` in a template uses the date TODAY, so prompts are reproducible.
 """
 
 import datetime
@@ -31,7 +31,7 @@ from orrery.tasks.task import ToolCall
 PAD, END = "<|pad|>", "<|end|>"
 CALL, END_CALL = "<|call|>", "<|end_call|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 … 7. The alphabet follows
+SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 to 7, before those of the alphabet
 PAD_ID, END_ID = 0, 1
 
 TODAY = datetime.datetime(2024, 7, 26)  # the default date of Llama's templates
@@ -65,7 +65,7 @@ GIVEN |= {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception",
 
 
 def vocab_size(alphabet: str) -> int:
-    """Return the character tokenizer's size. Jsonnet uses the same formula."""
+    """Return the number of the character tokenizer's tokens. Jsonnet has the same formula."""
     return len(SPECIALS) + len(alphabet)
 
 
@@ -74,7 +74,7 @@ def write_tokenizer(model: Model, folder: Path) -> None:
 
     `chat_template_kwargs` become defaults in the written template, so training, serving and
     exported models make equal prompts. Raise OrreryError if a pretrained tokenizer's files do not
-    match its `sha256`, or if its template lacks one of these variables.
+    match its `sha256`, or if its template lacks a variable of `chat_template_kwargs`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,14 +122,14 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
     if len(set(alphabet)) != len(alphabet):
         twice = "".join(sorted(c for c in set(alphabet) if alphabet.count(c) > 1))
         raise OrreryError(f"model.tokenizer.alphabet: it contains {twice!r} twice. Remove one")
-    # A larger vocab_size adds unused rows.
+    # A larger vocab_size adds unused rows to the embedding.
     if model.vocab_size < vocab_size(alphabet):
         rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
         raise OrreryError(
             f"model.vocab_size: {model.vocab_size} does not fit the tokenizer; {rule}"
         )
     vocab = {token: i for i, token in enumerate((*SPECIALS, *alphabet))}
-    # `Renderer.encode` raises on unknown characters.
+    # PAD never stands for an unknown character, because `Renderer.encode` raises.
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -166,7 +166,7 @@ def template_source(config: dict[str, Any], folder: Path) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Render the body of `{% generation %}…{% endgeneration %}`, the mark of assistant text."""
+    """Render the body of `{% generation %}…{% endgeneration %}`, a mark of assistant text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -199,9 +199,9 @@ def template_environment() -> jinja2.Environment:
 
 
 def take_calls(text: str, characters: bool) -> tuple[str, list[ToolCall]]:
-    """Return the text without its calls, and the calls. A malformed call stays in the text.
+    """Return (text without its calls, the calls). A malformed call stays in the text.
 
-    `characters`: the text is in the character format.
+    `characters`: whether the text is in the character format.
     """
     opens, closes = (CALL, END_CALL) if characters else ("<tool_call>", "</tool_call>")
     kept, calls, after = [], [], 0

@@ -1,6 +1,6 @@
-"""Verdicts on a reply of the task `dataset`.
+"""The kinds of verdict on a reply of the task `dataset`.
 
-`scorer_of(request)` returns a function from a reply's text to its score, which runs in an isolated
+`scorer_of(request)` returns a function from a reply's text to its score. It runs in an isolated
 process (`scorer_process.py`). A request holds the verdict's args, the reference answer and, for a
 user's function, the row.
 """
@@ -33,14 +33,14 @@ FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.S)
 
 
 class Math(Record):
-    """The reply's last formula, with `boxed` in \\boxed{…}, equals the answer (math-verify)."""
+    """The reply's last formula equals the answer (math-verify). `boxed`: it must have \\boxed{…}."""
 
     kind: Literal["math"]
     boxed: bool
 
 
 class Exact(Record):
-    """The reply, or group 1 of the last match of `pattern` in it, is the answer as text.
+    """The reply is the answer as text. With `pattern`, compare group 1 of its last match.
 
     The comparison uses Unicode form NFKC, counts a run of blanks as one blank, and ignores final
     full stops.
@@ -79,7 +79,7 @@ class Choice(Record):
 
 
 class JsonSchema(Record):
-    """The reply is JSON, alone or in a fenced block, and fits the answer, a JSON schema."""
+    """The reply is JSON, alone or in a fenced block. The answer is the reply's JSON schema."""
 
     kind: Literal["json_schema"]
 
@@ -156,7 +156,7 @@ def _equal(gold: list[Any], text: str, boxed: bool) -> bool:
     return bool(verify(gold, parse(text, config, **_UNTIMED), timeout_seconds=None))
 
 
-_UNTIMED: dict[str, Any] = {"parsing_timeout": None}  # the process itself has a time limit
+_UNTIMED: dict[str, Any] = {"parsing_timeout": None}  # the process has a limit
 
 
 def _normal(text: str, ignore_case: bool) -> str:
@@ -209,7 +209,7 @@ def _number(given: Any) -> float:
 
 
 def told(error: Exception) -> str:
-    """Return an error with the failing line of the user's code: `KeyError: 'x' (reward.py:3)`."""
+    """Return an error and the failing line of the user's code: `KeyError: 'x' (reward.py:3)`."""
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return f"{said.partition(' (')[0]} ({Path(error.filename or '').name}:{error.lineno})"
