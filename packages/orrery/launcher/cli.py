@@ -188,7 +188,7 @@ def plan(
     told: set[str] = set()
     for name in stages:
         lines = describe_stage(run.manifest, name, site, workspace)
-        if stage is None:  # several stages may have the same note
+        if stage is None:
             lines = [line for line in lines if line not in told and not line.startswith("  srun")]
             told |= {line for line in lines if line.startswith("  note: ")}
         print("\n".join(lines))
@@ -554,7 +554,7 @@ def main() -> None:
     except OrreryError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except BrokenPipeError:  # the reader of stdout has ended, as in `orrery logs … | head`
+    except BrokenPipeError:  # `orrery logs … | head`
         raise SystemExit(141) from None
     except OSError as error:
         print(f"error: {explain_os_error(error)}", file=sys.stderr)

@@ -1,11 +1,10 @@
 """The container image of each role, and the Apptainer command that runs a role.
 
-- An image holds packages, not the code of Orrery. `containers/images.lock` lists two digests of
-  each image: the sha256 of the image file, and the recipe (a digest of all files that the image is
-  built from).
+- An image holds packages, not the code of Orrery. `containers/images.lock` lists each image's
+  sha256 and its recipe, a digest of all files that the image is built from.
 - A role sees /dev, its run folder, a read-only copy of the code, the site's mounts, and the job's
   scratch folder as /tmp. Apptainer's `--contain` would hide /dev/shm and InfiniBand.
-- Environment variables pass as APPTAINERENV_*, because other users can read a command line.
+- Variables pass as APPTAINERENV_*, because other users can read a command line.
 """
 
 import hashlib
@@ -93,8 +92,8 @@ def find_image(
 ) -> Path:
     """Return the image file of `role` in `images_dir`. `role` may also be the name of an image.
 
-    Raise OrreryError if the file is missing or the recipe differs from `images.lock`. With
-    `verify`, also raise OrreryError if the file's sha256 differs from `images.lock`.
+    Raise OrreryError if the file is missing or its recipe differs from `images.lock`. With
+    `verify`, compare the sha256 too.
     """
     image = _image(role)
     name, folder = f"{hardware}/{image}", workspace.shown(images_dir)

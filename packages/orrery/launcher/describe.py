@@ -26,7 +26,7 @@ BLOCK_BYTES = 2**16
 def overview(path: Path) -> str:
     try:
         check_layout(path)
-    except OrreryError as error:  # list a run of an older release with the error
+    except OrreryError as error:  # a run of an older release is listed too
         return str(error)
     status = statuses.read(path)
     if status is None:
@@ -176,7 +176,7 @@ def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
 
 def _begin_of_last(log: BinaryIO, num_lines: int) -> int:
     begin = log.seek(0, os.SEEK_END)
-    ends = num_lines + 1  # the last line ends with a newline too
+    ends = num_lines + 1  # the last line has a newline too
     if begin:
         log.seek(begin - 1)
         ends -= log.read(1) != b"\n"

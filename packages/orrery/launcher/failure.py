@@ -1,10 +1,10 @@
 """Find the process that failed first, write the stage's last message, and restart engines.
 
 - If a process's error names another failing process, the message blames that process.
-- When a process of an engine ends, all processes of that engine are restarted. Each start is a new
-  incarnation. There is no restart after a user's mistake (exit code 2), or after two incarnations
-  in a row that ended before they served.
-- An incarnation starts after the old incarnation's endpoint, health file and processes are removed.
+- When a process of an engine ends, all processes of that engine restart, as a new incarnation.
+  There is no restart after a user's mistake (exit code 2), or after two incarnations in a row that
+  never served.
+- The old endpoint, health file and processes are removed before the restart.
 """
 
 import re
@@ -28,7 +28,7 @@ POLL_S = 0.1
 BLAME_S = 5.0  # longest wait in seconds for the failure of a process that an error names
 SETTLE_S = 0.3  # wait in seconds for further failures after the first failure
 EVIDENCE_S = 2.0  # wait in seconds until processes have written their stacks
-RECORDED_S = 10.0  # longest wait in seconds for the ranks' flight recorder files
+RECORDED_S = 10.0  # longest wait in seconds for flight recorder files
 SLURM_SAYS_S = 2.0  # longest wait in seconds for Slurm to report whether it ends the job
 
 
@@ -173,10 +173,7 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 
 
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
-    """Return the outcome if Slurm ends the job.
-
-    The launcher may get Slurm's signal later than a role, so wait SLURM_SAYS_S for it.
-    """
+    """Return the outcome if Slurm ends the job. A role may get its signal before the launcher."""
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
         return None
@@ -212,14 +209,14 @@ class Restarts:
         self._times_s: deque[float] = deque()
         self._failed_starts: Counter[str] = (
             Counter()
-        )  # by engine: number of incarnations in a row that never served
+        )  # by engine: starts in a row that never served
 
     @property
     def num_recent(self) -> int:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Return None and count a restart of engine `name`, or return why it is refused.
+        """Count a restart of engine `name` and return None, or return why there is no restart.
 
         The reason is "" if the manifest allows no restarts. `code` is the engine's exit code.
         """
@@ -248,7 +245,7 @@ class EngineRestarts:
         self.refusal = ""
         self._policy = Restarts(stage.job.max_restarts)
         stage.engine_restarts = self._policy.by_name
-        self._replaced: list[int] = []  # process groups of old incarnations that must be reaped
+        self._replaced: list[int] = []  # process groups to reap
 
     def restart_ended(self) -> bool:
         stage, job = self.stage, self.stage.job
@@ -262,7 +259,7 @@ class EngineRestarts:
             return False
         if any(health.doing == FAILED for health in others):
             return False
-        # Slurm ends the other tasks of a failed step by SIGTERM, so prefer any other exit code.
+        # Slurm ends a failed step's other tasks by SIGTERM, so prefer any other exit code.
         first = {
             process.plan.whole: process
             for process in sorted(ended, key=lambda one: one.poll() not in TERMINATED)

@@ -43,7 +43,7 @@ SETTINGS = (
     "model.safetensors.index.json",
 )
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
-CARD = "README.md"  # dataset card: its YAML header lists configs and splits
+CARD = "README.md"  # its YAML header lists configs and splits
 NO_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SHA256_DIGITS = 64
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
@@ -226,8 +226,8 @@ def _fill(
 ) -> None:
     """Download the dataset's files into `folder`.
 
-    With `shard`, download only the files of the shard, the files of splits without shards, the
-    files without a sha256 on the hub, and the files that `target` already has.
+    With `shard`, download only its files, files of splits without shards, files without a sha256 on
+    the hub, and files that `target` already has.
     """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))
@@ -306,7 +306,7 @@ def _header(card: Path | None) -> dict[str, Any]:
 
     try:
         return (metadata_load(card) if card else None) or {}
-    except Exception:  # users write cards, and the YAML parser raises many types
+    except Exception:  # the YAML parser raises many types
         return {}
 
 

@@ -4,7 +4,7 @@
   `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_OFFLINE`.
 - Downloads use HTTP. `HF_HUB_DISABLE_XET=0` selects the hub's protocol Xet (untested).
 - This module checks digests: sha256 of large files, and git's sha1 of all other files.
-- `SHA256SUMS` in the finished folder has repository, commit and digests, for `sha256sum -c`.
+- `SHA256SUMS` in the finished folder lists the digests for `sha256sum -c`.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file's size and digest. A sha256 has 64 hex digits, and git's sha1 has 40."""
+    """A file's size and digest: sha256 (64 hex digits) or git's sha1 (40)."""
 
     num_bytes: int
     digest: str
@@ -134,7 +134,7 @@ def _place(file: Path, target: Path) -> None:
         try:
             os.link(file, target)
             return
-        except OSError:  # another disk, or a file system without links
+        except OSError:  # another disk, or no links
             pass
     shutil.copyfile(file, target)
 
@@ -256,7 +256,7 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
 def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
     """Yield a temporary folder, add the digests of its files, and rename it to `target`.
 
-    If the body of the `with` statement fails, remove the temporary folder instead.
+    If the `with` block fails, remove the temporary folder instead.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):

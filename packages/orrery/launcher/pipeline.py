@@ -1,6 +1,6 @@
 """Plan a run's stages on this site: as text, as files, and as the Snakefile's pipeline.
 
-The text has a placeholder in <> for a run folder, image or job that does not exist yet.
+In the text, a word in <> stands for a run folder, image or job that does not exist yet.
 """
 
 import os
@@ -195,10 +195,10 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
 class Pipeline:
     """The runs that are checked in.
 
-    - `folders`: lists of run folders, by target. A target is a run's name or a spec file's stem.
-    - `manifests`: manifests, by run folder.
-    - `broken`: one error for each spec file that does not render.
-    - `stale`: errors, by target, for manifests that are missing or differ from their specs.
+    - `folders`: run folders by target. A target is a run's name or a spec file's stem.
+    - `manifests`: manifests by run folder.
+    - `broken`: errors of spec files that do not render.
+    - `stale`: errors by target, for manifests that are missing or differ from their specs.
     """
 
     folders: dict[str, list[str]]
@@ -267,7 +267,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # each file renders alone, so two files define the same run
+    if not broken:  # so two files define the same run
         raise first
     return render_all(workspace, whole), broken
 

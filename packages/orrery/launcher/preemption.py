@@ -22,7 +22,7 @@ from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
 WIND_DOWN_S = 600.0  # longest wait in seconds for the checkpoint, without Slurm
-MARGIN_S = 60.0  # seconds to end the stage, before the end of the Slurm job
+MARGIN_S = 60.0  # seconds to end the stage in a Slurm job
 STOP_S = 30.0
 
 

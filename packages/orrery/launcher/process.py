@@ -2,8 +2,8 @@
 
 - The process has its own session, so Ctrl-C does not reach it, and its process group can be killed.
 - SIGTERM goes to the process alone, because an engine ends its own workers in order.
-- Each trainer or engine is pinned to neighbouring cores. If a stage has trainers and engines, the
-  trainers get half of the cores, and the engines get the other half.
+- Each trainer or engine is pinned to neighbouring cores. If a stage has both, trainers get half of
+  the cores, and engines get the other half.
 """
 
 import os
@@ -29,7 +29,7 @@ from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
 PROCESS = "ORRERY_PROCESS"  # environment variable: process and incarnation, such as `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
-MAX_THREADS = 4  # most threads of a process. More threads do not speed up a model on CPUs.
+MAX_THREADS = 4  # most threads of a process. More do not speed up a model on CPUs.
 LOOPBACK = "127.0.0.1,localhost"
 
 
@@ -83,7 +83,7 @@ class Process:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    abandon = kill  # the same name as `SlurmTask.abandon`, which does not kill
+    abandon = kill  # `SlurmTask.abandon` does not kill
 
     def last_output(self) -> str:
         return last_line(self.log, self._log_begin)

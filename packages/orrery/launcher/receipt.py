@@ -2,9 +2,8 @@
 
 - The code is examined before the processes start. Software and images are examined while they run.
 - Attempts are numbered without gaps. If a launcher died, its attempt has the state `unrecorded`.
-- Before a stage starts, `verify` compares the files of earlier stages with the receipt. It finds
-  damage by a power cut, a bad disk or an edit. For weights above WHOLE_BYTES, it compares only
-  sizes and the index.
+- Before a stage starts, `verify` compares the files of earlier stages with the receipt. For weights
+  above WHOLE_BYTES, it compares only sizes and the index.
 - A receipt has no environment variables, no absolute paths, and no secrets such as TOKEN's value.
 """
 
@@ -45,7 +44,7 @@ from orrery.runtime.timing import scaled
 
 WITHIN_S = 60.0  # time limit in seconds of git, an image's Python and nvidia-smi
 READ_S = 600.0
-KEPT_BYTES = 2**20  # size above which an untracked file is only named, not in the diff
+KEPT_BYTES = 2**20  # size above which the diff omits an untracked file
 WHOLE_BYTES = 64 * 2**30  # total size of weights above which only their sizes are compared
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
@@ -98,11 +97,11 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
-    - `code`, `software`: the examined code and software. None: examine now.
+    - `code` and `software` are examined now if None.
     - `images`: facts about the image of each role, from an `ImageReader`.
     - `secrets`: further texts to strike out of the receipt, such as the token.
     - `engine_restarts`: number of restarts, by process.
-    - `endings`: how each process ended, such as "exit code 0" or "SIGKILL", by process.
+    - `endings`: "exit code 0" or a signal such as "SIGKILL", by process.
     - `job_script`: the result of `script_facts`, or None outside Slurm.
     """
     receipt: dict[str, Any] = {

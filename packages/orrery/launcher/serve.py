@@ -49,7 +49,7 @@ MODULE = "orrery.inference.folder"
 CONFIG = "config.json"
 POLL_S = 0.1
 STOP_S = 10.0  # seconds between SIGTERM and SIGKILL
-MAX_EXAMPLE = 2000  # length in characters up to which the example command is printed
+MAX_EXAMPLE = 2000  # length limit of the example's messages, in characters
 CUDA = "CUDA_VISIBLE_DEVICES"
 
 
@@ -285,7 +285,7 @@ def _in_image(
 
 
 def _check_arrived(code: int, to: Path | None) -> int:
-    # List the parent folder: a network file system may cache that a path is missing.
+    # List the folder: a network file system may cache that a name is missing.
     if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
         raise OrreryError(
             f"--to {to}: the job wrote it on its node, but this node does not see it. "

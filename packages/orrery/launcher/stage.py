@@ -48,10 +48,9 @@ TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to run.
+    """A stage to run. `num_devices` is None on CPUs. `allocation` is None for local processes.
 
-    `num_devices` is None on CPUs. `allocation` is None if the processes are local. `max_restarts`
-    is the limit of engine restarts within a day.
+    `max_restarts` is the limit of engine restarts within a day.
     """
 
     run_dir: Path
@@ -210,8 +209,8 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
     """Kill descendants of roles that left their process groups.
 
-    They are now descendants of the launcher, and have the attempt's `start` in their environment.
-    With `incarnation`, kill only descendants of that incarnation of a process.
+    They are descendants of the launcher, with the attempt's `start` in their environment. With
+    `incarnation`, kill only descendants of that incarnation.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -226,7 +225,7 @@ def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation
 def _is_stray(child: psutil.Process, marks: dict[str, str], known: set[int]) -> bool:
     try:
         return marks.items() <= child.environ().items()
-    except psutil.AccessDenied:  # the processes of roles hide their memory, hence their environment
+    except psutil.AccessDenied:  # roles hide their memory and environment
         with suppress(psutil.Error):
             return child.ppid() == os.getpid() and child.pid not in known
     except psutil.Error:

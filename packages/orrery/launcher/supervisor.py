@@ -3,7 +3,7 @@
 - The supervisor holds the run's lock, so two launchers never share a run directory.
 - If a process fails or a server ends early, the supervisor ends all processes within seconds. An
   engine may be restarted instead (`failure.py`).
-- If the launcher is killed, the roles end by themselves, and the next start removes the leftovers.
+- If the launcher is killed, the roles end by themselves. The next start removes the leftovers.
 - A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """
 
@@ -71,7 +71,7 @@ from orrery.runtime.run_directory import (
 from orrery.runtime.timing import Pace, duration
 
 POLL_S, LOOK_S = 0.1, 0.5
-HUNG_S = 5.0  # longest wait in seconds for the end of a process that has reported a failure
+HUNG_S = 5.0  # longest wait in seconds for a process that has reported a failure to end
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 SAVES_S = 3.0  # wait in seconds before the user is told that savers still run
 RESTART_LOCK_S = 90.0  # longest wait for a dead node's lock, which a file system may keep

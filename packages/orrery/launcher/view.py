@@ -1,6 +1,6 @@
 """Pass metric rows to the sinks (such as W&B), and show the stage's progress on stderr.
 
-A sink that fails is reported once and no longer used.
+A sink is dropped after its first error.
 """
 
 import sys

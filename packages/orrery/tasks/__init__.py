@@ -1,7 +1,7 @@
 """The kinds of tasks. A task gives problems, replies to a model's calls, and rewards.
 
-Another package adds a kind by an entry point in the group `orrery.tasks`. The entry point's name is
-the kind, and its value is a class with the methods of `task.Task`.
+A package adds a kind by an entry point in the group `orrery.tasks`. Its name is the kind, and its
+value is a `task.Task` class.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +27,7 @@ from orrery.tasks.task import (
 
 __all__ = ["KINDS", "Judgement", "Message", "Problem", "Task", "Tool", "ToolCall", "kinds", "make"]
 
-EXAMPLES_SEED = 30_000  # larger than all seeds of problems (jsonnet/lib/run.libsonnet, `seeds`)
+EXAMPLES_SEED = 30_000  # above all `seeds` of problems in jsonnet/lib/run.libsonnet
 ENTRY_POINT_GROUP = "orrery.tasks"
 KINDS = {  # kind -> module:class, imported at first use
     "reverse_text": "orrery.tasks.synthetic:ReverseText",
@@ -79,7 +79,7 @@ def make(task_use: TaskUse) -> Task:
 
 def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel]) -> str:
     errors: list[Any] = invalid.errors()
-    # A misspelt arg is also reported as a missing arg, so report unknown args first.
+    # Report unknown args first, because a misspelt arg is also missing.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in error["loc"])
     match error["type"]:

@@ -2,8 +2,8 @@
 
 - The model calls `calculator` with the argument `input` and gets the value as a tool message. It
   must then answer with the value alone. At most three calls per turn get a result.
-- `call_syntax`: "chat_format" selects the chat format's tool calls, "text" selects calls such as
-  `calculator(12+7)` in the answer's text.
+- `call_syntax`: "chat_format" for the chat format's tool calls, or "text" for `calculator(12+7)` in
+  the answer's text.
 - Reward: `call_reward` for any valid call, plus 1 − `call_reward` for the right answer.
 - A malformed call counts as text, so it ends the episode.
 """

@@ -2,8 +2,8 @@
 
 - `prompt` renders a chat up to the assistant's turn. `next_turn` renders the messages after an
   assistant turn. Sampled tokens are never decoded and encoded again.
-- `example` joins the same parts, so SFT trains on the same tokens as RL. To find a message's text,
-  `example` renders the chat again with a marker as the message's content.
+- `example` joins the same parts, so SFT trains on the same tokens as RL. It finds a message's text
+  by rendering the chat with a marker as the message's content.
 """
 
 import re
@@ -27,7 +27,7 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # range of a part with all its tokens, including tokens without characters
+EVERYTHING = (0, -1)  # train all tokens, including tokens without characters
 Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
 
 
@@ -47,7 +47,7 @@ class Renderer:
         try:
             config = read_object(folder / "tokenizer_config.json", "copy the model's folder again")
             self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises Exception itself
+        except Exception as error:  # the library raises plain Exception
             raise OrreryError(
                 f"tokenizer: cannot read {folder}: {error}. "
                 "It needs tokenizer.json and tokenizer_config.json"
@@ -102,10 +102,9 @@ class Renderer:
     ) -> Example:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
-        Messages of `trained_roles` are trained. In an assistant's message, all tokens are trained,
-        including tool calls and the end-of-turn token. For other roles, the content is trained, and
-        any end-of-turn token. All other text of the template and the first token are untrained. A
-        token partly in trained text is trained.
+        Messages of `trained_roles` are trained: all tokens of an assistant's turn, and the content
+        and end-of-turn token of other roles. The template's other text and the first token are
+        untrained. A token partly in trained text is trained.
 
         Raise OrreryError if the chat begins with the assistant, ends with an untrained message of
         another role, or has no trained part, or if the template mixes a trained message with other
@@ -121,7 +120,7 @@ class Renderer:
     ) -> list[Example]:
         """Return the `example` of each (place, messages, tools), encoded on all CPU cores.
 
-        The text of an OrreryError begins with the chat's place, such as `problems.jsonl:7`.
+        An OrreryError begins with the chat's place, such as `problems.jsonl:7`.
         """
         parts = []
         for place, messages, tools in chats:

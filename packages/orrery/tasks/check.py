@@ -1,11 +1,11 @@
 """Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
-- Every task must create its first problems within `MAX_CPU_S` seconds of CPU time. Each
-  `BYTES_PER_S` bytes of the task's files add a second.
+- Every task must create its first problems within `MAX_CPU_S` seconds of CPU time, plus a second
+  for each `BYTES_PER_S` bytes of the task's files.
 - Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context. This
-  check is skipped if a pretrained tokenizer is missing on this machine.
-- A task with a file checks all rows (`check_rows`), with a time limit for each row. Notes report
-  long answers, and evaluations that ask for more problems than rows.
+  check is skipped if a pretrained tokenizer is missing here.
+- A task with a file checks all rows (`check_rows`). Notes report long answers, and evaluations of
+  more problems than rows.
 - Tasks of training and SFT must differ from tasks of evaluation in kind, args or seed.
 """
 
@@ -30,8 +30,8 @@ from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 3.0
-BYTES_PER_S = 1_000_000  # assumed reading speed: a tenth of the speed of the slowest file format
-NUM_MEASURED = 256  # number of a task's answers that are tokenized to find long answers
+BYTES_PER_S = 1_000_000  # a tenth of the reading speed of the slowest file format
+NUM_MEASURED = 256  # answers of a task to tokenize for the note on long answers
 NOTE = "  note: "
 
 

@@ -3,7 +3,7 @@
 - `prompt` and `answer` are templates over columns, such as `{question}`. A prompt that is a single
   column may hold chat messages. `answer_pattern` extracts the answer from a longer text.
 - `held_out` divides rows into two sides, training and evaluation. `split` chooses the side.
-- Each epoch has another random order, a function of (seed, epoch).
+- The order of rows is a random function of (seed, epoch).
 - A reply that cannot be judged gets the reward 0 (metric `unscorable`).
 """
 
@@ -43,9 +43,9 @@ from orrery.tasks.verdicts import Verdict, compiled, scorer_of, told
 
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
-SHOWN = 3  # number of rows that an error message shows
-TRIED = 16  # number of rows on which a user's function is tried
-LONG_ANSWER = 4  # number of words from which an answer may be a whole solution
+SHOWN = 3  # number of rows in an error message
+TRIED = 16  # number of rows to try a user's function on
+LONG_ANSWER = 4  # words from which an answer may be a whole solution
 KEPT = 8192  # number of cached problems, more than rollouts in flight
 
 
@@ -314,7 +314,7 @@ class Dataset(SingleTurn):
         return None
 
     def _self_judged(self, at: int, answer: str) -> str | None:
-        """Return why the verdict refuses the row's own answer as a reply. None: it is right."""
+        """Return why the verdict refuses the row's own answer as a reply, or None."""
         verdict = self.args.verdict
         try:
             if verdict.kind == "json_schema":  # the answer is a schema, not a reply
@@ -339,7 +339,7 @@ class Dataset(SingleTurn):
         return f"cut the answer out of the text, such as answer_pattern: '{mark}(.+)'"
 
     def _tried_reward(self, at: int, answer: str) -> str | None:
-        """Return how the user's function fails on the answer or an empty reply, if it fails."""
+        """Return how the user's function fails on the answer or an empty reply, or None."""
         scorer = scorer_of(self._request(at, answer))
         for what, reply in (("the row's answer", answer), ("an empty reply", "")):
             try:
@@ -375,9 +375,9 @@ def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
     return scorer_of(request)(reply) == 1.0
 
 
-# Checks of rows run in a fork, which SIGALRM can end even inside C code.
+# Rows are checked in a fork, so that SIGALRM can end even C code.
 
-ROW_S = 10.0  # time limit of a row in seconds of wall time, scaled
+ROW_S = 10.0  # time limit of a row in seconds, scaled
 
 
 class RowFailed(Exception):
@@ -393,9 +393,9 @@ def watched(
 ) -> dict[int, Any]:
     """Call `check` on each row in a fork. Return the results that are not None, by row.
 
-    A result must be a JSON value other than a string. Raise RowFailed for a row that takes longer
-    than `limit_s` or ends the fork. Raise an OrreryError of `check` again. The fork may allocate
-    MEMORY_BYTES more than this process.
+    A result must be a JSON value other than a string. Raise RowFailed if a row takes longer than
+    `limit_s` or ends the fork. Raise an OrreryError of `check` again. The fork may allocate
+    MEMORY_BYTES.
     """
     limit_s = scaled(limit_s)
     reader, writer = os.pipe()

@@ -2,9 +2,8 @@
 
 - A draw is item 0 of a dataset whose seed is a hash of (seed, index, draw number). Problem `index`
   is the first draw on the side `split`. A small family may repeat problems.
-- Only item 0 is used, because the library seeds item i with seed + i.
-- Reward: the library's score of the text in `<answer>` tags, clipped to [0, 1]. Without tags, the
-  whole reply is scored. A reply that cannot be scored gets 0 (metric `unscorable`).
+- Reward: the library's score of the text in `<answer>` tags, or of the whole reply without tags,
+  clipped to [0, 1]. A reply that cannot be scored gets 0 (metric `unscorable`).
 """
 
 import copy

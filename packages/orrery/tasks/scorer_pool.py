@@ -2,7 +2,7 @@
 
 - Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
   The launcher sets it for roles, and the pool sets it for its processes.
-- Requests are served in order. The time limit LIMIT_S starts when the scoring of an answer starts.
+- Requests are served in order. LIMIT_S is the time limit of an answer without its wait.
 - `score_once` caches the newest KEPT_SCORES scores, because a group often has equal answers.
 - A process that fails is replaced. The failure raises OrreryError, and never gives a score of 0.
 """
@@ -28,11 +28,11 @@ from orrery.tasks.task import JudgeBroken
 log = logging.getLogger(__name__)
 
 NUM_SCORERS = 8
-START_S = 120.0  # time limit of a start, for imports from a slow file system, scaled
+START_S = 120.0  # time limit of a start with slow imports, scaled
 MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # room for numbers and an escaped sentence
 HASH_SEED = "0"
 SLACK_S = 5.0  # seconds after LIMIT_S to kill the fork and reply, scaled
-CANARY_EVERY = 500  # number of answers between two checks of a process with known scores
+CANARY_EVERY = 500  # number of answers between two checks with known scores
 KEPT_SCORES = 10_000
 CANARY = "spiral_matrix"  # a family whose scorer executes answers
 WRONG = "[]"
@@ -84,7 +84,7 @@ class ScorerPool:
                     f"the process that scores answers {how} while it scored an answer. "
                     "The next answer gets a new process"
                 ) from error
-            except BaseException:  # after a cancellation, the next answer must not get this score
+            except BaseException:  # cancelled: the next answer must not get this score
                 scorer.end()
                 raise
             self._idle.append(scorer)
@@ -128,7 +128,7 @@ class ScorerPool:
             if isinstance(error, TimeoutError):
                 why = "it was too slow"
             raise OrreryError(f"the process that scores answers did not start: {why}") from error
-        except BaseException:  # after a cancellation, the next answer uses this process
+        except BaseException:  # cancelled: the next answer uses this process
             self._idle.append(scorer)
             raise
         return scorer

@@ -1,9 +1,9 @@
 """Score answers, each in its own fork: `python -m orrery.tasks.scorer_process`.
 
 - In: a line `[number, kind, request, text, limit_s]` per answer.
-- Out: an empty line when ready, then a line `[number, score, note]` per answer. The score is null
-  if the scorer raises, exits, is slow or gives no finite number. It is a sentence if the request
-  is wrong. The note is null, or the exception of a user's reward function.
+- Out: an empty line when ready, then a line `[number, score, note]` per answer. A score is null
+  after a failure of the scorer, and a sentence after a wrong request. The note is null, or the
+  exception of a user's reward function.
 - This process never interprets an answer. It has no secrets, no capabilities, and no open file
   except its socket.
 - A fork scores one answer in a deleted folder, without output. It has MEMORY_BYTES of address space
@@ -112,7 +112,7 @@ def _answer(
 ) -> None:
     die_with_parent()
     os.dup2(writer, 3)
-    os.closerange(4, 1024)  # 1024 is enough, because new files get the lowest free numbers
+    os.closerange(4, 1024)  # enough, as new files get the lowest free numbers
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
     try:

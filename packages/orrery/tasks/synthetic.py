@@ -3,10 +3,9 @@
 `reverse_text` and `reverse_words`:
 
 - `instruction` precedes the text.
-- Reward: the number of characters or words in the right place, divided by the length of the
-  stripped reply or of the answer, whichever is larger.
-- Metrics: `exact` (0 or 1). For text also `lcs_ratio` = 2·LCS / (len(reply) + len(answer)), where
-  LCS is the length of the longest common subsequence.
+- Reward: number of characters or words in the right place / max(len(reply), len(answer)).
+- Metrics: `exact` (0 or 1). For text also `lcs_ratio` = 2·LCS / (len(reply) + len(answer)). LCS is
+  the length of the longest common subsequence.
 - `reverse_words` is for pretrained tokenizers, because their tokens hold several characters.
 """
 

@@ -3,8 +3,8 @@
 - A problem is a pure function of (args, seed, index), equal in all processes. All types are JSON.
 - `reply` and `judge` may be coroutines. An exception in them fails the rollout, and never counts as
   a reward of 0. A judge must accept any text.
-- Functions that are not coroutines block the event loop. Use another process for slow work and for
-  code that a model wrote (`scorer_pool.py`).
+- Other functions block the event loop. Do slow work, and run code that a model wrote, in another
+  process (`scorer_pool.py`).
 """
 
 import difflib
@@ -66,15 +66,15 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgeBroken(RunFailed):
-    """The judge gives wrong rewards. This error ends the run. Others fail only one rollout."""
+    """The judge gives wrong rewards. This ends the run. Other exceptions fail one rollout."""
 
 
 @runtime_checkable
 class Task(Protocol):
     """A task, built as `Kind(args, seed)`. The Pydantic model `Args` checks `args`.
 
-    `Args` has no defaults. A task may also have the method `demonstration(index) -> list[Message]`.
-    It returns a whole chat with the reward 1.0, for SFT.
+    `Args` has no defaults. An optional method `demonstration(index) -> list[Message]` returns a
+    chat with the reward 1.0, for SFT.
     """
 
     Args: type[Record]

@@ -72,8 +72,8 @@ def vocab_size(alphabet: str) -> int:
 def write_tokenizer(model: Model, folder: Path) -> None:
     """Write or copy `model.tokenizer` into `folder` as Hugging Face files.
 
-    `chat_template_kwargs` become defaults in the written template, so training, serving and
-    exported models make equal prompts. Raise OrreryError if a pretrained tokenizer's files do not
+    `chat_template_kwargs` become defaults in the written template, so exported models make the
+    prompts of training. Raise OrreryError if a pretrained tokenizer's files do not
     match its `sha256`, or if its template lacks a variable of `chat_template_kwargs`.
     """
     folder = Path(folder)
@@ -122,14 +122,14 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
     if len(set(alphabet)) != len(alphabet):
         twice = "".join(sorted(c for c in set(alphabet) if alphabet.count(c) > 1))
         raise OrreryError(f"model.tokenizer.alphabet: it contains {twice!r} twice. Remove one")
-    # A larger vocab_size adds unused rows to the embedding.
+    # A larger vocab_size adds unused rows.
     if model.vocab_size < vocab_size(alphabet):
         rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
         raise OrreryError(
             f"model.vocab_size: {model.vocab_size} does not fit the tokenizer; {rule}"
         )
     vocab = {token: i for i, token in enumerate((*SPECIALS, *alphabet))}
-    # PAD never stands for an unknown character, because `Renderer.encode` raises.
+    # `Renderer.encode` raises for unknown characters.
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -1,8 +1,8 @@
 """The kinds of verdict on a reply of the task `dataset`.
 
-`scorer_of(request)` returns a function from a reply's text to its score. It runs in an isolated
-process (`scorer_process.py`). A request holds the verdict's args, the reference answer and, for a
-user's function, the row.
+`scorer_of(request)` returns a function that scores a reply in an isolated process
+(`scorer_process.py`). A request holds the verdict's args, the reference answer and, for a user's
+function, the row.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.S)
 
 
 class Math(Record):
-    """The reply's last formula equals the answer (math-verify). `boxed`: it must have \\boxed{…}."""
+    """The reply's last formula equals the answer (math-verify). `boxed` requires \\boxed{…}."""
 
     kind: Literal["math"]
     boxed: bool

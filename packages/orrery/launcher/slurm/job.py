@@ -2,10 +2,10 @@
 
 - Each node group is a component. Several components form a heterogeneous job. A component that uses
   only some GPUs of a node gets the same fraction of the node's CPU cores and memory.
-- Each engine has one step on its first node, and a second step on its further nodes. All other
-  roles have one step each in a node group. The first failed task ends its step
-  (`--kill-on-bad-exit`). A finished task ends no other task (`--wait`), because the first rank may
-  upload for a long time.
+- Each engine has one step on its first node, and a second step on its further nodes. In a node
+  group, each other role has one step.
+- A failed task ends its step (`--kill-on-bad-exit`). A finished task does not (`--wait`), because
+  the first rank may upload for a long time.
 """
 
 import math
@@ -124,9 +124,8 @@ def batch_job(
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
     """Return the job script that the Jinja2 template at `path` renders from `fields`.
 
-    The template has two more fields: `sbatch` (`#SBATCH` lines) and `components` (a dict of options
-    for each component of the job). Raise OrreryError if rendering fails, or if the script lacks
-    `#!` or the field `command`.
+    Further fields: `sbatch` (`#SBATCH` lines) and `components` (a dict of options per component).
+    Raise OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
     """
     import jinja2
 
@@ -251,8 +250,7 @@ def step_options(
 ) -> list[str]:  # fmt: skip
     """Return srun's options for a step that shares nodes with other steps.
 
-    `component` is the index of the component in a heterogeneous job. In other jobs it is None.
-    `stdin` "all" copies stdin to every task.
+    `component` is None outside a heterogeneous job. `stdin` "all" copies stdin to every task.
     """
     return [
         *("srun", *([f"--het-group={component}"] if component is not None else [])),
@@ -301,7 +299,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Start the step again and return the new step. All tasks of the step share one restart."""
+        """Return a new start of the step. All tasks of the step share it."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
@@ -408,7 +406,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 + signal number. 143 stays, as it may be a role's own exit code.
+        # Apptainer exits with 128 + signal number. 143 may be a role's own exit code.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):
