@@ -1,12 +1,13 @@
 """Send new policy versions from the trainer to the engines.
 
-- One marker file announces a version, with a fingerprint of every tensor in the trainer's memory.
+- A marker file announces each version, with a fingerprint of every tensor in the trainer's memory.
   Version numbers only rise.
 - Kind `files`: rank 0 gathers and writes whole tensors, and engines read them.
-- Kind `adapters`: the same for LoRA adapters alone, under PEFT's names. lora_B includes the scale.
-- Direct kinds (`nccl`, `nixl`): trainer ranks send slices to engine ranks, without gathering or
-  writing. The orchestrator leases a version before its transfer (`leases`). vLLM's senders send
-  whole tensors or need Ray.
+- Kind `adapters`: like `files`, but only LoRA adapters, with PEFT's names. lora_B includes the
+  scale.
+- Direct kinds (`nccl`, `nixl`): trainer ranks send slices to engine ranks, without gathering whole
+  tensors. The orchestrator leases a version before its transfer (`leases`). vLLM's own senders are
+  not used, because they send whole tensors or need Ray.
 """
 
 from importlib.util import find_spec
@@ -87,7 +88,7 @@ def make_weight_sender(
 
 
 def check_library(kind: str) -> None:
-    """Raise OrreryError if an engine's package for this kind is missing, without importing it."""
+    """Raise OrreryError if an engine lacks the package for this kind. Do not import it."""
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(
             "transport.weights 'nixl': NIXL is not installed here. "

@@ -1,13 +1,13 @@
 """Let trainer and engine ranks agree when a transfer on a direct wire begins and ends.
 
-- Trainer rank 0 serves one TCPStore. `wire.json`, readable by its owner alone, has the address and
-  a secret that is never sent.
+- Trainer rank 0 serves a TCPStore. The file `wire.json`, readable by its owner alone, has the
+  store's address and a secret that is never sent.
 - A TCPStore has no authentication, so each value carries an HMAC-SHA256 of its key and content.
   Another program can read values and stop the run, but not forge a value.
-- Engine ranks arrive with the transfer's number. When all have arrived, rank 0 orders the transfer,
-  with its members and their group's number. A new process group forms only when the members change,
-  or after a failure.
-- All waits of a transfer end when CURRENT has another number, or a failing rank has written
+- Each engine rank writes its arrival for a transfer. Then rank 0 publishes an order with all engine
+  ranks ("members") and the number of their process group ("generation"). A new group forms only
+  when the members change, or after a failure.
+- All waits of a transfer end when the key CURRENT has another number, or a failing rank has written
   `failed/<transfer>`.
 """
 
@@ -31,13 +31,13 @@ from orrery.wire import nfs
 from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
 from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
-ADDRESS = "wire.json"  # only direct wires have this file
-CURRENT = "current"  # key of the current transfer's number (0: none)
-MEET_S = 120.0  # longest wait for a value of another rank
-FOREVER_S = 10.0**7  # for waits that end only when the store does
-ARRIVAL_S = 120.0  # longest time between a transfer's first and last engine rank
-DONE_S = 300.0  # longest wait for the other trainer ranks to finish sending
-LOOK_S = 0.5  # period of checks whether a transfer is over
+ADDRESS = "wire.json"  # file with the store's address, on direct wires only
+CURRENT = "current"  # key of the current transfer's number. 0: none
+MEET_S = 120.0  # time limit for a value of another rank
+FOREVER_S = 10.0**7  # time limit of waits that end only with the store
+ARRIVAL_S = 120.0  # time limit from the arrival of one engine rank to the next
+DONE_S = 300.0  # time limit for the result of a trainer rank
+LOOK_S = 0.5  # longest blocking wait during a transfer, before polling
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 class WireAddress(msgspec.Struct):
     host: str
     port: int
-    name: str  # unique, not secret
+    name: str  # unique name of the wire, not secret
     secret: str  # authenticates the store's values
     kind: str
     num_sources: int
@@ -62,11 +62,11 @@ class Arrival(msgspec.Struct):
     rank: int
     world_size: int
     member: str
-    generation: int  # of the rank's group, or −1
+    generation: int  # number of the rank's process group, or −1
 
 
 class TransferOrder(msgspec.Struct):
-    """Rank 0's answer: the members and their group, or `error`. `end` marks the last order."""
+    """Rank 0's order: the members and their group, or an `error`. `end` marks the last order."""
 
     transfer: int
     version: int = -1
@@ -92,7 +92,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """One thread's connection to the store. Do not share it: a wait blocks the connection."""
+    """A connection to the store for a single thread, because a wait blocks the connection."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -119,8 +119,8 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raise WireFailed, naming `what`, after `within_s` (scaled), or if the store is gone or the
-        value forged.
+        Raise WireFailed, naming `what`, after `within_s` seconds (scaled), if the store is gone, or
+        if the value is forged.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
@@ -198,7 +198,7 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Open the store on `host` and write its address into `folder`. Keep the returned object."""
+    """Open the store on `host` and write its address into `folder`. Keep the returned store."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # By default the store would listen on all interfaces.
@@ -219,7 +219,7 @@ def serve_store(
 
 
 def find_wire(folder: Path, within_s: float = MEET_S) -> WireAddress:
-    """Wait for the address in `folder`. Raise WireFailed after `within_s` (scaled)."""
+    """Wait for the address in `folder`. Raise WireFailed after `within_s` seconds (scaled)."""
     end = time.monotonic() + scaled(within_s)
     while (content := nfs.read(folder / ADDRESS)) is None:
         if time.monotonic() > end:
@@ -256,7 +256,7 @@ def this_host() -> str:
 
 
 class Coordinator:
-    """Run transfers in a thread of trainer rank 0. A new transfer ends the last."""
+    """Coordinate transfers, in a thread of trainer rank 0. A new transfer ends the previous."""
 
     def __init__(self, store: StoreConnection, leases: LeaseTable) -> None:
         self._store, self._leases = store, leases
@@ -266,7 +266,7 @@ class Coordinator:
         self._member: dict[tuple[str, int], str] = {}
 
     def next(self) -> TransferOrder:
-        """Wait for all ranks of a transfer, and publish its order."""
+        """Wait for all engine ranks of a transfer. Publish and return its order."""
         arrived: dict[tuple[str, int], Arrival] = {}
         transfer: Transfer | None = None
         while True:

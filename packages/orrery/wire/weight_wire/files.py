@@ -1,9 +1,9 @@
-"""Send weights as safetensors files: the trainer writes them, every engine maps them.
+"""Send weights as safetensors files: the trainer writes the files, every engine maps them.
 
-- The folder has mode 0700. It is in shared memory, or with several nodes in the run's folder.
-- `version_<n>/00000.safetensors …`: the tensors, in shards of bounded size.
+- The folder has mode 0700. On one node it is in shared memory, on several in the run's folder.
+- `version_<n>/00000.safetensors …`: the tensors, in shards of at most SHARD_BYTES, or one tensor.
 - `version_<n>.json`: the marker, written last. Readers look only for markers.
-- The publisher keeps the newest `keep` versions and removes a marker before its files. A mapped
+- The publisher keeps the newest `keep` versions, and removes a marker before its files. A mapped
   file stays readable.
 """
 
@@ -55,7 +55,7 @@ def own(folder: Path) -> None:
 
 
 def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> int:
-    """Return the bytes of shared memory for `keep` versions and the next. 0: they go to disk.
+    """Return the bytes of shared memory for `keep` + 1 versions, or 0 if they go to disk.
 
     Raise OrreryError if they do not fit.
     """
@@ -92,7 +92,7 @@ class WeightPublisher:
         )
 
     def publish_folder(self, version: int, folder: Path) -> Published:
-        """Publish the safetensors files of `folder` without a copy. Needs no torch."""
+        """Publish the safetensors files of `folder` as symlinks. Needs no torch."""
         return self._publish(version, lambda aside: _link_shards(aside, folder))
 
     def _publish(
@@ -170,7 +170,7 @@ class WeightPublisher:
 
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
     fingerprints: dict[str, int] = {}
-    # Keep symlinks, because a container mounts the folder under this name.
+    # Do not resolve symlinks, because a container mounts the folder under this name.
     for path in sorted(folder.absolute().glob("*.safetensors")):
         (aside / path.name).symlink_to(path)
         fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
@@ -194,11 +194,11 @@ class WeightWatch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        # File identity and content of the newest marker.
+        # Identity and content of the newest marker file.
         self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:
-        """Return the newest version, or None. Decodes a marker once."""
+        """Return the newest version, or None. Decode each marker only once."""
         for version in sorted(_versions(self.folder), reverse=True):
             file = nfs.identity(self.folder / f"version_{version}.json")
             if file is None:
@@ -226,7 +226,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
-    # NFS may show the marker first. With a newer version, the folder may have been removed.
+    # NFS may show the marker before the folder. A newer version may have replaced the folder.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))

@@ -1,9 +1,10 @@
 """Weights in FP8 on a wire: values in e4m3, and a float32 scale for each block of 128 × 128.
 
-- Matrix `x` travels as tensors `x` and `x` + SCALE, half the bytes of bfloat16.
-- An engine gets bfloat16 numbers (`decode`). It quantizes them to exactly the sent parts: to the
-  same scales, because 448 · scale rounds to the block's largest bfloat16 magnitude, and to the same
-  values, because bfloat16 rounds by at most 2⁻⁹ of a value and half a step of e4m3 is 2⁻⁵.
+- Matrix `x` is sent as tensors `x` and `x` + SCALE, with half the bytes of bfloat16.
+- The engine's model takes bfloat16 (`decode`), and quantizes it to exactly the sent tensors.
+- Scales are equal, because 448 · scale rounds to the block's largest bfloat16 magnitude.
+- Values are equal, because bfloat16 changes a value by at most 2⁻⁹ of it, less than half a step of
+  e4m3, 2⁻⁵.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +28,7 @@ SCALE = "_scale_inv"  # suffix of a scale's name, as in FP8 checkpoints
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
 LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines raise smaller block maxima to 1e-4
-CHUNK_ROWS = 1024  # decoded at a time, in float32
+CHUNK_ROWS = 1024  # number of rows decoded at a time, in float32
 
 
 def in_blocks(box: Box) -> Box:
@@ -59,7 +60,7 @@ def decode(value: Tensor, scale: Tensor) -> Tensor:
 
 
 def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors. FP8 tensors come in bfloat16, once values and scales are there.
+    """Yield all tensors. Decode FP8 tensors to bfloat16 once values and scales have come.
 
     Raise OrreryError if values or scales are missing.
     """
@@ -80,7 +81,7 @@ def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 def plain_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """Return the tensors that an engine's model takes: FP8 as bfloat16, no scales."""
+    """Return the tensors that an engine's model takes, with FP8 as bfloat16 and no scales."""
     return [
         TensorInfo(each.name, each.shape, "bfloat16") if _is_fp8(each) else each
         for each in tensors
@@ -91,7 +92,7 @@ def plain_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
 def with_scales(
     needs: Mapping[str, tuple[Box, ...]], tensors: Iterable[TensorInfo]
 ) -> dict[str, tuple[Box, ...]]:
-    """Return `needs` with the boxes of scales, in the order of `tensors`."""
+    """Return `needs` plus the boxes of scales, in the order of `tensors`."""
     found: dict[str, tuple[Box, ...]] = {}
     for each in tensors:
         plain = each.name.removesuffix(SCALE)
@@ -132,7 +133,7 @@ class SliceDecoder:
         return found
 
     def decode(self, scales: list[Slice], values: list[Slice], bucket: Tensor) -> Tensor:
-        """Keep the scales in `bucket` (u8). Return a bucket of the decoded values."""
+        """Store the scales from `bucket` (u8). Return a bucket with the decoded values."""
         for name, box, offset in scales:
             if name not in self._scales:
                 shape = self._tensors[name].shape

@@ -1,12 +1,12 @@
-"""Lease a version for its transfer: the control plane of a direct wire. Needs no torch.
+"""Lease a policy version for its transfer over a direct wire. Needs no torch.
 
 The trainer sends weights from its parameters, so a version exists only until the next optimizer
 step. A lease delays that step.
-- `LeaseRequest`: the version that the orchestrator wants (None: no lease) and the engines to send
-  it to (empty: no transfer). A higher number replaces a lower number.
+- `LeaseRequest`: the version that the orchestrator wants (None: no lease), and the engines that
+  receive it (empty: no transfer). A request replaces all requests with lower numbers.
 - `LeaseReport`: trainer rank 0's answer to the newest request, a transfer or a refusal.
-- Both ends repeat their messages, so these may be lost, late or doubled. A restarted orchestrator
-  starts a new session, and its first request ends the lease of the old session.
+- Both ends repeat their messages, so a message may be lost, late or doubled. A restarted
+  orchestrator starts a new session. Its first request ends the old session's lease.
 - Before a step, rank 0 refuses new leases, and waits until the lease is released or its version is
   sent. If an engine is lost, the transfer fails, and the lease keeps the version for a retry.
 """
@@ -26,11 +26,11 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
 from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-# vLLM passes on only the text of a worker's error, so these words tell its kind.
+# vLLM passes on only the text of a worker's error, so these phrases identify the error.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # longest wait for a round of messages, before scaling
-LEASE_S = 120.0  # longest wait for the trainer's answer, before scaling
+ROUND_S = 60.0  # time limit of one round of messages, before scaling
+LEASE_S = 120.0  # time limit of the trainer's answer, before scaling
 REPEAT_S = 1.0
 STOP_S = 0.2
 
@@ -49,9 +49,9 @@ class TransferFailed(WireFailed):
 class Published(msgspec.Struct, frozen=True, omit_defaults=True):
     """A readable policy version.
 
-    - `fingerprints`: by Hugging Face tensor name. `digest` is their hash.
-    - `canary`: the trainer's log-probs of the canary's tokens after the first, or empty.
-    - `transfer`: number of the direct wire's transfer. 0: none.
+    - `fingerprints`: by Hugging Face's tensor name. `digest` is their hash.
+    - `canary`: the trainer's log-probs of the test prompt, without its first token, or empty.
+    - `transfer`: number of the transfer on a direct wire. 0: none.
     """
 
     version: int
@@ -67,7 +67,7 @@ class Published(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
-    session: str  # of one orchestrator process
+    session: str  # random id of one orchestrator process
     number: int
     version: int | None = None
     engines: tuple[str, ...] = ()
@@ -76,12 +76,12 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
 class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
     session: str = ""
     number: int = 0
-    transfer: int = 0  # 0: none
+    transfer: int = 0  # number of the transfer. 0: none
     refusal: str = ""
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """One version's transfer to engines. Numbers rise from transfer to transfer."""
+    """The transfer of one version to engines. Later transfers have higher numbers."""
 
     number: int
     version: int
@@ -89,11 +89,11 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class LeaseTable:
-    """Trainer rank 0's only lease and its transfer. The condition `changed` guards all fields."""
+    """Trainer rank 0's single lease and its transfer. The condition `changed` guards all fields."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._open: int | None = None  # the version that transfers may read
+        self._open: int | None = None  # version that transfers may read
         self._is_accepting = False
         self._request = LeaseRequest("", 0)
         self._report = LeaseReport()
@@ -138,7 +138,7 @@ class LeaseTable:
             return Transfer(number, request.version, request.engines)
 
     def admit(self, transfer: Transfer) -> str:
-        """Start the transfer, which holds the weights until `finish`. Return "" or a refusal."""
+        """Start the transfer, and keep the weights until `finish`. Return "" or a refusal."""
         with self.changed:
             if transfer.version != self._open:
                 return f"version {transfer.version} {GONE}"
@@ -155,9 +155,9 @@ class LeaseTable:
             self.changed.notify_all()
 
     def settle(self, version: int, limit_s: float, check: Callable[[], object]) -> None:
-        """Refuse new leases. Wait until the lease is released or its version sent.
+        """Refuse new leases. Wait until the lease is released or its version is sent.
 
-        Calls `check` meanwhile. Raise WireFailed after `limit_s`.
+        Call `check` while waiting. Raise WireFailed after `limit_s` seconds.
         """
         end = time.perf_counter() + limit_s
         with self.changed:
@@ -177,7 +177,7 @@ class LeaseListener:
     def __init__(
         self, url: str, apply: Callable[[LeaseRequest], LeaseReport], report: LeaseReport
     ) -> None:
-        """Send `report` first, then the report of `apply` for each request."""
+        """Send `report` first, then `apply(request)` for each request. Repeat the newest report."""
         self._url, self._apply, self._report = url, apply, report
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
@@ -217,7 +217,7 @@ class LeaseListener:
 
 
 class LeaseClient:
-    """The orchestrator's end, in one event loop."""
+    """The orchestrator's end, for one event loop."""
 
     def __init__(self, send: Callable[[LeaseRequest], object]) -> None:
         """`send` passes a request to the trainer, and may lose it."""
@@ -248,7 +248,8 @@ class LeaseClient:
     ) -> Published | None:
         """Lease the version and start its transfer to `engines`. End the previous transfer.
 
-        Return the version to load, or None if the trainer has stepped. Call `release` afterwards.
+        Return `published` with the transfer's number, or None if the trainer no longer has the
+        version. Call `release` afterwards.
         Raise WireFailed if the trainer does not answer.
         """
         request = self._want(published.version, tuple(engines))

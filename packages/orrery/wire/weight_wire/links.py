@@ -1,5 +1,6 @@
-"""Move bytes from a source's bucket into a target's bucket, one message per round and pair.
+"""Move bytes from a source's buffers ("buckets") to a target's, one message per round and pair.
 
+- Sources are trainer ranks, targets are engine ranks.
 - `nccl`: a separate process group sends messages (nccl on GPUs, gloo on CPUs). Its ranks are the
   sources, then the targets. On one host, a target GPU reads the source's buckets by CUDA IPC.
 - `nixl`: the target reads the source's buckets over NIXL and UCX (RDMA, shared memory or TCP).
@@ -31,9 +32,9 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.plan import Location, TransferPlan
 
-FORM_S = 30.0  # longest wait for a group's ranks to connect, before scaling
+FORM_S = 30.0  # time limit for a group's ranks to connect, before scaling
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # after a timeout nccl's watchdog would end the process
+NEVER = timedelta(days=30)  # nccl's timeout. Its watchdog would end the process after a timeout
 
 T = TypeVar("T")
 
@@ -49,9 +50,9 @@ class GroupLink:
     def __init__(
         self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device
     ) -> None:
-        """Join group `generation`. gloo waits for all ranks, and raises WireFailed on failure.
+        """Join process group `generation`. With gloo, wait for all ranks or raise WireFailed.
 
-        `names`: each rank's name in errors.
+        `names`: each rank's name in error messages.
         """
         self._names, self._device = names, device
         self._met: set[int] = set()
@@ -175,13 +176,13 @@ class MessageReady(msgspec.Struct):
 
 class Reader(Protocol):
     def read(self, side: int, offset: int, into: Tensor, free: torch.cuda.Event | None) -> None:
-        """Fill `into` (u8) from byte `offset` of bucket `side`, after event `free`."""
+        """Fill `into` (u8) from byte `offset` of bucket `side` (0 or 1), after event `free`."""
 
     def close(self) -> None: ...
 
 
 class PullSender:
-    """A source's end. `close` removes `offer`, the store key of its buckets."""
+    """A source's end. `offer` is the store key of its buckets, removed by `close`."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class PullSender:
 
     def send(self, side: int, target: int, offset: int, num_bytes: int) -> Wait:
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the copies into the bucket
+            torch.cuda.current_stream().synchronize()  # wait for copies into the bucket
         key = f"{self._key}.{target}/{self._count[target]}"
         self._count[target] += 1
         self._announced.add(key)
@@ -211,7 +212,7 @@ class PullSender:
         self._forget(key)
 
     def close(self) -> None:
-        """Withdraw all messages. Readers fail when the transfer ends, or after ROUND_S."""
+        """Withdraw all messages. Waiting targets fail when the transfer ends, or after ROUND_S."""
         for key in list(self._announced):
             self._forget(key)
         if self._offer is not None:
@@ -323,7 +324,7 @@ class IpcReader:
 # Both ends register their buckets once per process group. A source publishes its NIXL metadata and
 # its buckets' addresses in the wire's store.
 
-PROGRESS_US = 20_000  # longest sleep of NIXL's progress thread without traffic
+PROGRESS_US = 20_000  # maximum sleep of NIXL's progress thread without traffic
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
@@ -349,8 +350,8 @@ def load_nixl() -> Any:
 def wait_for_progress() -> None:
     """Patch NIXL so that its progress thread sleeps. Call this before making an agent.
 
-    `nixl_agent` sets `pthrDelay` to 0, so the thread of every idle process polls on a whole core.
-    Seen with 1.5.1. Remove this when `nixl_agent_config` takes the delay.
+    `nixl_agent` sets `pthrDelay` to 0, so each idle process's thread uses a whole CPU core. Seen in
+    1.5.1. Remove this when `nixl_agent_config` takes the delay.
     """
     import nixl._api
 
@@ -455,9 +456,9 @@ class NixlReader:
 
 
 class SenderLink:
-    """A source's end. Targets in `pulling` read its buckets. The group sends to other targets.
+    """A source's end. Targets in `pulling` read its buckets. Others get messages over the group.
 
-    After `close` all waits at the targets fail.
+    After `close`, all waits at the targets fail.
     """
 
     def __init__(
@@ -482,7 +483,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """A target's end. It reads from sources in `pulled`. Other sources send over the group."""
+    """A target's end. It reads the buckets of sources in `pulled`. Others send over the group."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
@@ -570,7 +571,7 @@ def _group(
     plan: TransferPlan,
     device: torch.device,
 ) -> GroupLink | None:
-    """Return the process group, or None on all ranks if no pair needs it."""
+    """Return the process group. If no pair needs a group, return None on all ranks."""
     pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
     if kind == "nixl" or all(is_shared(*pair) for pair in pairs):
         return None

@@ -1,10 +1,10 @@
 """Plan a transfer: which trainer rank sends which slices to which engine rank, in buckets.
 
-- Sources are trainer ranks, targets are engine ranks. A source holds one box of a tensor, a target
-  needs one or more. A box has a `[start, stop)` for every dimension.
-- Every needed element goes to its target exactly once. Among replicas, the source with the fewest
-  bytes so far sends. A source sends only parts of its own box.
-- In a round a rank sends and receives at most `bucket_bytes`. Rounds are not barriers.
+- Sources are trainer ranks, targets are engine ranks. A box has a range `[start, stop)` for every
+  dimension of a tensor. A source holds one box, a target needs one or more.
+- Every needed element is sent to its target exactly once. Among replicas, the source with the
+  fewest bytes so far sends it.
+- In a round, a rank sends or receives at most `bucket_bytes`. Rounds are not barriers.
 - Every rank computes the same schedule from the same tables.
 - A slice is dense in its bucket. Copies into a bucket convert the dtype. A rank fills one of its
   two buckets while it sends the other.
@@ -27,8 +27,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # of slices in a message, so that any dtype can view them
-PIECES_A_BUCKET = 4  # slices of at most 1/4 bucket leave little room unused
+ALIGNMENT_BYTES = 16  # alignment of slices in a message, so that any dtype can view them
+PIECES_A_BUCKET = 4  # slices have at most 1/4 bucket, which wastes little space
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class Location(msgspec.Struct, frozen=True):
-    """The place of a rank's memory. GPU ranks of one `host` can map each other's memory."""
+    """A rank's host and device. GPU ranks of one host can map each other's memory."""
 
     host: str
     device: str  # "cpu" or "cuda"
@@ -155,7 +155,7 @@ def plan_moves(
 ) -> list[Move]:
     """Return all moves, in the order of `names`.
 
-    Raise OrreryError unless the sources, replicas aside, hold every needed element exactly once.
+    Raise OrreryError if a needed element is in no source's box, or in two different boxes.
     """
     load = [0] * len(holdings)
     found: list[Move] = []
@@ -183,7 +183,7 @@ def plan_moves(
 
 
 def cut(box: Box, itemsize: int, max_bytes: int) -> Iterator[Box]:
-    """Yield `box` in the largest row-major parts of at most `max_bytes`."""
+    """Split `box` in row-major order into the largest parts of at most `max_bytes`."""
     if volume(box) * itemsize <= max_bytes:
         yield box
         return
@@ -200,7 +200,7 @@ def aligned_bytes(box: Box, itemsize: int) -> int:
 
 
 def schedule(moves: Sequence[Move], itemsize: Mapping[str, int], bucket_bytes: int) -> Rounds:
-    """Put each slice into the first round with room at source and target. Keep their order."""
+    """Put each slice into the first round with space at source and target. Keep the order."""
     rounds: Rounds = []
     sent: dict[tuple[int, int], int] = defaultdict(int)
     received: dict[tuple[int, int], int] = defaultdict(int)
@@ -344,7 +344,7 @@ class _Bucketful:
 class RankFingerprints:
     """Compute a trainer rank's shares of the tensors' fingerprints, in the sent dtype.
 
-    Only the lowest rank with a box counts that box.
+    If several ranks hold the same box, only the lowest of these ranks counts it.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before`: each lower rank's boxes, not to be counted again."""
+        """`held_before`: the boxes of each lower rank, which are not counted again."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0

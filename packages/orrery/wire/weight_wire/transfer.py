@@ -1,10 +1,10 @@
 """Send slices from trainer ranks to the engine ranks that need them: the ends of a direct wire.
 
-- `WeightSender.publish` fingerprints this rank's part, and rank 0 announces the version. A thread
-  sends slices while the weights stay unchanged. Before the optimizer's step, `settle` withdraws the
+- `WeightSender.publish` fingerprints this rank's slices, and rank 0 announces the version. A thread
+  sends slices while the weights stay unchanged. Before the optimizer step, `settle` withdraws the
   version and waits for its lease (`leases.py`).
-- `WeightReceiver.receive` yields a version's slices round by round, in two buckets by turns. Use
-  round n before you request round n + 2. Every slice is fingerprinted on arrival.
+- `WeightReceiver.receive` fingerprints and yields a version's slices round by round. Use a round's
+  bucket before you request the next round, because the request lets its bytes be overwritten.
 - A failed transfer closes its process group, so no process waits for a failed rank. A trainer rank
   whose thread failed raises WireFailed at its next `publish`, and rank 0 also in `settle`. A
   receiver raises TransferFailed.
@@ -105,7 +105,7 @@ class WeightSender:
         else:
             self.address = find_wire(folder)
         self._store = connect(self.address)
-        self.leases = LeaseTable()  # for rank 0
+        self.leases = LeaseTable()  # used by rank 0 only
         self._listener: LeaseListener | None = None
         if rank == 0:
             self._lease_store = connect(self.address)
@@ -143,7 +143,8 @@ class WeightSender:
 
         - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part.
           It is called again only after a weight in `standing` changed its storage.
-        - `report` gets each transfer's version, error or "", and each part's seconds.
+        - `report` is called on rank 0 after each transfer, with the version, an error or "", and
+          the seconds of each part.
         """
         self.check()
         if self._version is not None and version <= self._version:
@@ -377,14 +378,14 @@ class Round:
     messages: dict[int, SliceMessage]
     slices: list[Slice]
     fingerprints: SliceFingerprints
-    piece: torch.Tensor  # i64 [slices], index of the rank's box around each slice
+    piece: torch.Tensor  # i64 [slices], index of the rank's box that contains each slice
 
 
 @dataclass
 class Pieces:
     """The distinct boxes of one engine's ranks."""
 
-    tensor_of: np.ndarray  # i64 [pieces]
+    tensor_of: np.ndarray  # i64 [pieces], index of the tensor
     of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of its fingerprints
 
     @classmethod
@@ -402,7 +403,7 @@ class Pieces:
 
 
 class WeightReceiver:
-    """One engine rank's end, kept over transfers and trainer restarts."""
+    """One engine rank's end, kept between transfers and when the trainer restarts."""
 
     def __init__(self, engine: str, rank: int, world_size: int, device: torch.device) -> None:
         self.engine, self.rank, self.world_size, self.device = engine, rank, world_size, device
