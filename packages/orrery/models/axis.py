@@ -1,7 +1,7 @@
-"""Write the model axis of a Hugging Face folder: `python -m orrery.models.axis FOLDER …`.
+"""Describe a Hugging Face folder as a Jsonnet model axis: `python -m orrery.models.axis FOLDER …`.
 
 - A model gets our own family of its type if `hf_folder.check_config` passes. Every other causal
-  model gets `hugging_face`, and the output gives the reason.
+  model gets the family `hugging_face`, and the output gives the reason.
 - If the folder has weights, their names and shapes are checked.
 - The output is JSON: the axis, family, number of parameters, vocabulary size, and a reason or null.
 """
@@ -26,13 +26,13 @@ from orrery.models.families import YARN_FIELDS, build
 from orrery.models.hf_folder import CONFIG_FILE, num_mtp_layers, tensor_names, weight_files
 from orrery.models.weights import open_checkpoint
 
-OWN_TYPES = {  # families by transformers' model types
+OWN_TYPES = {  # our families, by transformers' model types
     **{family: family for family in ("qwen3", "qwen3_moe", "llama", "glm4_moe")},
     **{family: family for family in hf_folder.YARN_FAMILIES},
     "glm_moe_dsa": "glm5",
 }
 NO_DIGEST = "0" * 64
-# Defaults of lib/run.libsonnet, left out of an axis.
+# Defaults of lib/run.libsonnet. An axis omits fields with these values.
 DEFAULTS = {
     "rotary_fraction": 1.0,
     "rope_scaling": None,
@@ -60,9 +60,10 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return the folder's model, and why it does not use our own network (None if it does).
+    """Return the folder's model, and the reason why it has no network of our own, or None.
 
-    Raise OrreryError for quantized weights, except FP8 blocks, and types that transformers lacks.
+    Raise OrreryError if the weights are quantized other than in FP8 blocks, or if transformers
+    lacks the model type.
     """
     content = read_object(folder / CONFIG_FILE, "fetch the model again")
     kind = content.get("model_type")
@@ -92,7 +93,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Return the number of MTP layers in the weights. `config.json` may state more."""
+    """Return the number of MTP layers in the weights. `config.json` may state more layers."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated
@@ -100,7 +101,7 @@ def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
 
 
 def _is_readable(quantization: Any) -> bool:
-    """Return whether `hf_folder.read` takes the weights: plain, or in FP8 blocks."""
+    """Return whether `hf_folder.read` supports the weights: plain, or in FP8 blocks."""
     blocks = [FP8_BLOCK, FP8_BLOCK]
     return not quantization or (
         quantization.get("quant_method") == "fp8"
@@ -176,7 +177,7 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
 
 
 def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
-    """Return `Model` fields from transformers' config. Missing fields get defaults."""
+    """Return the fields of `Model` from transformers' config. Missing fields get defaults."""
     found = {}
     for ours, names in hugging_face.FIELDS.items():
         if (theirs := hugging_face.find_field(config, names)) is not None:
@@ -185,7 +186,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # beyond it, rotations depend on the longest document of a pack
+    for rope in ropes:  # beyond this length, rotations depend on the longest document of a pack
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads = found.get("num_heads", 1)
@@ -210,7 +211,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def axis_text(model: Model, title: str) -> str:
-    """Return a model's Jsonnet file, formatted as by `jsonnetfmt`."""
+    """Return the text of a model's Jsonnet file, in the format of `jsonnetfmt`."""
     fields = model.model_dump(mode="json")
     defaults = {**DEFAULTS, "qk_norm": model.family in ("qwen3", "qwen3_moe")}
     lines = [

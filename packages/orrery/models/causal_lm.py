@@ -1,9 +1,9 @@
 """Define the interface of every network, from packed tokens to log-probs, and our own decoder.
 
-T tokens · D hidden · V vocabulary · L layers with experts · K experts a token
+T tokens · D hidden · V vocabulary · L layers with experts · K experts per token
 
-- FSDP gathers a weight only while its wrapped module runs. Elsewhere `lm_head_weight` may be a
-  shard.
+- FSDP gathers a weight only while its wrapped module runs. At other times, `lm_head_weight` may be
+  a shard.
 - Parameters are NaN until `orrery.models.weights` fills them.
 """
 
@@ -27,13 +27,13 @@ from orrery.models.layers import (
     rotary_angles,
 )
 
-# Our parameter name → HF's names, with `{layer}` in both. HF has one tensor per `{expert}`, our
-# dimension 0. Several names split our first non-expert dimension evenly, in order.
+# Our parameter name → Hugging Face's names, with `{layer}` in both. `{expert}` is our dimension 0.
+# Several names mean equal parts, in order, of our first dimension after the experts.
 Names = dict[str, str | tuple[str, ...]]
 
 
 class LmHead(nn.Module):
-    """Map hidden states to log-probs and entropies. `weight` is [V, D] as in HF."""
+    """Map hidden states to log-probs and entropies. `weight` is [V, D]."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class LmHead(nn.Module):
 class CausalLm(nn.Module):
     """Map packed tokens to hidden states (`forward`), then to log-probs (`log_probs`).
 
-    A family defines `layers`, `lm_head` (None if tied), `lm_head_weight` and `hidden_states`.
+    A subclass defines `layers`, `lm_head` (None if tied), `lm_head_weight` and `hidden_states`.
     """
 
     layers: nn.ModuleList
     lm_head: Any
-    names: Names | None = None  # None: the family decides
-    # From the latest forward pass (see `Router` and `RouteCounts`):
+    names: Names | None = None  # None: `families.hf_names` decides
+    # Results of the latest forward pass (see `Router` and `RouteCounts`):
     num_routes_differ: Tensor | None = None  # i64 []
     expert_load_LE: Tensor | None = None  # i64
     choices_differ: Tensor | None = None  # i64 [2], `ChosenKeys.differ` after the last layer
@@ -75,7 +75,7 @@ class CausalLm(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """Return [V, D], the embedding if tied."""
+        """Return the weight [V, D] of the LM head. If tied, it is the embedding."""
         raise NotImplementedError
 
     def forward(
@@ -93,8 +93,9 @@ class CausalLm(nn.Module):
         - `token_ids`, `positions`: i64 [T].
         - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
         - `routed_experts`: integers [T, L, K], an engine's routes to replay (see `Router`).
-        - `engine_keys`: u8 [T, I, B], an engine's choice for each of I indexers (`key_bits`).
-        - `is_padding`: bool [T], tokens outside the indexers' loss and experts' load.
+        - `engine_keys`: u8 [T, I, B], B bytes with the keys that an engine chose, for each of I
+          indexers (see `key_bits`).
+        - `is_padding`: bool [T], tokens that the indexers' loss and the experts' load exclude.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
         replayed = routed_experts_TLK, engine_keys_TIB
@@ -111,10 +112,10 @@ class CausalLm(nn.Module):
         raise NotImplementedError
 
     def compute_buffers(self) -> None:
-        """Fill the non-persistent buffers. Call this once they have storage."""
+        """Fill the non-persistent buffers, which must have storage."""
 
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """Return the whole initial tensor on the CPU, or None for the default draw."""
+        """Return the whole initial tensor on the CPU, or None to use the default distribution."""
         return None
 
     def log_probs(
@@ -125,9 +126,9 @@ class CausalLm(nn.Module):
         chunk_tokens: ChunkTokens,
         keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-prob of `target_T[t]` given hidden row t, and the entropy there.
+        """Return the log-prob of each target token and the entropy of its distribution.
 
-        Both are f32 [T], differentiable. Target is i64 [T], temperature f32 [T] > 0.
+        Both are f32 [T] and differentiable. `target` is i64 [T], `temperature` f32 [T] > 0.
         """
         rows = (target_T, temperature_T)
         if self.lm_head is not None:
@@ -144,7 +145,7 @@ class CausalLm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention, then a feed-forward, or experts from block `num_dense_layers` on."""
+    """Pre-norm attention and feed-forward. From block `num_dense_layers` on, use experts."""
 
     def __init__(self, config: Model, index: int) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ class TransformerBlock(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, RouteCounts | None, ChosenKeys | None]:
-        """Return the output [T, D], counts of routes or None, and the next block's `choice`."""
+        """Return the output [T, D], counts of routes or None, and `choice` for the next block."""
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
             out_TD, choice = self.self_attn(inner_TD, angles, documents, choice, engine_keys_TB)

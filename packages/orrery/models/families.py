@@ -1,8 +1,8 @@
-"""Describe families of networks as data: Hugging Face's parameter names and `config.json` fields.
+"""Describe families of networks as data: Hugging Face's parameter names and config fields.
 
 - `qwen3`, `qwen3_moe`: Qwen3 (https://arxiv.org/abs/2505.09388).
 - `llama`: Llama 2 to 3.3 and SmolLM2 (https://arxiv.org/abs/2407.21783).
-- `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471). Dense blocks come first, then mixtures
+- `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471). Dense blocks precede mixtures of experts
   with shared experts and biased sigmoid scores.
 - `glm5`: GLM-5, 5.1 and 5.2 (https://arxiv.org/abs/2602.15763). Latent attention reads keys that an
   indexer chooses. Experts are as in GLM-4.5.
@@ -27,8 +27,8 @@ from orrery.manifest.schema.model import EXPERT_GROUPS
 from orrery.models import lora
 from orrery.models.causal_lm import CausalLm, Decoder, Names
 
-# All other names are HF's without "model.". We stack experts, and fuse gate and up. HF's files have
-# one tensor per expert and projection.
+# All other parameters have Hugging Face's name without "model.". We stack experts, and fuse gate
+# and up projections. Hugging Face's files have one tensor per expert and projection.
 _NAMES: Names = {
     "lm_head.weight": "lm_head.weight",
     "layers.{layer}.mlp.gate.expert_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
@@ -52,7 +52,7 @@ LLAMA3_FIELDS = {
 _GLM4_ONLY = ("partial_rotary_factor", "use_qk_norm")
 
 
-# transformers' fields of rope_type "yarn", with DeepSeek's mscale factors → ours.
+# transformers' fields of rope_type "yarn" → fields of `model.rope_scaling`.
 YARN_FIELDS = {
     "factor": "factor",
     "beta_fast": "fast_turns",
@@ -140,9 +140,9 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "qk_rope_head_dim": mla.rope_head_dim,
         "qk_head_dim": config.head_dim,
         "v_head_dim": mla.value_head_dim,
-        "head_dim": mla.rope_head_dim,  # of the rotated part
+        "head_dim": mla.rope_head_dim,  # width of the rotated part
         "rope_interleave": True,
-        # vLLM makes its router by these two
+        # vLLM chooses its router by the next two fields
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         **_indexer_config(mla.indexer, config.num_layers),
@@ -216,10 +216,9 @@ def _decoder_config(config: Model) -> dict[str, Any]:
 class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
-    - `ignored`: regular expressions for HF names to skip.
-    - `fsdp_units`: groups of modules for one `fully_shard` call each, in order, before the root.
-      `layers.*` means one group per layer. `trainer/parallel` disables `cast_forward_inputs`,
-      because temperatures must stay float32.
+    - `ignored`: regular expressions of tensor names in files that loading skips.
+    - `fsdp_units`: groups of modules, in order, with one `fully_shard` call per group. The root
+      module follows. `layers.*` means one group per layer.
     - `expert_modules`: name patterns of modules whose parameters have experts as dimension 0.
     """
 
@@ -233,7 +232,7 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# Tied embeddings stay with the root, because both ends of the network read them.
+# Tied embeddings belong to the root, because the first and the last module read them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
 # Old checkpoints store rotary frequencies.
@@ -258,12 +257,12 @@ def build(
     """Return the manifest's network with NaN parameters, or without storage on "meta".
 
     Fill it by `orrery.models.weights.initialize` or `.load`. Raise OrreryError if transformers is
-    missing or the model unsupported.
+    needed but missing, or if the model is not supported.
     """
     with torch.device("meta"):
         module = _network(model)
     for parameter in module.parameters():
-        # `module.to` would also cast buffers.
+        # Do not use `module.to`, which would also cast buffers.
         parameter.data = parameter.data.to(dtype)
     if torch.device(device).type != "meta":
         module = module.to_empty(device=device)
@@ -307,7 +306,7 @@ def _check_shared_experts(model: Model) -> None:
 
 
 def hf_config(model: Model) -> dict[str, Any]:
-    """Return the content of `config.json`, without the dtype."""
+    """Return the content of `config.json`, except the dtype."""
     return FAMILIES[model.family].hf_config(model)
 
 
@@ -337,7 +336,7 @@ def expert_modules(module: CausalLm) -> list[nn.Module]:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Raise OrreryError if the network cannot be built, e.g. without transformers."""
+    """Return parameter counts. Raise OrreryError if the network cannot be built."""
     if model.family != "hugging_face":
         return parameters.count_parameters(model, adapters)
     return count_built(model, adapters)

@@ -1,7 +1,7 @@
-"""Quantize weights to FP8 once for all passes of a step, as engines receive them.
+"""Quantize weights to FP8 once per optimizer step, with the values that engines receive.
 
-Layers that `model.fp8` selects have lists `<name>_fp8` of quantized weights, in the format of
-`kernels/fp8`. If a list is empty, each pass quantizes the weight anew.
+A layer that `model.fp8` selects has lists `<name>_fp8` of quantized weights, in the format of
+`kernels/fp8`. If a list is empty, each forward pass quantizes the weight anew.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ from orrery.wire.weight_wire.fp8_blocks import SCALE, in_blocks
 
 
 def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
-    """Yield each matrix product in FP8: its list, and the plain weights that share its input."""
+    """Yield each FP8 matrix product: its list of quantized weights, and its plain weights."""
     for module in network.modules():
         found: list[tuple[Parts | None, list[Tensor]]] = []
         if isinstance(module, Attention):
@@ -53,7 +53,7 @@ def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
 
 
 class WeightCache:
-    """Quantize weights on one device before a forward pass, if they have changed."""
+    """Quantize the changed weights before a forward pass, on one device."""
 
     def __init__(self, network: nn.Module):
         self._network = network
@@ -70,9 +70,9 @@ class WeightCache:
 
 
 class SentWeights:
-    """This rank's weights in FP8 at constant addresses, quantized from bfloat16 as in a step.
+    """This rank's FP8 weights, at constant addresses, quantized from bfloat16 as in a step.
 
-    `refresh` raises OrreryError if a shard cuts a block.
+    `refresh` raises OrreryError if the edge of a shard lies inside a block.
     """
 
     def __init__(self, network: CausalLm):
@@ -103,7 +103,7 @@ class SentWeights:
             self._scales[name].copy_(scale)
 
     def scales(self) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-        """Yield scales like `weights.named_hf_slices`."""
+        """Yield (tensor of scales, box in it, data), like `weights.named_hf_slices`."""
         weights = dict(self._network.named_parameters())
         for hf in filter(self.is_sent, hf_tensors(self._network)):
             held = local_box(weights[hf.parameter_name])
@@ -114,7 +114,7 @@ class SentWeights:
             yield (of, box, local) if hf.expert is None else (of, box[1:], local[0])
 
     def encoded(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole named tensors. FP8 tensors become scales and values."""
+        """Yield whole named tensors. Replace FP8 weights by their scales, then their values."""
         sent = {hf.name for hf in hf_tensors(self._network) if self.is_sent(hf)}
         for name, tensor in tensors:
             if name not in sent:
@@ -126,6 +126,6 @@ class SentWeights:
 
 
 def scale_tensor(hf: HfTensor) -> HfTensor:
-    """Return the tensor of scales beside `hf`, at the same place in our parameter."""
+    """Return the tensor of `hf`'s scales, with the same box of our parameter."""
     shape = tuple(size // BLOCK for size in hf.shape)
     return replace(hf, name=hf.name + SCALE, shape=shape, dtype=torch.float32)

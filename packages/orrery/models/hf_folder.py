@@ -1,13 +1,13 @@
 """Read and write Hugging Face folders: safetensors files, an index and `config.json`.
 
-- `config.json` is removed first and written last, so a folder that has one is complete.
-- Tensors are read lazily, after all names and shapes have been checked.
-- FP8 matrices (e4m3, as published for DeepSeek-V3 and GLM-5) are dequantized in float32 by scales
-  of 128 × 128 blocks, then rounded to the parameter's dtype.
+- `config.json` is removed first and written last, so a folder with this file is complete.
+- Tensors are read lazily, after a check of all names and shapes.
+- FP8 matrices (e4m3, as published for DeepSeek-V3 and GLM-5) are multiplied by scales of 128 × 128
+  blocks in float32, then rounded to the parameter's dtype.
 - `check_config` compares `config.json` with the manifest's model, because tensor shapes do not show
   rotations, epsilons or routing. Engines get a `config.json` made from the manifest.
-- Layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2), named
-  `model.layers.<num_layers>.…`, are not trained, only copied between checkpoints for the engines.
+- Layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2), from
+  `model.layers.<num_layers>.…` on, are not trained, only copied to new checkpoints for the engines.
 """
 
 import copy
@@ -44,9 +44,9 @@ FP8 = "F8_E4M3"  # safetensors' name
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a checkpoint. It holds the part `box` of our parameter `parameter_name`.
+    """One tensor of a checkpoint: the part `box` of our parameter `parameter_name`.
 
-    An expert's tensor lacks the first dimension of our stacked experts. MTP tensors have an empty
+    The tensor of one expert lacks the expert dimension of our parameter. MTP tensors have an empty
     `parameter_name`.
     """
 
@@ -76,10 +76,10 @@ def open_tensors(
     is_expected: Callable[[str], bool] = lambda name: False,
     tied: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield {HF name: open file} of the folder's tensors, for `read`.
+    """Yield {tensor name: open file} of the folder's tensors, for `read`.
 
-    Besides `wanted` the folder may have scales of FP8 tensors, tensors whose HF name `is_expected`,
-    and if `tied` an LM head, left out. Raise OrreryError for other differences.
+    Besides `wanted`, the folder may have scales of FP8 tensors and tensors whose name `is_expected`
+    accepts. If `tied`, an LM head is ignored. Raise OrreryError for other differences.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)
@@ -124,7 +124,7 @@ def tensor_names(directory: Path) -> list[str]:
 
 
 def read(files: dict[str, Any], hf: HfTensor, box: Box | None = None) -> Tensor:
-    """Return a tensor or its `box`, in the folder's dtype. FP8 becomes float32."""
+    """Return a tensor or its part `box`, in the folder's dtype. FP8 becomes float32."""
     file = files[hf.name]
     value = file.get_slice(hf.name)[slices(box)] if box else file.get_tensor(hf.name)
     if value.dtype != torch.float8_e4m3fn:
@@ -159,7 +159,7 @@ def _refuse(directory: Path, problem: str, names: list[str]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the paths. Raise OrreryError if the folder is unfinished or has no safetensors."""
+    """Return the weights' paths. Raise OrreryError if the folder is incomplete or lacks them."""
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
             f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory. "
@@ -191,7 +191,7 @@ def check_digest(directory: Path, expected: str) -> None:
 
 
 def assign_files(tensors: Sequence[HfTensor], max_file_bytes: int) -> dict[str, list[HfTensor]]:
-    """Return {file name: tensors}, in order. A tensor above the limit gets its own file."""
+    """Return {file name: tensors}, in order. A tensor above the limit gets a separate file."""
     groups: list[list[HfTensor]] = [[]]
     used = 0
     for hf in tensors:
@@ -242,7 +242,7 @@ def _publish_json(path: Path, content: dict) -> None:
     write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-JOIN = "eh_proj.weight"  # joins embedding and hidden state in each MTP layer
+JOIN = "eh_proj.weight"  # weight that joins embedding and hidden state, one per MTP layer
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -270,9 +270,9 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 
 
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
-    """Return the MTP tensors in `files`, from `open_tensors`.
+    """Return the MTP tensors in `files`, as yielded by `open_tensors`.
 
-    FP8 tensors get `dtype` and lose their scales. Raise OrreryError for a dtype outside `DTYPES`.
+    FP8 tensors get `dtype` and no scales. Raise OrreryError for a dtype outside `DTYPES`.
     """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):
@@ -290,7 +290,7 @@ def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list
     return tensors
 
 
-# Field of `config.json` → field of the manifest's model. The family fixes all other fields.
+# Field of `config.json` → field of the manifest's model. The family fixes other fields.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -327,7 +327,7 @@ NOT_COMPARED = re.compile(
     r"|.*(dropout|pdrop)|.*aux_loss_coef|pretraining_tp"
 )
 YARN_FAMILIES = ("deepseek_v3", "deepseek_v32", "kimi_k2")
-SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # types that transformers lacks
+SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # type that transformers lacks → type with the same config
 _POSITIONS = ("model_type", "max_position_embeddings", "n_positions")
 _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 COMPARED_SEPARATELY = _POSITIONS + _ROTATION
@@ -402,7 +402,7 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
 
 def rotation(settings: Any) -> dict[str, Any]:
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    # nested values: each layer type has its own rotation
+    # Nested values mean that each layer type has a separate rotation.
     if not rope or any(isinstance(one, dict) for one in rope.values()):
         return rope
     rope.pop("type", None)  # older name of rope_type
@@ -442,7 +442,7 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
         config = AutoConfig.for_model(SAME_CONFIG.get(kind, kind), **content)
         num_heads = getattr(config, "num_attention_heads", None)
         if getattr(config, "head_dim", None) is None and num_heads:
-            config.head_dim = config.hidden_size // num_heads  # some classes lack it
+            config.head_dim = config.hidden_size // num_heads  # some config classes lack it
         return config
     except Exception as error:
         raise OrreryError(

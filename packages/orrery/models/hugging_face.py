@@ -1,8 +1,10 @@
 """Give any causal language model of transformers the interface of our own networks.
 
-- A pack becomes a padded batch and back. This is exact on causal models. Others are refused.
-- There is no context or expert parallelism and no router replay. Only the LM head has our kernels.
-- Files may hold stacked experts one by one. Other differences from the files are refused.
+- A pack of documents becomes a padded batch and back. This is exact for causal models. Other models
+  are refused.
+- Context parallelism, expert parallelism and router replay are not supported. Only the LM head uses
+  our kernels.
+- Files may have one tensor per expert where the network stacks them. Other differences are refused.
 
 T tokens · E experts · D hidden · V vocabulary
 """
@@ -33,7 +35,7 @@ from orrery.models.causal_lm import CausalLm, Names
 
 # transformers lists these types as causal, but their tokens attend to later tokens.
 NOT_CAUSAL = ("cpmant", "xlnet")
-# Field of the manifest's model → its names in configs. A config type has one of them.
+# Field of the manifest's model → names in configs. A type of config has at most one of them.
 FIELDS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -54,7 +56,7 @@ POSITIONS = ("n_positions", "max_position_embeddings", "max_seq_len")
 
 
 def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> Any:
-    """Return `make(…)`. Turn any exception into OrreryError."""
+    """Return `make(…)`. Raise OrreryError for any exception."""
     try:
         return make(*args, **content)
     except Exception as error:
@@ -66,16 +68,16 @@ def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> A
 
 
 def check_config(model: Model, config: PreTrainedConfig) -> None:
-    """Raise OrreryError unless `config` is of a causal model and agrees with the manifest."""
+    """Raise OrreryError unless `config` is a causal model's and agrees with the manifest."""
     check_type(config)
     _check_fields(model, config)
     _check_positions(model, config)
 
 
 def check_network(model: Model, network: PreTrainedModel) -> None:
-    """Raise OrreryError if a token's output depends on later tokens, or head sizes are wrong.
+    """Raise OrreryError if a token's output depends on later tokens, or the head size differs.
 
-    The network may be on "meta", so model type and `is_decoder` tell whether it is causal.
+    The network may be on "meta", so model type and `is_decoder` decide whether it is causal.
     """
     kind = network.config.model_type
     if kind in NOT_CAUSAL:
@@ -113,7 +115,7 @@ def check_type(config: PreTrainedConfig) -> None:
 
 
 def find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
-    """Return the first of `names` that this type of config defines and sets."""
+    """Return the first of `names` that the type of `config` defines and that is not None."""
     known = {*dir(type(config)), *config.attribute_map, *(one.name for one in fields(config))}
     found = (name for name in names if name in known and getattr(config, name) is not None)
     return next(found, None)
@@ -143,8 +145,8 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network cannot compute `max_positions`.
 
-    Networks without a rotation may have a table of positions. Beyond some length, `longrope` and
-    `dynamic` rotations depend on a batch's longest row.
+    A network without a rotation may have a table of positions. Beyond some length, `longrope` and
+    `dynamic` rotations depend on the longest row of a batch.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
@@ -170,12 +172,12 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
             )
 
 
-try:  # private: renames tensors as transformers does when it saves
+try:  # a private function that renames tensors as transformers does when it saves
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # of an expert in a probe, with rows divisible by 2, 3 and 4
+PROBE_SHAPE = (12, 2)  # shape of one expert in a probe. 2, 3 and 4 divide the rows
 
 _global_generator = threading.Lock()  # transformers draws from torch's global generator
 
@@ -215,7 +217,7 @@ class HuggingFaceLm(CausalLm):
         self.names = {ours[name]: in_file for name, in_file in in_files.items()}
 
     def train(self, mode: bool = True) -> "HuggingFaceLm":
-        """Set the mode, but keep dropout off, as in the engine."""
+        """Set the mode, but keep dropout off, as in engines."""
         super().train(mode)
         self.body.eval()
         return self
@@ -239,13 +241,13 @@ class HuggingFaceLm(CausalLm):
     ) -> Tensor:
         if routes is not None or engine_keys_TIB is not None:
             raise ValueError("a network of transformers cannot replay an engine's choices")
-        # An empty pack runs one token, for gradients and collectives.
+        # An empty pack computes one token, because gradients and collectives must still run.
         num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
         index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
         row_T = torch.searchsorted(documents.cu_seqlens[1:].long(), index_T, right=True)
         cell_T = row_T * longest + index_T - documents.cu_seqlens.long()[row_T]
         cells = token_ids_T.new_zeros(num_rows * longest).index_put((cell_T,), token_ids_T)
-        # Without mask and positions, transformers takes its fastest causal attention.
+        # Pass no mask and no positions, so that transformers uses its fastest causal attention.
         output = self.body(input_ids=cells.view(num_rows, longest), use_cache=False)
         return output.last_hidden_state.flatten(0, 1).index_select(0, cell_T)
 
@@ -270,7 +272,7 @@ class HuggingFaceLm(CausalLm):
 
     @torch.no_grad()
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor:
-        """Draw as transformers does, with the manifest's `std`. The latest draw is cached."""
+        """Draw as transformers does, with the manifest's `std`. Cache the latest draw."""
         network, key = self._network[0], (parameter_name, seed, std)
         owner_name, _, attribute = parameter_name.rpartition(".")
         with _global_generator, torch.random.fork_rng(devices=[]):
@@ -323,8 +325,8 @@ class _PassthroughHead(nn.Identity):
 class Head(nn.Module):
     """Map hidden states to log-probs and entropies, with the interface of `LmHead`.
 
-    If the network changes logits, transformers' own `forward` runs on chunks of logits, and again
-    in the backward pass.
+    If the network changes logits, transformers' own `forward` processes chunks of logits, and does
+    so again in the backward pass.
     """
 
     def __init__(
@@ -383,7 +385,7 @@ class Head(nn.Module):
 
 
 class _WideLinear(torch.autograd.Function):
-    """Compute hidden · weightᵀ in float32 or float64. Gradients have the inputs' dtype."""
+    """Compute hidden · weightᵀ in float32 or float64. Return gradients in the inputs' dtype."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -412,9 +414,10 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 
 
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
-    """Return the names in files of stacked experts, or of the even parts of each expert.
+    """Return the names, with `{expert}`, of stacked experts in files, or of their equal parts.
 
-    Convert a small probe, and find each part by its values. Raise OrreryError on failure.
+    Rename a small probe as transformers does, and find each part by its values. Raise OrreryError
+    if the files split the experts in another way.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")
@@ -455,7 +458,7 @@ def _as_linear(head: Head) -> nn.Linear:
 
 
 def _nan_copy(owner: nn.Module) -> nn.Module:
-    """Return a copy with NaN parameters and buffers on the CPU. Children are shared."""
+    """Return a copy with NaN parameters and buffers on the CPU. Share the child modules."""
     filled = copy.copy(owner)
     filled._parameters, filled._buffers = {}, {}
     for key, one in owner._parameters.items():

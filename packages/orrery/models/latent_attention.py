@@ -1,15 +1,15 @@
 """Multi-head latent attention (MLA), dense, or sparse over the keys that an indexer chooses.
 
 T queries · S keys (S = T without context parallelism) · D hidden · H heads · C latent width
-N, R, V widths of a head: unrotated, rotated, value · K chosen keys, or the head width N + R
-W = C + R, width of a latent key · J indexer heads · I width of an indexer's keys
+N unrotated width of a head · R rotated width · V value width · W = C + R width of a latent key
+K number of chosen keys, or the head width N + R · J indexer heads · I width of an indexer's keys
 
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
   https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
-- While no document is longer than the indexer's `top_k`, a query attends to all keys up to its own.
-  With indexers and context parallelism keys stay latent, so no rank expands the keys of all ranks.
-- Indexers are frozen, or learn (`train_indexers`) the mean attention of the layers that share their
-  choice. Their loss reaches no other weights. The choice itself has no gradient.
+- If no document is longer than the indexer's `top_k`, a query attends to all keys up to its own.
+  With indexers and context parallelism, keys stay latent, so no rank expands the keys of all ranks.
+- Indexers are frozen. With `train_indexers` they learn the mean attention of the layers that share
+  their choice. Their loss has no gradient in other weights. The choice itself has no gradient.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ INDEXER_EPSILON = 1e-6  # as in the code of DeepSeek-V3.2 and GLM-5
 
 
 def rotate_pairs(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
-    """Rotate columns (0, 1), (2, 3), …. Return all even columns, then all odd columns."""
+    """Rotate column pairs (0, 1), (2, 3), …. Return all even columns, then all odd columns."""
     return apply_rotary(torch.cat((x_THR[..., ::2], x_THR[..., 1::2]), dim=-1), *angles)
 
 
@@ -41,21 +41,21 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """The latest indexer's choice, passed from layer to layer, with sums over the layers so far.
+    """The latest indexer's choice, passed from layer to layer. `kl` and `differ` are running sums.
 
     `score_TK` and `kl` are None unless indexers learn. `differ` is None without an engine's keys.
     """
 
     chosen_TK: Tensor  # i32 indices of keys, −1 for none
     score_TK: Tensor | None = None  # f32, the indexer's scores of the chosen keys
-    kl: Tensor | None = None  # float32 [], the loss
-    differ: Tensor | None = None  # i64 [2], the counts of `engine_keys`
+    kl: Tensor | None = None  # f32 [], sum of the losses so far
+    differ: Tensor | None = None  # i64 [2], sum of the counts of `engine_keys`
 
 
 class KeyIndexer(nn.Module):
-    """Choose keys by score_ts = Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
+    """Choose each query t's keys s of highest score Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
 
-    Rotary embeddings turn column pairs of q and k in GLM-5 (`turns_pairs`), halves in
+    Rotary embeddings rotate column pairs of q and k in GLM-5 (`turns_pairs`), but halves in
     DeepSeek-V3.2.
     """
 
@@ -93,13 +93,16 @@ class KeyIndexer(nn.Module):
         - `q_TC`: output of `q_a_layernorm`. `k_SI`: output of `keys`, gathered from all ranks.
         - `ranges`: first and last key that each query may choose, i32 [T] each.
         - `longest`: tokens of the longest document.
-        - `engine_keys`: compared with the choice. They replace it if `replays`.
+        - `engine_keys`: an engine's choice, compared with this choice. If `replays`, it is used
+          instead.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self._rotate(self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width)), angles)
         weight_TJ = self.weights_proj(x_TD.detach()).float() * (num_heads * width) ** -0.5
         scored = q_TJI, k_SI, weight_TJ
-        chosen_TK = select_keys(*scored, *ranges, self.indexer.top_k)[:, :longest]  # rest is −1
+        chosen_TK = select_keys(*scored, *ranges, self.indexer.top_k)[
+            :, :longest
+        ]  # all further columns are −1
         differ = None
         if engine_keys_TB is not None and longest > self.indexer.top_k:
             keys_TK, differ = engine_keys(engine_keys_TB, chosen_TK, *ranges)
@@ -113,7 +116,7 @@ class KeyIndexer(nn.Module):
 
 
 class LocalKeys(nn.Module):
-    """Give queries the keys of this device. Context parallelism replaces the module.
+    """Provide the keys of this device. Context parallelism replaces this module.
 
     Queries are computed between `send` and `receive`. `is_gathered`: keys come from several ranks.
     """
@@ -123,7 +126,8 @@ class LocalKeys(nn.Module):
     def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
         """Start to gather `keys`, tensors [T, ·]. `receive` turns the result into tensors [S, ·].
 
-        `is_latent`: attention reads latent keys by index, otherwise expanded keys densely.
+        `is_latent`: sparse attention to latent keys follows. Otherwise, dense attention to expanded
+        keys.
         """
         return keys
 
@@ -133,7 +137,7 @@ class LocalKeys(nn.Module):
     def ranges(self, documents: Documents, num_queries: int) -> tuple[Tensor, Tensor]:
         """Return the first and last key that each query may see, i32 [T] each.
 
-        They are the document's first token and the query's own token.
+        These are the document's first token and the query's own token.
         """
         last_T = torch.arange(num_queries, dtype=torch.int32, device=documents.cu_seqlens.device)
         document_T = torch.searchsorted(documents.cu_seqlens, last_T, right=True) - 1
@@ -145,7 +149,7 @@ class LocalKeys(nn.Module):
 
 
 def every_key(first_T: Tensor, last_T: Tensor, longest: int) -> Tensor:
-    """Return i32 [T, longest]: in row t the indices `first_T[t]` to `last_T[t]`, then −1."""
+    """Return i32 [T, longest]. Row t has the indices `first_T[t]` to `last_T[t]`, then −1."""
     key_TK = first_T[:, None] + torch.arange(longest, dtype=torch.int32, device=first_T.device)
     return key_TK.masked_fill(key_TK > last_T[:, None], -1)
 
@@ -166,7 +170,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
-        # Never in FP8: q_a and kv_a (narrow), kv_b (read by `_absorb`).
+        # Some are never in FP8: q_a and kv_a are narrow, and `_absorb` reads the weight of kv_b.
         is_fp8 = "attention" in (config.fp8 or ())
         self.q_b_fp8: Parts | None = [] if is_fp8 else None
         self.o_fp8: Parts | None = [] if is_fp8 else None
@@ -187,8 +191,8 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, ChosenKeys | None]:
         """Return the output [T, D] and the `choice` for the next layer.
 
-        `choice` comes from the previous layer, or is None. A layer replaces it if its indexer runs:
-        if attention is sparse or the indexer learns. Sparse attention reads the returned choice.
+        `choice` comes from the previous layer, or is None. A layer with an indexer replaces it if
+        attention is sparse or the indexer learns. Sparse attention reads the returned choice.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -237,10 +241,10 @@ class LatentAttention(nn.Module):
     def _with_loss(
         self, choice: ChosenKeys, q_THW: Tensor, kv_SW: Tensor, documents: Documents
     ) -> ChosenKeys:
-        """Add this layer's loss to `choice.kl`: Σ_t of `index_kl`, divided by `num_served`.
+        """Add this layer's loss to `choice.kl`: the sum of `index_kl` over tokens / `num_served`.
 
-        Summed over the layers that share a choice, these losses have the gradient of one KL to the
-        layers' mean attention.
+        The sum over layers that share a choice has the gradient of one KL divergence to the layers'
+        mean attention.
         """
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
@@ -254,7 +258,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Return attention [T, H, V] to keys and values that `kv_b_proj` expands from latent keys.
 
-        Zeros pad queries, keys and values to one width.
+        Queries, keys and values are padded to one width by zeros.
         """
         mla = self.mla
         latent_SC, k_SR = kv_SW.split((mla.kv_lora_rank, mla.rope_head_dim), dim=-1)
@@ -276,7 +280,8 @@ class LatentAttention(nn.Module):
     def _absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
         """Return queries [T, H, W] for latent keys.
 
-        The first C columns are q_THN times the key part of `kv_b_proj`. The rest is q_THR.
+        The first C columns are q_THN times the key part of `kv_b_proj`. The other columns are
+        q_THR.
         """
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
@@ -311,7 +316,7 @@ def train_indexers(module: nn.Module) -> None:
 
 
 def replay_choices(module: nn.Module) -> None:
-    """Let an engine's keys, where given, replace the choice of each indexer."""
+    """Let each indexer use an engine's keys, if given, instead of its choice."""
     for one in module.modules():
         if isinstance(one, KeyIndexer):
             one.replays = True

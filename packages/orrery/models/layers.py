@@ -1,10 +1,11 @@
 """Layers of the pre-norm families: attention, feed-forward, and mixtures of experts.
 
-T tokens · D hidden · H query heads · G key and value heads · K head size · R rotary part of a head.
-In mixtures: E experts · K experts a token · M = T·K routed rows · I expert intermediate.
+T tokens · D hidden · H query heads · G key and value heads · K head size · R rotated width
+In mixtures: E experts · K experts per token · M = T·K rows, one per token and expert ·
+I intermediate width of an expert
 
-Grouped matrix products take rows sorted by expert and stacked expert weights. A row's score
-multiplies its activation, before the down projection.
+Grouped matrix products take rows sorted by expert, and stacked expert weights. Each row's
+activation is multiplied by its score before the down projection.
 """
 
 import math
@@ -32,9 +33,10 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 
 
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
-    """Return each layer's output. Without `fp8` the products are plain.
+    """Return each linear layer's output.
 
-    `fp8` holds the layers' quantized weights. An empty list quantizes them in this call.
+    `fp8` holds the layers' quantized weights. If it is empty, this call quantizes them. If it is
+    None, the products are not in FP8.
     """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
@@ -46,7 +48,7 @@ def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate x) · up x).
 
-    `gate_up_fp8`, `down_fp8`: the quantized weights of a layer in FP8 (`fp8.py`), or None.
+    `gate_up_fp8`, `down_fp8`: quantized weights (`fp8.py`), or None if the layer is not in FP8.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, is_fp8: bool = False) -> None:
@@ -78,7 +80,7 @@ class Adapter(nn.Module):
         return F.linear(F.linear(x, a), b)
 
     def scaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return a and the scaled b. Scaling rows would cost more."""
+        """Return a and the scaled b. Scaling the output instead would cost more."""
         return self.a.to(dtype), (self.b * self.scale).to(dtype)
 
 
@@ -91,7 +93,7 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, R] of RoFormer's angles, position · theta^(−2i/R).
 
-    Both halves of R are equal (GPT-NeoX). Angles are float32, results `dtype`.
+    Both halves of R are equal (GPT-NeoX). Angles are float32, the results have `dtype`.
     """
     index = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=positions_T.device)
     frequency, size = 1.0 / theta ** (index.float() / rotary_dim), 1.0
@@ -110,7 +112,7 @@ def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
 
 
 def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`. Interpolate over indices, not turns (YaRN)."""
+    """Divide low frequencies by `factor` (YaRN). Interpolate linearly in the frequency's index."""
     half = frequency.shape[0]
 
     def index(turns: float) -> float:
@@ -125,7 +127,7 @@ def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> T
 
 
 def _scale_frequencies(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high frequencies, interpolate between."""
+    """Divide low frequencies by `factor`. Keep high frequencies. Interpolate between them."""
     turns = scaling.original_max_positions * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -142,7 +144,7 @@ def apply_rotary(x_THK: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
 
 
 class LocalCore(nn.Module):
-    """Attention on this device. Context parallelism replaces the module."""
+    """Attention on this device. Context parallelism replaces this module."""
 
     def forward(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, documents: Documents) -> Tensor:
         return varlen_attention(q_THK, k_TGK, v_TGK, documents)
@@ -177,10 +179,11 @@ class Attention(nn.Module):
 class Router(nn.Module):
     """Choose each token's top K experts and score them.
 
-    - Scores are probabilities times `scale`. `normalize_top_k` first makes the K sum to one.
-    - "softmax" is over all experts. "sigmoid" is per expert, with `expert_bias` in the choice alone
-      (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equation 16).
-    - `groups` (G, g) limits the choice to the best g of G groups (DeepSeek-V3).
+    - Scores are probabilities times `scale`. With `normalize_top_k`, the K probabilities are first
+      divided by their sum.
+    - "softmax" is over all experts. "sigmoid" is per expert, and `expert_bias` affects only the
+      choice (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equation 16).
+    - `groups` (n, k) limits the choice to the best k of n groups of experts (DeepSeek-V3).
     - `expert_bias` [E] is a float32 buffer, because bfloat16 would change choices.
     """
 
@@ -210,7 +213,8 @@ class Router(nn.Module):
         """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
 
         Expert ids in `replayed_TK` replace the choice (router replay), but not scores or gradients.
-        The number, i64 [], counts replayed ids that the router did not choose. None without replay.
+        The number, i64 [], counts replayed ids that the router did not choose. It is None without
+        replay.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -232,7 +236,7 @@ class Router(nn.Module):
 
 
 def _keep_groups(choice_TE: Tensor, num_groups: int, num_kept: int) -> Tensor:
-    """Exclude experts outside the `num_kept` groups whose two best choices sum highest."""
+    """Keep the `num_kept` groups with the largest sum of their best two. Set others to −∞."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1)
     kept_TG = best_TG.topk(num_kept, dim=-1).indices
@@ -249,7 +253,7 @@ def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tens
 class Experts(nn.Module):
     """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has gate rows before up rows.
 
-    In FP8 each expert's input rows begin at a multiple of 128 (`row_block`).
+    In FP8, each expert's input rows begin at a multiple of 128 (`row_block`).
     """
 
     def __init__(
@@ -271,7 +275,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return [T, D]: each token's sum of score · output over its experts.
 
-        `rows` is from `sort_by_expert` with block `row_block`. `has_spare`: see `fp8_experts`.
+        `rows` comes from `sort_by_expert` with block `row_block`. `has_spare`: see `fp8_experts`.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
@@ -293,7 +297,7 @@ def _project(x_MK: Tensor, weight_ENK: Tensor, adapter: Adapter | None, ends_E: 
 
 
 class LocalExchange(nn.Module):
-    """Keep tokens on one device. Expert parallelism replaces the module."""
+    """Keep tokens on this device. Expert parallelism replaces this module."""
 
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
@@ -305,8 +309,8 @@ class LocalExchange(nn.Module):
 class RouteCounts(NamedTuple):
     """Counts of one mixture in one forward pass."""
 
-    load_E: Tensor  # i64, tokens of each expert, without padding
-    num_differing: Tensor | None  # i64 [], see `Router`
+    load_E: Tensor  # i64, number of tokens of each expert, without padding
+    num_differing: Tensor | None  # i64 [], see `Router.forward`
 
 
 class MixtureOfExperts(nn.Module):

@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A, W frozen.
 
-- A projection has its adapter as `lora`. Stacked experts have `gate_up_lora` and `down_lora`.
+- A projection's adapter is `lora`. Stacked experts have `gate_up_lora` and `down_lora`.
 - Merging computes in float32 and rounds once.
-- A starts uniform in ±1/√(inputs), B zero. Draws depend only on the seed and the adapter's name.
+- A is initially uniform in ±1/√(inputs), B is zero. Draws depend only on seed and adapter name.
 """
 
 import hashlib
@@ -72,7 +72,7 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
-    """Return the whole `weight` merged with its adapter. A collective if sharded."""
+    """Return the whole `weight` merged with its adapter. This is a collective if sharded."""
     a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
     return (weight.float() + adapter.scale * (b @ a)).to(weight.dtype)
 
@@ -81,7 +81,7 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
 def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
     """Return this rank's shard of `weight` merged with its adapter, on the shard's device.
 
-    A collective unless weight and adapter are sharded alike.
+    This is a collective unless weight and adapter are sharded alike.
     """
     *stack, rows, columns = local_box(weight)
     rank, local = (0, adapter.a.shape[-2]), local_tensor(weight.detach())

@@ -1,6 +1,6 @@
-"""Find the part of a whole tensor that a local shard holds.
+"""Find the part of a whole tensor that this rank's shard holds.
 
-A shard is a box: one `[start, stop)` per dimension. Replicas have equal boxes.
+A shard is a box: a range `[start, stop)` per dimension. Replicas have equal boxes.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole tensor. A collective if sharded."""
+    """Return the whole tensor. This is a collective if the tensor is sharded."""
     if not isinstance(parameter, DTensor):
         return parameter
     mesh, local = parameter.device_mesh, parameter.to_local()
@@ -37,7 +37,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def local_box(parameter: Tensor) -> Box:
-    """Return this rank's box. Raise NotImplementedError if placements do not explain it."""
+    """Return this rank's box. Raise NotImplementedError for unsupported placements."""
     if not isinstance(parameter, DTensor):
         return tuple((0, size) for size in parameter.shape)
     mesh = parameter.device_mesh
@@ -61,8 +61,8 @@ def local_box(parameter: Tensor) -> Box:
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
     """Split `shape` by mesh axes (strided, dim, number of parts, this part) like `torch.chunk`.
 
-    Axes apply from left to right, strided axes last. FSDP's axis is strided if a later mesh axis
-    (expert or tensor parallel) has already split the same dimension.
+    Apply axes from left to right, strided axes last. FSDP's axis is strided if a later mesh axis,
+    for expert or tensor parallelism, has already split the same dimension.
     """
     box = [(0, size) for size in shape]
     for _, dim, num_parts, part in sorted(axes, key=lambda axis: axis[0]):

@@ -1,9 +1,10 @@
 """Load, initialise and save weights as Hugging Face folders, on whole or sharded networks.
 
 - `load` and `initialize` read or draw only tensors that overlap this rank's shards.
-- `save` and `named_hf_tensors` are collectives on a sharded module: all ranks iterate to the end.
-- Each drawn tensor has a generator, seeded by the manifest's seed and the tensor's name.
-- An HF tensor is a box of a parameter or buffer. Checkpoints have no adapters.
+- `save` and `named_hf_tensors` are collectives on a sharded module, so all ranks must iterate to
+  the end.
+- Each drawn tensor has a separate generator, seeded by the manifest's seed and the tensor's name.
+- A Hugging Face ("HF") tensor is a box of a parameter or buffer. Checkpoints have no adapters.
 """
 
 import hashlib
@@ -37,14 +38,14 @@ from orrery.models.placement import (
 )
 
 MAX_FILE_BYTES = 5_000_000_000
-MAX_DRAWING_THREADS = 16  # each holds a float32 tensor
-# Added to parameter names by activation checkpointing and torch.compile.
+MAX_DRAWING_THREADS = 16  # each thread holds a float32 tensor
+# Activation checkpointing and torch.compile add these to parameter names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @torch.no_grad()
 def initialize(module: CausalLm, model: Model) -> None:
-    """Fill the module from a folder or by draws (normal, norms one, biases zero)."""
+    """Fill the module from a folder, or draw normal weights, with norms one and biases zero."""
     if model.init.kind == "pretrained":
         with _open_pretrained(module, model, model.init) as files:
             _fill(module, files)
@@ -71,12 +72,12 @@ def _seed(init: RandomInit, name: str) -> int:
 
 @torch.no_grad()
 def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
-    """Draw local shards on their device: fast, but weights depend on the mesh."""
+    """Draw shards on their device. This is fast, but the weights depend on the mesh."""
     _allocate(module)
     device = local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
     generator = torch.Generator(device).manual_seed(seed + rank)
-    # Draws of single experts would take minutes.
+    # Draw stacked experts at once, because drawing each expert would take minutes.
     for name, tensor in module.state_dict().items():
         local = local_tensor(tensor.detach())
         if tensor.ndim == 1:
@@ -88,11 +89,11 @@ def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
 def write_initial(
     model: Model, directory: Path | str, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
 ) -> int:
-    """Write the files that `save` would after `initialize`. Return the parameter count."""
+    """Write the same files as `initialize`, then `save`. Return the number of parameters."""
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
-    # A generator uses one core, so threads draw tensors. Reading is disk-bound.
+    # A generator uses one core, so draw in several threads. Reading is disk-bound.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as (tensors, tensor), pool:
@@ -131,7 +132,7 @@ def _open_pretrained(
 
 
 def _allocate(module: CausalLm) -> None:
-    """Allocate a module built on "meta" on its mesh's device, or unsharded on the CPU."""
+    """Allocate a module on "meta" on its mesh's device, or on the CPU if not sharded."""
     parameters = list(module.parameters())
     if not any(parameter.is_meta for parameter in parameters):
         return
@@ -148,7 +149,8 @@ def load(
 ) -> None:
     """Fill the module from a Hugging Face folder, in the module's dtype.
 
-    Call `on_tensor` after every tensor. Raise OrreryError, before any change, on a mismatch.
+    Call `on_tensor` after every tensor. If the folder does not match the module, raise OrreryError
+    before any change.
     """
     with open_checkpoint(module, Path(directory)) as files:
         _fill(module, files, on_tensor)
@@ -165,7 +167,7 @@ def _fill(
 
 @contextmanager
 def open_checkpoint(module: CausalLm, directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield a folder's files as `open_tensors` does. Check its number of MTP layers."""
+    """Check a folder's number of MTP layers, and yield its files as `open_tensors` does."""
     config = module.config
 
     def is_expected(name: str) -> bool:
@@ -186,8 +188,8 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
 
-    MTP layers are copied from the folder `start`. Other files in `directory` stay. A collective if
-    sharded: ranks write in parallel, and hold at most one file each in host memory.
+    Copy MTP layers from the folder `start`. Keep other files in `directory`. This is a collective
+    if sharded: ranks write in parallel, and each holds at most one file in host memory.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -212,7 +214,7 @@ def save(
                 elif is_mine:
                     tensor = hf_folder.read(base, hf)
                 if is_mine:
-                    # A view would keep its whole gathered parameter.
+                    # Copy, because a view would keep the whole gathered parameter in memory.
                     tensor = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
                     held[hf.name], held_file = tensor, file
             ends_round = index % num_ranks == num_ranks - 1 or index == len(files) - 1
@@ -249,7 +251,7 @@ def unwrapped_name(parameter_name: str) -> str:
 
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
-    """Return the checkpoint's tensors in writing order. Not a collective."""
+    """Return the checkpoint's tensors in writing order. This is no collective."""
     tensors = []
     for name, tensor in _checkpoint_state(module).items():
         key, layer = unwrapped_name(name), ""
@@ -294,10 +296,10 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, detached tensor) in the order of `hf_tensors`.
 
-    A collective on a sharded module. Otherwise tensors are views of parameters.
+    This is a collective on a sharded module. Otherwise, tensors are views of parameters.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
-    # Adjacent tensors share a parameter, so one gathered parameter is alive at a time.
+    # Tensors of one parameter are adjacent, so only one gathered parameter is in memory.
     for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):
         whole = full_tensor(state[parameter_name].detach())
         if (adapter := adapter_of.get(parameter_name)) is not None:
@@ -309,10 +311,10 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (PEFT name, tensor in `dtype`) of all adapters. A collective if sharded.
+    """Yield (PEFT name, tensor in `dtype`) of all adapters. This is a collective if sharded.
 
-    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale. Parts of a parameter share A.
-    Experts are not supported.
+    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale. If one parameter is several HF
+    tensors, they get the same `lora_A`. Experts are not supported.
     """
     groups = groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
     parts = {name: list(group) for name, group in groups}
@@ -328,7 +330,7 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
 def named_hf_slices(
     module: CausalLm, replacements: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-    """Yield (checkpoint tensor, box in it, this rank's data). No collective, no copy.
+    """Yield (HF tensor, box in it, this rank's data). This is no collective and makes no copy.
 
     Replicas yield equal boxes. `replacements`: shards to yield instead, by our parameter name.
     """
