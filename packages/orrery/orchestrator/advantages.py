@@ -38,7 +38,7 @@ def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
 def max_rl(rewards: np.ndarray, algorithm: MaxRl) -> np.ndarray:
     """Return A_i = (R_i − mean(R)) / mean(R) for rewards R. Return zeros if mean(R) ≤ 0.
 
-    Source: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning".
+    Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning".
     """
     exact = rewards.astype(np.float64)
     mean = exact.mean()

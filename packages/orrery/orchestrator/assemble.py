@@ -38,8 +38,8 @@ SERVERS_START_S = 600.0  # time limit for engines to import vLLM and compile, sc
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
     """Wait until all engines and any router listen. Return their pool.
 
-    If the stage is preempted meanwhile, raise Preempted with the newest checkpoint's step. Without
-    a checkpoint, the step is 0.
+    If the stage is preempted meanwhile, raise Preempted with the newest checkpoint's step. The step
+    is 0 without a checkpoint.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)

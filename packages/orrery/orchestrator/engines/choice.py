@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK_TOKENS = 64
-MAX_BLOCKS = 1 << 20  # blocks that are remembered, over all ranks
+MAX_BLOCKS = 1 << 20  # number of blocks that are remembered, over all ranks
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -38,17 +38,17 @@ class EngineChoice:
     def __init__(self, num_ranks: Sequence[int], is_decoding: bool = False):
         """Take the number of ranks of each engine.
 
-        A request in flight adds its uncached tokens to its rank's load. If `is_decoding`, it adds
-        all its tokens, because each decoding step reads their cache.
+        A request in flight adds its uncached tokens to its rank's load. If `is_decoding`, a request
+        adds all its tokens, because each decoding step reads their cache.
         """
         self.addresses = [Address(e, r) for e, ranks in enumerate(num_ranks) for r in range(ranks)]
         self.owed_tokens = [0] * len(self.addresses)
         self._is_decoding = is_decoding
-        self._holders: OrderedDict[int, int] = OrderedDict()  # block → bit set of its ranks
+        self._holders: OrderedDict[int, int] = OrderedDict()  # block → bit set of ranks with it
 
     @contextmanager
     def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Chosen]:
-        """Choose a rank of engines `among`. In the `with` body its load includes the request."""
+        """Choose a rank of engines `among`. In the `with` body, its load includes the request."""
         blocks = _blocks(token_ids, salt)
         cached = self._cached_tokens(blocks)
         lacking = [len(token_ids) - tokens for tokens in cached]
@@ -94,7 +94,7 @@ class EngineChoice:
 
 
 def _blocks(token_ids: TokenIds, salt: str) -> list[int]:
-    """Return a key of each whole block, from the salt and all tokens up to the block's end."""
+    """Return a hash of the salt and all tokens up to a block's end, for each whole block."""
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     key, keys = hash(salt), []
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

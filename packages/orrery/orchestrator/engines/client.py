@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CONTROL_TIMEOUT_S = 120.0  # longest control call except loads and aborts, scaled
-LOAD_TIMEOUT_S = 300.0  # longest load, more than a weight wire waits for a peer, scaled
-QUERY_TIMEOUT_S = 10.0  # longest call of health, metrics or abort
-# vLLM prepends this to request ids. An abort without it has no effect and returns status 200.
+CONTROL_TIMEOUT_S = 120.0  # time limit of a control call except loads and aborts, scaled
+LOAD_TIMEOUT_S = 300.0  # time limit of a load, more than a weight wire waits for a peer, scaled
+QUERY_TIMEOUT_S = 10.0  # time limit of a call of health, metrics or abort
+# vLLM prepends this to request ids. An abort without the prefix returns 200 and has no effect.
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
 SAMPLING: dict[str, Any] = {
@@ -75,8 +75,7 @@ class EngineClient:
 
         - `token`: the run's token, from which credentials are derived.
         - `model`: the model name in requests, see `weight_wire.served_model`.
-        - `num_ranks`: number of the server's data-parallel ranks. This client chooses among the
-          ranks (`choice`).
+        - `num_ranks`: number of the server's data-parallel ranks. `choice` picks a rank.
         """
         self._ranks = EngineChoice([num_ranks])
         self.url = url.rstrip("/")
@@ -128,8 +127,8 @@ class EngineClient:
         - `rank`: data-parallel rank that serves the request. None: the client chooses.
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
-        Raise EngineGone if the engine was lost, GenerationFailed after other failures. Samples
-        that ended before the failure are delivered. Cancelling the coroutine aborts the request.
+        Raise EngineGone if the engine was lost. Raise GenerationFailed after other failures.
+        Samples that ended before the failure are delivered. Cancelling aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
         if stop_token_ids:
@@ -164,7 +163,7 @@ class EngineClient:
                     *(chosen, take),
                 )
         except EngineGone as error:
-            # A healthy server also closes a kept connection after an error 500.
+            # Ask for health: a healthy server also closes a kept connection after an error 500.
             if await self.health():
                 raise GenerationFailed(
                     f"{self.name} closed the connection of {what}, but is healthy"
@@ -191,9 +190,9 @@ class EngineClient:
     async def prompt_logprobs(
         self, token_ids: Sequence[int], request_id: str, timeout_s: float
     ) -> np.ndarray:
-        """Return log p of each token after the first, f32 [n − 1], at temperature 1.
+        """Return the log-prob of each token after the first, f32 [n − 1], at temperature 1.
 
-        The prefix cache is not used. Raises GenerationFailed or EngineGone.
+        The prefix cache is not used. Raise GenerationFailed or EngineGone.
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2}
         sampling["detokenize"] = False
@@ -240,7 +239,7 @@ class EngineClient:
     async def update_weights(self, published: "Published") -> None:
         """Make all workers load the published weights. If a worker fails, all discard the weights.
 
-        Raises UpdateFailed with the name of a damaged or missing tensor.
+        Raise UpdateFailed with the name of a damaged or missing tensor.
         """
         version = published.version
         await self._control("/start_weight_update", error=UpdateFailed)
@@ -267,7 +266,7 @@ class EngineClient:
         raise kind(f"{self.name} did not take version {version}: {shortened(reason)}")
 
     async def fingerprints(self) -> dict[str, TensorAttestation]:
-        """Return fingerprints by tensor name. Raises WeightsDiffer if the workers disagree."""
+        """Return fingerprints by tensor name. Raise WeightsDiffer if the workers disagree."""
         first, *others = await self._ask_workers("fingerprints")
         for other in others:
             names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
@@ -286,7 +285,7 @@ class EngineClient:
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return the last update's seconds by part, maximum over workers, or {} for adapters."""
+        """Return the last update's longest seconds of a worker, by part. Adapters give {}."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -294,7 +293,7 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free the KV blocks of lost readers' requests (NIXL) or transfers (Mooncake)."""
+        """Free KV blocks of lost readers. `names`: request (NIXL) or transfer (Mooncake) ids."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
@@ -319,7 +318,7 @@ class EngineClient:
         return status == 200
 
     async def death(self) -> str | None:
-        """Return why the server is unreachable or unhealthy, or None. A slow server is healthy."""
+        """Return why the server is unreachable or unhealthy. Return None if it is well or slow."""
         try:
             status, *_ = await self._get("/health", GenerationFailed)
         except EngineGone as error:
@@ -351,7 +350,7 @@ class EngineClient:
 
 
 class RouterClient(EngineClient):
-    """Call vllm-router. Without engines vllm-router answers 503."""
+    """Call vllm-router. Without engines, vllm-router answers 503."""
 
     async def admit(self, url: str) -> None:
         await self._control(f"/add_worker?url={quote(url, safe='')}")
@@ -364,16 +363,16 @@ class RouterClient(EngineClient):
 # Updates
 
 
-CANARY_S = 120.0  # deadline of a canary request, before `scaled`
+CANARY_S = 120.0  # time limit of a canary request, scaled
 
 
 @dataclass(frozen=True)
 class Canary:
     """A fixed prompt that shows whether an engine computes with the published weights.
 
-    `bound` limits the mean |difference| of the engine's log-probs of the prompt from the trainer's
-    (`Published.canary`). The tokens are random,
-    because log-probs of unlikely text change with any change of the weights.
+    `bound` limits the mean |difference| of the prompt's log-probs between engine and trainer
+    (`Published.canary`). The tokens are random, because log-probs of unlikely text change with any
+    change of the weights.
     """
 
     token_ids: tuple[int, ...]
@@ -393,7 +392,7 @@ class UpdateReport:
     update_s: float  # seconds to start, load and finish
     attest_s: float
     paused_s: float
-    attested: dict[str, int]  # numbers of tensors by attestation
+    attested: dict[str, int]  # number of tensors by kind of attestation
     canary_s: float = 0.0
     canary_difference: float | None = None  # mean |difference| of log-probs. None: not checked
 
@@ -404,9 +403,10 @@ async def update_engine(
     canary: Canary | None = None,
     proving: AbstractContextManager[object] | None = None,
 ) -> UpdateReport:
-    """Update one engine to `published`, resume it, and check its `canary`, if any.
+    """Update one engine to `published`, resume the engine, and check any `canary`.
 
-    The resume and the canary run inside `proving`. Raises EngineGone, UpdateFailed, WeightsDiffer.
+    The resume and the check run in the context `proving`. Raise EngineGone, UpdateFailed or
+    WeightsDiffer.
     """
     begin = time.perf_counter()
     await engine.pause()
@@ -444,10 +444,10 @@ async def update_engine(
 async def check_canary(
     engine: EngineClient, canary: Canary, version: int, known: Sequence[float]
 ) -> float:
-    """Return the mean |difference| of a resumed engine's canary log-probs to `known`.
+    """Return the mean |difference| between a resumed engine's canary log-probs and `known`.
 
-    If it exceeds the bound, pause the engine and raise WeightsDiffer. Raise UpdateFailed or
-    EngineGone if the engine does not answer.
+    If the mean exceeds the bound, pause the engine and raise WeightsDiffer. If the engine does not
+    answer, raise UpdateFailed or EngineGone.
     """
     try:
         found = await engine.prompt_logprobs(
@@ -478,7 +478,7 @@ async def check_canary(
 def compare(
     version: int, published: Mapping[str, int], held: Mapping[str, TensorAttestation], engine: str
 ) -> None:
-    """Raise WeightsDiffer, naming a tensor, unless the engine holds the published tensors."""
+    """Raise WeightsDiffer with a tensor's name unless the engine holds the published tensors."""
     common = published.keys() & held.keys()
     different = {name for name in common if held[name].fingerprint != published[name]}
     for names, verb in (

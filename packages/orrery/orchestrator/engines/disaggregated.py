@@ -5,12 +5,12 @@
 
 - Sampled tokens and versions are the decode engine's. The prompt's cache may be of an older
   version, but not older than the version in the cache salt.
-- `choice` picks a rank of a prefill and of a decode engine, mostly ranks that cache earlier turns.
-  A router is unfit: it drops request ids and credentials.
-- Requests with the same prompt, such as a group's, share one prefill.
+- `choice` picks a rank of a prefill engine and of a decode engine. A router is unfit, because it
+  drops request ids and credentials.
+- Requests with the same prompt, such as those of a group, share one prefill.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
-- A cancelled request still finishes its handover, because a cut connection could leave blocks until
-  their lease expires.
+- A cancelled request still finishes its handover. Otherwise, its blocks could stay until their
+  lease expires.
 - A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
 """
 
@@ -29,10 +29,10 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Suffixes of a salt: blocks that a decode engine holds for sure, and blocks that it computed.
+# Suffixes of a salt. ARRIVED: blocks that a decode engine surely holds. COMPUTED: its own blocks.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
-CLOSE_S = 10.0  # scaled
+CLOSE_S = 10.0  # time limit to free blocks, scaled
 ABORT_AGAIN_S = 0.5
 
 TokenIds = Sequence[int] | np.ndarray
@@ -68,11 +68,11 @@ class DisaggregatedEngines:
         num_ranks: Sequence[int] = (),
         max_local_prefill_tokens: int = 0,
     ):
-        """Share `engines` and `admitted` (indices of engines that get requests) with the pool.
+        """Share `engines` and `admitted` with the pool.
 
         - `engines`: one prefill engine for each of `handovers`, then the decode engines.
         - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap` with Mooncake, or {}.
-        - `look` removes lost engines from `admitted`.
+        - `admitted`: indices of engines that get requests. `look` removes lost engines from it.
         - `num_ranks`: data-parallel ranks of each engine. Empty: one rank each.
         """
         self.engines, self.handovers = engines, list(handovers)
@@ -82,7 +82,7 @@ class DisaggregatedEngines:
         ranks = num_ranks or [1] * len(engines)
         self._prefill_of = EngineChoice(ranks)
         self._decode_of = EngineChoice(ranks, is_decoding=True)
-        self._prompts: dict[Any, asyncio.Future[None]] = {}  # prompts that an engine computes
+        self._prompts: dict[Any, asyncio.Future[None]] = {}  # prompts being computed
         self._prefilling: dict[str, bool] = {}
         self._unwanted: dict[EngineClient, list[str]] = {}  # names of KV caches without a reader
         self._background: set[asyncio.Task[None]] = set()
@@ -102,10 +102,9 @@ class DisaggregatedEngines:
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
-        """Run `EngineClient.generate` on two engines, or a short prompt on a decode engine alone.
+        """Run `EngineClient.generate` on two engines. A short prompt needs only a decode engine.
 
         The result's `cached_tokens` are in the cache of the engine that computes the prompt.
-
         `session` is not used, because the prompt shows which ranks cache earlier turns.
         """
         if not self.is_serving:
@@ -124,7 +123,7 @@ class DisaggregatedEngines:
                 with self._prefill_of.using(prompt, salt, self._serving(self.producers)) as prefill:
                     peers = self.peer(prefill.address), consumer
                     found = await self._generate(*peers, token_ids, routes_from, timeout_s, options)
-        # The last token is sampled, but the cache does not contain it yet.
+        # The cache does not contain the last sampled token.
         tokens = np.append(prompt, found.token_ids[:-1])
         for record in (salt, salt + ARRIVED):
             self._decode_of.holds(tokens, record, decode.address)
@@ -133,9 +132,9 @@ class DisaggregatedEngines:
     def _is_local(
         self, prompt: np.ndarray, salt: str, decode: Chosen, routes_from: int | None
     ) -> bool:
-        """Return whether the decode engine computes the prompt, and record its blocks if so.
+        """Return whether the decode engine computes the prompt. If so, record the prompt's blocks.
 
-        A decode engine has no routes of tokens that it read from a prefill engine.
+        A decode engine has no routes of tokens whose blocks come from a prefill engine.
         """
         if not self._max_local_tokens:
             return False
@@ -179,7 +178,7 @@ class DisaggregatedEngines:
             empty = prefilled.token_ids[:0], prefilled.logprobs[:0], prefilled.versions[:0]
             return Generation(request_id, *empty, "abort", prefilled.cached_tokens)
         left_s = end - asyncio.get_running_loop().time()
-        if left_s <= 0:  # a timeout of 0 would mean no limit in aiohttp
+        if left_s <= 0:  # aiohttp takes a timeout of 0 as no limit
             self._give_back(producer, consumer, prefilling, token_ids, request_id, salt)
             raise GenerationFailed(
                 f"request {request_id!r}: {producer.client.name} used all {timeout_s:g} s for the "
@@ -217,8 +216,8 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that this engine's process has ended.
 
-        Before its end, a Mooncake producer may still write into its reader's blocks. A NIXL
-        reader notices the broken connection itself.
+        Until its end, a Mooncake prefill engine may write into a reader's blocks. A NIXL reader
+        notices the broken connection itself.
         """
         if index not in self.producers:
             return
@@ -289,9 +288,9 @@ class DisaggregatedEngines:
     async def _once_computed(
         self, key: Any, generate: Callable[..., Awaitable[Generation]], *args: Any, **options: Any
     ) -> Generation:
-        """Return `generate(…)`, called once no other call computes the same prompt.
+        """Call `generate` once no other call computes the same prompt. Return its result.
 
-        vLLM would compute a prompt again for each request that comes before the first has ended.
+        vLLM would compute the prompt again for each request that arrives before the first ends.
         """
         if (first := self._prompts.get(key)) is not None:
             await asyncio.wait({first})
@@ -311,7 +310,7 @@ class DisaggregatedEngines:
         token_ids: TokenIds,
         **options: Any,
     ) -> Generation:
-        """Return the decode engine's answer. If it is lost, free the prefill engine's blocks."""
+        """Return the decode engine's answer. Free the prompt's blocks if the engine is lost."""
         try:
             for peer in (producer, consumer):
                 if not self._is_up(peer):
@@ -323,7 +322,7 @@ class DisaggregatedEngines:
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()
-            # A live reader of freed blocks would read another request's data.
+            # Free no blocks of a live reader, because it would read another request's data.
             if not self._is_up(consumer) and self._is_up(producer):
                 name = str(where.get("transfer_id") or where.get("remote_request_id"))
                 self._keep_no_longer(producer.client, name)

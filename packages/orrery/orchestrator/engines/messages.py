@@ -6,7 +6,7 @@ OrreryError
     ├── OutOfConnections        this process cannot open a connection for a control call
     ├── EngineGone              no answer at the address, a broken connection, a control timeout
     └── UpdateFailed            the engine is up and did not load the weights
-        ├── UpdateInterrupted   another process of the transfer was lost, a retry may succeed
+        ├── UpdateInterrupted   another process of the transfer was lost. A retry may succeed
         │   └── VersionGone     the version cannot be transferred any more
         └── WeightsDiffer       the engine reports success and holds other weights
 """
@@ -42,7 +42,7 @@ class OutOfConnections(RunFailed):
 
 
 class EngineGone(RunFailed):
-    """No engine (or router) answers at its address."""
+    pass
 
 
 class UpdateFailed(RunFailed):
@@ -50,7 +50,7 @@ class UpdateFailed(RunFailed):
 
 
 class UpdateInterrupted(UpdateFailed):
-    """The sender or another engine of the transfer failed."""
+    pass
 
 
 class VersionGone(UpdateInterrupted):
@@ -72,17 +72,16 @@ class Generation:
     finish_reason: str  # "stop" | "length" | "abort"
     cached_tokens: int  # prompt tokens from the prefix cache
     routes: tuple[Routes, ...] = ()  # routes of all tokens except the last, if requested
-    kv_transfer: dict[str, Any] | None = None  # place of a prefill request's KV blocks
-    engine: int = UNKNOWN_ENGINE  # index of the engine that sampled the tokens
+    kv_transfer: dict[str, Any] | None = None  # address of a prefill request's KV blocks
+    engine: int = UNKNOWN_ENGINE  # index of the sampling engine
     sample: int = 0  # index of this sample in its request
 
 
 @dataclass(frozen=True)
 class TensorAttestation:
-    """One tensor as an engine holds it.
+    """An engine's fingerprint of a tensor.
 
-    `how`: "resident" (read from the processed model) or "as_consumed" (fingerprinted during
-    loading).
+    `how`: "resident" (read from the processed model) or "as_consumed" (taken while loading).
     """
 
     fingerprint: int  # 64 bits, see `orrery.wire.fingerprint`
@@ -104,8 +103,8 @@ class EngineMetrics:
     kv_tokens: int  # capacity of all KV caches, 0 if unknown
     preemptions_total: int
     generation_tokens_total: int
-    loading: int = 0  # waiting requests that load KV blocks
-    external_hit_tokens_total: int = 0  # hits in host memory, disk, a store or another engine
+    loading: int = 0  # number of waiting requests that load KV blocks
+    external_hit_tokens_total: int = 0  # hits in host memory, disk, store or another engine
 
 
 # The response of /inference/v1/generate. msgspec skips all other fields.
@@ -160,7 +159,7 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 def parse_generation(
     request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None
 ) -> Generation:
-    """Parse a response. Raises GenerationFailed if it is malformed or incomplete."""
+    """Parse a response. Raise GenerationFailed if the response is malformed or incomplete."""
     try:
         answer, routes = split(answer, routes_from or 0)
         generated = _decode_generated(answer)
@@ -210,9 +209,9 @@ def parse_generation(
 
 
 def parse_prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> np.ndarray:
-    """Return log p of each token after the first, f32 [n − 1].
+    """Return the log-prob of each token after the first, f32 [n − 1].
 
-    Raises ValueError, KeyError or msgspec.MsgspecError if a log-prob is missing.
+    Raise ValueError, KeyError or msgspec.MsgspecError if a log-prob is missing.
     """
     rows = msgspec.json.decode(answer, type=_PromptLogprobs).prompt_logprobs or []
     pairs = zip(rows[1:], token_ids[1:], strict=True)
@@ -276,7 +275,7 @@ NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
 
 class HttpServer:
-    """Client of one server, with a session for generation and one for control calls."""
+    """Client of one server."""
 
     def __init__(self, url: str, name: str, token: str | None) -> None:
         self.url, self.name, self._token = url, name, token
@@ -287,7 +286,7 @@ class HttpServer:
             await self._sessions.popitem()[1].close()
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return the session for generation (`keep_connection`), or the session for control calls.
+        """Return the session for generation if `keep_connection`, or for control calls if not.
 
         Each control call opens a connection, because the server might be closing a kept connection.
         """
@@ -315,13 +314,13 @@ class HttpServer:
     ) -> tuple[int, bytes, int]:
         """Send one request. Return the answer's status, its body and the index of its engine.
 
-        - `body`: sent as JSON. `what`: the request's name in errors. `keep_connection`: see
-          `_session`.
+        - `body`: sent as JSON. `keep_connection`: see `_session`.
+        - `what`: the request's name in errors.
         - `on_timeout`: type of the error to raise after `timeout_s`.
         - `session`: conversation id, by which a router chooses the engine.
         - `rank`: data-parallel rank of the engine. None: the server chooses.
         - `on_line`: called as `on_line(line, engine)` for each line of an answer with status 200,
-          when it arrives. The returned body is then empty.
+          when the line arrives. The returned body is then empty.
 
         Raise EngineGone if no server answers. If `on_timeout` is EngineGone and this host lacked
         the resources for a connection until `timeout_s`, raise OutOfConnections.

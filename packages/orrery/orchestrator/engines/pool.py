@@ -1,6 +1,6 @@
 """Generate through the router, and update every engine of a stage.
 
-- Engines update concurrently. No engine stays paused for a slow or lost engine.
+- Engines update concurrently. No engine stays paused to wait for a slow or lost engine.
 - Without restarts, the first engine failure ends the run.
 - With restarts, `recovery` fences a failed engine and readmits its next incarnation. The failed
   engine's requests fail as EngineGone. While no engine serves, requests and updates wait.
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Longest update of an engine after another engine reported an interrupted transfer, scaled.
+# Time limit of an engine's update after another engine's transfer was interrupted, scaled.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -65,9 +65,9 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """One engine. `incarnation` counts its processes, and is −1 before the first one listens.
+    """One engine. `incarnation` counts its processes, and is −1 before the first process listens.
 
-    `version`: the version that the engine holds. None: fenced, or not listening yet.
+    `version` is the version that the engine holds, or None if it is fenced or does not listen yet.
     """
 
     incarnation: int = -1
@@ -87,7 +87,7 @@ class EngineRegistry:
            stale, updated or healthy ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
            healthy or updated, another version wanted ──▶ stale
 
-    - A healthy engine serves the wanted version, attested.
+    - A healthy engine has attested and serves the wanted version.
     - Events of older incarnations are ignored. The wanted version never falls.
     """
 
@@ -176,12 +176,12 @@ class EnginePool:
         num_ranks: Sequence[int] = (),
         max_local_prefill_tokens: int = 0,
     ) -> None:
-        """Raise OrreryError for several engines without a router.
+        """Raise OrreryError without engines, or for several without a router or `handovers`.
 
-        - `restarting`: this process's context, if the launcher restarts engines.
-        - `handovers` (one per prefill engine), `max_local_prefill_tokens`: see
-          `DisaggregatedEngines`. `model`: see `EngineClient`.
-        - `canary`: prompt that checks an engine's update. `leases`: lease client of a direct wire.
+        - `restarting`: this process's context if the launcher restarts engines.
+        - `handovers`, `max_local_prefill_tokens`: see `DisaggregatedEngines`.
+        - `model`: see `EngineClient`. `leases`: lease client of a direct weight wire.
+        - `canary`: prompt that checks an engine's update.
         - `max_samples`: largest number of samples in one engine request.
         - `num_ranks`: data-parallel ranks of each engine. Empty: one rank each.
         """
@@ -277,7 +277,7 @@ class EnginePool:
         return await self.guests.draw(here, share, token_ids, **options)
 
     async def generate_each(self, *request: Any, **options: Any) -> None:
-        """Run `EngineClient.generate_each` on the router or the only engine, not disaggregated."""
+        """Call `generate_each` of the router or the only engine. Disaggregated engines lack it."""
         await self._asked(
             lambda _: (self.router or self.engines[0]).generate_each(*request, **options)
         )
@@ -328,7 +328,7 @@ class EnginePool:
     async def update(self, published: "Published") -> UpdateReport | None:
         """Update every engine while requests are in flight. Return the slowest engine's report.
 
-        Return None if the trainer has stepped past `published`. Raises a RunFailed that names the
+        Return None if the trainer has stepped past `published`. Raise a RunFailed that names the
         engine and any bad tensor. A failed engine stays paused.
         """
         async with self.updating:
@@ -369,8 +369,8 @@ class EnginePool:
     ) -> dict[int, BaseException]:
         """Update these engines. Return the failures by index.
 
-        On a direct wire a lost engine interrupts the others, which retry under the same lease. If
-        the version is gone by then, set `is_version_gone`: they stay paused until the next version.
+        On a direct wire, a lost engine interrupts the others, and they retry under the same lease.
+        If the version is gone by then, set `is_version_gone` and leave these engines paused.
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None
@@ -390,7 +390,7 @@ class EnginePool:
                     interrupted = UpdateInterrupted
                     return {i: e for i, e in failures.items() if not isinstance(e, interrupted)}
                 waiting = [i for i, e in failed.items() if isinstance(e, UpdateInterrupted)]
-                # Only one transfer may fail without a lost engine.
+                # Stop at the second transfer that fails without a lost engine.
                 num_blameless += len(waiting) == len(failed)
                 if not waiting or num_blameless > 1 or self.recovery is None:
                     return failures
@@ -422,7 +422,7 @@ class EnginePool:
                             limit.reschedule(end_s)
                 elif self._leases is not None:
                     self._leases.abandon(leased)
-                # After one worker's death, the engine's other workers report a secondary error.
+                # Check health, because after a worker's death other workers report another error.
                 if isinstance(error, WeightsDiffer):
                     raise
                 if (why := await self.engines[index].death()) is not None:
@@ -467,7 +467,7 @@ class EnginePool:
             await self.router.admit(url)
         if not self.registry.serves(index, incarnation):
             if is_new and self.recovery is not None:
-                # The engine was fenced meanwhile, perhaps before the router added it again.
+                # The engine was fenced meanwhile, so remove it from the router again.
                 await self.recovery.dismiss(url)
             return
         self.admitted.add(index)

@@ -2,8 +2,8 @@
 
 - A lost engine is fenced: it gets no more requests, and the launcher is asked to kill it.
 - Its next incarnation is updated to the wanted version and attested before it gets requests.
-- A lost engine must serve again within RETURN_S. The engine's clock stops while the engine can
-  only wait for the next version, if other engines serve.
+- A lost engine must serve again within RETURN_S. The time is reset to 0 while the engine can only
+  wait for the next version and other engines serve.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 TEND_S = 0.25
-RETURN_S = 600.0  # longest restart of an engine with loading, scaled
+RETURN_S = 600.0  # time limit for an engine to restart and load, scaled
 
 
 class EngineRecovery:
@@ -92,7 +92,7 @@ class EngineRecovery:
         await asyncio.to_thread(
             preemption.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
-        await self.dismiss(url)  # last, so that the router cannot delay the restart
+        await self.dismiss(url)  # after the fence, so that the router cannot delay the restart
 
     async def dismiss(self, url: str) -> None:
         if self.pool.router is not None:

@@ -1,7 +1,7 @@
 """Send equal generation calls as one engine request for several samples, to save processor time.
 
-- Calls with the same key `share` have equal prompts and sampling options. Calls that begin in
-  one pass of the event loop become one request.
+- Calls with the same key `share` have equal prompts and sampling options. If such calls begin in
+  one pass of the event loop, they become one request.
 - Each call returns as soon as its sample ends.
 - The request is aborted once no call waits for it.
 """
@@ -32,7 +32,7 @@ class _Request:
 
     @property
     def name(self) -> str:
-        """Return the request's id in the engine. If calls share it, it is none of their ids."""
+        """Return the request's id in the engine. The id differs from the ids of sharing calls."""
         first = self.calls[0][0]
         return first if len(self.calls) == 1 else f"{first}+{len(self.calls) - 1}"
 
@@ -79,7 +79,7 @@ class SharedRequests:
         except asyncio.CancelledError:
             sending = request.sending
             if sending is not None and not request.is_wanted:
-                request.sending = None  # of calls that are cancelled together, only one aborts
+                request.sending = None  # so only one call aborts if several are cancelled
                 sending.cancel()
                 if len(request.calls) > 1:  # a lone call's id is aborted by its caller
                     with suppress(OrreryError):  # an engine may be gone

@@ -1,1 +1,1 @@
-"""Sample on engines of other sites, which come and go, and refuse sites that lie."""
+"""Sample on engines of other sites, and refuse sites that send false answers."""

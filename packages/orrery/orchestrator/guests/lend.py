@@ -1,10 +1,10 @@
 """Lend this site's engine to a run elsewhere: `python -m orrery.orchestrator.guests.lend`.
 
 - This site opens all connections: to the run's door at the port P, and for blocks to the port P + 1
-  and to other sites. With `listen` this site serves its blocks too.
-- A new version is fetched beside sampling. Then the site asks for no more jobs. When the open
-  request is answered and all samples have ended, the engine loads and attests the version. So each
-  sample is of one version, which the run knows.
+  and to other sites. With `listen`, this site serves its blocks too.
+- This site fetches a new version while it samples. Then it asks for no more jobs. When the open
+  request is answered and all samples have ended, the engine loads and attests the version. Each
+  sample is thus of one known version.
 - Only the door's certificate is compared with its address. Blocks are checked by their hashes.
 """
 
@@ -54,8 +54,8 @@ from orrery.wire.rendezvous import request_s
 from orrery.wire.weight_wire import Published
 
 T = TypeVar("T")
-START_S = 600.0  # scaled; longest start of the engine
-AWAY_S = 120.0  # scaled; longest time without an answer of the door
+START_S = 600.0  # time limit for the engine's start, scaled
+AWAY_S = 120.0  # time limit for the door to answer, with retries, scaled
 RETRY_S = 1.0
 CALL_S = 60.0
 
@@ -217,7 +217,7 @@ class Lender:
     async def _sample(self, job: SampleJob) -> None:
         try:
             answer = await self._answer(job)
-            self._answers.append(answer)  # `_send` may have replaced the list during the wait
+            self._answers.append(answer)  # after the wait, as `_send` may replace the list
         except EngineGone as error:
             self._failure = error
         finally:

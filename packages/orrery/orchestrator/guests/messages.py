@@ -10,10 +10,10 @@ import numpy as np
 from orrery.elastic.door import Terms
 from orrery.manifest.errors import OrreryError
 
-MAX_ANSWERS = 32  # answers in a message
-MAX_REASON = 300  # characters of a reason
+MAX_ANSWERS = 32  # largest number of answers in a message
+MAX_REASON = 300  # largest number of characters of a reason
 POLL_S = 1.0  # longest wait for jobs
-LEAST_LOGPROB = -50.0  # least log-prob. Of 10^6 tokens an engine draws a rarer one once in 10^15
+LEAST_LOGPROB = -50.0  # least accepted log-prob. Rarer tokens are under one in 10^16 draws
 
 
 class GuestRefused(OrreryError):
@@ -41,7 +41,7 @@ class Entered(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """`version`, `digest`: weights that the engine attested. `room`: samples that it can take."""
+    """`version`, `digest`: weights that the engine attested. `room`: number of jobs to take."""
 
     lease: int
     version: int
@@ -91,16 +91,17 @@ class Noted(msgspec.Struct, frozen=True):
 
 
 def max_body_bytes(max_tokens: int) -> int:
-    """Return the longest message of a site: MAX_ANSWERS answers of `max_tokens`."""
+    """Return the size of a site's longest message: MAX_ANSWERS answers of `max_tokens` tokens."""
     return MAX_ANSWERS * (8 * max_tokens + 1024) + (64 << 10)
 
 
 def check_answer(
     job: SampleJob, version: int, answer: GuestAnswer, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens i32 [n] and log-probs f32 [n]. Raise GuestRefused if no honest engine sends it.
+    """Return the answer's tokens i32 [n] and log-probs f32 [n].
 
-    `version`: the site's version when it took the job.
+    Raise GuestRefused if no honest engine sends this answer. `version` is the site's version when
+    the site took the job.
     """
     tokens, logprobs = _array(answer.token_ids, np.int32), _array(answer.logprobs, np.float32)
     num, stops = len(tokens), np.isin(tokens, job.stop_token_ids)

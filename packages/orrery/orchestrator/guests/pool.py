@@ -1,4 +1,4 @@
-"""Give samples to draw to engines of other sites, and accept only verified answers.
+"""Let engines of other sites draw samples, and accept only verified answers.
 
     generate ─▶ waiting ─▶ a site's jobs ─answer─▶ arrived ─verified─▶ the caller's Generation
                    └──────────┴── lease over, failure, false answer ──▶ None: the own engines draw
@@ -6,7 +6,7 @@
 - A site asks for jobs under a lease, which each message renews. Messages of older leases, unknown
   jobs and repeated answers have no effect.
 - All answers of a site that arrive during a check form the next window. A random share of the
-  window is recomputed, at least one answer of each version. All its answers wait for the result.
+  window is recomputed, at least one answer of each version. The whole window waits for the result.
 - If a version's weights are removed before the check, the version's answers do not count.
 - A false answer drops the window and the site's rollouts that wait for a batch. The site is
   refused until its line in `refused_sites.json` is removed.
@@ -48,9 +48,9 @@ from orrery.orchestrator.guests.sites import CHANCE, GuestJob, GuestSite, SiteTa
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # least number of jobs to give at a time, if so many wait
+LEAST = 8  # least number of jobs to give at a time, unless fewer wait
 TAKE_S = 2.0  # time after which the own engines draw a job that no site took
-MAX_OWN_CHECKS = 2  # samples of the own engines in verification, once the spread is known
+MAX_OWN_CHECKS = 2  # number of own samples to verify at a time at most, once the spread is known
 SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which own engines draw a job
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
@@ -76,7 +76,7 @@ class GuestPool:
         self.max_body_bytes = max_body_bytes(manifest.inference.max_model_len_tokens)
         self.first_index = manifest.inference.num_replicas
         self.refused = {} if refused is None else refused
-        self.on_refused: Callable[[int], int] = lambda index: 0  # drops the rollouts of an engine
+        self.on_refused: Callable[[int], int] = lambda index: 0  # drops an engine's rollouts
         self.publish: Callable[[Published], None] = lambda version: None  # publishes to the sites
         self.digests: dict[int, str] = {}
         self.spread, self.is_over = HonestSpread(spec), False
@@ -98,7 +98,7 @@ class GuestPool:
         token_ids: Sequence[int] | np.ndarray,
         **options: Any,
     ) -> Generation:
-        """Return a sample of another site, or `here`'s. The options are `EnginePool.generate`'s."""
+        """Return a sample from another site or from `here`. Options: see `EnginePool.generate`."""
         found = await self.generate(share, token_ids, **options)
         if found is not None:
             return found
@@ -143,7 +143,7 @@ class GuestPool:
     async def draw_here(
         self, draw: Awaitable[Generation], token_ids: Sequence[int] | np.ndarray, temperature: float
     ) -> Generation:
-        """Await a sample of the own engines, and use some for the spread of honest log-probs."""
+        """Return a sample of the own engines. Add the differences of some samples to `spread`."""
         self._num_home += 1
         try:
             found = await draw
@@ -203,7 +203,7 @@ class GuestPool:
         return Entered(site.lease, self._attempt)
 
     async def ask(self, name: str, ask: Ask, poll_s: float) -> Told:
-        """Return jobs, a version or cancelled jobs, at the latest after `poll_s`."""
+        """Return new jobs, a new version and cancelled jobs. Wait for them at most `poll_s`."""
         site, end_s = self._site(name, ask.lease), time.monotonic() + poll_s
         self._attest(site, ask)
         while True:
@@ -251,7 +251,7 @@ class GuestPool:
         return site
 
     def _attest(self, site: GuestSite, ask: Ask) -> None:
-        """Record the site's version. Refuse the site if its digest is not that of the version."""
+        """Record the site's version. Refuse the site if it has another digest for the version."""
         if ask.version not in self.digests or ask.version == self.registry[site.index].version:
             return
         if self.digests[ask.version] != ask.digest:

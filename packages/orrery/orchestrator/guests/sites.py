@@ -17,9 +17,9 @@ from orrery.orchestrator.engines.pool import EngineRegistry, Phase
 from orrery.orchestrator.guests.evidence import SiteEvidence
 from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused, SampleJob
 
-MAX_CANCELLED = 4096  # ids of cancelled jobs that wait to be sent to a site
+MAX_CANCELLED = 4096  # number of cancelled jobs' ids to keep for a site
 FETCH_S = 10.0
-OPEN_S = 2.5  # longest time between requests of a site that takes jobs
+OPEN_S = 2.5  # time after a request for which a site counts as open
 CHANCE = random.SystemRandom()  # sites must not foresee which answers are recomputed
 
 
@@ -67,7 +67,7 @@ class SiteTable:
         self.sites: dict[str, GuestSite] = {}
 
     def check_entry(self, name: str, entry: Entry) -> None:
-        """Raise GuestRefused if the site may not enter. Its sentence names the field."""
+        """Raise GuestRefused if the site may not enter. The message names the field."""
         try:
             check_terms(self._terms, entry.terms)
         except ElasticError as error:
@@ -97,7 +97,7 @@ class SiteTable:
         return self.is_up(site) and engine.version is not None and engine.version >= oldest
 
     def open_sites(self) -> list[GuestSite]:
-        """Return the fresh sites that have just asked for more jobs than they got."""
+        """Return the fresh sites that asked within OPEN_S for more jobs than they got."""
         since_s = time.monotonic() - OPEN_S
         sites = self.sites.values()
         return [
@@ -107,8 +107,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        At most as many sites fetch a version at a time as serve it, the trainer's site included. A
-        fetch counts for FETCH_S. Entering again does not restart this time.
+        At most as many sites fetch a version at a time as serve the version, including the
+        trainer's site. A fetch counts for FETCH_S. A new entry does not restart this time.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:
