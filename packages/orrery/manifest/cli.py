@@ -45,9 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-FIRST_LINE = (
-    "tasks.train[0]: "  # `orrery.tasks.check` prints this prefix once for each correct manifest
-)
+FIRST_LINE = "tasks.train[0]: "  # line prefix of `orrery.tasks.check` for each correct manifest
 NOTE = "  note: "  # line prefix of `orrery.tasks.check` for each note
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"

@@ -43,10 +43,7 @@ WITHIN_S = 60
 WRITTEN = "Written by `orrery "  # commands replace only files whose first line contains this text
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 MAX_FITS = 3  # limit on rounds of changes that make a run fit into device memory
-CACHE_SHARE = {
-    True: 0.25,
-    False: 0.5,
-}  # KV cache / GPU memory, by whether the trainer shares the GPU
+CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / GPU memory. True: GPU shared with trainer.
 
 
 @dataclass(frozen=True)

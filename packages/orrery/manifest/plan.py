@@ -1,9 +1,9 @@
-"""The processes of each stage of a run, as data, and whether this release can start them.
+"""List the processes of each stage of a run, and check whether Orrery can start them.
 
-- `ends` "itself": the process ends when its work is done. "with_stage": the process is a server,
-  which is stopped when all "itself" processes have exited with 0.
-- In a stage of several nodes each node belongs to one group: inference (or prefill, then decode),
-  then trainer. All other roles are on the first node.
+- `ends` "itself": the process ends when its work is done. "with_stage": the process is a server. It
+  is stopped when all "itself" processes have exited with 0.
+- In a stage of several nodes, each node belongs to one group. The groups in order are inference (or
+  prefill and decode) and trainer. All other roles run on the first node.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
 
 WEIGHT_WIRES = ("files", "adapters", "nccl", "nixl")
-SERVED_RANK = 512  # vLLM's largest rank of adapters
+SERVED_RANK = 512  # largest adapter rank that vLLM serves
 ROUTED_EXPERTS = (False, True)
 QUANTIZATIONS = ("none", "fp8")
 KV_TRANSFERS = ("none", "nixl", "mooncake")
@@ -24,7 +24,7 @@ ADMISSIONS = ("fixed", "adaptive")
 
 StageName = Literal["init", "sft", "rl", "evaluate", "report"]
 Role = Literal["trainer", "inference", "headless", "kv_store", "router", "orchestrator", "report"]
-# "inference": an engine's server and its first node's ranks. "headless": a further node's ranks.
+# "inference": an engine's server and its ranks on the first node. "headless": ranks on a later node.
 ENGINE_ROLES = ("inference", "headless")
 
 
@@ -32,9 +32,9 @@ ENGINE_ROLES = ("inference", "headless")
 class ProcessPlan:
     """One process: `python -m <module>` as `role` number `index` on `node`.
 
-    - Its devices are `first_device` .. `first_device + num_devices - 1` of the node.
-    - A process of role "headless" belongs to the engine of index `engine`, and is on the node of
-      index `part` among that engine's nodes.
+    - The process has devices `first_device` .. `first_device + num_devices - 1` of the node.
+    - A "headless" process belongs to engine number `engine` and runs on this engine's node number
+      `part`.
     """
 
     role: Role
@@ -91,9 +91,9 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Assign each node's devices to the node's processes, in order.
+    """Assign the devices of each node to its processes, in order.
 
-    With `shared`, roles share devices: the processes of each role start at device 0.
+    With `shared`, the processes of each role start at device 0.
     """
     used: dict[object, int] = {}
     placed = []
@@ -133,7 +133,7 @@ def stage(manifest: Manifest, name: str) -> StagePlan:
 
 
 def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
-    """Assign the stage's processes to nodes. The schema ensures that groups fill whole nodes."""
+    """Assign processes to nodes. The schema ensures that groups fill whole nodes."""
     if manifest.hardware.num_nodes == 1:
         return stage
     per_node = manifest.hardware.devices_per_node
@@ -172,7 +172,7 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 
 
 def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
-    """Yield the engines' processes. On one node, all parts of an engine are on that node."""
+    """Yield the processes of all engines. In a run of one node, all of them are on that node."""
     hardware = manifest.hardware
     device, num_headless = 0, 0
     for engine in range(manifest.inference.num_replicas):
@@ -194,11 +194,11 @@ def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
             device += num_devices
 
 
-# Support: unsupported manifests can be rendered and planned, but their runs do not start
+# Support: an unsupported manifest can be rendered and planned, but its run does not start
 
 
 def check_supported(manifest: Manifest, stage: StagePlan | None = None) -> None:
-    """Raise OrreryError if the run, or this stage of it, cannot start."""
+    """Raise OrreryError if the run, or the given stage of the run, cannot start."""
     if stage is not None:
         _check_sparse_attention(manifest, stage)
     check_built(manifest)
@@ -218,7 +218,7 @@ def _check_sparse_attention(manifest: Manifest, stage: StagePlan) -> None:
 
 
 def check_built(manifest: Manifest) -> None:
-    """Raise OrreryError if the run needs a feature that Orrery does not have yet."""
+    """Raise OrreryError if the run needs a feature that Orrery lacks."""
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
     if accelerator == "cpu":
         for shape in (inference, inference.of_engine(0)):
@@ -256,7 +256,7 @@ def check_built(manifest: Manifest) -> None:
 
 
 def check_cpu_shape(inference: Inference) -> None:
-    """Raise OrreryError for tensor parallel, and for data parallel without expert parallel."""
+    """Raise OrreryError for tensor parallelism, or data parallelism without expert parallelism."""
     tensor, data = inference.tensor_parallel, inference.data_parallel
     if tensor > 1 or (data > 1 and not inference.expert_parallel):
         raise OrreryError(
@@ -276,7 +276,7 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return a note for each reason why the run cannot start, learn or compile, or repeats work."""
+    """Return notes on why the run cannot start, learn or compile, and on work that it repeats."""
     told = refusal(manifest)
     said = [] if told is None else [f"  note: {told}"]
     if told is not None:

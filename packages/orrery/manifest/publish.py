@@ -1,9 +1,9 @@
 """Publish files and folders by renames that survive a power cut, and hash files.
 
-- A file is written under a temporary name, synced and renamed, then its folder is synced.
-- A marker is published after its files, so if the marker exists, the files are complete.
-- Not synced: logs, metrics, samples, health, endpoints, scratch disks, weights and batches in
-  transit.
+- A file is written under a temporary name, synced and renamed. Then its folder is synced.
+- A marker is published after its files, so the files are complete if the marker exists.
+- Logs, metrics, samples, health, endpoints and scratch disks are not synced, nor are weights and
+  batches in transit.
 """
 
 import hashlib
@@ -18,21 +18,21 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace the content of `path` by `data`, durable at return. The path's folder must exist."""
+    """Replace the content of `path` by `data`, durably. The folder of `path` must exist."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(data)
     publish_file(temporary, path)
 
 
 def publish_file(temporary: Path, path: Path) -> None:
-    """Rename `temporary` to `path` in the same folder, durable at return."""
+    """Rename `temporary` to `path` in the same folder, durably."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
-    """Replace `folder` by its neighbour `temporary`, durable at return."""
+    """Replace `folder` by the folder `temporary` beside it, durably."""
     sync_tree(temporary)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
@@ -40,7 +40,7 @@ def publish_folder(temporary: Path, folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync a folder's files, then its folders, inner folders first."""
+    """Sync all files and folders below a folder, inner folders first, then the folder."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             if not os.path.islink(path := os.path.join(parent, name)):
@@ -49,14 +49,14 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Sync a folder and its subfolders, so that all names in them are durable."""
+    """Sync a folder and its subfolders, so that the names of their files are durable."""
     for parent, _, _ in os.walk(folder, topdown=False):
         with suppress(FileNotFoundError):  # another process has removed the folder
             sync(Path(parent))
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, durable at return."""
+    """Make a folder and its parents, durably."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -73,7 +73,7 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(files: Sequence[Path]) -> str:
-    """Return the sha256 of one file, or of the output of `sha256sum FILES`, sorted by name."""
+    """Return the sha256 of one file, or of the output of `sha256sum FILES` sorted by name."""
     files = sorted(files, key=lambda path: path.name)
     with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:
         digests = list(pool.map(sha256, files))
@@ -95,7 +95,7 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def is_data(path: PurePath) -> bool:
-    """Return whether a path in a dataset is that of a visible data file."""
+    """Return whether a path inside a dataset names a visible data file."""
     return path.suffix in DATA_SUFFIXES and not any(part[0] == "." for part in path.parts)
 
 

@@ -1,6 +1,6 @@
 """Render Jsonnet run files to checked manifests. If a run is wrong, no manifest is written.
 
-A run is a key of a run file. Imports are found by library path only (`lib/run.libsonnet`).
+Each key of a run file is a run. Imports give library paths only, such as `lib/run.libsonnet`.
 """
 
 import json
@@ -20,9 +20,9 @@ from orrery.manifest.schema import TARGETS, Manifest
 
 T = TypeVar("T")
 MAX_NESTING = 500
-PRETRAINED = "_pretrained.libsonnet"  # suffix of the axes that `orrery fetch model` writes
+PRETRAINED = "_pretrained.libsonnet"  # suffix of the axis files that `orrery fetch model` writes
 FETCHED = "_fetched.libsonnet"  # suffix of the files that `orrery fetch dataset` writes
-# Jsonnet code for a failed import. The binding would add stray bytes to a raised exception's text.
+# Jsonnet code that fails. If `_import` raised instead, the binding would garble the message.
 _FAILS = b"error 'import'"
 _MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # error of lib/run.libsonnet
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
@@ -35,7 +35,7 @@ class Rendered:
 
 
 class Evaluator:
-    """Evaluate Jsonnet. `closure`: imported files. `instead`: replaced contents by path."""
+    """Evaluate Jsonnet. `closure`: imported files. `instead`: contents to use by path."""
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -44,7 +44,10 @@ class Evaluator:
         self._lost: str | None = None
 
     def __call__(self, expression: str) -> Any:
-        """Return an expression's value. Raise OrreryError with Jsonnet's message, file and line."""
+        """Return the value of an expression.
+
+        Raise OrreryError with Jsonnet's message, file and line if the expression fails.
+        """
         import _gojsonnet
 
         try:
@@ -139,14 +142,15 @@ def _names(workspace: Workspace, path: Path) -> list[str]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
-    """Return the values that `of_file` gives for all runs, by the run's name.
+    """Return the values that `of_file` gives for the runs of all files, by run name.
 
-    Raise OrreryError if two files define a run of the same name.
+    Raise OrreryError if two files define a run of the same name, or if a file has the name of a
+    rule.
     """
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
-        if path.stem in TARGETS:  # Snakemake's target for all runs of a file is the file's stem
+        if path.stem in TARGETS:  # the stem is Snakemake's target for the runs of a file
             raise OrreryError(
                 f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}. Give the "
                 "file another name"
@@ -162,7 +166,7 @@ def _of_all_files(
 
 
 def file_of(workspace: Workspace, name: str) -> Path | None:
-    """Return the file that defines run `name`, or None. Skip files that cannot be evaluated."""
+    """Return the file that defines run `name`, or None. Ignore files that cannot be evaluated."""
 
     def of_file(path: Path) -> dict[str, Path]:
         with suppress(OrreryError):
@@ -234,10 +238,7 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If the body fails for a missing field, evaluate each run alone.
-
-    The error of that evaluation names the run.
-    """
+    """If the body fails because a field is missing, evaluate each run alone to name the run."""
     try:
         yield
     except OrreryError as error:

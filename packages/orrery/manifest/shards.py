@@ -1,8 +1,8 @@
 """Divide the files of a fetched dataset into shards, for `orrery fetch dataset` and the trainer.
 
 - File i of a split, in the order of paths, is in shard i mod num_shards.
-- A folder with the files of some shards has DATA_SUMS, which lists the sha256 of every data file.
-  The sha256 of DATA_SUMS stands for the whole dataset, so all sites have the same manifest.
+- A folder with only some shards has DATA_SUMS, which lists the sha256 of every data file of the
+  dataset. Manifests hold the sha256 of DATA_SUMS, so all sites have the same manifest.
 """
 
 import re
@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import data_files, sha256, sha256_of_data
 
-SUMS = "SHA256SUMS"  # file with a line for a fetched folder's source, then its files' sha256
+SUMS = "SHA256SUMS"  # first line: source of the fetched folder. Then: sha256 of its files.
 DATA_SUMS = "DATA_SHA256SUMS"
-Shard = tuple[int, int]  # K and N of K/N
+Shard = tuple[int, int]  # (K, N) of shard K/N
 
 
 def parse_shard(word: str) -> Shard:
@@ -34,7 +34,7 @@ def split_of(name: str) -> str:
 
 
 def main_split(names: Iterable[str]) -> str:
-    """Return "train" if a file is of this split, else the split of the first file."""
+    """Return "train" if there is such a split, else the split of the first file by path."""
     splits = [split_of(name) for name in sorted(names, key=PurePosixPath)]
     return "train" if "train" in splits else splits[0]
 
@@ -65,22 +65,22 @@ def write_data_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def data_sums(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each data file by path, as in DATA_SUMS, or {} without DATA_SUMS."""
+    """Return the sha256 in DATA_SUMS of each data file by path. Return {} without DATA_SUMS."""
     file = folder / DATA_SUMS
     lines = file.read_text().splitlines() if file.is_file() else []
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
 def data_names(folder: Path) -> list[str]:
-    """Return the paths of all the dataset's data files, including files missing in the folder."""
+    """Return the paths of all data files of the dataset, even if the folder lacks some of them."""
     held = (file.relative_to(folder).as_posix() for file in data_files(folder))
     return list(data_sums(folder) or held)
 
 
 def checked_sha256(path: Path, num_shards: int = 1) -> str:
-    """Return the sha256 of the data, or of the whole dataset if the folder has DATA_SUMS.
+    """Return the sha256 of DATA_SUMS if the folder has this file, else the sha256 of the data.
 
-    Raise OrreryError if a file differs from DATA_SUMS. The dataset has `num_shards` shards.
+    Raise OrreryError if a file differs from DATA_SUMS. The error's remedy assumes `num_shards`.
     """
     if not (digests := data_sums(path)):
         return sha256_of_data(path)
@@ -98,7 +98,10 @@ def checked_sha256(path: Path, num_shards: int = 1) -> str:
 
 
 def check_held(path: Path, split: str | None, shard: Shard | None = None) -> None:
-    """Raise OrreryError if the folder lacks a file of the split, or of the given shard."""
+    """Raise OrreryError if the folder lacks a file of the split, or of the given shard of it.
+
+    Without `split`, check the files of all splits.
+    """
     if shard and not path.is_dir():
         raise OrreryError(f"path: {path} is no folder. Type `{fetch_command(path, shard)}`")
     names = files_of(data_sums(path), split, shard or (0, 1)) if split else data_sums(path)
@@ -112,7 +115,7 @@ def check_held(path: Path, split: str | None, shard: Shard | None = None) -> Non
 
 
 def fetch_command(folder: Path, shard: Shard | None) -> str:
-    """Return the command that fetches a shard into the folder, or the whole dataset."""
+    """Return the command that fetches a shard, or without `shard` the whole dataset."""
     option = f" --shard {shard[0]}/{shard[1]}" if shard else ""
     sums = folder / SUMS
     first = sums.read_text().partition("\n")[0] if sums.is_file() else ""

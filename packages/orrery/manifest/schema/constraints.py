@@ -1,7 +1,7 @@
-"""Check constraints between fields. See also `trainer_constraints.py`, `latent_constraints.py`.
+"""Check constraints between fields. The other `*_constraints.py` files hold further constraints.
 
-Each function yields a sentence for each broken constraint (field, value, rule, remedy), the most
-basic first. `Manifest` raises the first sentence.
+Each function yields a sentence (field, value, rule, remedy) for each broken constraint, the most
+basic constraint first. `Manifest` raises the first sentence.
 """
 
 import re
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Hardware, Manifest
 
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # names of Snakemake's rules
-SEGMENT_BYTES = 16 << 20  # bytes of memory that Mooncake needs at least for each device
-KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # tokens of which vLLM's cache block is a multiple
+SEGMENT_BYTES = 16 << 20  # least bytes that Mooncake needs for each device
+KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # vLLM's cache block has a multiple of these tokens
 
 _QWEN3 = {
     "rotary_fraction": (1.0,),
@@ -48,7 +48,7 @@ _QWEN3 = {
     "attention_bias": (False,),
     "qk_norm": (True,),
 }
-_QWEN3_MOE = {  # the values of model.moe that the family supports
+_QWEN3_MOE = {  # supported values of `model.moe`
     "moe.num_dense_layers": (0,),
     "moe.num_shared_experts": (0,),
     "moe.score": ("softmax",),
@@ -72,7 +72,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family an
 }
 _LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
 MTP_FAMILIES = ("glm4_moe", *_LATENT_FAMILIES)  # families with multi-token prediction
-PARTS = {  # families that have a part of the model
+PARTS = {  # families whose models have this part
     "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
     "mla": _LATENT_FAMILIES,
     "hf_config": ("hugging_face",),
@@ -80,7 +80,7 @@ PARTS = {  # families that have a part of the model
 
 
 def misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each broken constraint. Later constraints rely on earlier ones."""
+    """Yield a sentence for each broken constraint. Later checks rely on earlier checks."""
     yield from _model_misfits(run.model)
     yield from trainer_field_misfits(run.trainer)
     yield from _inference_misfits(run.inference)
@@ -433,7 +433,7 @@ def _offload_misfits(model: Model, inference: Inference, route_bytes: int) -> It
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
     """Yield a sentence for each broken constraint of FP8 weights, such as a partial FP8 block.
 
-    vLLM would pad experts to whole blocks, and weight updates do not fill the padding.
+    In vLLM, experts with partial blocks would be padded, and weight updates do not fill padding.
     """
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator
@@ -482,7 +482,7 @@ def _fp8_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def _fp8_inputs(model: Model, inference: Inference) -> Iterator[tuple[str, int, int]]:
-    """Yield (field, width, number of shards) of the inputs of dense layers."""
+    """Yield (field, width, number of shards) for each input of a dense layer."""
     yield "model.hidden_size", model.hidden_size, 1
     if model.family != "hugging_face":
         field, size = "head_dim", model.head_dim
@@ -505,7 +505,7 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
         [field for field, kind in kinds.items() if kind == library]
         for library in ("nixl", "mooncake")
     )
-    if nixl and mooncake:  # each library has its own rdma-core, and two crash an engine at exit
+    if nixl and mooncake:  # each has its own rdma-core, and two copies crash an engine at exit
         yield (
             f"{nixl[0]} 'nixl' with {mooncake[0]} 'mooncake': no engine can load both, for each "
             "brings its own rdma-core; set one of them to another kind"
@@ -532,7 +532,7 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def _prefill_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each constraint on engines that the shape of prefill engines breaks."""
+    """Yield a sentence for each constraint that the shape of prefill engines breaks."""
     inference = run.inference
     if inference.prefill is None:
         return

@@ -1,4 +1,4 @@
-"""Training at several sites, and its constraints."""
+"""The fields of training at several sites, and their constraints."""
 
 import json
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Manifest
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-HOST_BYTES = 12  # bytes per trained parameter: weight at the round's start, outer momentum, Δ
+HOST_BYTES = 12  # bytes per trained parameter: float32 weight at the round's start, momentum and Δ
 OFF = "or set trainer.elastic to null"
 
 
 class OuterSgd(Record):
-    """SGD on the mean Δ of all sites (for Δ see `Elastic`).
+    """SGD on the mean Δ of all sites (see `Elastic`).
 
-    DiLoCo (arXiv 2311.08105) has lr 0.7, momentum 0.9 and Nesterov.
+    DiLoCo (arXiv 2311.08105) uses lr 0.7, momentum 0.9 and Nesterov momentum.
     """
 
     lr: PositiveFloat
@@ -39,22 +39,22 @@ class Elastic(Record):
     """Training of one model at several sites, each with this manifest's mesh.
 
     - Training starts when `min_sites` have joined. At most `max_sites` take part at a time.
-    - Sites exchange Δ after every `inner_steps` optimizer steps, in `codec`, over `topology`.
-    - Δ: weights at the start of the round minus current weights.
+    - After every `inner_steps` optimizer steps, sites exchange Δ, encoded by `codec`, over
+      `topology`. Δ is the weights at the start of the round minus the current weights.
     - `error_feedback`: add the codec's error of a round to the next Δ.
-    - `weights` "tokens": a site's weight is its number of tokens since its last exchange.
-    - `admission` "open": sites may join before any round. "closed": new sites only before the
-      first.
-    - An exchange starts when all live members have arrived, or `grace_s` after `quorum` sites have
-      arrived, at least one member among them. Stragglers add their Δ to the next round.
-    - A site is dead without a heartbeat for `dead_after_s`. Up to `voters` sites keep the log of
-      rounds.
-    - `fragments` F: layer i belongs to fragment i mod F, and a fragment is exchanged after every
-      `inner_steps` / F steps, in turn (Streaming DiLoCo, arXiv 2501.18512).
-    - A site takes `delay_steps` more inner steps while a fragment is exchanged. Then the fragment's
-      weights become `delay_merge` · own + (1 − `delay_merge`) · common. With 0 steps, the site
-      waits for the exchange.
-    - `snapshots` are copies of a site's state in shared memory, from which other sites recover.
+    - `weights` "tokens": weight a site's Δ by its number of tokens since its last exchange.
+    - `admission` "open": sites may join before any round. "closed": new sites may join only before
+      the first round.
+    - An exchange starts when all live members have arrived, or `grace_s` after `quorum` sites
+      (including a member) have arrived. A site that arrives later adds its Δ to the next round.
+    - `dead_after_s`: a site without a heartbeat for this time is dead.
+    - `voters`: at most this many sites keep the log of rounds.
+    - `fragments` F: layer i belongs to fragment i mod F. After every `inner_steps` / F steps the
+      sites exchange one fragment, in turn (Streaming DiLoCo, arXiv 2501.18512).
+    - `delay_steps`: inner steps that a site takes while a fragment is exchanged. Then the
+      fragment's weights become `delay_merge` · own + (1 − `delay_merge`) · common weights. With 0
+      steps, the site waits for the exchange.
+    - `snapshots`: copies of a site's state in shared memory, from which other sites recover.
     """
 
     min_sites: Count
@@ -80,7 +80,7 @@ class Elastic(Record):
 
 
 def host_bytes(elastic: Elastic, num_parameters: int) -> int:
-    """Return the host bytes of the outer loop: its state, and Δ of a fragment in flight."""
+    """Return the host bytes of the outer loop: its state, and the Δ of a fragment in transit."""
     sent = 4 * num_parameters // elastic.fragments if elastic.delay_steps else 0
     return HOST_BYTES * num_parameters + sent
 
