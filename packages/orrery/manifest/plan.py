@@ -24,7 +24,7 @@ ADMISSIONS = ("fixed", "adaptive")
 
 StageName = Literal["init", "sft", "rl", "evaluate", "report"]
 Role = Literal["trainer", "inference", "headless", "kv_store", "router", "orchestrator", "report"]
-# "inference": an engine's server and its ranks on the first node. "headless": ranks on a later node.
+# "inference": server of an engine, and ranks on its first node. "headless": ranks on a later node.
 ENGINE_ROLES = ("inference", "headless")
 
 

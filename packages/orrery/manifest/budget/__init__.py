@@ -1,1 +1,1 @@
-"""Compute the memory and time of a run from its manifest, before it starts. Imports no torch."""
+"""Plan the memory and time of a run from its manifest, before it starts and without torch."""

@@ -1,10 +1,8 @@
-"""Plan the memory and the speed of one engine (vLLM) from the manifest.
+"""Plan the memory and the speed of one vLLM engine from the manifest.
 
-- A decode step takes the longer of two times, for memory reads and for operations (roofline,
-  arXiv 2402.16363, section 3), plus the time of collectives and of the host's work. Prefill takes
-  the time of its operations.
-- An engine is one of `num_replicas` replicas. Each of its data-parallel ranks serves its own
-  sequences.
+- A decode step takes the longer of the times for memory reads and for operations (roofline, arXiv
+  2402.16363, section 3), plus collectives and host work. Prefill takes the time of its operations.
+- An engine is one of `num_replicas` replicas. Each data-parallel rank serves its own sequences.
 - GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
   `benchmarks/async/memory_h100.json`.
 """
@@ -23,39 +21,38 @@ from orrery.manifest.schema import Inference, Model
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
-MAX_GRAPH_TOKENS = 4096  # tokens of the largest CUDA graph. Larger steps gain little from a graph.
-CONTEXT_BYTES = 700 << 20  # CUDA context and libraries of a process
-NCCL_BYTES = 400 << 20  # NCCL buffers of a process
-LOGIT_COPIES = 4  # float32 copies of a step's logits during sampling
-GRAPH_COPIES = 5  # bytes of all graphs / bytes of sum(graph_sizes) hidden states
-SEQUENCE_S = 20e-6  # host seconds per sampled token: scheduling, log-probs, response
-LAYER_S = 15e-6  # seconds per layer and decode step for short kernels and gaps
+MAX_GRAPH_TOKENS = 4096  # tokens of the largest CUDA graph. Larger steps gain little.
+CONTEXT_BYTES = 700 << 20  # bytes of a process's CUDA context and libraries
+NCCL_BYTES = 400 << 20  # bytes of a process's NCCL buffers
+LOGIT_COPIES = 4  # number of float32 copies of a step's logits during sampling
+GRAPH_COPIES = 5  # bytes of all graphs / bytes of hidden states of sum(graph_sizes) tokens
+SEQUENCE_S = 20e-6  # host seconds per sampled token, for scheduling, log-probs and response
+LAYER_S = 15e-6  # seconds of short kernels and gaps per layer and decode step
 PRODUCTS_SHARE = 0.7  # share of the matrix-product rate that prefill reaches
 
 Bytes = dict[str, int]
 
 
 def graph_sizes(inference: Inference) -> list[int]:
-    """Return the token counts for which vLLM captures a CUDA graph. Steps pad to the next count.
+    """Return the token counts for which vLLM captures a CUDA graph. Steps are padded to them.
 
-    Most steps of a busy engine also prefill, and have more tokens than vLLM's default limit of 512.
-    With data parallel all ranks pad to the rank with the most tokens, so the limit stays 512.
+    Most steps of a busy engine also prefill, so they exceed vLLM's default limit of 512 tokens.
+    With data parallelism, all ranks pad to the largest rank, so the limit stays 512.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # Full steps, and steps in which all sequences sample and none prefills, need no padding.
+    # With these counts, full steps and steps without prefill of all sequences need no padding.
     sizes += [inference.max_num_sequences, inference.max_batched_tokens]
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
 
 def weight_bytes(model: Model, inference: Inference) -> tuple[int, int]:
-    """Return (all weights, routed experts) of one device, in bytes.
+    """Return one device's bytes of all weights, and of routed experts alone.
 
-    Norms, routers, indexers and the down-projections of latent attention are whole on each device.
-    All other weights are split over tensor-parallel ranks, and routed experts over a replica's
-    devices.
+    Each device holds whole norms, routers, indexers and down-projections of latent attention.
+    Routed experts are split over a replica's devices, all other weights over tensor-parallel ranks.
     """
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     kinds: dict[tuple[bool, str], tuple[float, float]] = {}
@@ -101,7 +98,7 @@ def _value_bytes(model: Model, inference: Inference, weight: BlockWeight) -> flo
 
 
 def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool) -> Bytes:
-    """Return the bytes that an engine takes on one device, by use, such as "weights"."""
+    """Return an engine's bytes on one device by use, such as "weights"."""
     weights, _ = weight_bytes(model, inference)
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     wide = model.intermediate_size
@@ -117,7 +114,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
     }
     if not is_gpu:
         return found
-    if inference.dtype == "bfloat16":  # engines keep a float32 copy of the LM head
+    if inference.dtype == "bfloat16":  # engines keep the LM head in float32 too
         found["weights"] += 4 * model.vocab_size * model.hidden_size // tensor
     if not inference.enforce_eager:
         graphs = sum(graph_sizes(inference)) * model.hidden_size * value_bytes
@@ -131,8 +128,8 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 class Serving:
     """The load of a replica.
 
-    `prompt`, `sampled`: mean number of prompt tokens and of sampled tokens in a rollout.
-    `in_flight`: unfinished rollouts of the replica.
+    `prompt`: mean prompt tokens of a rollout. `sampled`: mean sampled tokens of a rollout.
+    `in_flight`: number of unfinished rollouts.
     """
 
     prompt: float
@@ -145,7 +142,7 @@ class Serving:
 
 
 def batch_size(model: Model, inference: Inference, load: Serving) -> float:
-    """Return the sequences that a data-parallel rank decodes at a time, at least 1."""
+    """Return the number of sequences that a data-parallel rank decodes at a time, at least 1."""
     held = inference.kv_cache_bytes / (load.mean_context * token_bytes(model, inference))
     admitted = load.in_flight / inference.data_parallel
     return max(1.0, min(inference.max_num_sequences, admitted, held))
@@ -173,7 +170,7 @@ def decode_s(
 def _read_bytes(model: Model, inference: Inference, context: float) -> float:
     """Return the cache bytes that a decode step reads for one sequence of `context` tokens.
 
-    Above `top_k` tokens, sparse attention reads all indexer keys and `top_k` latent keys.
+    With more than `top_k` tokens, sparse attention reads all indexer keys but `top_k` latent keys.
     """
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
@@ -184,7 +181,7 @@ def _read_bytes(model: Model, inference: Inference, context: float) -> float:
 
 
 def prefill_s(model: Model, inference: Inference, prompt: float, rates: Rates) -> float:
-    """Return a data-parallel rank's seconds to prefill `prompt` tokens."""
+    """Return the seconds in which a data-parallel rank prefills `prompt` tokens."""
     heads = 2 * model.num_heads * 2 * model.head_dim * model.num_layers
     top_k = prompt
     if model.mla is not None and model.mla.indexer is not None:
@@ -200,8 +197,7 @@ def _exchange_s(
 ) -> float:
     """Return the seconds of a step's all-reduces (tensor parallel) and all-to-alls (experts).
 
-    `tokens`: tokens of a data-parallel rank in the step. `network`: bytes per second of a device
-    between nodes.
+    `tokens`: tokens of a data-parallel rank. `network`: bytes per second of a device between nodes.
     """
     num_bytes = tokens * model.hidden_size * DTYPE_BYTES[inference.dtype] * model.num_layers
     tensor, devices = inference.tensor_parallel, inference.devices_per_replica

@@ -1,11 +1,11 @@
-"""Find roles that exceed device memory, and changes of the manifest that make these roles fit.
+"""Find roles that exceed device memory, and options of the manifest that make these roles fit.
 
-- An option frees the difference between the peaks planned without and with the option.
+- An option frees the difference between the planned peaks without and with the option.
 - Options of tier 0 are tried first. Tier 1 moves all trainer state to host memory. Tier 2 adds
   devices.
 - Data that an option moves to the host must fit into the rank's free host memory.
-- A misfit is a role that certainly does not fit. A trainer's planned peak is therefore lowered by
-  `LARGEST_ERROR`. For an engine only weights, cache and CUDA context count.
+- Only roles that certainly do not fit are reported. A trainer's planned peak is therefore lowered
+  by `LARGEST_ERROR`, and for an engine only weights, cache and CUDA context count.
 """
 
 import json
@@ -66,7 +66,7 @@ class ChosenOptions:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return new values by field, or {} if one option changes several fields."""
+        """Return new values by field. Return {} if an option changes several fields."""
         if not all(ONE_FIELD.fullmatch(option.field) for option in self.options):
             return {}
         return {option.field: option.value for option in self.options}
@@ -75,9 +75,9 @@ class ChosenOptions:
 def memory_options(
     model: Model, trainer: Trainer, load: Workload, before: MemoryPlan
 ) -> Iterator[MemoryOption]:
-    """Yield the options that `trainer` does not use yet, roughly from low to high cost in time.
+    """Yield the options that `trainer` does not use yet, roughly from cheap to slow.
 
-    `before`: memory plan of `trainer`. The plan's bytes give the seconds that offload costs.
+    `before`: memory plan of `trainer`, which gives the seconds that offload takes.
     """
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)
@@ -101,8 +101,8 @@ def choose_options(
 ) -> ChosenOptions:
     """Return the cheapest option or combination of options that frees `needed_bytes`.
 
-    If none does, return the combination that frees the most bytes. `device_bytes`: memory of a
-    device. `host_bytes`: free host memory of a rank.
+    If there is none, return the combination that frees most. `device_bytes`: memory of a device.
+    `host_bytes`: free host memory of a rank.
     """
     base = plan_memory(model, trainer, load, device_bytes, counted)
 
@@ -339,9 +339,9 @@ GIB = 2**30
 
 
 def memory_misfits(run: Manifest) -> Iterator[str]:
-    """Yield a sentence for each role that does not fit into device memory.
+    """Yield a sentence for each role that exceeds device memory.
 
-    Yield none on a CPU or for family `hugging_face`.
+    Skip the check on a CPU and for family `hugging_face`.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
@@ -362,9 +362,9 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
-    """Return new values by field: for the engines to fit or, if they do fit, for the trainer.
+    """Return new values by field that make the engines fit or, if they fit, the trainer.
 
-    Return {} if no change is needed or none suffices.
+    Return {} if no change is needed or no change suffices.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
@@ -432,7 +432,7 @@ def _engine_sentence(run: Manifest, needed: int, capacity: int) -> str:
 
 
 def _prefill_sentence(one: Manifest, needed: int, capacity: int) -> str:
-    """Return the sentence about prefill engines that do not fit. `one`: the run in their shape."""
+    """Return a sentence about prefill engines that do not fit. `one`: the run with their shape."""
     remedy = "set its kv_cache_bytes to less, or its data_parallel to more"
     if one.inference.quantization == "none":
         fp8 = one.inference.model_copy(update={"quantization": "fp8"})

@@ -1,16 +1,14 @@
-"""Count parameters and floating-point operations (FLOPs) of this project's networks.
+"""Count parameters and floating-point operations (FLOPs) of Orrery's own networks.
 
-For family `hugging_face`, `orrery.models.families` counts the parameters of the built network.
-
+`orrery.models.families` counts the parameters of family `hugging_face`. Symbols:
 L layers · H query heads · K head size · C latent width of keys · R rotary width of keys
-- `model_flops`: 6 per token and weight that multiplies the token (4 if weights are frozen), and for
-  attention 12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, appendix B).
-- Sparse attention: 6 · L · H · (2C + R) per pair of a query and a chosen key, and the forward pass
-  of indexers, if a document is longer than the indexer's `top_k`.
-- `hardware_flops` adds recomputed blocks, logits and attention scores (5 backward products, not 4),
-  and costs of context parallelism (cp): latent keys that several ranks up-project, and, with
-  indexers, attention to latent keys directly.
-- FLOPs of adapters are not counted.
+- `model_flops`: 6 per token and weight that multiplies the token (4 if weights are frozen), plus
+  12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, appendix B).
+- Sparse attention, in documents of more than the indexer's `top_k` tokens: 6 · L · H · (2C + R) per
+  query and chosen key, plus the forward pass of indexers.
+- `hardware_flops` adds recomputed blocks, logits and attention scores (5 backward products, not 4).
+  With context parallelism (cp), it adds repeated up-projections of latent keys, or with indexers
+  attention to the latent keys themselves. FLOPs of adapters are not counted.
 """
 
 import math
@@ -28,7 +26,7 @@ Part = Literal["norm", "attention", "indexer", "feed_forward", "router", "expert
 class BlockWeight:
     """A weight of a transformer block.
 
-    - `shape`: (rows, columns), (experts, rows, columns) of stacked experts, or (size,) of a vector.
+    - `shape`: (rows, columns). Stacked experts: (experts, rows, columns). A vector: (size,).
     - `num_matrices`: matrices stacked along the rows, such as 2 for an expert's gate and up.
     - `has_fp8`: whether the product runs in FP8 if `model.fp8` names `part`.
     """
@@ -45,7 +43,7 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Parameter counts of an unsharded FSDP unit: weights gathered together, such as a block's.
+    """Parameter counts of an unsharded FSDP unit, such as a block. FSDP gathers it as a whole.
 
     `trained` and `frozen` include experts. `adapted`: frozen parameters of layers with adapters.
     """
@@ -71,11 +69,11 @@ class UnitParameters:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Counts of FSDP units in forward order.
+    """Parameter counts of all FSDP units, in forward order.
 
-    `before`: embedding. `after`: last norm and LM head. With tied embeddings both units are empty,
-    and `root` counts the embedding and the last norm.
-    `largest_in_a_layer`: parameters of a block's largest trained weight, such as stacked experts.
+    - `before`: embedding. `after`: last norm and LM head. With tied embeddings both are empty, and
+      `root` counts the embedding and the last norm.
+    - `largest_in_a_layer`: parameters of the largest trained weight of a block.
     """
 
     before: UnitParameters
@@ -94,11 +92,11 @@ class ParameterCounts:
 
 
 def keys_per_query(model: Model, cp: int) -> float:
-    """Return the ratio of keys to queries in a rank's latent attention, 1 without cp.
+    """Return the ratio of keys to queries in a rank's latent attention. Without cp, it is 1.
 
-    A document is cut into 2·cp pieces, and a rank has the queries of pieces i and 2·cp − 1 − i
-    (zig-zag). With indexers the rank reads all 2·cp pieces of keys. Without indexers the rank
-    expands the keys up to each of its pieces: i + 1 and 2·cp − i, together 2·cp + 1 pieces.
+    A document is cut into 2·cp pieces. Rank i has the queries of pieces i and 2·cp − 1 − i
+    (zig-zag). With indexers, the rank reads the keys of all 2·cp pieces. Without indexers, it
+    expands i + 1 and 2·cp − i pieces of keys, the keys up to each of its pieces.
     """
     if cp == 1 or model.mla is None:
         return 1.0
@@ -183,7 +181,7 @@ def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
         if kind not in kinds:
             kinds[kind] = _count_block(list(block_weights(model, layer)), adapters)
         unit, most = kinds[kind]
-        layers.append(replace(unit))  # a copy, because `trainer_memory` compares units by identity
+        layers.append(replace(unit))  # a copy, as `trainer_memory` compares units by identity
         largest = max(largest, most)
     embedding, norm = model.vocab_size * model.hidden_size, model.hidden_size
 
@@ -223,7 +221,7 @@ def _count_block(weights: list[BlockWeight], adapters: Lora | None) -> tuple[Uni
 
 @dataclass(frozen=True)
 class Flops:
-    projections: float  # products of attention, dense feed-forwards, routers and shared experts
+    projections: float  # products of attention, dense feed-forwards, routers, shared experts
     experts: float  # grouped products of routed experts
     attention: float  # scores, and products of scores with values
     lm_head: float
@@ -238,7 +236,7 @@ def is_counted(model: Model) -> bool:
 
 
 def active_parameters(model: Model) -> Flops:
-    """Return how many parameters multiply one token, in the fields of `Flops`.
+    """Return the number of parameters that multiply a token, in the fields of `Flops`.
 
     Raise OrreryError unless `is_counted`.
     """
@@ -246,7 +244,7 @@ def active_parameters(model: Model) -> Flops:
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
     projections, experts = 0, 0
     kinds = [is_sparse(model, layer) for layer in range(model.num_layers)]
-    for kind in set(kinds):  # blocks of a kind differ only in indexers, which are not counted here
+    for kind in set(kinds):  # blocks of a kind differ only in indexers, which do not count here
         for weight in block_weights(model, kinds.index(kind)):
             if weight.part == "experts":
                 moe = model.mixture
@@ -260,8 +258,7 @@ def active_parameters(model: Model) -> Flops:
 def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> Flops:
     """Return the FLOPs of a forward and backward pass over documents of `lengths` tokens.
 
-    The LM head scores every token. `frozen`: whether weights get no gradients (LoRA). Otherwise
-    every weight gets a gradient.
+    The LM head scores every token. `frozen`: whether weights are frozen (LoRA).
     """
     each = (4 if frozen else 6) * sum(lengths)
     active = active_parameters(model)
@@ -270,7 +267,7 @@ def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> F
 
 
 def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Flops:
-    """Return `model_flops`, plus recomputed or repeated work, summed over a cp group."""
+    """Return `model_flops` plus recomputed and repeated work, summed over a cp group."""
     base = model_flops(model, lengths, trainer.lora is not None)
     active, forward = active_parameters(model), 2 * sum(lengths)
     recomputed: set[str] = set()
@@ -284,7 +281,7 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
     return Flops(
         base.projections + repeated * each + again,
         base.experts + share * ("experts" in recomputed) * active.experts * forward,
-        # `core` counts attention's 2 forward products. With 5 backward products, the sum is 3.5x.
+        # `core` counts 2 forward products. With 5 backward products, the sum is 3.5 times `core`.
         3.5 * core + share * ("attention" in recomputed) * core + _indexers(model, lengths),
         base.lm_head + (not trainer.memory.lm_head_keeps_logits) * active.lm_head * forward,
     )
@@ -296,7 +293,7 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def _repeated_parameters(model: Model, cp: int) -> float:
-    """Return the parameters of all `kv_b_proj`, times the repeated products per latent key.
+    """Return the parameters of all `kv_b_proj`, times how often cp repeats their products.
 
     Return 0 for networks with indexers.
     """
@@ -318,7 +315,7 @@ def _attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> flo
 
 
 def _indexers(model: Model, lengths: Sequence[int]) -> float:
-    """Return the forward operations of all indexers, or 0 while attention is dense."""
+    """Return the forward operations of all indexers. Return 0 if attention is dense."""
     mla = model.mla
     if mla is None or (indexer := mla.indexer) is None or not _is_sparse(model, lengths):
         return 0.0
@@ -329,9 +326,9 @@ def _indexers(model: Model, lengths: Sequence[int]) -> float:
 
 
 def attended_keys(length: int, most: int) -> float:
-    """Return the number of (query, key) pairs in causal attention, at most `most` keys a query.
+    """Return the (query, key) pairs of causal attention with at most `most` keys per query.
 
-    The sum 1 + … + n is approximated by n² / 2.
+    The sum 1 + … + n is taken as n² / 2.
     """
     most = min(length, most)
     return most * most / 2 + (length - most) * most

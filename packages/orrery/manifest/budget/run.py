@@ -1,12 +1,12 @@
-"""Plan a run: memory of each role, time of a step, and the bytes between roles.
+"""Plan the memory of each role of a run, the time of a step, and the bytes between roles.
 
-- Memory is planned for rollouts of the greatest length (`inference.max_model_len_tokens`), times
-  for the given mean length, by default a quarter of the greatest.
+- Memory is planned for rollouts of the greatest length (`inference.max_model_len_tokens`). Times
+  are planned for a mean length, by default a quarter of the greatest.
 - Trainer and engines work at the same time, so the slower role sets the time of a step. On shared
-  devices trainer and engines take turns.
+  devices they take turns.
 - Staleness follows from Little's law. With N rollouts in flight and B rollouts in a batch, a
-  rollout lasts N / B steps. A rollout's tokens are N / 2B steps old on average, plus half a step
-  until the batch is full.
+  rollout lasts N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the
+  batch is full.
 """
 
 from collections.abc import Iterator
@@ -32,14 +32,14 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
 Bytes = dict[str, int]
-FRAGMENTATION = 0.065  # bytes lost to fragmentation / allocated, the median in benchmarks/trainer
-NETWORK_BYTES = 50e9  # default network bytes per second of a device: 400 Gb/s
+FRAGMENTATION = 0.065  # bytes lost to fragmentation / allocated bytes: median in benchmarks/trainer
+NETWORK_BYTES = 50e9  # default network bytes per second of a device (400 Gb/s)
 MEAN_SHARE = 0.25  # default mean tokens of a rollout / max_model_len_tokens
-COLUMN_BYTES = 17  # bytes of a batch per token: id, mask, log-prob, version, advantage
+COLUMN_BYTES = 17  # bytes per token of a batch: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # bytes per second of an 'nccl' or 'nixl' weight update
 UPDATE_S = 0.05  # seconds to pause and resume the engines
 FILE_BYTES = 1e9  # bytes per second at which a node reads or writes files
-KINDS = {  # kinds of trainer memory: the categories of `MemoryPlan` that each one sums
+KINDS = {  # kinds of trainer memory → categories of `MemoryPlan` to sum
     "weights": ("weights", "gathered weights"),
     "gradients": ("gradients", "reduction"),
     "optimizer": ("optimizer state",),
@@ -50,7 +50,7 @@ KINDS = {  # kinds of trainer memory: the categories of `MemoryPlan` that each o
 
 @dataclass(frozen=True)
 class RoleBudget:
-    """Bytes of a role: `memory` of one device by use, host memory and scratch disk of one node."""
+    """Bytes of a role: device `memory` by use, and host memory and scratch disk per node."""
 
     role: str
     num_devices: int
@@ -66,10 +66,10 @@ class RoleBudget:
 
 @dataclass(frozen=True)
 class RunBudget:
-    """The plan of a run. Times are seconds, rates are tokens or bytes per second."""
+    """The plan of a run."""
 
     roles: tuple[RoleBudget, ...]
-    capacity_bytes: int | None  # usable memory of a device, None on a CPU
+    capacity_bytes: int | None  # usable memory of a device. None on a CPU.
     shares_devices: bool
     tokens: dict[str, float]  # tokens of a mean rollout: all, prompt, sampled
     trainer_s: dict[str, float]
@@ -85,7 +85,7 @@ class RunBudget:
     traffic_bytes: dict[str, float]  # bytes between roles in one step, by direction
     collective_bytes: dict[str, dict[str, float]]  # bytes of a step, by collective and link
     layer_gather_bytes: dict[str, int]
-    other_ep: dict[str, Bytes]  # changes of the trainer's peak by kind of memory, for "with ep N"
+    other_ep: dict[str, Bytes]  # "with ep N" → change of the trainer's peak by kind of memory
     assumptions: tuple[str, ...]
     misfits: tuple[str, ...]
 
@@ -127,7 +127,7 @@ def plan_run(
 
 
 def trainer_plan(manifest: Manifest, stage: str, counted: ParameterCounts) -> MemoryPlan:
-    """Return the memory plan of a trainer rank in `stage` ("sft" or "rl")."""
+    """Return a trainer rank's memory plan in `stage` ("sft" or "rl")."""
     trainer, load = stage_workload(manifest, stage)
     capacity = usable_bytes(manifest.hardware.accelerator) or 0  # a CPU has no device memory
     return plan_memory(manifest.model, trainer, load, capacity, counted)
@@ -140,7 +140,7 @@ def engine_memory(manifest: Manifest, shape: Inference) -> Bytes:
 
 
 class RunPlan:
-    """Plan the memory, times and traffic of a run. `plan_run` collects them in a `RunBudget`."""
+    """Plan the memory, times and traffic of a run, which `plan_run` collects."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class RunPlan:
 
     @cached_property
     def work(self) -> tuple[int, list[int]]:
-        """Return (number of micro-batches in a step, tokens of each rollout of one cp group)."""
+        """Return a step's number of micro-batches, and the tokens of each rollout of a cp group."""
         mesh, orchestrator = self.trainer.mesh, self.manifest.orchestrator
         per_group = -(-orchestrator.rollouts_per_batch // mesh.num_data_ranks)
         room = max(1, int(self.trainer.memory.max_tokens_per_micro_batch // self.tokens))
@@ -231,8 +231,7 @@ class RunPlan:
     def engines(self) -> dict[str, float]:
         """Return the engines' speed, with the unit in each key. "step_s" is the time of a batch.
 
-        If some engines only prefill (`prefill_replicas`), the slower of prefill and decode engines
-        sets the speed.
+        With `prefill_replicas`, the slower of prefill and decode engines sets the speed.
         """
         inference, model = self.inference, self.model
         prefills = inference.prefill_replicas
@@ -261,10 +260,10 @@ class RunPlan:
         }
 
     def pace(self) -> tuple[float, str, float]:
-        """Return (seconds of a step, name of the slower role, mean staleness of tokens in steps).
+        """Return the seconds of a step, the slower role, and the mean staleness of tokens in steps.
 
-        If the trainer is slower, `max_batches_ahead` batches wait for the trainer, and each adds a
-        step of staleness. Staleness is at most `max_off_policy_steps`.
+        If the trainer is slower, `max_batches_ahead` batches wait, and each adds a step of
+        staleness. Staleness is at most `max_off_policy_steps`.
         """
         orchestrator = self.manifest.orchestrator
         sides = {"the trainer": self.trainer_s["step"], "the engines": self.engines["step_s"]}
@@ -279,10 +278,10 @@ class RunPlan:
         return step_s, slower, min(staleness, float(orchestrator.max_off_policy_steps))
 
     def update(self) -> dict[str, float]:
-        """Return the bytes and seconds of a weight update from trainer ranks to engine devices.
+        """Return the bytes and seconds of a weight update from trainer to engines.
 
-        With 'nccl' or 'nixl' the slower of sending and receiving sets the time. Otherwise engines
-        read files. For whole weights the time of writing the files is added.
+        With 'nccl' or 'nixl', the slower of sending and receiving sets the time. Otherwise engines
+        read files, and for whole weights the time of writing the files is added.
         """
         kind, replicas = self.manifest.transport.weights, self.inference.num_replicas
         value_bytes = DTYPE_BYTES[self.inference.dtype]
@@ -303,11 +302,10 @@ class RunPlan:
         return {"bytes": replicas * whole, "seconds": seconds}
 
     def loading(self) -> dict[str, dict[str, float]]:
-        """Return the bytes that a node reads of the start weights, and the seconds, by role.
+        """Return the bytes of start weights that a node reads, and the seconds, by role.
 
-        A node reads each byte once, and its ranks share the byte in the page cache. A trainer rank
-        reads its slices. An engine rank reads all weights. With expert parallel, an engine rank
-        skips the experts of other ranks.
+        A node reads each byte once, because its ranks share the page cache. A trainer rank reads
+        its slices. An engine rank reads all weights, but with expert parallelism only its experts.
         """
         manifest, mesh, counted = self.manifest, self.trainer.mesh, self.counted
         is_whole = manifest.stage_before_rl == "init" and self.model.init.kind == "pretrained"
@@ -328,10 +326,9 @@ class RunPlan:
         }
 
     def checkpoint(self) -> dict[str, float]:
-        """Return a checkpoint's bytes, the bytes of a rank, and the seconds that training waits.
+        """Return the bytes and seconds of a checkpoint, which one `dp_replicate` replica writes.
 
-        "writes_s": seconds of writing while training continues. Only the ranks of one
-        `dp_replicate` replica write.
+        "waits_s": seconds that training waits. "writes_s": seconds of writing during training.
         """
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
@@ -370,7 +367,7 @@ class RunPlan:
         return step_bytes(self.model, self.trainer, self.counted, micro_batches, tokens, per_node)
 
     def layer_gather(self) -> dict[str, int]:
-        """Return the bytes that one rank gathers of the largest block, without and with `ep`."""
+        """Return the bytes of the largest block that a rank gathers, without and with `ep`."""
         if self.trainer.mesh.world_size == 1:
             return {}
         c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep
@@ -379,10 +376,10 @@ class RunPlan:
         return found | ({f"with ep {ep}": c * largest.gathered(ep)} if ep > 1 else {})
 
     def other_ep(self) -> dict[str, Bytes]:
-        """Return by kind of memory how the trainer's peak changes without expert parallel (`ep`).
+        """Return the change of the trainer's peak without expert parallelism, by kind of memory.
 
-        If the run has no `ep`, return the change with the largest of 8, 4 and 2 that divides the
-        ranks. Return {} for a dense model, or if that `ep` does not divide the experts.
+        If the run has `ep` 1, return the change with the largest `ep` of 8, 4 and 2 that divides
+        the ranks. Return {} for a dense model, or if this `ep` does not divide the experts.
         """
         mesh, moe = self.trainer.mesh, self.model.moe
         ranks = mesh.dp_shard * mesh.cp

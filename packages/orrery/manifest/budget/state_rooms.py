@@ -1,7 +1,7 @@
-"""Plan how much device memory offloaded optimizer state may use at each moment of a step.
+"""Plan the device memory that offloaded optimizer state may use at each moment of a step.
 
-State is copied during computation, into memory that activations and gradients do not use at that
-moment. So the copied state does not raise the planned peak.
+State is copied to the device during computation, into memory that activations and gradients leave
+free at that moment. The planned peak therefore does not rise.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,15 @@ from orrery.manifest.budget.parameters import ParameterCounts, count_parameters
 from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory, state_bytes
 from orrery.manifest.schema import Model, Trainer
 
-SHARE = 0.9  # share of the planned free memory to use, because plans have errors
+SHARE = 0.9  # share of the planned free memory to use, as plans have errors
 
 
 @dataclass(frozen=True)
 class StateRooms:
     """Bytes of optimizer state that fit on the device, by block.
 
-    - `forward`, `backward`: bytes that fit from the start of the block's forward or backward pass
-      on, in a step's first micro-batch.
-    - `head`: bytes that fit while the LM head of the first micro-batch runs.
+    - `forward`, `head`, `backward`: bytes that fit during the block's forward pass, the LM head and
+      the block's backward pass, in the first micro-batch.
     - `arriving`: bytes that fit from the start of the block's backward pass in the last micro-batch
       to the end of the step.
     """
@@ -38,7 +37,7 @@ def state_rooms(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> StateRooms:
-    """Return the bytes of state that fit at each moment of a step of `micro_batches` micro-batches.
+    """Return the bytes of state that fit at each moment of a step.
 
     Raise OrreryError for family `hugging_face`.
     """
@@ -60,10 +59,10 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # Whole gradients wait between micro-batches. Only the plan `last` counts their memory.
+    # Whole gradients wait between micro-batches. Only plan `last` counts their memory.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
-    # For each moment, the most memory used from this moment on.
+    # The most memory used from each moment to the end of the step.
     most = list(accumulate((used(last, name) for name in reversed(names)), max))[::-1]
     forward, backward, arriving = [], [], []
     for layer in range(model.num_layers):

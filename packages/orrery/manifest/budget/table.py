@@ -1,10 +1,9 @@
 """Format the plan of a run's RL stage as text, and find the fastest layouts that fit into memory.
 
-- The search keeps the numbers of trainer and engine devices and of rollouts, the model, the
+- The search keeps the numbers of trainer devices, engine devices and rollouts, the model, the
   optimizer and precisions.
-- For the trainer the search varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For
-  engines the search varies replicas and tensor, data and expert parallel. The engines' cache fills
-  the remaining memory.
+- For the trainer, it varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For engines, it
+  varies replicas and tensor, data and expert parallelism. Their cache fills the remaining memory.
 """
 
 import textwrap
@@ -26,7 +25,7 @@ from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
 ROOM = 0.97  # share of usable device memory that a layout may fill
-SAVINGS: tuple[dict[str, Any], ...] = (  # values that save memory. Each row adds to the rows above.
+SAVINGS: tuple[dict[str, Any], ...] = (  # values that save memory. Each row adds to those above.
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
     {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},
@@ -34,8 +33,8 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # values that save memory. Each row add
     {"memory.optimizer_offload_resident": 0.0},
     {"memory.activation_offload": True},
 )
-SIZES = (0.5, 1, 2)  # tokens of a micro-batch to try / the run's `max_tokens_per_micro_batch`
-EVERY = (1, 2)  # `activation_checkpointing_every` to try with "full": each or every second block
+SIZES = (0.5, 1, 2)  # micro-batches to try / the run's `max_tokens_per_micro_batch`
+EVERY = (1, 2)  # `activation_checkpointing_every` to try with "full"
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 Changes = dict[str, Any]  # new values by field
@@ -45,8 +44,8 @@ Changes = dict[str, Any]  # new values by field
 class Proposal:
     """A layout of the trainer or of the engines.
 
-    `seconds`: planned time of a batch. `device_bytes`: planned memory of one device. `changes`:
-    fields in which `manifest` differs from the run.
+    `seconds`: planned time of a batch. `device_bytes`: planned memory of a device. `changes`:
+    fields of `manifest` that differ from the run.
     """
 
     seconds: float
@@ -58,7 +57,7 @@ class Proposal:
 def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
     """Return the fastest trainer layouts that fit, at most one per mesh and kind of checkpointing.
 
-    Checking a run's constraints takes the longest, so constraints are checked last.
+    A run's constraints are checked last, because this takes longest.
     """
     room, now = _room(run), RunPlan(run, tokens)
     if run.hardware.shared_devices:
@@ -81,7 +80,7 @@ def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
 
 
 def _with_trainer(run: Manifest, changes: Changes) -> Manifest:
-    """Return the run with `changes` to its trainer, without checking the run's constraints."""
+    """Return the run with `changes` to its trainer. Constraints are not checked."""
     trainer = run.trainer.model_dump(mode="json")
     for field, value in changes.items():
         _, *section, name = field.split(".")
@@ -184,7 +183,10 @@ def _shapes(run: Manifest) -> Iterator[Changes]:
 
 
 def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
-    """Return the run with engine layout `shape` and the largest cache in whole GiB, if one fits."""
+    """Return the run with engine layout `shape` and the largest cache that fits, in whole GiB.
+
+    Return None if no cache fits.
+    """
     fields = {name.removeprefix("inference."): value for name, value in shape.items()}
     shaped = run.inference.model_copy(
         update={name: value for name, value in fields.items() if name != "router"}
@@ -198,7 +200,7 @@ def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
 
 
 def _changed(run: Manifest, changes: Changes) -> Manifest | None:
-    """Return the run with `changes`, or None if a constraint or `check_built` forbids a change."""
+    """Return the run with `changes`, or None if a constraint or `check_built` forbids them."""
     try:
         changed = with_values(run, changes)
         check_built(changed)
@@ -331,7 +333,7 @@ def _traffic(budget: RunBudget) -> Iterator[str]:
 
 
 def search(run: Manifest, tokens: float | None) -> Iterator[str]:
-    """Yield lines: the fastest layouts of trainer and engines, each with the fields to set."""
+    """Yield the lines of the fastest trainer and engine layouts, with the fields to set."""
     now = RunPlan(run, tokens)
     yield from _proposals("trainer", now.trainer_s["step"], trainer_layouts(run, tokens))
     yield ""

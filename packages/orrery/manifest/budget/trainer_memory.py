@@ -1,11 +1,11 @@
-"""Plan the bytes of a trainer rank at each moment of a step. No factor is fitted.
+"""Plan the bytes that torch allocates on a trainer rank at each moment of a step.
 
-The plan predicts the bytes that torch allocates. Torch's allocator reserves more. Symbols:
+No factor is fitted. Torch's allocator reserves more. Symbols:
 
-n parameters of an FSDP unit (such as a block) gathered on one rank · s ranks that shard the unit
-T tokens of a micro-batch on one rank · V vocabulary size · D hidden size
-bytes of a value: p of stored weights, c in computation, r in gradient reductions
-h = query heads × head size · g = key heads × head size
+n parameters of an FSDP unit (such as a block) gathered on a rank · s ranks that shard the unit
+T tokens of a micro-batch on a rank · V vocabulary size · D hidden size
+p bytes of a stored weight · c bytes of a value in computation · r bytes of a value in reductions
+h query heads × head size · g key heads × head size
 F intermediate size of the dense feed-forward, or of all shared experts together
 E experts · K experts per token · I intermediate size of an expert
 """
@@ -38,12 +38,12 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# Bytes of a rank's states in an optimizer bucket, or of the rank's weights if there is no state.
-OFFLOADED_BYTES = 128 << 20  # bytes that reach the full rate of PCIe
-WHOLE_BYTES = 256 << 20  # bytes of Muon's buckets with and without offload, for equal results
-NUM_SLOTS = 3  # buckets of offloaded state on the device at the same time
+# Sizes of an optimizer bucket: a rank's bytes of state, or of weights if there is no state.
+OFFLOADED_BYTES = 128 << 20  # large enough for the full rate of PCIe
+WHOLE_BYTES = 256 << 20  # for Muon, with and without offload, for equal results
+NUM_SLOTS = 3  # buckets of offloaded state on the device at a time
 BATCH_VALUES = 1 << 27  # values that Muon orthogonalizes at a time, to bound memory
-MUON_COPIES = 4  # temporary bfloat16 copies that Muon makes of a batch of matrices
+MUON_COPIES = 4  # temporary bfloat16 copies of a batch of matrices in Muon
 
 Bytes = dict[str, int]
 
@@ -55,8 +55,8 @@ Bytes = dict[str, int]
 class ActivationBytes:
     """A block's activation bytes per token.
 
-    `kept`: bytes held from the block's forward pass to its backward pass. `backward`: the most
-    bytes held in addition during the backward pass.
+    `kept`: held from the block's forward pass to its backward pass. `backward`: the most that the
+    backward pass holds in addition.
     """
 
     kept: int
@@ -67,10 +67,10 @@ class ActivationBytes:
 class _Results:
     """Bytes per token of a block's forward results.
 
-    `named`: results that selective checkpointing can keep, by the name in `keep`. `unread`: further
-    results under the same names, which no backward pass reads and `named` does not count. `rest`:
-    results without a name. `for_attention`: recomputed results that only attention's backward pass
-    reads.
+    - `named`: results that selective checkpointing can keep, by their name in `keep`.
+    - `unread`: further results of these names, which no backward pass reads.
+    - `rest`: results without a name.
+    - `for_attention`: recomputed results that only attention's backward pass reads.
     """
 
     named: dict[str, int]
@@ -82,9 +82,9 @@ class _Results:
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes under the trainer's checkpointing.
 
-    With `none`, or if this block is not checkpointed, the block keeps all results. With `full` the
-    block keeps its input (c·D). With `selective` the block keeps its input and the results that
-    `keep` names, and, unless compiled as one graph, the `unread` results of these names.
+    A block without checkpointing keeps all results. With `full` it keeps its input (c·D). With
+    `selective` it keeps its input and the `named` results in `keep`. Unless compiled as one graph,
+    it also keeps the `unread` results of these names.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -113,7 +113,7 @@ def _activation_bytes_of_blocks(model: Model, trainer: Trainer) -> list[Activati
 
 
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
-    """Return the bytes per token of a block's results (for symbols see the module).
+    """Return the bytes per token of a block's results (symbols: see the module).
 
         attention     c·h output · 4 per query head for log-sum-exps
         projections   c·(h + 2g) queries, keys, values · c·D output · c·2F gate and up
@@ -122,8 +122,8 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
         rest          c·2D normalised inputs · c·(h + g) rotated queries and keys, if `qk_norm`
                       · c·F activation · c·K·D rows in expert order · c·K·I activation · statistics
 
-    An adapter adds a copy of its projection's result and a result of width `rank`. A frozen
-    projection without an adapter does not keep its input.
+    An adapter adds a copy of its projection's result and a result of width `rank`. Frozen
+    projections without an adapter do not keep their input.
     """
     c, hidden = DTYPE_BYTES[trainer.compute_dtype], model.hidden_size
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -173,9 +173,10 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 def _latent_results(model: Model, c: int, cp: int) -> tuple[int, int, int]:
     """Return latent attention's bytes per token: (output, inputs, gathered keys).
 
-    "Inputs" is `both` plus the larger of `dense` and `sparse`.
-    H heads · N, R, V widths of a head: unrotated, rotated, value · K = N + R (not experts)
-    C latent width of keys · q latent width of queries · k ratio `keys_per_query`
+    The inputs are `both` plus the larger of `dense` and `sparse`.
+    H heads · R rotated width of a head · K rotated plus unrotated width (here not experts)
+    V value width of a head · C latent width of keys · q latent width of queries
+    k ratio `keys_per_query`
     output    c·H·max(V, C) output · 4·H log-sum-exps
     both      2·c·(q + C + R) latents before and after their norms · c·H·K queries
     dense     c·(1 + 2k)·H·max(K, V) padded queries, keys, values (0 with cp and indexers)
@@ -204,9 +205,9 @@ def _dense_width(model: Model, layer: int) -> int:
 
 
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
-    """Return the temporary bytes per token of (attention's, feed-forward's) backward pass.
+    """Return the temporary bytes per token of the backward passes of attention and feed-forward.
 
-    For the symbols H, C, R and k see `_latent_results`, for all other symbols see the module.
+    For the symbols H, C, R and k, see `_latent_results`. For all other symbols, see the module.
     attention   c·(3h + 2g) gradients · 4·h float32 sums of query gradients
     latent      at least (2c + 4)·H·(C + R) · with cp 3·c·k·(C + R) gradients of keys, and without
                 indexers 2·c·g·(k − 1) expanded keys and values
@@ -244,10 +245,9 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     """Return the temporary bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    `tokens`: queries of a rank. At most SPARSE_PAIRS pairs are held at a time. A pair takes
-    c·(C + R) bytes for its part of the key's gradient, and 2·c·H for probabilities and gradients of
-    logits (for symbols see `_latent_results`).
-    Row numbers take 4 bytes for every pair. Return 0 in float32, whose backend holds no pairs.
+    `tokens`: queries of a rank. For symbols, see `_latent_results`. Every pair has a row number of
+    4 bytes. At most SPARSE_PAIRS pairs at a time also have c·(C + R) bytes of the key's gradient
+    and 2·c·H of probabilities and gradients of logits. In float32, the backend holds no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
@@ -265,8 +265,8 @@ class Workload:
     """The work of a context-parallel (cp) group in a step of `micro_batches` micro-batches.
 
     `tokens`: tokens of a micro-batch. `document_tokens`: tokens of the longest document.
-    `merged_width`: bytes per value of the weights with merged adapters that weight updates by NCCL
-    or NIXL send, else 0.
+    `merged_width`: bytes per value of the merged weights that NCCL or NIXL send in LoRA runs. In
+    other runs it is 0.
     """
 
     tokens: int
@@ -276,9 +276,9 @@ class Workload:
 
 
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
-    """Return the trainer and workload of `stage` ("sft" or "rl").
+    """Return the trainer (with the stage's optimizer) and workload of `stage` ("sft" or "rl").
 
-    All samples have the greatest length. The trainer of "sft" has the optimizer of that stage.
+    All samples have the greatest length.
     """
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
@@ -299,7 +299,7 @@ def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A rank's device bytes by category at each moment of a step, and host bytes."""
+    """A rank's device bytes by moment of a step and category, and its host bytes."""
 
     moments: dict[str, Bytes]
     host_bytes: int
@@ -320,10 +320,9 @@ def plan_memory(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> MemoryPlan:
-    """Return one rank's memory plan. Raise OrreryError for family `hugging_face`.
+    """Return the memory plan of a rank. Raise OrreryError for family `hugging_face`.
 
-    `device_bytes`: a device's memory, which sets "auto" chunks. `counted`: result of
-    `count_parameters`.
+    `device_bytes`: memory of a device, which sets "auto" chunks.
     """
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
@@ -341,7 +340,7 @@ def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
 
 
 def state_bytes(trainer: Trainer, counted: ParameterCounts) -> tuple[int, int]:
-    """Return a rank's bytes of optimizer state on the device, and on the host."""
+    """Return a rank's bytes of optimizer state on the device and on the host."""
     mesh = trainer.mesh
     num_bytes = DTYPE_BYTES[trainer.param_dtype] * num_states(trainer.optimizer, counted)
     num_bytes //= mesh.dp_shard * mesh.cp
@@ -394,7 +393,7 @@ class _StepPlan:
     def moments(self) -> Iterator[tuple[str, Bytes]]:
         """Yield (moment, bytes by category).
 
-        Weights, states and gradients that wait for the optimizer count at every moment. Without
+        Weights, optimizer states and waiting gradients count at every moment. Without
         `reshard_after_forward`, all blocks before i stay gathered, not only block i − 1.
 
         LM head           activations of all blocks · gathered head and last block · head's gradient
@@ -490,7 +489,7 @@ class _StepPlan:
         return total // self.shards
 
     def states(self) -> int:
-        """Return the bytes of optimizer states on the device: p·n / s for each state."""
+        """Return the device bytes of optimizer states: p·n / s for each state."""
         if self.on_host:
             return 0
         if not self.trainer.memory.optimizer_offload:
@@ -504,8 +503,8 @@ class _StepPlan:
     def host_bytes(self) -> int:
         """Return a rank's host bytes of offloaded activations, states and weights.
 
-        Activations count twice, because their buffers round up to powers of 2. With
-        `trainer.elastic`, the outer loop's bytes count too.
+        Activations count twice, because their buffers round up to powers of 2. The outer loop of
+        `trainer.elastic` counts too.
         """
         total = 0
         if self.trainer.memory.activation_offload:
@@ -534,17 +533,13 @@ class _StepPlan:
         return self.r * unit.gathered_trained(self.ep) if self.is_sharded else 0
 
     def reduced_gradient(self, unit: UnitParameters) -> int:
-        """Return the bytes of the unit's reduced gradient, which waits for the optimizer: p·n / s.
-
-        Return 0 if the gradient waits on the host.
-        """
+        """Return the device bytes of a unit's reduced gradient, p·n / s. On the host, return 0."""
         return 0 if self.on_host else self.p * unit.trained // self.shards
 
     def earlier_gradient(self, unit: UnitParameters) -> int:
-        """Return the bytes of the unit's gradient that earlier micro-batches left on the device.
+        """Return the device bytes of the unit's gradient from earlier micro-batches, if any.
 
-        With `reduce_gradients: step` the gradient is whole (r·n), otherwise reduced. Return 0 if
-        the step has one micro-batch.
+        With `reduce_gradients: step` the gradient is whole (r·n), otherwise reduced.
         """
         if self.load.micro_batches == 1:
             return 0
@@ -555,15 +550,15 @@ class _StepPlan:
     def activations(self, last: int) -> int:
         first, memory = 0, self.trainer.memory
         if memory.activation_offload:
-            # Only the computing block and blocks still being copied hold device memory.
+            # Only the computing block and blocks being copied hold device memory.
             first = max(0, last - memory.activation_offload_max_in_flight)
         return self.tokens * (self.kept_before[last + 1] - self.kept_before[first])
 
     def logits(self) -> int:
         """Return the bytes of logits if all T tokens are scored, in tiles of the vocabulary.
 
-        Without `lm_head_keeps_logits` only the largest tile counts, with 6 bytes per logit. With
-        this field, all logits take 4·T·V bytes, and each logit of the largest tile 2 more bytes.
+        Without `lm_head_keeps_logits`, only the largest tile counts, with 6 bytes per logit. With
+        it, all logits take 4·T·V bytes, and the largest tile takes 2 more bytes per logit.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         chunk = auto_chunk_tokens(self.device_bytes, vocab)

@@ -1,9 +1,9 @@
 """Estimate the seconds of a trainer's step from operations, bytes and a device's rates.
 
-- Elementwise work is fused if blocks are compiled. FSDP's gathers and reductions overlap with the
-  forward or backward computation. Exchanges of context and expert parallel do not overlap.
-- Constants are fitted to the profiled steps in `benchmarks/trainer`. That folder's `planned.py`
-  prints the error of each planned step.
+- FSDP's gathers and reductions overlap with computation. Exchanges of context and expert
+  parallelism do not overlap. Compiled blocks fuse elementwise work.
+- Constants are fitted to the profiled steps in `benchmarks/trainer`, whose `planned.py` prints the
+  error of each planned step.
 """
 
 from collections.abc import Sequence
@@ -23,20 +23,21 @@ from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
 SHARDING_SHARE = 2 / 3  # share of the memory rate that FSDP's copies reach during collectives
-LAUNCH_S = 0.7e-3  # least host seconds per block and micro-batch, forward and backward
+LAUNCH_S = 0.7e-3  # least host seconds per block and micro-batch for both passes
 IDLE_SHARE = 0.015  # share of a step without work on the device
-EAGER = 2.5  # elementwise bytes without the compiler / with it
-FORWARD_SHARE = 0.3  # share of a micro-batch's computation in its forward pass
-BOTH_WAYS = 0.75  # share of the host link's rate per direction while copies go both ways
-QUEUED_SHARE = 0.5  # share of computation that hides gathers with cp, whose exchanges wait for them
+EAGER = 2.5  # elementwise bytes without the compiler / with the compiler
+FORWARD_SHARE = 0.3  # share of a micro-batch's computation in the forward pass
+BOTH_WAYS = 0.75  # share of the host link's rate per direction if copies go both ways
+QUEUED_SHARE = 0.5  # share of computation that hides gathers with cp, as exchanges wait for gathers
 
 
 @dataclass(frozen=True)
 class Links:
     """Bytes per second of one device in the trainer's collectives, by group of ranks.
 
-    `experts`: FSDP's gathers and reductions of experts. `shards`: gathers and reductions of all
-    other weights. `all`: exchanges among all ranks. `cp`, `ep`: exchanges in a group of this axis.
+    - `shards`: FSDP's gathers and reductions of weights other than experts.
+    - `experts`: FSDP's gathers and reductions of experts.
+    - `all`: exchanges among all ranks. `cp`, `ep`: exchanges in a group of this mesh axis.
     """
 
     shards: float
@@ -49,8 +50,8 @@ class Links:
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
     """Return the rates of collectives. `network`: bytes per second of a device between nodes.
 
-    A ring over nodes uses the network cards of all its ranks on a node. The ranks that shard one
-    expert are `ep` apart, so a node has fewer ranks of one expert than ranks of another weight.
+    A ring over nodes uses the network cards of all its ranks on a node. Ranks that shard the same
+    expert are `ep` apart, so their ring has fewer ranks on each node.
     """
 
     def of(ranks: int) -> float:
@@ -77,9 +78,11 @@ def step_s(
     """Return the seconds of a step by kind of work, and their sum as "step".
 
     "communication" is the part that computation does not hide. "communication in all" adds the
-    hidden part and is not in the sum. `lengths`: tokens of each document of a cp group, over all
-    micro-batches. `link`: rates of collectives, by default of ranks on one node. `device_bytes`: a
-    device's memory. Raise OrreryError for family `hugging_face`.
+    hidden part and is not in the sum. Raise OrreryError for family `hugging_face`.
+
+    - `lengths`: tokens of each document of a cp group, over all micro-batches.
+    - `link`: rates of collectives. The default is ranks on one node.
+    - `device_bytes`: memory of a device.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
@@ -137,7 +140,7 @@ def _computation(
 
 
 def _dense_flops(model: Model, rates: Rates) -> float:
-    """Return the mean operations per second of dense products, which `model.fp8` may speed up."""
+    """Return the mean operations per second of dense products, in bfloat16 and FP8 together."""
     weights = [
         weight
         for layer in {0, model.num_layers - 1}
@@ -156,15 +159,16 @@ def _grouped_flops(model: Model, rates: Rates) -> float:
 
 
 def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
-    """Return the bytes that a rank's FSDP copies read and write for one micro-batch.
+    """Return the bytes that a rank's FSDP copies read and write in a micro-batch.
 
         2·c·n·g      copy gathered weights out of the collective's buffer
         (p + c)·s·g  cast stored weights before the gather
         (c + r)·n    copy gradients of trained weights into the reduction's buffer
         (r + p)·s    cast reduced gradients
 
-    g gathers (2 with `reshard_after_forward`, else 1) · n gathered values · s trained values that
-    the rank stores · bytes of a value: c in computation, r in reductions, p stored
+    g gathers (2 with `reshard_after_forward`, else 1) · n gathered values
+    s trained values that the rank stores
+    p bytes of a stored value · c bytes in computation · r bytes in reductions
     """
     mesh, units = trainer.mesh, counted.units
     c, p = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.param_dtype]
@@ -179,9 +183,9 @@ def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
 def _offload_s(
     model: Model, trainer: Trainer, tokens: float, computing: float, rates: Rates
 ) -> float:
-    """Return the seconds of activation offload in a step that computation does not hide.
+    """Return a step's seconds of activation offload that computation does not hide.
 
-    `tokens`: tokens of the rank in a step. `computing`: the step's seconds of computation.
+    `tokens`: tokens of the rank in a step. `computing`: seconds of computation.
     """
     if not trainer.memory.activation_offload:
         return 0.0
@@ -201,11 +205,10 @@ def _communication(
     computing: float,
     link: Links,
 ) -> tuple[float, float]:
-    """Return a step's seconds of (all communication, communication that computation does not hide).
+    """Return a step's seconds of communication: all, and the part that computation does not hide.
 
     `tokens`: tokens of the rank. `computing`: seconds of computation. Gathers and reductions
-    overlap with the computation of their pass. Exchanges of cp and ep do not overlap. Exchanges of
-    Muon are counted in `_optimizer_s`.
+    overlap with their pass, exchanges of cp and ep do not. `_optimizer_s` counts Muon's exchanges.
     """
     moved = traffic(model, trainer, counted, tokens)
     gather = moved.gather / link.shards + moved.gather_experts / link.experts
@@ -232,9 +235,9 @@ def _optimizer_s(
 ) -> tuple[float, float, float]:
     """Return (seconds of kernels, number of values in states, seconds of Muon's all-to-alls).
 
-    `trained`: number of float32 values on this device. Bytes moved per value, including the bytes
-    for the gradient's norm and scale: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with
-    decay), Muon 48 (60 with Nesterov). A Newton-Schulz iteration on an m×n matrix (m ≤ n) takes
+    `trained`: number of trained float32 values on the device. Bytes moved per value, including the
+    gradient's norm and scale: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with decay),
+    Muon 48 (60 with Nesterov). A Newton-Schulz iteration on an m×n matrix (m ≤ n) takes
     4·m²·n + 2·m³ operations.
     """
     optimizer, shards = trainer.optimizer, trainer.mesh.dp_shard * trainer.mesh.cp
@@ -263,10 +266,10 @@ def _state_copies_s(
 ) -> float:
     """Return the seconds of copies of offloaded states that computation does not hide.
 
-    `room`: device bytes for states that arrive during the last backward pass. All other states
-    arrive later, while as many bytes return to the host. The states in `room` return during the
-    next step's first micro-batch. The backward pass of that micro-batch hides copies only if more
-    micro-batches follow (`has_more`).
+    `room`: device bytes for states that arrive during the last backward pass and return during the
+    next step's first micro-batch. All other states arrive later, while as many bytes return. The
+    backward pass of the first micro-batch hides copies only if more micro-batches follow
+    (`has_more`).
     """
     link, backward_s = rates.host_link_bytes, (1 - FORWARD_SHARE) * micro_batch_s
     early = min(num_bytes, room, backward_s * link)
@@ -275,9 +278,10 @@ def _state_copies_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return (values that Muon updates, values of matrices split over ranks, operations).
+    """Return the values that Muon updates, the values of split matrices, and the operations.
 
-    The operations are those of one Newton-Schulz iteration over all matrices.
+    Split matrices are sharded within a matrix. The operations are those of one Newton-Schulz
+    iteration over all matrices.
     """
     values, split, operations = 0, 0, 0.0
     for layer in range(model.num_layers):
@@ -286,7 +290,7 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
                 continue
             m, n = sorted((weight.shape[-2] // weight.num_matrices, weight.shape[-1]))
             values += weight.size
-            # Ranks divide a stack of experts into whole matrices, so no expert's matrix is split.
+            # Ranks divide a stack of experts into whole matrices.
             split += weight.size if len(weight.shape) == 2 else 0
             operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)
     return values, split, operations

@@ -1,4 +1,4 @@
-"""Count the bytes of a trainer's collectives, and which bytes leave a node."""
+"""Count the bytes of the trainer's collectives inside and between nodes."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 class Traffic:
     """Bytes that a rank sends.
 
-    - `gather`, `reduction`: one FSDP gather or reduction of all units, without experts.
-    - `gather_experts`, `reduction_experts`: one FSDP gather or reduction of all experts. With
-      expert parallel (`ep`) their FSDP group is smaller.
-    - `cp`, `ep`: a step's exchanges of context parallel and of expert parallel.
-    - `replicas`: a step's all-reduce of gradients over `dp_replicate` replicas.
+    - `gather`, `reduction`: in one FSDP gather or reduction of all weights except experts.
+    - `gather_experts`, `reduction_experts`: in one FSDP gather or reduction of all experts. With
+      expert parallelism (`ep`), their FSDP group is smaller.
+    - `cp`, `ep`: in a step's exchanges of context and expert parallelism.
+    - `replicas`: in a step's all-reduce of gradients over `dp_replicate` replicas.
     """
 
     gather: float
@@ -28,7 +28,7 @@ class Traffic:
 
 
 def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: float) -> Traffic:
-    """Return the traffic of a rank that trains `tokens` in a step."""
+    """Return the traffic of a rank that trains `tokens` tokens in a step."""
     mesh, units = trainer.mesh, counted.units
     shards = mesh.dp_shard * mesh.cp
     c, r = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.reduce_dtype]
@@ -40,7 +40,7 @@ def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: fl
     in_ep = in_cp = 0.0
     if mesh.ep > 1 and model.moe is not None:
         layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
-        # A token travels once to each rank that holds a chosen expert. Choices are taken as even.
+        # A token is sent once to each rank with a chosen expert. Choices are assumed to be even.
         reached = mesh.ep * (1 - (1 - 1 / mesh.ep) ** model.moe.num_experts_per_token)
         rows = tokens * reached * (mesh.ep - 1) / mesh.ep
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
@@ -69,10 +69,10 @@ def step_bytes(
 ) -> dict[str, dict[str, float]]:
     """Return the bytes of a step over all ranks, by collective and by link.
 
-    "links" are bytes inside nodes, "network" bytes between nodes. `tokens`: tokens of a rank. A
-    ring leaves each node once. In an exchange each rank sends the same number of bytes to every
-    other rank of its group. If a group's ranks are `stride` apart, a node holds
-    `devices_per_node` / `stride` ranks of the group.
+    "links": bytes inside nodes. "network": bytes between nodes. `tokens`: tokens of a rank. A ring
+    leaves each node once. In an exchange, each rank sends equally many bytes to every other rank of
+    its group. If a group's ranks are `stride` apart, a node holds `devices_per_node` / `stride` of
+    them.
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp
@@ -113,11 +113,11 @@ def step_bytes(
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return how many values a token sends to each cp peer, over all layers and passes."""
+    """Return the number of values per token for each cp peer, over all layers and passes."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp
-    # The forward pass and recomputation send latent keys, the backward pass their gradients.
+    # Forward pass and recomputation send latent keys. The backward pass sends their gradients.
     memory = trainer.memory
     is_kept = "attention" in trainer.kept and not memory.activation_offload
     passes = 2 if is_kept or memory.activation_checkpointing.kind == "none" else 3

@@ -1,8 +1,8 @@
 # ruff: noqa: F401
 """The manifest: all settings that determine a run's result.
 
-- Every field is required, because a reviewer would not see a default.
-- Hosts, partitions, mounts, ports and log levels belong to a site's file, not to the manifest.
+- Every field is required, because reviewers do not see defaults.
+- Hosts, partitions, mounts, ports and log levels are in the site's file.
 - Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
 """
 

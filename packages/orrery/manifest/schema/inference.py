@@ -1,4 +1,4 @@
-"""The engines: replicas, router, transfer and offload of KV caches, and the caches' sizes."""
+"""The fields of engines, routers and KV caches, and the sizes of KV caches."""
 
 from typing import Annotated, Literal
 
@@ -24,10 +24,11 @@ class NoRouter(Record):
 
 
 class VllmRouter(Record):
-    """`vllm-router` spreads requests over the replicas. Thresholds are for "cache_aware" only.
+    """`vllm-router` spreads requests over the replicas.
 
-    "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine by the
-    rollout's name, "cache_aware" by the prefix that the turns share.
+    "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine, chosen by
+    the rollout's name. "cache_aware" chooses the engine by the prefix that the turns share. Only
+    "cache_aware" uses the thresholds.
     """
 
     kind: Literal["vllm_router"]
@@ -63,16 +64,16 @@ KvTransfer = Annotated[
 
 
 class NoKvOffload(Record):
-    """Cache blocks that leave the device are lost."""
+    """Evicted cache blocks are lost."""
 
     kind: Literal["none"]
 
 
 class TieredKvOffload(Record):
-    """Cache blocks move to host memory, then (`disk_bytes` > 0) to the node's scratch disk.
+    """Evicted cache blocks move to host memory, then to the node's scratch disk.
 
-    Sizes count for one data-parallel rank with all its tensor-parallel devices. A restarted engine
-    finds its files on the scratch disk again.
+    Sizes are for one data-parallel rank with all its tensor-parallel devices. With `disk_bytes` 0
+    the disk is unused. A restarted engine reuses its files on the disk.
     """
 
     kind: Literal["tiers"]
@@ -83,8 +84,8 @@ class TieredKvOffload(Record):
 class MooncakeKvOffload(Record):
     """Cache blocks move to a Mooncake Store that all engines of a stage share.
 
-    `segment_bytes` is host memory per engine, divided evenly among its devices. Each device also
-    has a buffer of at most 1 GB.
+    `segment_bytes`: host memory per engine, divided evenly among its devices. Each device also has
+    a buffer of at most 1 GB.
     """
 
     kind: Literal["mooncake"]
@@ -98,15 +99,15 @@ KvOffload = Annotated[
 
 
 class EngineShape(Record):
-    """The settings in which prefill engines and decode engines may differ.
+    """The settings that may differ between prefill engines and decode engines.
 
     - A replica has `data_parallel` · `tensor_parallel` devices, divided evenly among
-      `nodes_per_replica` nodes. With `expert_parallel` each device has whole experts. Without
-      `expert_parallel` each expert is sharded over the devices.
-    - `all2all_backend`: vLLM's name of the backend that exchanges tokens between data-parallel
-      ranks.
+      `nodes_per_replica` nodes.
+    - `expert_parallel`: each device holds whole experts. Otherwise each expert is sharded over the
+      devices.
+    - `all2all_backend`: vLLM's backend for exchanging tokens between data-parallel ranks.
     - `dual_batch_overlap`: exchange one half of a batch while the other half computes.
-    - `environment`: variables of the engine's processes. Orrery's own values take precedence.
+    - `environment`: environment variables of the engine. Orrery's own values take precedence.
     """
 
     nodes_per_replica: Count
@@ -129,19 +130,20 @@ class EngineShape(Record):
 
     @property
     def ranks_per_node(self) -> int:
-        """Return the data-parallel ranks of a replica on each of its nodes."""
+        """Return the number of a replica's data-parallel ranks on each of its nodes."""
         return self.data_parallel // self.nodes_per_replica
 
 
 class Inference(EngineShape):
-    """`num_replicas` vLLM servers. The first `prefill_replicas` servers prefill, the others decode.
+    """The engines: `num_replicas` vLLM servers.
 
-    - With 0 prefill replicas every engine serves whole requests.
-    - `prefill`: the shape of prefill engines. None: the shape of decode engines.
+    - The first `prefill_replicas` engines prefill, and the other engines decode. With 0, every
+      engine serves whole requests.
+    - `prefill`: the shape of prefill engines. Null: the shape of decode engines.
     - `max_local_prefill_tokens`: a decode engine prefills a prompt itself if at most this many of
       the prompt's tokens are missing in its cache.
     - `quantization` "fp8": engines quantize dense layers and experts to FP8.
-    - `max_restarts`: limit on the restarts of all engines together within a day. One more failure
+    - `max_restarts`: limit on the restarts of all engines together within a day. The next failure
       ends the stage.
     """
 
@@ -170,7 +172,7 @@ class Inference(EngineShape):
 
 
 def token_bytes(model: Model, inference: Inference) -> int:
-    """Return the KV cache bytes of a token on one device, over all layers."""
+    """Return the KV cache bytes of one token on one device, over all layers."""
     if (mla := model.mla) is None:  # keys and values of the heads on one device
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
     else:  # the latent vector, its rotary part and the indexer's key
@@ -188,14 +190,14 @@ def longest_blocks(inference: Inference) -> int:
 
 
 def longest_device_bytes(model: Model, inference: Inference) -> int:
-    """Return the cache bytes of the longest sequence on one device, with vLLM's reserved block."""
+    """Return the cache bytes on one device of the longest sequence and vLLM's reserved block."""
     return (1 + longest_blocks(inference)) * _block_bytes(model, inference)
 
 
 def longest_host_bytes(model: Model, inference: Inference) -> int:
-    """Return the host cache bytes of the longest sequence, for all devices of a data-parallel rank.
+    """Return the host bytes of the longest sequence's cache, for one data-parallel rank.
 
-    With MLA the host keeps one copy for all these devices.
+    With MLA, the tensor-parallel devices of the rank share one copy.
     """
     copies = 1 if model.mla is not None else inference.tensor_parallel
     return copies * longest_blocks(inference) * _block_bytes(model, inference)
@@ -206,16 +208,17 @@ def on_disk_bytes(num_bytes: int) -> int:
 
 
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
-    """Return (bytes on disk of one cache block, of the block's routes, see `Manifest.route_bytes`).
+    """Return the bytes on disk of a cache block, and of the block's routes.
 
-    Routes count twice, because routes are evicted separately from cache blocks.
+    Routes count twice, because they are evicted separately from cache blocks. `route_bytes`: see
+    `Manifest.route_bytes`.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)
 
 
 def shard_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:
-    """Return sharded widths as (field, value, field that divides it, number of shards)."""
+    """Return sharded widths as (field, width, field of the number of shards, number of shards)."""
     moe, tensor = model.moe, ("tensor_parallel", inference.tensor_parallel)
     widths = []
     if model.family != "hugging_face" and (moe is None or moe.num_dense_layers):

@@ -25,10 +25,10 @@ def _known(accelerator: str) -> str:
 
 
 class Hardware(Record):
-    """The machine's shape, which changes the order of reductions and hence results.
+    """The shape of the machine. It determines the order of reductions and hence results.
 
-    `accelerator` is `cpu`, a key in `manifest/devices.py` or a name from `orrery hardware`. With
-    `shared_devices`, trainer and engines run on the same GPUs of one node.
+    - `accelerator`: "cpu", a key in `manifest/devices.py` or a name from `orrery hardware`.
+    - `shared_devices`: trainer and engines run on the same GPUs of one node.
     """
 
     accelerator: Annotated[str, AfterValidator(_known)]
@@ -40,7 +40,7 @@ class Hardware(Record):
 class Manifest(Record):
     """All settings of a run.
 
-    `python_lock_sha256` is the hash of `locks/cpu.txt`, or on GPUs the hash of `locks/cuda.txt`.
+    `python_lock_sha256`: hash of `locks/cpu.txt`, or on GPUs hash of `locks/cuda.txt`.
     """
 
     schema_version: Literal[3]
@@ -68,7 +68,7 @@ class Manifest(Record):
 
     @property
     def group_devices(self) -> dict[str, int]:
-        """Return the number of devices of each node group, in the order of nodes."""
+        """Return the number of devices by node group, in the order of nodes."""
         inference = self.inference
         prefill = inference.prefill_replicas * inference.of_engine(0).devices_per_replica
         rest = inference.num_devices - prefill
@@ -77,9 +77,9 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return the bytes per token of the engines' chosen keys, or 0 if batches contain none.
+        """Return the bytes per token of the keys that engines chose. Return 0 if no batch has them.
 
-        For each token, an indexer has one bit for each position of the longest sequence.
+        Each indexer has one bit for each position of the longest sequence.
         """
         if self.trainer.indexer_choice == "own":
             return 0
@@ -87,7 +87,10 @@ class Manifest(Record):
 
     @property
     def route_bytes(self) -> int:
-        """Return the bytes per token that engines report: chosen experts of all layers and keys."""
+        """Return the bytes per token of the chosen experts and keys that engines report.
+
+        Return 0 if engines report none.
+        """
         moe = self.model.moe
         if moe is None or not self.transport.routed_experts:
             return 0

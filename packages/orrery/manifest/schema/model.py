@@ -1,4 +1,4 @@
-"""Field types of all schema files, and the model: architecture, weights and tokenizer."""
+"""The field types of the schema, and the model: architecture, weights and tokenizer."""
 
 from typing import Annotated, Any, Literal
 
@@ -14,13 +14,13 @@ from pydantic import (
 from orrery.manifest.errors import OrreryError
 
 MAX_INT = 2**53  # Jsonnet's largest exact integer
-MAX_COUNT = 2**16  # ranks, devices, layers, heads, experts
+MAX_COUNT = 2**16  # limit on ranks, devices, layers, heads and experts
 MAX_STEPS = 10**9
 MAX_S = 365 * 86_400  # seconds. Longer times could overflow in clocks and sockets.
 MAX_SIZE = 2**24
 # (groups of experts, groups that a token may use), by model family
 EXPERT_GROUPS = {"deepseek_v3": (8, 4), "deepseek_v32": (8, 4)}
-FP8_BLOCK = 128  # FP8 weights have one scale for each block of 128 × 128
+FP8_BLOCK = 128  # FP8 weights have one scale per block of 128 × 128 values
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -43,7 +43,7 @@ class Record(BaseModel):
 
 
 class RandomInit(Record):
-    """Draw weights from a normal distribution with `std`. Norm weights are 1."""
+    """Weights drawn from a normal distribution with `std`. Norm weights are 1."""
 
     kind: Literal["random"]
     seed: NonNegativeInt
@@ -53,7 +53,7 @@ class RandomInit(Record):
 class PretrainedInit(Record):
     """Weights of a Hugging Face checkpoint on disk.
 
-    `sha256` is the hash of `model.safetensors`, or for several files the output of `sha256sum
+    `sha256`: hash of `model.safetensors`, or for several files the output of `sha256sum
     model-*.safetensors | sha256sum`.
     """
 
@@ -73,10 +73,11 @@ class CharacterTokenizer(Record):
 class PretrainedTokenizer(Record):
     """The tokenizer files beside the pretrained weights.
 
-    `sha256` is the output of `sha256sum FILES | sha256sum` over the existing `chat_template.jinja`,
-    `generation_config.json`, `special_tokens_map.json`, `tokenizer.json` and
-    `tokenizer_config.json` in this order. Manifests omit an empty `chat_template_kwargs` (such as
-    `enable_thinking`).
+    - `sha256`: output of `sha256sum FILES | sha256sum`. FILES are those that exist, in this order:
+      `chat_template.jinja`, `generation_config.json`, `special_tokens_map.json`, `tokenizer.json`,
+      `tokenizer_config.json`.
+    - `chat_template_kwargs`: arguments of the chat template, such as `enable_thinking`. Manifests
+      omit an empty dictionary.
     """
 
     kind: Literal["pretrained"]
@@ -95,9 +96,9 @@ class PretrainedTokenizer(Record):
 class MoE(Record):
     """Mixture of experts in every layer except the first `num_dense_layers`.
 
-    - `score` turns router logits into weights. With "sigmoid" a bias affects the choice of experts
-      but not their weights.
-    - `routed_scale` multiplies the output of routed experts, not the output of shared experts.
+    - `score`: function that turns router logits into weights. With "sigmoid", a bias affects the
+      choice of experts but not their weights.
+    - `routed_scale`: factor of the routed experts' output. Shared experts are not scaled.
     """
 
     num_experts: Count
@@ -121,12 +122,12 @@ class Llama3RopeScaling(Record):
 
 
 class YarnRopeScaling(Record):
-    """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn"): interpolated low frequencies.
+    """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn"): scaling of low frequencies.
 
-    Frequencies with more than `fast_turns` turns in the original context stay. Frequencies with
-    fewer than `slow_turns` are divided by `factor`. With s(x) = 0.1 · x · log(factor) + 1,
-    attention scores are scaled by s(score_scale)², cosines and sines by
-    s(angle_scale) / s(score_scale).
+    - Frequencies with more than `fast_turns` turns in the original context are unchanged.
+      Frequencies with fewer than `slow_turns` turns are divided by `factor`.
+    - Let s(x) = 0.1 · x · log(factor) + 1. Attention scores are multiplied by s(score_scale)².
+      Cosines and sines are multiplied by s(angle_scale) / s(score_scale).
     """
 
     kind: Literal["yarn"]
@@ -144,8 +145,8 @@ RopeScaling = Annotated[Llama3RopeScaling | YarnRopeScaling, Field(discriminator
 class Indexer(Record):
     """DeepSeek sparse attention: a query attends to the `top_k` tokens with the best scores.
 
-    `types`: whether a layer has an indexer ("full") or attends to the choice of the layer before it
-    ("shared", GLM-5.1). Null: each layer has an indexer.
+    `types`: one value per layer. A "full" layer has an indexer. A "shared" layer attends to the
+    tokens that the layer before it attends to (GLM-5.1). Null: each layer has an indexer.
     """
 
     num_heads: PositiveInt
@@ -155,7 +156,7 @@ class Indexer(Record):
 
 
 class MLA(Record):
-    """Multi-head latent attention. Rotary embeddings turn `rope_head_dim` values of each head."""
+    """Multi-head latent attention. Rotary embeddings rotate `rope_head_dim` values of each head."""
 
     q_lora_rank: PositiveInt
     kv_lora_rank: PositiveInt
@@ -184,16 +185,15 @@ Family = Literal[
 class Model(Record):
     """The architecture.
 
-    - `head_dim` is the width of queries and keys. Rotary embeddings turn the share
-      `rotary_fraction` of this width.
-    - `glm5` is GLM-5 (transformers' `glm_moe_dsa`), `glm4_moe` is GLM-4.5. `kimi_k2` is
-      DeepSeek-V3's network without groups of experts.
-    - `hugging_face` is any causal language model of transformers. `hf_config` is the content of the
-      model's `config.json`.
-    - `num_mtp_layers`: layers for multi-token prediction, which checkpoints store after the last
-      layer. Exports copy these layers from `init`, untrained. Engines can draft tokens with them.
-    - `fp8` names the layers that trainer and engines compute in block-scaled FP8. Shared experts
-      are feed-forwards. Routers, LM head, embedding and norms are never in FP8.
+    - `head_dim`: width of queries and keys. Rotary embeddings rotate the share `rotary_fraction` of
+      this width.
+    - `family` "glm5": GLM-5 (transformers' `glm_moe_dsa`). "glm4_moe": GLM-4.5. "kimi_k2":
+      DeepSeek-V3's network without groups of experts. "hugging_face": any causal language model of
+      transformers, with the content of its `config.json` in `hf_config`.
+    - `num_mtp_layers`: number of layers for multi-token prediction, stored after the last layer.
+      Exports copy these layers untrained from `init`. Engines can draft tokens with these layers.
+    - `fp8`: layers that trainer and engines compute in block-scaled FP8. Shared experts count as
+      "feed_forward". Routers, LM head, embedding and norms are never in FP8.
     """
 
     family: Family
@@ -222,7 +222,7 @@ class Model(Record):
 
     @property
     def latent(self) -> MLA:
-        """Return the latent attention. Raise OrreryError for a model with other attention."""
+        """Return `mla`. Raise OrreryError if it is null."""
         if self.mla is None:
             raise OrreryError(f"model.mla: null, but family {self.family!r} needs it; set it")
         return self.mla

@@ -1,4 +1,4 @@
-"""The orchestrator, tasks, algorithms, transport, and the stages of the pipeline."""
+"""The fields of the orchestrator, tasks, algorithms, transport and stages."""
 
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,8 @@ from orrery.manifest.schema.trainer import Optimizer, Schedule
 class TaskUse(Record):
     """A task of `kind` with its `args`.
 
-    The task's share of the trained groups is `weight` divided by the sum of all tasks' weights.
+    `weight`: relative number of trained groups. A task's share is its weight divided by the sum of
+    all tasks' weights.
     """
 
     name: str
@@ -34,7 +35,7 @@ class TaskUse(Record):
 class Grpo(Record):
     """Advantage A = R − mean(R), where R are the rewards of a group.
 
-    `normalize_std` divides A by the group's standard deviation.
+    `normalize_std`: divide A by the standard deviation of R.
     """
 
     kind: Literal["grpo"]
@@ -43,7 +44,10 @@ class Grpo(Record):
 
 
 class MaxRl(Record):
-    """Advantage A = (R − mean(R)) / mean(R) for rewards R of a group, 0 if mean(R) ≤ 0."""
+    """Advantage A = (R − mean(R)) / mean(R), where R are the rewards of a group.
+
+    If mean(R) ≤ 0, A is 0.
+    """
 
     kind: Literal["max_rl"]
     group_size: Annotated[int, Field(ge=2)]
@@ -65,7 +69,7 @@ class FixedAdmission(Record):
 
 
 class AdaptiveAdmission(Record):
-    """A limit that follows the engines' cache use, waiting requests and preemptions."""
+    """A limit on rollouts in flight, adapted to the engines' cache use, queues and preemptions."""
 
     kind: Literal["adaptive"]
     min_in_flight: PositiveInt
@@ -76,9 +80,10 @@ Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="k
 
 
 class Evaluation(Record):
-    """Evaluate held-out problems during RL, each time on one policy version.
+    """The evaluation on held-out problems during RL, each time of one policy version.
 
-    RL ends successfully once the mean held-out reward reaches `stop_at`. Null: no such end.
+    `stop_at`: RL ends successfully once the mean held-out reward reaches this value. Null: RL runs
+    all steps.
     """
 
     interval_steps: PositiveInt
@@ -90,14 +95,14 @@ class Evaluation(Record):
 class GuestEngines(Record):
     """Engines of other sites, which come and go (`orrery lend`).
 
-    - At most `max_sites` sites lend engines at a time. A site is lost after `lease_s` without a
-      request.
-    - Guest engines sample with policy versions at most `max_versions_behind` behind the newest.
-    - The trainer's site recomputes log-probs of `verified_share` of each other site's rollouts. The
-      other site is refused if a rollout's mean |difference of log-probs| exceeds both
-      `min_logprob_difference` and `tolerance` times the 90th percentile of this mean over rollouts
-      of the trainer's own engines.
-    - `block_bytes`: size of the hashed blocks in which weights travel.
+    - `max_sites`: limit on sites that lend engines at a time.
+    - `lease_s`: a site is lost after this time without a request.
+    - `max_versions_behind`: how many policy versions a guest engine may be behind the newest.
+    - `verified_share`: share of each guest site's rollouts whose log-probs the trainer's site
+      recomputes. A rollout's deviation is its mean |difference of log-probs|. A guest site is
+      refused if a deviation exceeds both `min_logprob_difference` and `tolerance` times the 90th
+      percentile of the deviations of the trainer's own engines.
+    - `block_bytes`: size of the hashed blocks in which weights are sent.
     """
 
     max_sites: Count
@@ -110,14 +115,14 @@ class GuestEngines(Record):
 
 
 class Orchestrator(Record):
-    """Sampling of rollouts, and the selection of rollouts to train on.
+    """Sampling of rollouts, and the choice of rollouts to train on.
 
-    - `drop_zero_advantage_groups`: leave out groups with equal rewards. Once `max_sampled_ratio`
-      times the batch has been sampled, such groups fill the batch.
-    - `on_timeout`, after `rollout_timeout_s`: "failure" drops and counts the rollout, "zero" gives
-      it the reward 0 in evaluations and in its group's baseline. A timed-out rollout is never
+    - `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. These groups fill
+      the batch once `max_sampled_ratio` times `rollouts_per_batch` have been sampled.
+    - `on_timeout`: effect of `rollout_timeout_s`. "failure": drop and count the rollout. "zero":
+      give it the reward 0 in evaluations and in its group's baseline. A timed-out rollout is never
       trained.
-    - `keep_batches`: the number of newest batches that stay on disk (tokens, log-probs, routes).
+    - `keep_batches`: number of newest batches to keep on disk (tokens, log-probs, routes).
     """
 
     algorithm: Algorithm
@@ -140,17 +145,17 @@ class Tasks(Record):
     evaluation: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
 
 
-DIRECT_KINDS = ("nccl", "nixl")  # values of `Transport.weights` that write no files
+DIRECT_KINDS = ("nccl", "nixl")  # values of `Transport.weights` without files
 
 
 class Transport(Record):
     """The transport of batches to the trainer, and of weights to the engines.
 
     - `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
-      engine its slices (CUDA IPC within a host). "nixl": engines read the same slices by RDMA.
+      engine its slices (CUDA IPC within a host). "nixl": engines read these slices by RDMA.
       "adapters": files of the adapters (`trainer.lora`) only. Engines keep the initial weights.
-    - `routed_experts`: batches contain the experts that the engines chose, and the trainer replays
-      this choice (R3).
+    - `routed_experts`: batches contain the engines' choice of experts, which the trainer replays
+      (R3).
     """
 
     rollouts: Literal["zmq"]
@@ -159,7 +164,7 @@ class Transport(Record):
 
 
 class Demonstrations(Record):
-    """SFT data from a task's own demonstrations: problems `0..num_problems` of `task`."""
+    """SFT data: the demonstrations of the first `num_problems` problems of `task`."""
 
     kind: Literal["demonstrations"]
     task: TaskUse
@@ -167,7 +172,7 @@ class Demonstrations(Record):
 
 
 class ChatFile(Record):
-    """SFT data from JSONL, with one `{"messages": [...]}` per line."""
+    """SFT data: a JSONL file with one `{"messages": [...]}` per line."""
 
     kind: Literal["chat_file"]
     path: str
@@ -175,9 +180,9 @@ class ChatFile(Record):
 
 
 class ChatDataset(Record):
-    """SFT data from a Hugging Face dataset on disk (`save_to_disk`).
+    """SFT data: a Hugging Face dataset on disk (`save_to_disk`).
 
-    `column` holds the messages. `fingerprint` is the fingerprint that the dataset stores.
+    `column` holds the messages. `fingerprint` is stored in the dataset.
     """
 
     kind: Literal["dataset"]
@@ -188,14 +193,13 @@ class ChatDataset(Record):
 
 
 class TextData(Record):
-    """SFT data of plain text: the `column` of JSONL or Parquet rows, every token trained.
+    """SFT data: plain text in `column` of JSONL or Parquet rows. Every token is trained.
 
-    - `path` is a file, or a folder whose files begin with `split` (`orrery fetch dataset`).
-    - Document i is in shard i mod num_shards. With `shard_by` "file", instead file i of the split
-      is in shard i mod num_shards, and a site needs only the files of its shard
-      (`orrery fetch dataset NAME --shard K/N`).
-    - A site trains one shard, and its data ranks share the documents of each batch. Without
-      `trainer.elastic` all shards are trained.
+    - `path`: a file, or a folder whose files begin with `split` (`orrery fetch dataset`).
+    - `num_shards`: document i is in shard i mod num_shards. With `trainer.elastic`, a site trains
+      one shard. Otherwise all shards are trained. Data ranks share the documents of each batch.
+    - `shard_by` "file": instead of document i, file i of the split is in shard i mod num_shards. A
+      site needs only the files of its shard (`orrery fetch dataset NAME --shard K/N`).
     - `sha256`: hash of the file, or hash of the folder as `orrery fetch dataset` prints it.
     """
 
@@ -205,7 +209,7 @@ class TextData(Record):
     column: str
     sha256: Sha256
     num_shards: Count
-    # This field is not written if None, so that manifests without it keep their id.
+    # Not written if None, so that the ids of older manifests stay valid.
     shard_by: Literal["file"] | None = Field(default=None, exclude_if=lambda found: found is None)
 
 
@@ -213,7 +217,7 @@ SftData = Annotated[Demonstrations | ChatFile | ChatDataset | TextData, Field(di
 
 
 class Validation(Record):
-    """The loss on untrained examples, at the first and last step and every `interval_steps`."""
+    """The loss on untrained examples at the first step, last step and every `interval_steps`."""
 
     interval_steps: PositiveInt
     num_examples: PositiveInt
@@ -221,7 +225,7 @@ class Validation(Record):
 
 
 class Sft(Record):
-    """Supervised fine-tuning on the messages whose role is in `trained_roles`."""
+    """Supervised fine-tuning on messages whose role is in `trained_roles`."""
 
     num_steps: Steps
     examples_per_batch: PositiveInt
@@ -241,7 +245,7 @@ class Rl(Record):
 
 
 class Evaluate(Record):
-    """The evaluation of the weights before and after RL, on held-out problems."""
+    """The evaluation on held-out problems of the weights before and after RL."""
 
     num_problems: PositiveInt
     rollouts_per_problem: PositiveInt

@@ -1,4 +1,4 @@
-"""The trainer: mesh, memory, optimizer, schedule and loss."""
+"""The fields of the trainer: mesh, memory, optimizer, schedule and loss."""
 
 from typing import Annotated, Literal
 
@@ -19,17 +19,17 @@ from orrery.manifest.schema.model import (
 
 
 class Mesh(Record):
-    """The mesh has dp_replicate · dp_shard · cp ranks. `ep` divides dp_shard · cp.
+    """The trainer's device mesh of dp_replicate · dp_shard · cp ranks. `ep` divides dp_shard · cp.
 
     - Weights are sharded over dp_shard · cp ranks. The ranks of one cp group train the same
       documents together.
-    - `cp_style` "ulysses" exchanges tokens for heads in an all-to-all. "ring" passes keys and
-      values around a ring, with tokens in zig-zag order. "dsa" gathers the keys of latent attention
+    - `cp_style` "ulysses": an all-to-all exchanges tokens for heads. "ring": keys and values pass
+      around a ring, with tokens in zig-zag order. "dsa": ranks gather the keys of latent attention
       (`model.mla`), also with tokens in zig-zag order.
-    - `ep_backend`: "torch" is an all-to-all of torch.distributed, "deepep" the library DeepEP.
+    - `ep_backend` "torch": an all-to-all of torch.distributed. "deepep": the library DeepEP.
     - `deepep_num_sms`: streaming multiprocessors that DeepEP occupies. Null: DeepEP's default.
-    - `deepep_token_chunk_size`: tokens of a rank that DeepEP moves at a time, which bounds memory.
-      Null: all tokens.
+    - `deepep_token_chunk_size`: limit on a rank's tokens that DeepEP moves at a time, to save
+      memory. Null: all tokens.
     """
 
     dp_replicate: Count
@@ -54,18 +54,18 @@ class Mesh(Record):
         return self.cp * self.ep > 1
 
     def data_rank(self, rank: int) -> int:
-        """Return the index of the rank's cp group. A group's ranks train the same documents."""
+        """Return the index of the rank's cp group."""
         return rank // self.cp
 
 
 class Fsdp(Record):
-    """FSDP2.
+    """The options of FSDP2.
 
     - `reshard_after_forward`: free gathered weights after the forward pass, and gather them again
       for the backward pass.
     - `reduce_gradients` "step": reduce whole gradients once a step. "micro_batch": reduce and shard
       gradients after each micro-batch.
-    - `cpu_offload`: keep weights, gradients and optimizer state on the host. The optimizer runs
+    - `cpu_offload`: keep weights, gradients and optimizer state on the host, and run the optimizer
       there.
     """
 
@@ -86,8 +86,8 @@ class AdamW(Record):
 class Muon(Record):
     """Muon for the blocks' matrices (Jordan et al. 2024), `rest` for all other weights.
 
-    Muon's updates are scaled to the root mean square of AdamW's updates (arXiv 2502.16982), so one
-    learning rate suits both optimizers.
+    Muon's updates have the root mean square of AdamW's updates (arXiv 2502.16982), so one learning
+    rate suits both.
     """
 
     kind: Literal["muon"]
@@ -129,7 +129,7 @@ class ConstantSchedule(Record):
 
 
 class LinearSchedule(Record):
-    """Warm-up, then linear decay to `final_fraction` of the rate at the last step."""
+    """Warm-up, then linear decay to `final_fraction` of the rate."""
 
     kind: Literal["linear"]
     warmup_steps: NonNegativeInt
@@ -170,10 +170,10 @@ class Mismatch(Record):
 
     Above `warn_*` the run logs a warning. Above `stop_*` the run ends.
 
-    - `*_kl`: KL(engine || trainer) over a batch's trained tokens, stale ones included.
-    - `*_logprob_difference`: mean |difference of log-probs| over these tokens, for one engine.
+    - `*_kl`: KL(engine || trainer) over a batch's trained tokens, including stale tokens.
+    - `*_logprob_difference`: mean |difference of log-probs| over these tokens, per engine.
     - `canary_logprob_difference`: mean |difference of log-probs| over a fixed prompt (the canary),
-      for each engine after each weight update. Above the bound the run ends. Null: no canary.
+      per engine after each weight update. Above this bound the run ends. Null: no canary.
     """
 
     warn_kl: Bound
@@ -190,13 +190,13 @@ class NoCheckpointing(Record):
 
 
 class FullCheckpointing(Record):
-    """Keep only each block's input. The block runs again in the backward pass."""
+    """Keep only the input of each block. The backward pass runs the block again."""
 
     kind: Literal["full"]
 
 
 class SelectiveCheckpointing(Record):
-    """Keep each block's input and the outputs in `keep`."""
+    """Keep the input of each block, and the outputs that `keep` names."""
 
     kind: Literal["selective"]
     keep: Annotated[
@@ -206,14 +206,14 @@ class SelectiveCheckpointing(Record):
 
 
 class Memory(Record):
-    """Options that save device memory in the trainer, at a cost of compute or host memory.
+    """Options that save the trainer's device memory, but cost computation or host memory.
 
-    - `activation_checkpointing_every`: with value n, checkpoint blocks 0, n, 2·n, … only.
+    - `activation_checkpointing_every` n: checkpoint only blocks 0, n, 2·n, …
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
-    - `activation_offload_max_in_flight`: blocks whose copies may be under way at a time.
+    - `activation_offload_max_in_flight`: limit on blocks that are copied at a time.
     - `optimizer_offload`: keep optimizer state in pinned host memory. Copies overlap with
       computation and use device memory that activations leave free.
-    - `optimizer_offload_resident`: share of this state that stays on the device.
+    - `optimizer_offload_resident`: share of the optimizer state that stays on the device.
     - `lm_head_chunk_tokens`: tokens whose logits are in memory at a time. "auto" depends on
       vocabulary and device.
     - `lm_head_keeps_logits`: keep a micro-batch's float32 logits for the backward pass.
@@ -238,10 +238,10 @@ class Memory(Record):
 
 
 class Lora(Record):
-    """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B A, with W frozen.
+    """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B A, with frozen W.
 
-    `targets`: projections of attention, dense feed-forwards (shared experts too), and routed
-    experts (a pair A, B for each expert). The model must have the named projections.
+    `targets`: projections to adapt, all of which the model must have. "feed_forward": dense
+    feed-forwards and shared experts. "experts": routed experts, with a pair A, B per expert.
     """
 
     rank: PositiveInt
@@ -254,9 +254,9 @@ class Lora(Record):
 
 
 class Checkpoint(Record):
-    """Save every `interval_steps`, and keep the newest `keep` checkpoints.
+    """Save a checkpoint every `interval_steps`, and keep the newest `keep` checkpoints.
 
-    RL also saves at the end. SFT writes `weights/sft` instead.
+    At the end, RL saves a last checkpoint. SFT writes `weights/sft` instead.
     """
 
     interval_steps: PositiveInt
@@ -269,15 +269,15 @@ Attention = Literal["auto", "fa2", "fa3", "fa4", "cudnn", "plain"]
 class Trainer(Record):
     """The RL trainer. SFT uses the same mesh, precision and memory.
 
-    - `attention` is the preferred kernel. `auto` is the fastest for the device and the layout.
+    - `attention`: preferred kernel. "auto": the fastest kernel for device and layout.
     - `indexer` "train": indexers of sparse attention learn to predict the attention of their layers
       (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
-    - `indexer_choice`: "own" lets the trainer's indexers choose the keys. With "replay" and
-      "compare", batches contain the engines' chosen keys. With "replay" the trainer attends to
-      these keys. With "compare" the trainer counts where its own indexers choose other keys.
+    - `indexer_choice` "own": the trainer's indexers choose the keys. "replay": batches contain the
+      keys that engines chose, and the trainer attends to these keys. "compare": batches contain
+      these keys too, and the trainer counts where its own indexers choose other keys.
     - `expert_bias_rate`: after each step, routers' biases move by this value towards an equal load
       of all experts (`trainer/expert_load.py`). Null: biases are frozen.
-    - `elastic`: several sites train one model. Null: this site alone.
+    - `elastic`: several sites train one model. Null: one site trains it.
     """
 
     mesh: Mesh
@@ -311,7 +311,7 @@ class Trainer(Record):
         return not self.needs_fsdp and self.param_dtype != self.compute_dtype
 
     def is_one_graph(self, model: Model) -> bool:
-        """Return whether a block is one graph of our own code, whose saved tensors are known."""
+        """Return whether a block is one graph of our own code, so its saved tensors are known."""
         return self.compile and not self.mesh.has_exchange and model.family != "hugging_face"
 
     @property
@@ -326,7 +326,7 @@ class Trainer(Record):
     def unseen(self) -> tuple[str, ...]:
         """Return the outputs that are always recomputed, even if `keep` names them.
 
-        With `cp` or `ep` above 1 the parts of a block around an exchange are compiled. Products in
-        compiled parts have no names, so `keep` cannot select them.
+        With `cp` or `ep` above 1, the parts of a block around an exchange are compiled. In compiled
+        parts, products have no names, so `keep` cannot select them.
         """
         return ("projections",) if self.compile and self.mesh.has_exchange else ()

@@ -1,4 +1,4 @@
-"""Constraints of the trainer and its model, for manifests and `orrery bench trainer`."""
+"""Check the constraints of the trainer and its model, for runs and `orrery bench trainer`."""
 
 from collections.abc import Iterator
 
@@ -135,7 +135,7 @@ def _fp8_widths(model: Model) -> Iterator[tuple[str, int]]:
 def block_parts(model: Model) -> list[str]:
     """Return the parts of a block that `trainer.lora.targets` may name.
 
-    `model.fp8` may name the same parts, and also "attention" of a model with latent attention.
+    `model.fp8` may name the same parts, and also "attention" in a model with latent attention.
     """
     moe = model.moe
     parts = {
@@ -217,7 +217,7 @@ def _spread_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterato
         )
 
 
-KERNELS = {  # attention kernel → least compute capability, greatest head size
+KERNELS = {  # attention kernel → (least compute capability, greatest head size)
     "fa2": (AMPERE, 256),
     "fa4": (HOPPER, 128),
     "cudnn": (HOPPER, 128),
@@ -249,9 +249,10 @@ def _attention_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iter
 
 
 def head_divisors(model: Model) -> list[int]:
-    """Return the numbers of ranks that can share the heads.
+    """Return the numbers of ranks that can share the attention heads.
 
-    Ranks get equal numbers of query heads, and either whole key heads or one key head together.
+    Each rank gets equally many query heads. Key heads are divided evenly among the ranks, or else
+    equally many ranks share each key head.
     """
     groups = model.num_kv_heads
     return [n for n in divisors(model.num_heads) if groups % n == 0 or n % groups == 0]
