@@ -27,7 +27,7 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
-STILL_S = 40.0  # limit on time without progress. A stall then ends the stage within a minute
+STILL_S = 40.0  # limit on time without progress. Then a stall ends a stage within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
@@ -264,7 +264,7 @@ class RankStallDetector:
         return now_s - seen.moved_s > (health.still_s or self._still_s)
 
     def _sentence(self, blamed: list[str], held: list[str], now_s: float, last_s: float) -> str:
-        """Return the error's text. For late ranks, seconds count from the role's last progress."""
+        """Return the error. For late ranks, seconds count from the role's last progress."""
         seen = [self._seen[name] for name in blamed]
         silent = self._is_silent(seen[0], now_s)
         for_s = now_s - max(
@@ -324,8 +324,7 @@ class HealthView:
     - A change's time is when the reader first saw it. A deadline keeps its distance from the start
       of its wait or activity. The clock stops while the host is suspended.
     - A gap of more than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
-    - `changed_s` returns a process's last change on a common clock, to order processes. It adds the
-      smallest observed delay to the clock of the process's host.
+    - `changed_s` orders changes of processes. It shifts a host's clock by the smallest delay seen.
     """
 
     def __init__(self) -> None:

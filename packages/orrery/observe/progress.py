@@ -96,9 +96,9 @@ def panel(
     now_s: float,
     instead: Sequence[str] = (),
 ) -> RenderableType:
-    """Return the live view. `states`: "running", or how a process ended, by process name.
+    """Return the live view. `states`: "running" or the ending of each process, by name.
 
-    `instead`: lines of text that replace the process table.
+    `instead`: lines that replace the process table.
     """
     stages = Text()
     for stage in progress.stages:

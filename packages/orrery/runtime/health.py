@@ -55,7 +55,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LoopBeats:
-    """Heartbeats of an event loop. The loop hangs if `count` stays equal for `within_s` seconds."""
+    """Heartbeats of an event loop. The loop hangs if `count` stays equal for `within_s`."""
 
     count: int
     time_s: float
@@ -75,8 +75,8 @@ class Health:
     deadline_s: float | None = None
     waits: tuple[Wait, ...] = ()
     error: str | None = None
-    was: str | None = None  # last activity or wait of a failed process
-    still_s: float | None = None  # limit on the time without progress
+    was: str | None = None  # a failed process's last activity or wait
+    still_s: float | None = None  # limit on time without progress
     heartbeat: Heartbeat | None = None
     clock_s: float = 0.0
     boot: str = ""
@@ -154,7 +154,7 @@ class HealthFile:
             self._write(changed=False)
 
     def beat_loop(self, within_s: float | None) -> None:
-        """Count one heartbeat. The next is due within `within_s` seconds. None: no more are due."""
+        """Count one heartbeat. The next is due within `within_s`. None: no more are due."""
         with self._lock:
             count = self._loop_beats.count + 1 if self._loop_beats else 1
             beats = None if within_s is None else LoopBeats(count, time.time(), within_s)
@@ -282,10 +282,7 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return health by process name `<role>.<i>`. Skip unreadable files.
-
-    Read the files of `attempt`. If it is None, read the files of all attempts.
-    """
+    """Return health by process name, of one attempt or all (None). Skip unreadable files."""
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:

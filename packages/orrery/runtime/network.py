@@ -70,7 +70,7 @@ def without_proxy(hosts: Iterable[str]) -> None:
 
 
 def adjoining_ports(count: int, host: str) -> int:
-    """Return the first of `count` consecutive free ports on `host`. Raise RunFailed without any."""
+    """Return the first of `count` consecutive free ports. Raise RunFailed without any."""
     for _ in range(PORT_TRIES):
         first = random.randrange(PORTS.start, PORTS.stop - count + 1)
         with ExitStack() as held, suppress(OSError):

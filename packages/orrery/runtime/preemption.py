@@ -20,7 +20,7 @@ STAGES = ("rl",)
 
 
 class Preempted(Exception):
-    """The stage stopped after batch `step` and can be resumed. Step 0 is before the first batch."""
+    """The stage stopped after batch `step` (0: before any batch) and can be resumed."""
 
     def __init__(self, step: int):
         super().__init__(f"wound down at step {step}")

@@ -70,9 +70,7 @@ class RoleContext:
         self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.parent_watch = ParentWatch()
-        if (
-            self.parent_watch.is_launched
-        ):  # a manual `orrery report` must keep a running stage's memory
+        if self.parent_watch.is_launched:  # a manual report must keep running stages' memory
             self.on_orphaned(
                 lambda: run_directory.remove_memory(run_directory.memory_prefix(run_dir))
             )
@@ -101,10 +99,9 @@ class RoleContext:
         what: str,
         answers: Callable[[], bool],
     ) -> None:
-        """Wait until `answers()` is true.
+        """Wait until `answers()`. Raise RunFailed if `process` ends, or after scaled PROGRAM_S.
 
-        Raise RunFailed if `process` ends, or after scaled PROGRAM_S. `what` is the verb of the
-        error, such as "listen".
+        `what` is the verb of the error, such as "listen".
         """
         limit_s = scaled(PROGRAM_S)
         end = time.monotonic() + limit_s

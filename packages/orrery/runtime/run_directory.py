@@ -42,7 +42,7 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker of a finished stage. It is the last file that the stage writes."""
+    """Return the marker of a finished stage, the last file of the stage."""
     return stage_dir(run_dir, stage) / "DONE"
 
 
@@ -100,10 +100,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return a folder of weights.
-
-    `name` is a stage, `step_<n>` for an export, or WIRE for policy versions.
-    """
+    """Return the weights of a stage, of an export (`step_<n>`) or of policy versions (WIRE)."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -229,7 +226,7 @@ SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
 
 
-# Variable with the fsspec URL of a folder to which complete checkpoints are copied.
+# Variable with the fsspec URL of the folder for copies of complete checkpoints.
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -240,15 +237,14 @@ def place(run_dir: Path) -> str:
 def memory_prefix(run_dir: Path) -> str:
     """Return the prefix of a run's names in /dev/shm: `orrery-<run id>-<hash of the path>-`.
 
-    The launcher removes these names and the scratch folders on its node when a stage begins, and on
-    every node when the stage ends. At its end an engine removes its own names, including names left
-    by killed starts.
+    The launcher removes these names and the scratch folders at a stage's start (on its own node)
+    and end (on every node). An ending engine removes its own names and names of killed starts.
     """
     return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the prefix of checkpoint copies. They outlive the trainer until they are saved."""
+    """Return the prefix of checkpoint copies, kept until saved even if the trainer ends."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
@@ -257,10 +253,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove shared memory named `*name*`, and return its paths.
-
-    Call this after all processes that use it have ended.
-    """
+    """Remove shared memory named `*name*`, and return its paths. End its processes first."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -286,7 +279,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
-    """Return a prefix for engines' socket folders, short because socket paths end at 107 bytes."""
+    """Return the prefix of engines' socket folders. Socket paths have at most 107 bytes."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

@@ -1,7 +1,7 @@
 """Scale deadlines, pace the rows of long series, and format durations.
 
-ORRERY_DEADLINE_SCALE (default 1) multiplies deadlines in the code, for slow file systems and busy
-machines. It does not change deadlines in the manifest.
+ORRERY_DEADLINE_SCALE (default 1) multiplies deadlines in the code, but not in the manifest, for
+slow file systems and busy machines.
 """
 
 import math
@@ -34,7 +34,7 @@ def period_s(age_s: float, shortest_s: float) -> float:
 
 
 class Pace:
-    """Decide when a series' next row is due. Call `due` at least every `shortest_s` seconds."""
+    """Decide when a series' next row is due. Call `due` at least every `shortest_s`."""
 
     def __init__(self, shortest_s: float, now_s: float):
         self._shortest_s, self._begin_s, self._next_s = shortest_s, now_s, now_s

@@ -86,10 +86,7 @@ def _from_file(path: str) -> str:
 
 
 def run_token() -> str:
-    """Return the token, or "" if no launcher started this process.
-
-    Raise RunFailed if a launcher started this process without a token.
-    """
+    """Return the token, or "" without a launcher. Raise RunFailed if the launcher gave no token."""
     token = take()
     if not token and WAS_LAUNCHED:
         raise RunFailed(
@@ -111,7 +108,7 @@ def credential(token: str, purpose: Purpose) -> str:
 
 
 def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
-    """Return the HTTP header with a credential. Return {} without a token."""
+    """Return the HTTP header with a credential, or {} without a token."""
     return {"Authorization": f"Bearer {credential(token, purpose)}"} if token else {}
 
 

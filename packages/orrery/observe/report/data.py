@@ -253,7 +253,7 @@ class RunData:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise OrreryError if the body finds an unreadable file, or a malformed row of file `what`."""
+    """Raise OrreryError if the body meets an unreadable file, or a malformed row in `what`."""
     try:
         yield
     except OSError as error:
@@ -274,10 +274,7 @@ def same_weights(run: RunData) -> list[tuple[int, float]]:
 
 
 def without_signal(run: RunData) -> float | None:
-    """Return the share of sampled training rollouts in groups with all advantages zero.
-
-    Return None without counts.
-    """
+    """Return the share of rollouts in groups without advantage, or None without counts."""
     counts = [each for each in run.batches.each("num_without_signal", "num_sampled") if each[1]]
     return sum(num for num, _ in counts) / sum(all_ for _, all_ in counts) if counts else None
 
@@ -319,7 +316,7 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of work in all attempts on finished stages, except stages `left_out`."""
+    """Return the seconds of all attempts at finished stages, except stages `left_out`."""
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [
         row["last_s"] - row["first_s"]

@@ -105,7 +105,7 @@ class BenchRequest:
 
 
 def make_request(manifest: Manifest, options: Options) -> BenchRequest:
-    """Return the measurement of `manifest` with `options`. Raise OrreryError if they do not fit."""
+    """Fit `manifest` to `options`. Raise OrreryError if they do not fit."""
     model = _fit_layers(manifest.model, options)
     base = _stage_trainer(manifest, options)
     trainer = _merge_options(manifest, base, model, options)

@@ -160,7 +160,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """Time `count` steps. A step ends when the host continues. The device may still compute."""
+    """Time `count` steps. A step ends when the host continues, perhaps before the device ends."""
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
     totals = [count_totals(each, world) for each in batches]

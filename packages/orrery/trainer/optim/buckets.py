@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from orrery.models.placement import local_tensor
 from orrery.trainer.optim.gradient import sharding_axes
 
-ALIGNMENT = 128  # number of values to which shards are aligned, for vectorised kernels
+ALIGNMENT = 128  # shards start at multiples of this many values, for vectorised kernels
 
 
 @dataclass(frozen=True)
 class WeightPart:
     """A part of one weight, with its gradient and state on the device.
 
-    Its tensors are flat. If the rule needs whole shards, they are whole local shards.
+    Tensors are flat. If the rule needs whole shards, they are whole local shards.
     """
 
     source: nn.Parameter

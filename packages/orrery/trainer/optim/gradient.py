@@ -49,7 +49,7 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
     if (replicas := world.axis_size("dp_replicate")) > 1:
-        # Average: replicas sum in different orders, and unequal norms let their weights diverge.
+        # Replicas sum in different orders. Unequal norms would let their weights diverge.
         dist.all_reduce(total, group=world.group("dp_replicate"))
         total /= replicas
     return total.sqrt().float()

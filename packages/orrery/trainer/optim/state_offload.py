@@ -6,8 +6,7 @@ micro-batch, and out during the next step's first micro-batch. The memory plan
 (`manifest/budget/state_rooms.py`) says how much device memory is free for slots.
 
 An AdamW step on the host would move 30 bytes a weight through host memory and 6 over PCIe. Copies
-move 16 through host memory and 8 over PCIe in each direction. They are faster, because all GPUs of
-a node share its host memory.
+move 16, and 8 over PCIe each way. Copies are faster, because a node's GPUs share host memory.
 """
 
 from collections import deque
@@ -57,7 +56,7 @@ class StateOffload:
             self._inward = torch.cuda.Stream(self.device)
             self._outward = torch.cuda.Stream(self.device)
             self._arrived = [torch.cuda.Event() for _ in buckets]
-            # a wait for an unrecorded event returns at once
+            # Waits for an unrecorded event return at once.
             self._returned = [torch.cuda.Event() for _ in buckets]
 
     @property
@@ -165,7 +164,7 @@ class StateOffload:
 class StateStream:
     """Call `fill` and `drain` in hooks of `blocks`, with the free device memory of the plan.
 
-    `one`: free bytes in steps of one micro-batch. `many`: in steps of several micro-batches.
+    `one`: plan of steps with one micro-batch. `many`: plan of steps with several micro-batches.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
 def build_network(model: Model, trainer: Trainer, device: torch.device | str) -> CausalLm:
     """Return the network for one device, with its adapters.
 
-    With adapters, frozen weights have the compute dtype, because they receive no updates.
+    With adapters, frozen weights have the compute dtype, because they get no updates.
     """
     param_dtype = getattr(torch, trainer.param_dtype)
     if trainer.lora is None:

@@ -1,9 +1,8 @@
 """Keep tensors saved for the backward pass in pinned host memory.
 
 While block i computes, tensors of the `max_in_flight` blocks before it are copied to the host
-(forward pass) or back (backward pass), each direction on its own stream. Other blocks' tensors are
-on the host alone. Weights, small, shared and non-dense tensors, and the last block's tensors stay
-on the device.
+(forward pass) or back (backward pass), each direction on its own stream. Weights, small, shared and
+non-dense tensors, and tensors of the last block stay on the device.
 """
 
 from collections import defaultdict, deque
@@ -174,7 +173,7 @@ class ActivationOffload:
             return
         activations.is_fetched = True
         if self._in is not None:
-            # Wait, because new tensors may reuse memory that the current stream still reads.
+            # New tensors may reuse memory that the current stream still reads.
             self._in.wait_stream(torch.cuda.current_stream(self.device))
             self._in.wait_event(activations.copied_out)
         for saved in activations.saved.values():

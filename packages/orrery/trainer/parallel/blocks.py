@@ -161,8 +161,8 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 def without_view(x: Tensor) -> Tensor:
     """Return x as a base tensor (no view) of the same memory. The gradient passes through.
 
-    FSDP passes views, but activation offload returns base tensors. A function compiled inside a
-    checkpoint would therefore get different graphs in the forward pass and the recomputation.
+    FSDP passes views, but activation offload returns base tensors. Forward pass and recomputation
+    would get different graphs of a function compiled inside a checkpoint.
     """
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 

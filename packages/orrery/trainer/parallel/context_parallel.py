@@ -56,10 +56,9 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
-    """Call `observe` in forward passes with the output of each replaced module.
+    """Call `observe` in forward passes with each replaced module's output (or gathered keys).
 
-    The output of `GatheredKeys` is the first gathered key tensor. The backward pass computes the
-    output's gradient before it exchanges gradients between ranks.
+    The backward pass computes the output's gradient before ranks exchange gradients.
     """
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore | GatheredKeys):
@@ -174,7 +173,7 @@ class UlyssesCore(nn.Module):
     K: head size. `documents` cover all T tokens. Ranks that share a key head have copies of it.
     """
 
-    eager = ("forward",)  # blocks.py does not compile these methods
+    eager = ("forward",)  # not compiled (`blocks.py`)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ class TorchExchange(nn.Module):
     pass and recomputation reuse the counts. Stable sorts make results deterministic.
     """
 
-    eager = ("forward",)  # blocks.py does not compile these methods
+    eager = ("forward",)  # not compiled (`blocks.py`)
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__()
@@ -202,11 +202,10 @@ class HostLengths:
 class DeepEpExchange(nn.Module):
     """Exchange by DeepEP (https://github.com/deepseek-ai/DeepEP) in bfloat16, over NVLink and RDMA.
 
-    The gradient of `dispatch` is `combine`, and vice versa. Raise OrreryError if deep_ep is not
-    installed.
+    The gradient of `dispatch` is `combine`, and vice versa. Raise OrreryError without deep_ep.
     """
 
-    eager = ("forward",)  # blocks.py does not compile these methods
+    eager = ("forward",)  # not compiled (`blocks.py`)
 
     def __init__(
         self,
@@ -229,7 +228,7 @@ class DeepEpExchange(nn.Module):
     ) -> Tensor:
         if (size := self.chunk_tokens) is None:
             return self._exchange(x_TD, score_TK, expert_TK, experts)
-        # A chunk is a collective, so ranks with fewer tokens exchange empty chunks.
+        # Chunks are collectives, so ranks with fewer tokens exchange empty chunks.
         if (count := blocks.recall()) is None:
             most = torch.tensor(len(x_TD), device=x_TD.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)

@@ -95,13 +95,11 @@ def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
 def _prefixes(
     row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each prefix key's row of the all-gather's result, and its index in `KeyOrder.row`.
+    """Return each prefix key's gathered row and its index in `KeyOrder.row`, both i64 [total].
 
-    Both are i64 [total].
-
-    - `row_S[i]`: row of the all-gather's result with token i of the padded stream.
+    - `row_S[i]`: gathered row of token i of the padded stream.
     - `start` [documents]: first token of each document in the padded stream.
-    - `length` [documents]: number of keys in each document's prefix. Their sum is `total`.
+    - `length` [documents]: number of keys in each prefix. Their sum is `total`.
     - `at` [documents]: index of each prefix's first key in `KeyOrder.row`.
     """
     before = length.cumsum(0) - length
@@ -118,11 +116,11 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 class GatheredKeys(LocalKeys):
     """Give this rank's queries the keys of all ranks in `group`.
 
-    Recomputation gathers the keys again, unless `keeps` makes the forward pass keep them.
+    Recomputation gathers the keys again, unless `keeps` stores them in the forward pass.
     """
 
     is_gathered = True
-    eager = ("send", "receive", "ranges", "sides")  # blocks.py does not compile these
+    eager = ("send", "receive", "ranges", "sides")  # not compiled (`blocks.py`)
 
     def __init__(self, group: dist.ProcessGroup, keeps: bool) -> None:
         super().__init__()

@@ -45,9 +45,9 @@ class Halves(NamedTuple):
 
 
 class RingCore(nn.Module):
-    """Attention over `group`. Each rank has two equally long pieces of each document (`Halves`)."""
+    """Attention over `group`. A rank has two equally long pieces of each document (`Halves`)."""
 
-    eager = ("forward",)  # blocks.py does not compile these methods
+    eager = ("forward",)  # not compiled (`blocks.py`)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def _put(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
 
 
 def _add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
-    """Add `part` at distinct `places`, because `index_add_` would use atomics."""
+    """Add `part` at distinct `places`, without the atomics of `index_add_`."""
     if places is None:
         whole.add_(part)
     else:

@@ -1,6 +1,6 @@
 """The meshes of a trainer's ranks: their axes, innermost last, and the data that they distribute.
 
-    mesh          dp_replicate × dp_shard × cp       documents. A cp group shares documents
+    mesh          dp_replicate × dp_shard × cp       documents, shared by a cp group
     fsdp_mesh     [dp_replicate ×] fsdp              weights. fsdp = dp_shard · cp
     expert_mesh   dp_replicate × expert_fsdp × ep    experts. expert_fsdp · ep = fsdp
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 COLLECTIVE_DEADLINE_S = 600.0
-JOIN_DEADLINE_S = 600.0  # time limit to form the group. Imports from a shared disk are slow
+JOIN_DEADLINE_S = 600.0  # time limit to form the group, with slow imports
 COLLECTIVE_BLOCKS = 16  # default of NCCL_MAX_CTAS
 
 
@@ -44,7 +44,7 @@ class World:
     mesh: DeviceMesh | None  # None for one rank
     fsdp_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None  # None if ep is 1
-    # Functions to call after the last collective, such as waits.
+    # Functions to call after the last collective.
     at_end: list[Callable[[], object]] = field(default_factory=list, compare=False)
 
     @property
