@@ -61,7 +61,7 @@ class ParamGroup:
 
 
 def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup]:
-    """Split off the first weights, up to a fraction `share` of the group's local values."""
+    """Split off the first weights, up to the fraction `share` of the group's local values."""
     sizes = [local_tensor(weight).numel() for weight in group.weights]
     room = share * sum(sizes)
     count = sum(size <= room for size in accumulate(sizes))
@@ -70,7 +70,7 @@ def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup
 
 
 def is_bias(name: str) -> bool:
-    """Return whether `name` ends in "bias". Stacked experts' biases have two dimensions."""
+    """Return whether a weight is a bias, by name, because stacked biases have two dimensions."""
     return name.endswith("bias")
 
 

@@ -154,7 +154,7 @@ class MatrixShard:
 
     @cached_property
     def axes(self) -> dict[int, int]:
-        """Return 0 (rows) or 1 (columns) for each mesh axis that splits matrices along them."""
+        """Return, for each mesh axis that splits a matrix, the split dimension of the matrix."""
         first = self.source.ndim - 2
         cut = sharding_axes(self.source)
         return {axis: dim - first for axis, dim in cut.items() if dim >= first}

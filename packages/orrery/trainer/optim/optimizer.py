@@ -34,7 +34,7 @@ class BucketedOptimizer:
         bucket_bytes: int | None = None,
         resident: float = 0.0,
     ):
-        """`resident`: fraction of each group's state to keep on the device despite `offload`."""
+        """`resident`: fraction of each group's state that stays on the device despite `offload`."""
         self._rate = 1.0
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._prepared: list[list[WeightPart]] = []

@@ -56,7 +56,7 @@ class StateOffload:
             self._inward = torch.cuda.Stream(self.device)
             self._outward = torch.cuda.Stream(self.device)
             self._arrived = [torch.cuda.Event() for _ in buckets]
-            # Waits for an unrecorded event return at once.
+            # A wait for an unrecorded event returns at once.
             self._returned = [torch.cuda.Event() for _ in buckets]
 
     @property

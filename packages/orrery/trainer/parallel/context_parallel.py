@@ -96,7 +96,7 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Cut each document into 2·num_ranks equal pieces. Return piece `rank` from both ends.
+    """Cut each document into 2·num_ranks equal pieces. Return pieces `rank` and −1 − `rank`.
 
     The offsets count this rank's two pieces of each document, so all ranks have equal offsets.
     """

@@ -1,6 +1,6 @@
 """FSDP2: shard weights over dp_shard · cp ranks, and replicate them over dp_replicate (HSDP).
 
-- The model names the FSDP units. The root unit holds the other weights. With expert parallel, a
+- The model names the FSDP units. The root unit holds all other weights. With expert parallel, a
   layer's experts are a separate unit, sharded over the ranks with the same experts.
 - Gradients are summed over ranks, because the loss already divides by global counts.
 - A single rank may run without FSDP (`Trainer.needs_fsdp`), with `ComputeCopies` instead.

@@ -1,10 +1,9 @@
 """Context parallel for latent attention: each rank gathers the latent keys of all R ranks.
 
 - One all-gather per layer carries latent, rotated and indexer keys while queries are computed.
-- One all-to-all sends gradients to the ranks of their keys. The ranks sum them in float32, in rank
-  order.
+- One all-to-all sends gradients to the ranks of their keys. Sums are float32, in rank order.
 - Tokens lie in zig-zag order (`context_parallel.zigzag`), so all ranks score equally many keys.
-- Chosen keys and the layers' `Documents` are indices of the stream of all padded documents.
+- Indices of keys and offsets in layers' `Documents` refer to the stream of all padded documents.
 - Recomputation does not gather a frozen indexer's keys: the forward pass saves the chosen keys.
 
 t: queries of this rank · S = R·t: keys of all ranks · K: keys that this rank reads. K is S if keys
