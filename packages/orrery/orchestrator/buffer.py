@@ -44,7 +44,6 @@ class RolloutBuffer:
 
     @property
     def has_batch(self) -> bool:
-        """Return whether a batch is ready. Spare groups count once the budget is spent."""
         lacking = self.rollouts_per_batch - self.num_queued
         return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
 

@@ -77,7 +77,7 @@ class GroupDropped:
 
 
 class Source:
-    """Choose the problem of each new group. `first_problem` is this site's first index."""
+    """Choose the problem of each new group, from `first_problem` on."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class _Expired:
 
 
 class TimeoutClassifier:
-    """Find out why rollouts took longer than `rollout_timeout_s`.
+    """Find out why rollouts took longer than `timeout_s`.
 
     - `timeout`: every engine with requests still makes tokens, so the rollout itself is slow.
     - `engine_still`: an engine with requests made no tokens for PROOF_S.

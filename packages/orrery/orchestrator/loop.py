@@ -148,7 +148,7 @@ class Loop:
         self._first_step = scheduler.clock.next_batch - 1
 
     async def run(self) -> None:
-        """Run until the last batch is trained and evaluated. May raise Preempted."""
+        """Run until the last batch is trained and evaluated. Raise Preempted at a preemption."""
         activities = [
             asyncio.create_task(each(), name=each.__name__)
             for each in (self.generate, self.train, self.follow, self.watch_engines)

@@ -1,11 +1,11 @@
 """Make every decision of the loop, without engines, clocks or asyncio.
 
 - A new group starts only if the unfinished and queued rollouts do not fill the open batches. Open
-  batches may contain tokens of the engines' version, and end one batch after `max_batches_ahead`.
+  batches may contain tokens of the engines' version. They are at most `max_batches_ahead` + 1
+  batches ahead of the trainer.
 - No rollout starts during a weight update (`updating`).
 - An evaluation pins one policy version: weight updates wait for its end. An evaluation is due at
-  the first version, at or after each multiple of `interval_steps`, and at the last version. A
-  resumed run repeats an interrupted evaluation.
+  the first version, at or after each multiple of `interval_steps`, and at the last version.
 - An evaluation uses problems 0 to num_problems − 1 of every task. A task's mean excludes failed
   rollouts. If all rollouts of a task fail, the run fails.
 - `start`, `expired` and `batching.row` take monotonic times. Other functions take wall-clock times.
@@ -249,7 +249,7 @@ class Scheduler:
         self.dispatch = Dispatch(Admission(settings.admission, max_model_len_tokens))
         self.groups = Groups()
         self.buffer = RolloutBuffer(settings)
-        self.wanted = 0  # the newest batch that the trainer has asked for
+        self.wanted = 0  # number of the newest batch that the trainer has asked for
         self.updating = False
         self.digests = dict(snapshot.digests) if snapshot else {}
         self.tally = Tally(list(snapshot.rewards)) if snapshot else Tally()
@@ -326,7 +326,7 @@ class Scheduler:
         return TrainBatch(step, rollouts, tally)
 
     def may_update(self, version: int) -> bool:
-        """Return whether engines may load `version` now. An active evaluation forbids updates."""
+        """Return whether engines may load `version` now."""
         return version > self.clock.version and self.evaluations.pinned is None
 
     def begin_evaluation(self, now_s: float) -> bool:

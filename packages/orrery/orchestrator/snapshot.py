@@ -134,7 +134,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
 
 
 def read(checkpoint: Path, step: int) -> Snapshot:
-    """Return the newest orchestrator state in `checkpoint`, the checkpoint of `step`.
+    """Return the newest orchestrator state in the checkpoint of `step`.
 
     Raise OrreryError if the state is incomplete, or of another step.
     """

@@ -4,7 +4,7 @@
 - Control calls (pause, update, abort, fingerprints) go to each engine directly, because a router
   forwards them to one engine only.
 - `update_engine` pauses, loads, attests, resumes, then checks the canary. Requests in flight wait,
-  and continue with the new weights on their old KV cache. After a failure before the resume the
+  and continue with the new weights on their old KV cache. After a failure before the resume, the
   engine stays paused, so no token is sampled from unknown weights.
 """
 
@@ -285,7 +285,7 @@ class EngineClient:
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return the last update's longest seconds of a worker, by part. Adapters give {}."""
+        """Return the last update's maximum seconds over workers, by part. Adapters give {}."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -405,8 +405,7 @@ async def update_engine(
 ) -> UpdateReport:
     """Update one engine to `published`, resume the engine, and check any `canary`.
 
-    The resume and the check run in the context `proving`. Raise EngineGone, UpdateFailed or
-    WeightsDiffer.
+    Resume and check in the context `proving`. Raise EngineGone, UpdateFailed or WeightsDiffer.
     """
     begin = time.perf_counter()
     await engine.pause()

@@ -9,8 +9,7 @@
   drops request ids and credentials.
 - Requests with the same prompt, such as those of a group, share one prefill.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
-- A cancelled request still finishes its handover. Otherwise, its blocks could stay until their
-  lease expires.
+- A cancelled request still finishes its handover, so that no blocks stay until their lease expires.
 - A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
 """
 
@@ -73,7 +72,7 @@ class DisaggregatedEngines:
         - `engines`: one prefill engine for each of `handovers`, then the decode engines.
         - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap` with Mooncake, or {}.
         - `admitted`: indices of engines that get requests. `look` removes lost engines from it.
-        - `num_ranks`: data-parallel ranks of each engine. Empty: one rank each.
+        - `num_ranks`: number of data-parallel ranks of each engine. Empty: one rank each.
         """
         self.engines, self.handovers = engines, list(handovers)
         self._admitted = range(len(engines)) if admitted is None else admitted
@@ -82,7 +81,7 @@ class DisaggregatedEngines:
         ranks = num_ranks or [1] * len(engines)
         self._prefill_of = EngineChoice(ranks)
         self._decode_of = EngineChoice(ranks, is_decoding=True)
-        self._prompts: dict[Any, asyncio.Future[None]] = {}  # prompts being computed
+        self._prompts: dict[Any, asyncio.Future[None]] = {}  # prompts in computation
         self._prefilling: dict[str, bool] = {}
         self._unwanted: dict[EngineClient, list[str]] = {}  # names of KV caches without a reader
         self._background: set[asyncio.Task[None]] = set()

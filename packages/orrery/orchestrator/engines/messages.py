@@ -7,7 +7,7 @@ OrreryError
     ├── EngineGone              no answer at the address, a broken connection, a control timeout
     └── UpdateFailed            the engine is up and did not load the weights
         ├── UpdateInterrupted   another process of the transfer was lost. A retry may succeed
-        │   └── VersionGone     the version cannot be transferred any more
+        │   └── VersionGone     the trainer has stepped past the version
         └── WeightsDiffer       the engine reports success and holds other weights
 """
 
@@ -54,7 +54,7 @@ class UpdateInterrupted(UpdateFailed):
 
 
 class VersionGone(UpdateInterrupted):
-    """The trainer has stepped, so only its next version can be transferred."""
+    """Only the trainer's next version can be transferred."""
 
 
 class WeightsDiffer(UpdateFailed):
@@ -71,7 +71,7 @@ class Generation:
     versions: np.ndarray  # i32 [n], policy version of each token, or START_VERSION
     finish_reason: str  # "stop" | "length" | "abort"
     cached_tokens: int  # prompt tokens from the prefix cache
-    routes: tuple[Routes, ...] = ()  # routes of all tokens except the last, if requested
+    routes: tuple[Routes, ...] = ()  # routed experts of all tokens except the last
     kv_transfer: dict[str, Any] | None = None  # address of a prefill request's KV blocks
     engine: int = UNKNOWN_ENGINE  # index of the sampling engine
     sample: int = 0  # index of this sample in its request
@@ -367,7 +367,7 @@ class HttpServer:
                     ) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise self._gone(what, error) from error
-            # a random pause, so that thousands of calls do not retry at once
+            # Pause randomly, so that thousands of calls do not retry at once.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
 

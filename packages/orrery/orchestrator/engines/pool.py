@@ -3,7 +3,7 @@
 - Engines update concurrently. No engine stays paused to wait for a slow or lost engine.
 - Without restarts, the first engine failure ends the run.
 - With restarts, `recovery` fences a failed engine and readmits its next incarnation. The failed
-  engine's requests fail as EngineGone. While no engine serves, requests and updates wait.
+  engine's requests raise EngineGone. While no engine serves, requests and updates wait.
 - The run still ends if an engine holds wrong weights, if every engine refuses an update, or if an
   engine does not return.
 """
@@ -73,7 +73,7 @@ class EngineState:
     incarnation: int = -1
     phase: Phase = Phase.STARTING
     version: int | None = None
-    why: str = ""  # reason why the engine is fenced
+    why: str = ""  # reason of the fence
 
     @property
     def is_stale(self) -> bool:
@@ -179,11 +179,10 @@ class EnginePool:
         """Raise OrreryError without engines, or for several without a router or `handovers`.
 
         - `restarting`: this process's context if the launcher restarts engines.
-        - `handovers`, `max_local_prefill_tokens`: see `DisaggregatedEngines`.
+        - `handovers`, `num_ranks`, `max_local_prefill_tokens`: see `DisaggregatedEngines`.
         - `model`: see `EngineClient`. `leases`: lease client of a direct weight wire.
         - `canary`: prompt that checks an engine's update.
         - `max_samples`: largest number of samples in one engine request.
-        - `num_ranks`: data-parallel ranks of each engine. Empty: one rank each.
         """
         if not engine_urls:
             raise OrreryError("engine pool: has no engine; give at least one engine address")
@@ -244,7 +243,7 @@ class EnginePool:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether an engine, or a prefill and a decode engine, gets requests."""
+        """Return whether enough engines get requests to generate."""
         if self.disaggregated is not None:
             return self.disaggregated.is_serving
         return bool(self.admitted)
@@ -401,7 +400,7 @@ class EnginePool:
     async def _transfer_once(
         self, indices: list[int], leased: "Published", begin: float
     ) -> dict[int, BaseException]:
-        """Run one transfer. Return the failures by index. `begin`: time of the first try."""
+        """Run one transfer. Return the failures by index. `begin` is the time of the first try."""
         limits: dict[int, asyncio.Timeout] = {}
 
         async def update(index: int) -> None:

@@ -2,8 +2,8 @@
 
 - A lost engine is fenced: it gets no more requests, and the launcher is asked to kill it.
 - Its next incarnation is updated to the wanted version and attested before it gets requests.
-- A lost engine must serve again within RETURN_S. The time is reset to 0 while the engine can only
-  wait for the next version and other engines serve.
+- A lost engine must serve again before its clock exceeds RETURN_S. The clock is reset while the
+  engine can only wait for the next version and other engines serve.
 """
 
 import asyncio

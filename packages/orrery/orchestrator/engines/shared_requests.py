@@ -52,7 +52,7 @@ class _Request:
 
 
 class SharedRequests:
-    """Collect calls of `generate` by their key `share`, and send each collection as one request."""
+    """Collect calls of `generate` by `share`, and send each collection as one request."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ from orrery.wire.weight_wire import Published
 
 LEAST = 8  # least number of jobs to give at a time, unless fewer wait
 TAKE_S = 2.0  # time after which the own engines draw a job that no site took
-MAX_OWN_CHECKS = 2  # number of own samples to verify at a time at most, once the spread is known
+MAX_OWN_CHECKS = 2  # limit of own samples in verification, once the spread is known
 SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which own engines draw a job
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]

@@ -46,7 +46,7 @@ class GuestSite:
     seen_s: float = 0.0
     told: int = START_VERSION  # newest version announced to the site
     told_s: float = 0.0
-    room: int = 0  # jobs that the site would take
+    room: int = 0  # number of further jobs that the site takes
     jobs: dict[str, GuestJob] = field(default_factory=dict)
     cancelled: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CANCELLED))
     arrived: list[tuple[GuestJob, Generation]] = field(default_factory=list)
