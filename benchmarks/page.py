@@ -316,6 +316,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("manifest/render", "Render, check and hash 100 runs"),
             Line("pipeline/dry_run", "`snakemake -n reverse_text_seeds`"),
             Line("cluster/gpu_slurm", "The GPU demo as Slurm jobs on one H100, without containers"),
+            Line("cluster/wide", "Reward with wide engines over nodes, a kill and a lost node"),
             Line("cluster/overhead", "What jobs in containers add to the demo's local processes"),
             Line("images/build", "Build all CPU images again, packages fetched before"),
         ],

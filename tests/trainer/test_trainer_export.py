@@ -36,6 +36,7 @@ CASES = {
     },
     "moe": {"model": {"family": "qwen3_moe", "moe": MOE}},
     "buffers": {"model": GLM},
+    "router biases": {"model": GLM, "trainer": {"expert_bias_rate": 0.125}},
     "mtp layer": {"model": {**GLM, "num_mtp_layers": 1, "init": PRETRAINED}},
     "adapters": {"model": {"family": "qwen3_moe", "moe": MOE}, "trainer": {"lora": LORA}},
 }

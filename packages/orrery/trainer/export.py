@@ -8,7 +8,8 @@
 - An exported checkpoint has the exact weights of its step. Merged adapters may differ, because
   devices round differently.
 - Memory holds the tensors of at most one output file.
-- Frozen weights and buffers, also router biases, come from the stage's start weights.
+- Frozen weights and buffers come from the stage's start weights. Router biases that
+  `expert_bias_rate` trains come from the checkpoint.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from orrery.trainer.policy import Policy
 from orrery.wire import checkpoints
 
 PREFIX = "weight/network."  # prefix of parameter names in checkpoints
+BIAS_PREFIX = "bias/network."  # prefix of the names of trained router biases
 
 
 def export_policy(policy: Policy, world: World, model: Model, start: Path, folder: Path) -> None:
@@ -160,10 +162,10 @@ class _Tensors:
     def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
         self._stored, self._network, self._base = stored, network, base
         names = [name for name in stored.shapes if name.startswith(PREFIX)]
-        self._held = {name.removeprefix(PREFIX) for name in names}
+        held = {name.removeprefix(PREFIX) for name in names}
         parameters = network.named_parameters()
         trained = {name for name, parameter in parameters if parameter.requires_grad}
-        if odd := sorted(trained ^ self._held):
+        if odd := sorted(trained ^ held):
             where = "model" if odd[0] in trained else "checkpoint"
             raise RunFailed(
                 f"{odd[0]} is only in the {where}, "
@@ -183,10 +185,11 @@ class _Tensors:
                 self._merged = None
                 self._merged = (name, self._merge(name))
             return hf.view_of(self._merged[1])
-        if name not in self._held:
+        stored = BIAS_PREFIX + name if BIAS_PREFIX + name in self._stored.shapes else PREFIX + name
+        if stored not in self._stored.shapes:
             return hf_folder.read(self._base, hf)
         part = torch.empty([stop - start for start, stop in hf.box], dtype=hf.dtype)
-        self._stored.read(PREFIX + name, hf.box, part)
+        self._stored.read(stored, hf.box, part)
         return part if hf.expert is None else part[0]
 
     def _merge(self, name: str) -> Tensor:
