@@ -95,8 +95,8 @@ def join(
 ) -> None:
     """Train at this site, in a run of several sites.
 
-    With `trainer.elastic` every site trains.
-    With `orchestrator.guests` one site trains, and the others type `orrery lend`.
+    With `trainer.elastic`, every site trains. With `orchestrator.guests`, one site trains, and the
+    other sites type `orrery lend`.
     """
     from orrery.launcher.runs import check_shard, place_site
 
@@ -301,7 +301,7 @@ def restore(
 ) -> None:
     """Fetch the newest checkpoint from `checkpoint_target` of the site file.
 
-    After the loss of the disk, run the earlier stages again, then this command.
+    After the loss of a disk, run the earlier stages again, then this command.
     """
     import subprocess
 
@@ -403,8 +403,8 @@ def serve(
 
     For a run, the weights are weights/rl, or the newest step that `orrery export` wrote.
 
-    The command prints the server's address, its token and a curl command. The server speaks
-    OpenAI's HTTP interface. The model's name is the folder's name.
+    The command prints the server's address, its token and a curl command. The server has OpenAI's
+    HTTP interface. The model's name is the folder's name.
 
     Every request except /health and /metrics needs the header `Authorization: Bearer TOKEN`. The
     token is new at each start, or is read from the file ORRERY_TOKEN_FILE (mode 0600).
@@ -487,8 +487,8 @@ def fetch_model(
 ) -> None:
     """Write weights/NAME and the axis jsonnet/models/<name>_pretrained.libsonnet.
 
-    It fetches safetensors, configs, tokenizer.json and the chat template. It never fetches or runs
-    code of the repository. It checks that the network has weights of the same names and shapes.
+    The command fetches safetensors, configs, tokenizer.json and the chat template. It never fetches
+    or runs code of the repository. The weights must fit the network in names and shapes.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
@@ -512,12 +512,11 @@ def fetch_dataset(
 ) -> None:
     """Write datasets/NAME or datasets/NAME-CONFIG and jsonnet/tasks/<name>_fetched.libsonnet.
 
-    It fetches JSONL, JSON, CSV, Parquet and Arrow files. It never fetches or runs code of the
-    repository.
+    The command fetches JSONL, JSON, CSV, Parquet and Arrow files. It never fetches or runs code of
+    the repository.
 
-    With --shard it fetches every N-th file of the split train, and all other splits.
-    Without a split train it divides the first split.
-    The same command with another K adds that shard.
+    With --shard, it fetches every N-th file of the split train, and all other splits. If there is
+    no split train, it divides the first split. The same command with another K adds that shard.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace

@@ -219,7 +219,7 @@ def examine_site(workspace: Workspace, site: Site, probe: bool = True) -> list[F
     return found
 
 
-# Asking
+# Commands
 
 
 def _ask(*argv: str, within_s: float = COMMAND_S) -> Answer:
@@ -376,7 +376,7 @@ def _probe_command(
 
 NEEDS_DRIVER = "580.65.06"  # oldest driver for CUDA 13.0 on Linux
 NEEDS_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16
-FREE = 0.9  # fraction of GPU memory that must be free, beside CUDA and a desktop
+FREE = 0.9  # fraction of GPU memory that must be free. CUDA and a desktop take below 0.1
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}

@@ -23,7 +23,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check. `remedy` is "" after success. Every run needs a `required` check."""
+    """The result of a check. `remedy` is "" after success. A run needs every required check."""
 
     what: str
     found: str
@@ -58,7 +58,7 @@ class Answer:
     said: str
 
 
-# Judging: Slurm
+# Slurm
 
 
 def parse_nodes(text: str) -> list[Node]:
@@ -194,7 +194,7 @@ def judge_no_probe(answer: Answer) -> Finding:
     return Finding("probe", f"its job failed: {said}", remedy)
 
 
-# Judging: the nodes
+# Nodes
 
 
 def parse_probes(text: str) -> list[Probe]:

@@ -207,9 +207,7 @@ class Restarts:
         self.most = most
         self.by_name: Counter[str] = Counter()
         self._times_s: deque[float] = deque()
-        self._failed_starts: Counter[str] = (
-            Counter()
-        )  # by engine: starts in a row that never served
+        self._failed_starts: Counter[str] = Counter()  # starts in a row that never served
 
     @property
     def num_recent(self) -> int:

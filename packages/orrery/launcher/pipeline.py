@@ -267,7 +267,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # so two files define the same run
+    if not broken:  # two files define the same run
         raise first
     return render_all(workspace, whole), broken
 

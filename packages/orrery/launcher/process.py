@@ -55,7 +55,7 @@ class Process:
             )  # fmt: skip
         self.pid = self._popen.pid
         if cores is not None:
-            # Pin the process before it starts threads. The process may have ended already.
+            # Pin the process before it starts threads. It may have ended already.
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, cores)
 

@@ -285,7 +285,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     """Return (diff against HEAD, untracked files that the diff omits).
 
-    Untracked files are added to a copy of git's index, so that the user's index stays unchanged.
+    Untracked files are added to a copy of git's index. The user's index stays unchanged.
     """
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [

@@ -1,6 +1,6 @@
 """Serve a run's weights, or a Hugging Face folder, by vLLM on this machine. Export checkpoints.
 
-The server is a role in a temporary run directory, which is kept after a failure, with its log.
+The server is a role in a temporary run directory. The directory is kept after a failure.
 With Slurm, a small job exports, because a login node has no torch and little memory.
 """
 

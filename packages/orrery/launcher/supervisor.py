@@ -71,10 +71,10 @@ from orrery.runtime.run_directory import (
 from orrery.runtime.timing import Pace, duration
 
 POLL_S, LOOK_S = 0.1, 0.5
-HUNG_S = 5.0  # longest wait in seconds for a process that has reported a failure to end
+HUNG_S = 5.0  # longest wait in seconds until a process ends that has reported its failure
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 SAVES_S = 3.0  # wait in seconds before the user is told that savers still run
-RESTART_LOCK_S = 90.0  # longest wait for a dead node's lock, which a file system may keep
+RESTART_LOCK_S = 90.0  # longest wait in seconds until a file system frees a dead node's lock
 
 
 def run_stage(job: Job) -> Outcome:
@@ -180,7 +180,7 @@ class Supervisor:
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         outcome = self._finish_saves(outcome)
         if outcome.requeue == "ask" and allocation is not None:
-            preemption.requeue(stage)  # before the cleanup, as Slurm soon ends it
+            preemption.requeue(stage)  # first, as Slurm then ends this process
         observer.close()
         view.close()
         stage.metrics.close()
@@ -190,7 +190,7 @@ class Supervisor:
             allocation.clean(*self.scratch, shared)  # also removes the savers' copies
         self._remove_files()
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
-        with suppress(OSError):  # the disk may be full. The message is still printed
+        with suppress(OSError):  # the disk may be full
             stage.write_status(outcome.state, outcome.message)
             stage.log(outcome.message)
         try:

@@ -103,7 +103,7 @@ class Renderer:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
         Messages of `trained_roles` are trained: all tokens of an assistant's turn, and the content
-        and end-of-turn token of other roles. The template's other text and the first token are
+        and any end-of-turn token of other roles. The template's other text and the first token are
         untrained. A token partly in trained text is trained.
 
         Raise OrreryError if the chat begins with the assistant, ends with an untrained message of
@@ -226,7 +226,7 @@ class Renderer:
         tools: Sequence[Tool],
         trained_roles: Sequence[Role],
     ) -> _Part:
-        """Return the part of the example that holds the messages between two assistant turns."""
+        """Return the part with the messages between two assistant turns."""
         before = [] if first == 0 else BEHIND
         chat = [*before, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, tools, is_answered)

@@ -2,7 +2,7 @@
 
 - Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
   The launcher sets it for roles, and the pool sets it for its processes.
-- Requests are served in order. LIMIT_S is the time limit of an answer without its wait.
+- Requests are served in order. LIMIT_S limits the scoring of an answer, without its wait.
 - `score_once` caches the newest KEPT_SCORES scores, because a group often has equal answers.
 - A process that fails is replaced. The failure raises OrreryError, and never gives a score of 0.
 """

@@ -102,7 +102,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return the judgement for a score, clipped to [0, 1]. Score None: no score is possible."""
+    """Return the judgement for `score`, clipped to [0, 1]. A reply without a score is wrong."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)
@@ -118,7 +118,7 @@ def split_of(text: str, held_out: float = HELD_OUT) -> Split:
 def draw(
     split: Split, kind: str, seed: int, index: int, sample: Callable[[random.Random], str]
 ) -> str:
-    """Return the first `sample` on the side `split`. The seed is (kind, seed, index)."""
+    """Return the first `sample` on the side `split`, drawn with the seed (kind, seed, index)."""
     rng = random.Random(f"{kind}/{seed}/{index}")
     for _ in range(MAX_DRAWS):
         text = sample(rng)

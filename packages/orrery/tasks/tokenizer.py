@@ -51,7 +51,7 @@ and arguments.input is string else arguments | tojson -}}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
-# Files of a pretrained tokenizer. generation_config.json lists the stop tokens.
+# generation_config.json lists the stop tokens.
 FILES = (
     "chat_template.jinja",
     "generation_config.json",
@@ -59,21 +59,21 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-# Variables that the renderer sets in a chat template. The last two are functions.
+# Variables that the renderer sets in a chat template.
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 GIVEN |= {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception", "strftime_now"}
 
 
 def vocab_size(alphabet: str) -> int:
-    """Return the number of the character tokenizer's tokens. Jsonnet has the same formula."""
+    """Return the character tokenizer's number of tokens. Jsonnet has the same formula."""
     return len(SPECIALS) + len(alphabet)
 
 
 def write_tokenizer(model: Model, folder: Path) -> None:
     """Write or copy `model.tokenizer` into `folder` as Hugging Face files.
 
-    `chat_template_kwargs` become defaults in the written template, so exported models make the
-    prompts of training. Raise OrreryError if a pretrained tokenizer's files do not
+    `chat_template_kwargs` become defaults in the written template, so that training, serving and
+    exported models make equal prompts. Raise OrreryError if a pretrained tokenizer's files do not
     match its `sha256`, or if its template lacks a variable of `chat_template_kwargs`.
     """
     folder = Path(folder)

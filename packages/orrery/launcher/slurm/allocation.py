@@ -112,8 +112,8 @@ class Allocation:
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
         """Return the silent nodes: nodes on which two probes in a row failed.
 
-        Return [] if at least half of the nodes are silent, or if all `suspected` nodes answer (if
-        any are given).
+        Return [] if at least half of the nodes are silent. With `suspected`, also return [] if all
+        suspected nodes answer.
         """
         if suspected and not self._without_answer(suspected):
             return []

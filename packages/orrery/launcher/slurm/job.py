@@ -32,9 +32,9 @@ from orrery.manifest.schema import Hardware
 from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
-IN_JOB = "ORRERY_SLURM"  # environment variable that is set only inside Orrery's jobs
+IN_JOB = "ORRERY_SLURM"  # environment variable set only inside Orrery's jobs
 MEMORY_MB = 6000  # least MB of memory to request per node
-LAUNCHER_CPUS = 2  # least number of cores per node, for launcher, orchestrator and router
+LAUNCHER_CPUS = 2  # least cores per node, for launcher, orchestrator and router
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Return a new start of the step. All tasks of the step share it."""
+        """Start the step again, with all its tasks, and return the new step."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
