@@ -76,7 +76,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name, with a digest, because Snakemake compares only file names."""
+    """Return the image's file name. It has a digest, because Snakemake compares only names."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -121,7 +121,7 @@ def find_image(
 
 
 def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: Hardware) -> Path:
-    """Return the path of the record of a built image. Delete the record if the image is missing."""
+    """Return the path of a built image's record. Delete the record if the image is missing."""
     name = f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
     path = images_dir / "built" / name
     if path.exists():

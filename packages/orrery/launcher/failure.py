@@ -25,7 +25,7 @@ from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # longest wait in seconds for the failure of a process that an error names
+BLAME_S = 5.0  # longest wait in seconds for a process that an error names to fail
 SETTLE_S = 0.3  # wait in seconds for further failures after the first failure
 EVIDENCE_S = 2.0  # wait in seconds until processes have written their stacks
 RECORDED_S = 10.0  # longest wait in seconds for flight recorder files
@@ -278,7 +278,7 @@ class EngineRestarts:
         return True
 
     def _replace(self, process: Process | SlurmTask, has_served: bool) -> None:
-        """Restart all processes of the engine that the ended `process` belongs to."""
+        """Restart all processes of the engine of the ended `process`."""
         stage, engine = self.stage, process.plan.whole
         members = [one for one in stage.processes if one.plan.whole == engine]
         why = sentence(stage, process).removeprefix(f"{stage.name}: ")

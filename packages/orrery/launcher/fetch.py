@@ -163,7 +163,7 @@ def _examine(
 def _ask(module: str, *words: str) -> dict[str, Any]:
     """Run `python -m module` and return the JSON that the module prints.
 
-    Raise OrreryError if the module fails. If it prints an error, raise that message.
+    Raise OrreryError if the module fails, with the message that it prints.
     """
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

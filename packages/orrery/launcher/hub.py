@@ -1,7 +1,7 @@
 """Download files of a Hugging Face repository at one commit, and verify each file.
 
-- `huggingface_hub` downloads and resumes, and checks only sizes. It reads `HF_TOKEN`,
-  `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_OFFLINE`.
+- `huggingface_hub` downloads, and checks only sizes. It reads `HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`
+  and `HF_HUB_OFFLINE`.
 - Downloads use HTTP. `HF_HUB_DISABLE_XET=0` selects the hub's protocol Xet (untested).
 - This module checks digests: sha256 of large files, and git's sha1 of all other files.
 - `SHA256SUMS` in the finished folder lists repository, commit and digests, for `sha256sum -c`.

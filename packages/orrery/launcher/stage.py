@@ -42,7 +42,7 @@ from orrery.runtime.run_directory import (
 )
 
 KILLED_S = 10.0  # longest wait in seconds for the kernel to end a killed process
-# Exit codes after SIGTERM. Slurm sends SIGTERM to all ranks of a step when one rank fails.
+# Exit codes after SIGTERM, sent by Slurm to all ranks of a step when one rank fails.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 

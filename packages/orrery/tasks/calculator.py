@@ -1,7 +1,7 @@
 """Evaluate an integer expression with a calculator tool, in several turns.
 
-- The model calls `calculator` with the argument `input` and gets the value as a tool message. It
-  must then answer with the value alone. At most three calls per turn get a result.
+- The model calls `calculator` with the argument `input` and gets the value as a tool message. The
+  model must then answer with the value alone. At most three calls per turn get a result.
 - `call_syntax`: "chat_format" for the chat format's tool calls, or "text" for `calculator(12+7)` in
   the answer's text.
 - Reward: `call_reward` for any valid call, plus 1 − `call_reward` for the right answer.

@@ -1,9 +1,7 @@
 """Examine a fetched folder for `orrery fetch`, and print JSON.
 
-- `tokenizer FOLDER` prints the `sha256` for a model axis, the number of tokens, and the ids of
-  added tokens.
-- `dataset FOLDER` prints the number of rows and the columns of each fetched split, and the `sha256`
-  of the whole dataset for a spec.
+- `tokenizer FOLDER`: the `sha256` for a model axis, the number of tokens, and added tokens' ids.
+- `dataset FOLDER`: rows and columns of each fetched split, and the dataset's `sha256` for a spec.
 """
 
 import argparse

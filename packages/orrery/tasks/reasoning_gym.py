@@ -1,8 +1,8 @@
 """Problems of a family of the library `reasoning-gym`, judged by the library. Single turn.
 
-- A draw is item 0 of a dataset whose seed is a hash of (seed, index, draw number). Further items are
-  unused, because the library seeds item i with seed + i. Problem `index` is the first draw on the
-  side `split`. A small family may repeat problems.
+- A draw is item 0 of a dataset whose seed is a hash of (seed, index, draw number). Other items
+  are unused, because the library seeds item i with seed + i. Problem `index` is the first draw on
+  the side `split`. A small family may repeat problems.
 - Reward: the library's score of the text in `<answer>` tags, or of the whole reply without tags,
   clipped to [0, 1]. A reply that cannot be scored gets 0 (metric `unscorable`).
 """

@@ -1,7 +1,7 @@
 """Rows of JSONL, JSON, CSV, Parquet and Arrow files, by index, for the task `dataset` and for SFT.
 
 - A folder was written by `save_to_disk` or `orrery fetch`. Names of fetched files begin with the
-  split (`main/train-00000-of-00001.parquet`). A split's files are read in the order of their names.
+  split (`main/train-00000-of-00001.parquet`). Files are read in the order of their names.
 - JSONL and Arrow files are memory-mapped, so they may exceed memory. Other files are read whole.
 """
 
