@@ -34,16 +34,13 @@ def nearest(name: str, among: list[str]) -> str | None:
 
 
 def some_of(name: str, among: list[str]) -> str:
-    """Return a phrase that gives the number of names in `among` and the three closest to `name`."""
+    """Return a phrase with the number of names in `among` and the three closest to `name`."""
     like = difflib.get_close_matches(name, among, n=3, cutoff=0.0)
     return f"there are {len(among)}, such as {', '.join(like)} (`orrery check` lists them)"
 
 
 def sentence(error: ValidationError) -> str:
-    """Return a sentence about the first bad field.
-
-    Misspelt fields come first, then fields with wrong values, then missing fields.
-    """
+    """Return a sentence about the first misspelt field, else wrong value, else missing field."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
@@ -87,10 +84,7 @@ def _short(value: Any) -> str:
 
 
 def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
-    """Return the manifest with new `values`, which are keyed by dotted path.
-
-    Raise pydantic's ValidationError if the result is not a valid manifest.
-    """
+    """Return the manifest with `values` by dotted path. Raise pydantic's ValidationError."""
     data = manifest.model_dump(mode="json")
     for path, value in values.items():
         *parents, name = path.split(".")

@@ -262,6 +262,6 @@ def rates_of(accelerator: str) -> Rates:
 
 
 def usable_bytes(accelerator: str) -> int | None:
-    """Return the bytes that a process can allocate on the device. Return None for a CPU."""
+    """Return the bytes that a process can allocate on a device, or None for a CPU."""
     device = find_device(accelerator)
     return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)

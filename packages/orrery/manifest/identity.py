@@ -74,10 +74,7 @@ class Workspace:
 
 
 def find_workspace(start: Path | None = None) -> Workspace:
-    """Return the checkout that contains `start`, or else the checkout that contains this file.
-
-    `start` is the working directory by default. Raise OrreryError if there is no checkout.
-    """
+    """Return the checkout around `start` (default: working directory), else around this file."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents, *Path(__file__).resolve().parents):
         if (folder / "jsonnet" / "runs").is_dir():

@@ -119,10 +119,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a file.
-
-    Raise OSError if the file is not regular or has more than `MAX_BYTES`.
-    """
+    """Return a file's content. Raise OSError if it is not regular or exceeds `MAX_BYTES`."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise OSError(

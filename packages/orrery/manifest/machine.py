@@ -319,7 +319,6 @@ def write_run(workspace: Workspace, run: Rendered, text: str) -> None:
 
 
 def _changes(manifest: Manifest, machine: Machine) -> list[str]:
-    """Return the lines of Jsonnet that adapt a run to `machine`."""
     hardware = manifest.hardware
     if "cpu" in (machine.accelerator, hardware.accelerator):
         if machine.accelerator == hardware.accelerator:

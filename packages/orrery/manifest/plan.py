@@ -49,7 +49,7 @@ class ProcessPlan:
 
     @property
     def whole(self) -> str:
-        """Return the name of the process with which this process starts and ends."""
+        """Return the process with which this process starts and ends."""
         return (
             f"inference.{self.engine}" if self.role == "headless" else f"{self.role}.{self.index}"
         )
@@ -172,7 +172,7 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 
 
 def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
-    """Yield the processes of all engines. In a run of one node, all of them are on that node."""
+    """Yield the processes of all engines. If the run has one node, all are on node 0."""
     hardware = manifest.hardware
     device, num_headless = 0, 0
     for engine in range(manifest.inference.num_replicas):

@@ -44,10 +44,7 @@ class Evaluator:
         self._lost: str | None = None
 
     def __call__(self, expression: str) -> Any:
-        """Return the value of an expression.
-
-        Raise OrreryError with Jsonnet's message, file and line if the expression fails.
-        """
+        """Return an expression's value. Raise OrreryError with Jsonnet's message, file and line."""
         import _gojsonnet
 
         try:
@@ -144,8 +141,7 @@ def _of_all_files(
 ) -> dict[str, T]:
     """Return the values that `of_file` gives for the runs of all files, by run name.
 
-    Raise OrreryError if two files define a run of the same name, or if a file has the name of a
-    rule.
+    Raise OrreryError if two files define a run of the same name, or a file is named like a rule.
     """
     found: dict[str, T] = {}
     files: dict[str, Path] = {}

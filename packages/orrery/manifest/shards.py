@@ -34,7 +34,7 @@ def split_of(name: str) -> str:
 
 
 def main_split(names: Iterable[str]) -> str:
-    """Return "train" if there is such a split, else the split of the first file by path."""
+    """Return "train" if there is such a split, else the first file's split."""
     splits = [split_of(name) for name in sorted(names, key=PurePosixPath)]
     return "train" if "train" in splits else splits[0]
 
@@ -72,15 +72,15 @@ def data_sums(folder: Path) -> dict[str, str]:
 
 
 def data_names(folder: Path) -> list[str]:
-    """Return the paths of all data files of the dataset, even if the folder lacks some of them."""
+    """Return the paths of all the dataset's data files, even if the folder lacks some."""
     held = (file.relative_to(folder).as_posix() for file in data_files(folder))
     return list(data_sums(folder) or held)
 
 
 def checked_sha256(path: Path, num_shards: int = 1) -> str:
-    """Return the sha256 of DATA_SUMS if the folder has this file, else the sha256 of the data.
+    """Return the sha256 of DATA_SUMS if the folder has it, else the sha256 of the data.
 
-    Raise OrreryError if a file differs from DATA_SUMS. The error's remedy assumes `num_shards`.
+    Raise OrreryError if a file differs from DATA_SUMS. `num_shards` is for the error's remedy.
     """
     if not (digests := data_sums(path)):
         return sha256_of_data(path)

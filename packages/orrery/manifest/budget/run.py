@@ -360,7 +360,7 @@ class RunPlan:
         return found
 
     def collectives(self) -> dict[str, dict[str, float]]:
-        """Return the bytes of the trainer's collectives in a step, inside and between nodes."""
+        """Return the bytes of the trainer's collectives in a step. See `step_bytes`."""
         micro_batches, lengths = self.work
         per_node = self.manifest.hardware.devices_per_node
         tokens = sum(lengths) / self.trainer.mesh.cp

@@ -183,10 +183,7 @@ def _shapes(run: Manifest) -> Iterator[Changes]:
 
 
 def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
-    """Return the run with engine layout `shape` and the largest cache that fits, in whole GiB.
-
-    Return None if no cache fits.
-    """
+    """Return the run with engine layout `shape` and the largest cache that fits, or None."""
     fields = {name.removeprefix("inference."): value for name, value in shape.items()}
     shaped = run.inference.model_copy(
         update={name: value for name, value in fields.items() if name != "router"}
@@ -333,7 +330,6 @@ def _traffic(budget: RunBudget) -> Iterator[str]:
 
 
 def search(run: Manifest, tokens: float | None) -> Iterator[str]:
-    """Yield the lines of the fastest trainer and engine layouts, with the fields to set."""
     now = RunPlan(run, tokens)
     yield from _proposals("trainer", now.trainer_s["step"], trainer_layouts(run, tokens))
     yield ""

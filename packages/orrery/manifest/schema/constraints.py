@@ -80,7 +80,7 @@ PARTS = {  # families whose models have this part
 
 
 def misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each broken constraint. Later checks rely on earlier checks."""
+    """Yield a sentence for each broken constraint. Later checks rely on earlier ones."""
     yield from _model_misfits(run.model)
     yield from trainer_field_misfits(run.trainer)
     yield from _inference_misfits(run.inference)
@@ -431,9 +431,9 @@ def _offload_misfits(model: Model, inference: Inference, route_bytes: int) -> It
 
 
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each broken constraint of FP8 weights, such as a partial FP8 block.
+    """Check the constraints of FP8 weights, such as whole FP8 blocks.
 
-    In vLLM, experts with partial blocks would be padded, and weight updates do not fill padding.
+    vLLM would pad experts to whole blocks, and weight updates do not fill the padding.
     """
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator
@@ -532,7 +532,6 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def _prefill_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each constraint that the shape of prefill engines breaks."""
     inference = run.inference
     if inference.prefill is None:
         return

@@ -1,4 +1,4 @@
-"""The fields of training at several sites, and their constraints."""
+"""Training at several sites: its fields and constraints, and those of `orchestrator.guests`."""
 
 import json
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class Snapshots(Record):
 class Elastic(Record):
     """Training of one model at several sites, each with this manifest's mesh.
 
-    - Training starts when `min_sites` have joined. At most `max_sites` take part at a time.
+    - Training starts when `min_sites` have joined. At most `max_sites` train at a time.
     - After every `inner_steps` optimizer steps, sites exchange Δ, encoded by `codec`, over
       `topology`. Δ is the weights at the start of the round minus the current weights.
     - `error_feedback`: add the codec's error of a round to the next Δ.
@@ -86,7 +86,6 @@ def host_bytes(elastic: Elastic, num_parameters: int) -> int:
 
 
 def elastic_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each broken constraint of `trainer.elastic` and of text data."""
     elastic, trainer = run.trainer.elastic, run.trainer
     if elastic is None:
         return
@@ -155,7 +154,6 @@ def elastic_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def guest_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each broken constraint of `orchestrator.guests`."""
     guests = run.orchestrator.guests
     if guests is None:
         return

@@ -172,7 +172,7 @@ class Inference(EngineShape):
 
 
 def token_bytes(model: Model, inference: Inference) -> int:
-    """Return the KV cache bytes of one token on one device, over all layers."""
+    """Return the KV cache bytes of a token on one device."""
     if (mla := model.mla) is None:  # keys and values of the heads on one device
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
     else:  # the latent vector, its rotary part and the indexer's key
@@ -210,8 +210,7 @@ def on_disk_bytes(num_bytes: int) -> int:
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
     """Return the bytes on disk of a cache block, and of the block's routes.
 
-    Routes count twice, because they are evicted separately from cache blocks. `route_bytes`: see
-    `Manifest.route_bytes`.
+    Routes count twice, because they are evicted separately. `route_bytes`: `Manifest.route_bytes`.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)

@@ -1,4 +1,4 @@
-"""Check the constraints on engines that span nodes, and on groups of nodes."""
+"""Check the nodes and the token exchange of engines, and the groups of nodes."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
 
 def span_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each broken constraint on an engine's nodes and token exchange."""
     num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
     inference = run.inference
     backend, plain = inference.all2all_backend, "allgather_reducescatter"
@@ -63,7 +62,6 @@ def span_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def group_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each node group with a partly used node and for a wrong `num_nodes`."""
     num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
     if num_nodes == 1:
         return

@@ -54,7 +54,6 @@ class Mesh(Record):
         return self.cp * self.ep > 1
 
     def data_rank(self, rank: int) -> int:
-        """Return the index of the rank's cp group."""
         return rank // self.cp
 
 
@@ -232,7 +231,6 @@ class Memory(Record):
     max_tokens_per_micro_batch: PositiveInt
 
     def checkpoints(self, block: int) -> bool:
-        """Return whether the block of this index is checkpointed."""
         is_on = self.activation_checkpointing.kind != "none"
         return is_on and block % self.activation_checkpointing_every == 0
 
