@@ -108,8 +108,8 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     """Run `orrery.tasks.check` on (name, manifest) pairs, and return the notes that it prints.
 
-    Raise OrreryError for the first task that cannot be built or does not fit. If `orrery.tasks` is
-    not installed, return no notes. The init stage repeats this check.
+    Raise OrreryError for the first task that cannot be built or does not fit. Without
+    `orrery.tasks`, check no task. The init stage repeats this check.
     """
     if not manifests or find_spec("orrery.tasks") is None:
         return []

@@ -5,8 +5,7 @@
 - A device without a row gets a name from its driver's data: `l40g_sm89_44gb` is an L40G of compute
   capability 8.9 with 44 GiB. Each of its rates is the lowest among the rows of `DEVICES` with the
   same capability. If there is no such row, the next lower capability counts.
-- Devices without a file in `rates/` are assumed to reach the same share of their data sheet's rates
-  as an H200.
+- Devices without a file in `rates/` are assumed to reach an H200's share of their data sheet.
 """
 
 import re
@@ -211,7 +210,7 @@ PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5 in one direct
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations per second of kernels, and bytes per second of memory and links.
+    """Rates of a device: operations per second, and bytes per second.
 
     - `dense_flops`: matrix products in bfloat16.
     - `grouped_flops`: products of routed experts in bfloat16.

@@ -99,11 +99,7 @@ def this_machine() -> Machine:
 
 
 def _told(found: Sequence[Gpu]) -> str:
-    """Return the name from `told_accelerator` for these GPUs.
-
-    Raise OrreryError if the GPUs lack bfloat16, or if `nvidia-smi` does not report their memory or
-    compute capability.
-    """
+    """Return the name of GPUs outside `DEVICES`. Raise OrreryError if they lack bfloat16."""
     name, capability = found[0].name, found[0].capability
     memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
     if capability is None or not memory:

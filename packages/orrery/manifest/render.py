@@ -139,10 +139,7 @@ def _names(workspace: Workspace, path: Path) -> list[str]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
-    """Return the values that `of_file` gives for the runs of all files, by run name.
-
-    Raise OrreryError if two files define a run of the same name, or a file is named like a rule.
-    """
+    """Return the values of `of_file` for all files, by run name. Refuse two runs of one name."""
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:

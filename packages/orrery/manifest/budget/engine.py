@@ -1,7 +1,7 @@
 """Plan the memory and the speed of one vLLM engine from the manifest.
 
-- A decode step takes the longer of the times for memory reads and for operations (roofline, arXiv
-  2402.16363, section 3), plus collectives and host work. Prefill takes the time of its operations.
+- A decode step takes the longer of the times of memory reads and operations (roofline, arXiv
+  2402.16363, section 3), plus collectives and host work. Prefill takes the time of operations.
 - An engine is one of `num_replicas` replicas. Each data-parallel rank serves its own sequences.
 - GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
   `benchmarks/async/memory_h100.json`.
@@ -26,7 +26,7 @@ CONTEXT_BYTES = 700 << 20  # bytes of a process's CUDA context and libraries
 NCCL_BYTES = 400 << 20  # bytes of a process's NCCL buffers
 LOGIT_COPIES = 4  # number of float32 copies of a step's logits during sampling
 GRAPH_COPIES = 5  # bytes of all graphs / bytes of hidden states of sum(graph_sizes) tokens
-SEQUENCE_S = 20e-6  # host seconds per sampled token, for scheduling, log-probs and response
+SEQUENCE_S = 20e-6  # host seconds per sampled token (scheduling, log-probs, response)
 LAYER_S = 15e-6  # seconds of short kernels and gaps per layer and decode step
 PRODUCTS_SHARE = 0.7  # share of the matrix-product rate that prefill reaches
 
@@ -43,7 +43,7 @@ def graph_sizes(inference: Inference) -> list[int]:
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # With these counts, full steps and steps without prefill of all sequences need no padding.
+    # Full steps, and steps in which all sequences decode, then need no padding.
     sizes += [inference.max_num_sequences, inference.max_batched_tokens]
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
@@ -128,8 +128,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 class Serving:
     """The load of a replica.
 
-    `prompt`: mean prompt tokens of a rollout. `sampled`: mean sampled tokens of a rollout.
-    `in_flight`: number of unfinished rollouts.
+    `prompt`, `sampled`: mean numbers of these tokens in a rollout. `in_flight`: number of rollouts.
     """
 
     prompt: float
@@ -197,7 +196,7 @@ def _exchange_s(
 ) -> float:
     """Return the seconds of a step's all-reduces (tensor parallel) and all-to-alls (experts).
 
-    `tokens`: tokens of a data-parallel rank. `network`: bytes per second of a device between nodes.
+    `tokens`: tokens of a data-parallel rank.
     """
     num_bytes = tokens * model.hidden_size * DTYPE_BYTES[inference.dtype] * model.num_layers
     tensor, devices = inference.tensor_parallel, inference.devices_per_replica

@@ -44,8 +44,8 @@ Changes = dict[str, Any]  # new values by field
 class Proposal:
     """A layout of the trainer or of the engines.
 
-    `seconds`: planned time of a batch. `device_bytes`: planned memory of a device. `changes`:
-    fields of `manifest` that differ from the run.
+    `seconds`: time of a batch. `device_bytes`: memory of a device. `changes`: fields of `manifest`
+    that differ from the run.
     """
 
     seconds: float

@@ -113,7 +113,7 @@ def _activation_bytes_of_blocks(model: Model, trainer: Trainer) -> list[Activati
 
 
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
-    """Return the bytes per token of a block's results (symbols: see the module).
+    """Return the bytes per token of a block's results, with the module's symbols.
 
         attention     c·h output · 4 per query head for log-sum-exps
         projections   c·(h + 2g) queries, keys, values · c·D output · c·2F gate and up
@@ -207,7 +207,7 @@ def _dense_width(model: Model, layer: int) -> int:
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     """Return the temporary bytes per token of the backward passes of attention and feed-forward.
 
-    For the symbols H, C, R and k, see `_latent_results`. For all other symbols, see the module.
+    Symbols are those of the module. H, C, R and k are those of `_latent_results`.
     attention   c·(3h + 2g) gradients · 4·h float32 sums of query gradients
     latent      at least (2c + 4)·H·(C + R) · with cp 3·c·k·(C + R) gradients of keys, and without
                 indexers 2·c·g·(k − 1) expanded keys and values
@@ -276,9 +276,9 @@ class Workload:
 
 
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
-    """Return the trainer (with the stage's optimizer) and workload of `stage` ("sft" or "rl").
+    """Return the trainer and workload of `stage` ("sft" or "rl") for samples of greatest length.
 
-    All samples have the greatest length.
+    The trainer has the optimizer of the stage.
     """
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch

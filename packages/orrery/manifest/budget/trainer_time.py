@@ -28,7 +28,7 @@ IDLE_SHARE = 0.015  # share of a step without work on the device
 EAGER = 2.5  # elementwise bytes without the compiler / with the compiler
 FORWARD_SHARE = 0.3  # share of a micro-batch's computation in the forward pass
 BOTH_WAYS = 0.75  # share of the host link's rate per direction if copies go both ways
-QUEUED_SHARE = 0.5  # share of computation that hides gathers with cp, as exchanges wait for gathers
+QUEUED_SHARE = 0.5  # share of computation that hides gathers with cp: exchanges wait for gathers
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,7 @@ def step_s(
     hidden part and is not in the sum. Raise OrreryError for family `hugging_face`.
 
     - `lengths`: tokens of each document of a cp group, over all micro-batches.
-    - `link`: rates of collectives. The default is ranks on one node.
-    - `device_bytes`: memory of a device.
+    - `link`: rates of collectives, by default on one node. `device_bytes`: memory of a device.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
@@ -185,7 +184,7 @@ def _offload_s(
 ) -> float:
     """Return a step's seconds of activation offload that computation does not hide.
 
-    `tokens`: tokens of the rank in a step. `computing`: seconds of computation.
+    `tokens`: tokens of the rank. `computing`: seconds of computation.
     """
     if not trainer.memory.activation_offload:
         return 0.0

@@ -38,9 +38,9 @@ from orrery.manifest.schema.trainer_constraints import (
 if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Hardware, Manifest
 
-TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # names of Snakemake's rules
-SEGMENT_BYTES = 16 << 20  # least bytes that Mooncake needs for each device
-KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # vLLM's cache block has a multiple of these tokens
+TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # Snakemake's rules
+SEGMENT_BYTES = 16 << 20  # least bytes of a Mooncake segment per device
+KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # `kv_block_tokens` must be a multiple
 
 _QWEN3 = {
     "rotary_fraction": (1.0,),

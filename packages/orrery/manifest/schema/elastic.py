@@ -80,7 +80,7 @@ class Elastic(Record):
 
 
 def host_bytes(elastic: Elastic, num_parameters: int) -> int:
-    """Return the host bytes of the outer loop: its state, and the Δ of a fragment in transit."""
+    """Return the host bytes of the outer loop: its state and the Δ in transit."""
     sent = 4 * num_parameters // elastic.fragments if elastic.delay_steps else 0
     return HOST_BYTES * num_parameters + sent
 

@@ -46,7 +46,7 @@ class NoKvTransfer(Record):
 
 
 class NixlKvTransfer(Record):
-    """Prefill engines send caches to decode engines with NIXL (UCX: RDMA, shared memory or TCP)."""
+    """Prefill engines send caches to decode engines with NIXL (UCX: RDMA, shared memory, TCP)."""
 
     kind: Literal["nixl"]
 
@@ -173,9 +173,9 @@ class Inference(EngineShape):
 
 def token_bytes(model: Model, inference: Inference) -> int:
     """Return the KV cache bytes of a token on one device."""
-    if (mla := model.mla) is None:  # keys and values of the heads on one device
+    if (mla := model.mla) is None:  # keys and values of this device's heads
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
-    else:  # the latent vector, its rotary part and the indexer's key
+    else:  # latent vector, rotary part and indexer key
         numbers = mla.kv_lora_rank + mla.rope_head_dim
         numbers += mla.indexer.head_dim if mla.indexer is not None else 0
     return numbers * model.num_layers * DTYPE_BYTES[inference.dtype]

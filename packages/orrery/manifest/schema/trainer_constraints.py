@@ -251,8 +251,8 @@ def _attention_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iter
 def head_divisors(model: Model) -> list[int]:
     """Return the numbers of ranks that can share the attention heads.
 
-    Each rank gets equally many query heads. Key heads are divided evenly among the ranks, or else
-    equally many ranks share each key head.
+    Ranks get equally many query heads. Key heads are divided evenly among the ranks, or equally
+    many ranks share each key head.
     """
     groups = model.num_kv_heads
     return [n for n in divisors(model.num_heads) if groups % n == 0 or n % groups == 0]
