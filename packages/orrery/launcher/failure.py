@@ -25,7 +25,7 @@ from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # longest wait in seconds for a process that an error names to fail
+BLAME_S = 5.0  # longest wait in seconds until a process named by an error fails
 SETTLE_S = 0.3  # wait in seconds for further failures after the first failure
 EVIDENCE_S = 2.0  # wait in seconds until processes have written their stacks
 RECORDED_S = 10.0  # longest wait in seconds for flight recorder files

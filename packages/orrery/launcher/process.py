@@ -90,7 +90,7 @@ class Process:
 
 
 def reap(group: int) -> bool:
-    """Reap the ended processes of a process group. Return whether others of the group still run."""
+    """Reap the ended processes of a process group. Return whether others still run."""
     try:
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass

@@ -282,7 +282,7 @@ LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}
 
 
 def adopt(run: Run, other: Run) -> str:
-    """Copy the state of the run `other` into the new folder of `run`, created by one rename.
+    """Create the folder of `run` with the state of the run `other`, by one rename.
 
     Return a message. Raise OrreryError if `run` has begun or cannot adopt `other`.
     """

@@ -391,7 +391,7 @@ class RowFailed(Exception):
 def watched(
     check: Callable[[int], Any], rows: Sequence[int], limit_s: float = ROW_S
 ) -> dict[int, Any]:
-    """Call `check` on each row in a fork. Return the results that are not None, by row.
+    """Call `check` on each row in a fork. Return the results by row, except None.
 
     A result must be a JSON value other than a string. Raise RowFailed if a row takes longer than
     `limit_s` or ends the fork. Raise an OrreryError of `check` again. The fork may allocate

@@ -50,7 +50,7 @@ class Tool(msgspec.Struct, frozen=True):
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     """A chat that ends before the assistant's turn, and the reference answer (JSON).
 
-    `exact_tokens` is the length of every assistant turn in tokens. None: a stop token ends a turn.
+    `exact_tokens`: number of tokens of every assistant turn. None: a stop token ends a turn.
     """
 
     index: int
@@ -102,7 +102,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return the judgement for `score`, clipped to [0, 1]. A reply without a score is wrong."""
+    """Return the judgement for `score`, clipped to [0, 1]. None is a reply without a score."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)
