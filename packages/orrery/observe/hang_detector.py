@@ -99,9 +99,9 @@ def _deadlock(living: Mapping[str, Health], now_s: float, deadlock_s: float) -> 
 def _abandoned(
     processes: Mapping[str, Health], living: Mapping[str, Health], now_s: float, deadlock_s: float
 ) -> Stall | None:
-    """Return the stall of processes that wait only for done processes.
+    """Return the stall of processes that wait only for done processes for over `deadlock_s`.
 
-    The stall must last `deadlock_s`, because messages may arrive after their sender's end.
+    The limit is long, because messages may arrive after their sender's end.
     """
     quiet = {name for name, health in processes.items() if now_s - health.time_s > deadlock_s}
     done = {name: health for name, health in processes.items() if health.doing == DONE}
@@ -119,19 +119,19 @@ def _abandoned(
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """Return the seconds since the event loop's last heartbeat if they exceed its limit."""
+    """Return the event loop's seconds without heartbeat if over its limit, or None."""
     beats = health.loop_beats
     for_s = 0.0 if beats is None else now_s - beats.time_s
     return for_s if beats is not None and for_s > beats.within_s else None
 
 
 def awaited(health: Health, living: Mapping[str, Health]) -> list[set[str]]:
-    """Return, for each open wait, the living processes that it names by name or role."""
+    """Return, for each open wait, the awaited living processes."""
     return [_named(wait.what, living) for wait in health.waits]
 
 
 def deadlocked(living: Mapping[str, Health]) -> set[str]:
-    """Return the largest set of processes whose every wait names only members of the set."""
+    """Return the largest set of processes that wait only for members of the set."""
     stuck = {name for name, health in living.items() if health.waits}
     while True:
         freed = {
@@ -168,7 +168,7 @@ def _deadline(health: Health) -> float | None:
 
 
 def _chain(start: str, living: Mapping[str, Health]) -> tuple[str, ...]:
-    """Return the chain of waits from `start`, which ends when no further process is awaited."""
+    """Return the chain of waits from `start`, up to a process that awaits no further process."""
     chain = [start]
     while True:
         wait = living[chain[-1]].wait
@@ -201,7 +201,7 @@ class _SeenRank:
 
 
 class RankStallDetector:
-    """Find the ranks that hold up their role. Only one reader may call `look`.
+    """Find the ranks that delay their role. Only one reader may call `look`.
 
     A role has stalled when each of its ranks is in one of these states:
 

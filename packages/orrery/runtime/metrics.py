@@ -152,10 +152,7 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Find the rows that no newer attempt repeats. First `add` all rows.
-
-    Compare only rows with equal stage, event and name.
-    """
+    """Find rows that no newer attempt replaces, by stage, event and name. First `add` all rows."""
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}
@@ -167,7 +164,7 @@ class Attempts:
                 steps[attempt] = step
 
     def counts(self, row: Row) -> bool:
-        """Return False if a newer attempt has comparable rows from the row's step or earlier."""
+        """Return False if a newer attempt began at or before the row's step."""
         step, attempt = row.get("step"), row.get("attempt", 0)
         return step is None or not any(
             newer > attempt and begin <= step for newer, begin in self._first[_series(row)].items()
@@ -175,7 +172,7 @@ class Attempts:
 
 
 def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that no newer attempt repeats, sorted by time."""
+    """Return the rows that no newer attempt replaces, sorted by time."""
     all_rows = [row for row in all_rows if "time_s" in row or "start_s" in row]
     attempts = Attempts()
     for row in all_rows:
@@ -195,7 +192,7 @@ def read(path: Path | str) -> list[Row]:
 
 
 class MetricsTail:
-    """Read the rows appended to `metrics/*.jsonl` (not spans) since the last call.
+    """Read rows appended to `metrics/*.jsonl` (not spans) since the last call.
 
     Leave an incomplete last line to a later call.
     """

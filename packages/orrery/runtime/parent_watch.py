@@ -2,7 +2,7 @@
 
 - A role polls its parent (`ParentWatch`). After the parent's end the role runs its callbacks and
   kills its process group.
-- Another project's program (the router) cannot poll. Start it with `preexec_fn=die_with_parent`.
+- Another project's program cannot poll. Start it with `preexec_fn=die_with_parent`.
 - A pipe would not show the parent's end, because other children inherit the parent's side.
 """
 

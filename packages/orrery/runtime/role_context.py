@@ -1,9 +1,9 @@
-"""Run a role's process: its command line, logs, signals, and exit code.
+"""Run a role's process: its command line, logs, signals and exit code.
 
 - The launcher gives `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
-- An `OrreryError` is printed as one line `error: …`. The health becomes `failed`, and the process
-  exits with the error's exit code. After `Preempted` the health is `wound down` and the exit code
-  EXIT_PREEMPTED. Other exceptions, even `SystemExit(0)`, print a traceback and exit with code 1.
+- An `OrreryError` prints one line `error: …`, sets the health `failed` and exits with its code.
+  `Preempted` sets the health `wound down` and exits with EXIT_PREEMPTED. Other exceptions, even
+  `SystemExit(0)`, print a traceback and exit with 1.
 - SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
 - SIGUSR1 writes all threads' stacks to stderr, even if the main thread is stuck.
 """
@@ -197,15 +197,12 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 
 
 def stacks_on_signal(chain: bool = False) -> None:
-    """Write all threads' stacks to stderr at SIGUSR1, from the signal handler."""
+    """Write all threads' stacks to stderr at SIGUSR1."""
     faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True, chain=chain)
 
 
 def call_on_signal(answer: Callable[[], object]) -> None:
-    """Also run `answer` at every SIGUSR1. Call this in the main thread.
-
-    A thread runs `answer` when Python writes the signal to the wake-up descriptor.
-    """
+    """Also run `answer` in a thread at every SIGUSR1. Call this in the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

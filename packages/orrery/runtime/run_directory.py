@@ -1,11 +1,11 @@
-"""A run's directory: its paths, the version of its layout, its attempts, and its checkpoints.
+"""A run's directory: paths, layout version, attempts and checkpoints.
 
 - `<process>` is a name such as `trainer.0`.
 - `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
 - An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so two launchers never share
   an attempt.
-- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so a process left on an
-  unreachable node never changes a newer attempt's checkpoint.
+- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so a process on an unreachable
+  node never changes a newer attempt's checkpoint.
 """
 
 import hashlib
@@ -125,7 +125,7 @@ def code_dir(run_dir: Path) -> Path:
 
 
 def begin(run_dir: Path) -> None:
-    """Make the run's folder. Write its layout file unless the folder has a manifest."""
+    """Make the run's folder. Write its layout file unless a manifest exists."""
     make_folder(run_dir)
     sync(run_dir.parent)
     if not (run_dir / MANIFEST).exists():
@@ -192,7 +192,7 @@ def last_attempt(run_dir: Path) -> int:
 
 
 class Checkpoint(NamedTuple):
-    """One attempt's checkpoint of a step. Checkpoints are ordered by step, then by attempt."""
+    """One attempt's checkpoint of a step. The order is by step, then by attempt."""
 
     step: int
     attempt: int

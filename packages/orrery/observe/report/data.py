@@ -109,7 +109,7 @@ class _Column:
         return len(self._values)
 
     def put(self, index: int, value: Any) -> None:
-        """Append `value` (not None) as row `index`. Rows between hold None."""
+        """Append a value (not None) as row `index`. Skipped rows hold None."""
         code = TYPE_CODES.get(type(value))
         if code == "q" and abs(value) >= 2**63:
             code = None
@@ -218,7 +218,7 @@ class RunData:
     stages: dict[str, Row]
     rl: Table  # trainer rows of the RL stage, by step
     sft: Table
-    validation: Table  # losses on examples that SFT never trains
+    validation: Table  # losses on held-out SFT examples
     compared: Table  # log-probs of trainer and engine for the last version
     rounds: Table  # exchanges with other sites
     batches: Table
@@ -274,7 +274,7 @@ def same_weights(run: RunData) -> list[tuple[int, float]]:
 
 
 def without_signal(run: RunData) -> float | None:
-    """Return the share of rollouts in groups without advantage, or None without counts."""
+    """Return the share of rollouts in groups with zero advantages, or None without counts."""
     counts = [each for each in run.batches.each("num_without_signal", "num_sampled") if each[1]]
     return sum(num for num, _ in counts) / sum(all_ for _, all_ in counts) if counts else None
 
@@ -415,8 +415,8 @@ class Shares:
     """Shares of time in the RL stage's newest attempt, from the first work to the last training."""
 
     window_s: float
-    trainer_busy: float  # share of time with `trainer.0` in forward, backward or optimizer
-    engine_busy: float  # share of time with a request in flight at any engine
+    trainer_busy: float  # share with `trainer.0` in forward, backward or optimizer
+    engine_busy: float  # share with a request in flight at any engine
     overlapped: float  # share of the trainer's busy time with a request in flight
 
 

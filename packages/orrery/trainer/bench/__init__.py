@@ -1,7 +1,7 @@
 """`orrery bench trainer`: measure a trainer's speed and memory on synthetic batches.
 
-This file fits a manifest to this machine and makes the batches. `__main__.py` starts one process
-per device, `rank.py` times the steps, `report.py` reports them.
+This file fits a manifest to the machine and makes the batches. `__main__.py` starts one process
+per device. `rank.py` times the steps. `report.py` reports the times.
 """
 
 import json

@@ -223,7 +223,7 @@ def _time_by_kind(phases: dict[str, Any], predicted: dict[str, float]) -> Table:
 def expected(
     request: BenchRequest, lengths: Sequence[int], accelerator: str | None
 ) -> dict[str, float] | None:
-    """Return the predicted seconds of a step. Return None for an unknown device or network."""
+    """Return the predicted seconds of a step. None: unknown device or network."""
     if accelerator is None or not is_counted(request.model):
         return None
     model, trainer, load = request.model, request.trainer, request.load

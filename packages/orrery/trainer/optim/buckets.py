@@ -1,7 +1,4 @@
-"""Cut groups of weights into buckets, and define the interface of update rules.
-
-`FlatShards` concatenates a group's local shards of one dtype. A bucket is a range of `FlatShards`.
-"""
+"""Cut groups of weights into buckets, ranges of `FlatShards`. Define the class of update rules."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

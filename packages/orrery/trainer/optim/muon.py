@@ -41,8 +41,8 @@ EPSILON = 1e-7
 class GateUp:
     """Layout of a weight [M, N] or [B, M, N] that joins an MLP's gate and up projections.
 
-    `dim` is −2 if their rows are joined, and −1 if their columns are joined. Gate and up alternate
-    if `is_interleaved`. Otherwise the gate comes first.
+    `dim` is −2 for joined rows, and −1 for joined columns. Gate and up alternate if
+    `is_interleaved`. Otherwise the gate comes first.
     """
 
     dim: int = -2

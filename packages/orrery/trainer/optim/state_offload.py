@@ -1,9 +1,9 @@
 """Keep optimizer state in pinned host memory, and copy it during computation.
 
 A bucket's state is copied to a slot on the device before its update and back afterwards, each
-direction on its own stream. `StateStream` copies state in during the backward pass of a step's last
+direction on its own stream. `StateStream` copies in during the backward pass of a step's last
 micro-batch, and out during the next step's first micro-batch. The memory plan
-(`manifest/budget/state_rooms.py`) says how much device memory is free for slots.
+(`manifest/budget/state_rooms.py`) gives the device memory for slots.
 
 An AdamW step on the host would move 30 bytes a weight through host memory and 6 over PCIe. Copies
 move 16, and 8 over PCIe each way. Copies are faster, because a node's GPUs share host memory.
@@ -206,7 +206,7 @@ class StateStream:
 def stream_state(
     offload: StateOffload | None, network: CausalLm, trainer: Trainer
 ) -> StateStream | None:
-    """Return the stream of offloaded state, or None without a memory plan."""
+    """Return the stream of offloaded state. Return None without a memory plan."""
     if offload is None or network.config.family == "hugging_face":
         return None
     capacity = 0

@@ -5,9 +5,9 @@
 - Equal blocks share one compilation. The checkpoint wraps one graph (`fullgraph`). If ranks
   exchange tokens or keys inside a block, the checkpoint wraps several graphs instead.
 - torch compiles the first micro-batch length as a constant, and the second as a symbol.
-- `keep` stores numbers that the host read from the device. `recall` returns them, so that
-  recomputation does not wait for the device. `_Run` keeps results of named operations, because
-  FSDP's hooks break torch's selective checkpointing.
+- `keep` stores numbers that the host read from the device. `recall` returns them, so recomputation
+  does not wait for the device. `_Run` keeps results of named operations, because FSDP's hooks break
+  torch's selective checkpointing.
 """
 
 import textwrap

@@ -117,10 +117,10 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
 
 
 class TorchExchange(nn.Module):
-    """Send each token once to each rank that holds an expert of the token, and sum the results.
+    """Send each token once to each rank with experts for it, and sum the results.
 
-    Ranks exchange counts first, because torch's all-to-all needs lengths on the host. The backward
-    pass and recomputation reuse the counts. Stable sorts make results deterministic.
+    Ranks exchange counts first, because torch's all-to-all needs lengths on the host. Backward pass
+    and recomputation reuse the counts. Stable sorts make results deterministic.
     """
 
     eager = ("forward",)  # not compiled (`blocks.py`)

@@ -28,9 +28,9 @@ class KeyOrder(NamedTuple):
     """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
     Row r·t + i is token i of rank r. A rank has an early and a late piece of each document's
-    queries. If keys stay latent, both pieces read one copy of all keys, and `parts` has one entry.
-    If keys are expanded, each piece reads its own copy of the document's prefix, and `parts` has
-    two entries. Rows are distinct in an entry, so adding gradients needs no atomics.
+    queries. If keys stay latent, both pieces read one copy of all keys: `parts` has one entry. If
+    keys are expanded, each piece reads a copy of its prefix of the document: two entries. Rows are
+    distinct in an entry, so adding gradients needs no atomics.
     """
 
     row: Tensor  # i64 [K], each key's row of the all-gather's result
@@ -108,7 +108,7 @@ def _prefixes(
     return row_S[start + offset], at + offset
 
 
-# All layers of a forward pass share one `Documents` object, hence one order.
+# All layers of a forward pass share one `Documents`, hence one order.
 _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
@@ -221,10 +221,10 @@ class _Transfer:
 
 
 class _Send(torch.autograd.Function):
-    """Begin the all-gather of the keys. Return a scalar zero, the ticket.
+    """Begin the all-gather of the keys. Return a scalar zero, the input of `_Receive`.
 
-    `_Receive` takes the ticket as input, so the backward pass of `_Receive` runs first and begins
-    the all-to-all of gradients. The backward pass of `_Send` waits for the gradients.
+    So the backward pass of `_Receive` runs first and begins the all-to-all of gradients. The
+    backward pass of `_Send` waits for the gradients.
     """
 
     @staticmethod

@@ -25,8 +25,8 @@ _KEYS, _GRADIENTS = 0, 1  # message tags
 
 
 class Halves(NamedTuple):
-    early: Tensor  # i64 [T / 2], indices of tokens in early halves
-    late: Tensor  # i64 [T / 2], indices of tokens in late halves
+    early: Tensor  # i64 [T / 2], indices of tokens
+    late: Tensor  # i64 [T / 2], indices of tokens
     cu_whole: Tensor  # i32 [documents + 1], offsets of both halves together
     cu_half: Tensor  # i32 [documents + 1], offsets of one half
     max_whole: int
