@@ -128,7 +128,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 class Serving:
     """The load of a replica.
 
-    `prompt`, `sampled`: mean numbers of these tokens in a rollout. `in_flight`: number of rollouts.
+    `prompt`, `sampled`: mean tokens of each kind in a rollout. `in_flight`: unfinished rollouts.
     """
 
     prompt: float

@@ -2,8 +2,8 @@
 
 `orrery.models.families` counts the parameters of family `hugging_face`. Symbols:
 L layers · H query heads · K head size · C latent width of keys · R rotary width of keys
-- `model_flops`: 6 per token and weight that multiplies the token (4 if weights are frozen), plus
-  12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, appendix B).
+- `model_flops`: 6 per token and weight that multiplies the token (4 if weights are frozen), plus,
+  for attention, 12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, app. B).
 - Sparse attention, in documents of more than the indexer's `top_k` tokens: 6 · L · H · (2C + R) per
   query and chosen key, plus the forward pass of indexers.
 - `hardware_flops` adds recomputed blocks, logits and attention scores (5 backward products, not 4).
@@ -96,7 +96,7 @@ def keys_per_query(model: Model, cp: int) -> float:
 
     A document is cut into 2·cp pieces. Rank i has the queries of pieces i and 2·cp − 1 − i
     (zig-zag). With indexers, the rank reads the keys of all 2·cp pieces. Without indexers, it
-    expands i + 1 and 2·cp − i pieces of keys, the keys up to each of its pieces.
+    expands the keys up to each of its pieces: i + 1 and 2·cp − i pieces of keys.
     """
     if cp == 1 or model.mla is None:
         return 1.0

@@ -3,7 +3,7 @@
 - The search keeps the numbers of trainer devices, engine devices and rollouts, the model, the
   optimizer and precisions.
 - For the trainer, it varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For engines, it
-  varies replicas and tensor, data and expert parallelism. Their cache fills the remaining memory.
+  varies replicas and tensor, data and expert parallelism. The cache fills the remaining memory.
 """
 
 import textwrap

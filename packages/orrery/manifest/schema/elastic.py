@@ -1,4 +1,4 @@
-"""Training at several sites: its fields and constraints, and those of `orchestrator.guests`."""
+"""Training at several sites, its constraints, and the constraints of `orchestrator.guests`."""
 
 import json
 from collections.abc import Iterator

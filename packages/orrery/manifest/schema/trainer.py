@@ -128,7 +128,7 @@ class ConstantSchedule(Record):
 
 
 class LinearSchedule(Record):
-    """Warm-up, then linear decay to `final_fraction` of the rate."""
+    """Warm-up, then linear decay to `final_fraction` of the rate at the last step."""
 
     kind: Literal["linear"]
     warmup_steps: NonNegativeInt
