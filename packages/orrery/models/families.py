@@ -164,7 +164,6 @@ def _indexer_config(indexer: Indexer | None, num_layers: int) -> dict[str, Any]:
 
 
 def deepseek_config(config: Model) -> dict[str, Any]:
-    """Return the config of DeepSeek-V3, DeepSeek-V3.2 (with an indexer) or Kimi-K2."""
     architecture, model_type = _DEEPSEEK[config.family]
     theirs = {k: v for k, v in glm5_config(config).items() if not k.startswith("indexer_")}
     num_groups, num_kept = EXPERT_GROUPS.get(config.family, (1, 1))
@@ -216,9 +215,10 @@ def _decoder_config(config: Model) -> dict[str, Any]:
 class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
-    - `ignored`: regular expressions of tensor names in files that loading skips.
-    - `fsdp_units`: groups of modules, in order, with one `fully_shard` call per group. The root
-      module follows. `layers.*` means one group per layer.
+    - `ignored`: regular expressions of HF names that loading skips.
+    - `fsdp_units`: groups of modules, with one `fully_shard` call per group, in order, before the
+      root. `layers.*` means one group per layer. `trainer/parallel` disables `cast_forward_inputs`,
+      because temperatures must stay float32.
     - `expert_modules`: name patterns of modules whose parameters have experts as dimension 0.
     """
 

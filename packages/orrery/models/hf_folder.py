@@ -242,7 +242,7 @@ def _publish_json(path: Path, content: dict) -> None:
     write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-JOIN = "eh_proj.weight"  # weight that joins embedding and hidden state, one per MTP layer
+JOIN = "eh_proj.weight"  # joins embedding and hidden state, once per MTP layer
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

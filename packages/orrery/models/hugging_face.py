@@ -172,7 +172,7 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
             )
 
 
-try:  # a private function that renames tensors as transformers does when it saves
+try:  # a private function, which renames tensors as saving does
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
@@ -241,13 +241,13 @@ class HuggingFaceLm(CausalLm):
     ) -> Tensor:
         if routes is not None or engine_keys_TIB is not None:
             raise ValueError("a network of transformers cannot replay an engine's choices")
-        # An empty pack computes one token, because gradients and collectives must still run.
+        # An empty pack computes one token, so that gradients and collectives run.
         num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
         index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
         row_T = torch.searchsorted(documents.cu_seqlens[1:].long(), index_T, right=True)
         cell_T = row_T * longest + index_T - documents.cu_seqlens.long()[row_T]
         cells = token_ids_T.new_zeros(num_rows * longest).index_put((cell_T,), token_ids_T)
-        # Pass no mask and no positions, so that transformers uses its fastest causal attention.
+        # Without mask and positions, transformers uses its fastest causal attention.
         output = self.body(input_ids=cells.view(num_rows, longest), use_cache=False)
         return output.last_hidden_state.flatten(0, 1).index_select(0, cell_T)
 

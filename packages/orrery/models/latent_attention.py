@@ -100,9 +100,7 @@ class KeyIndexer(nn.Module):
         q_TJI = self._rotate(self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width)), angles)
         weight_TJ = self.weights_proj(x_TD.detach()).float() * (num_heads * width) ** -0.5
         scored = q_TJI, k_SI, weight_TJ
-        chosen_TK = select_keys(*scored, *ranges, self.indexer.top_k)[
-            :, :longest
-        ]  # all further columns are −1
+        chosen_TK = select_keys(*scored, *ranges, self.indexer.top_k)[:, :longest]  # rest: −1
         differ = None
         if engine_keys_TB is not None and longest > self.indexer.top_k:
             keys_TK, differ = engine_keys(engine_keys_TB, chosen_TK, *ranges)

@@ -1,8 +1,7 @@
 """Load, initialise and save weights as Hugging Face folders, on whole or sharded networks.
 
 - `load` and `initialize` read or draw only tensors that overlap this rank's shards.
-- `save` and `named_hf_tensors` are collectives on a sharded module, so all ranks must iterate to
-  the end.
+- On a sharded module, `save` and `named_hf_tensors` are collectives. All ranks iterate to the end.
 - Each drawn tensor has a separate generator, seeded by the manifest's seed and the tensor's name.
 - A Hugging Face ("HF") tensor is a box of a parameter or buffer. Checkpoints have no adapters.
 """
@@ -93,7 +92,7 @@ def write_initial(
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
-    # A generator uses one core, so draw in several threads. Reading is disk-bound.
+    # A generator uses only one core. Reading is disk-bound.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as (tensors, tensor), pool:
@@ -214,7 +213,7 @@ def save(
                 elif is_mine:
                     tensor = hf_folder.read(base, hf)
                 if is_mine:
-                    # Copy, because a view would keep the whole gathered parameter in memory.
+                    # A view would keep the whole gathered parameter in memory.
                     tensor = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
                     held[hf.name], held_file = tensor, file
             ends_round = index % num_ranks == num_ranks - 1 or index == len(files) - 1

@@ -24,7 +24,7 @@ from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
 TICKETS_A_RANK = 2  # valid tickets: the current and the next micro-batch
-MAX_UNKNOWN = 64  # limit of connections without a ticket. One more closes the oldest
+MAX_UNKNOWN = 64  # limit of connections without a ticket
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
@@ -144,7 +144,7 @@ class BulkSender:
 
     def _count_foreign(self) -> None:
         self.num_foreign += 1
-        if self.num_foreign.bit_count() == 1:  # log only at powers of two, to keep the log short
+        if self.num_foreign.bit_count() == 1:  # log only powers of two
             log.warning(
                 "rollout wire: closed a connection to port %d that showed no ticket (%d so far)",
                 self.port,

@@ -4,9 +4,9 @@
   `files.json` (the sha256 of every file) and, last, the marker.
 - Each rank hashes its own large files and writes the hashes to a note, which `complete` reads.
 - SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
-- If attempt k is preempted before the next checkpoint, `later.attempt_<k>/` is added to the
-  complete folder, with its own marker.
-- To discard a folder, the code removes its marker, renames the folder, then removes its files.
+- If attempt k is preempted before the next checkpoint, `later.attempt_<k>/`, with a separate
+  marker, is added to the complete folder.
+- To discard a folder, remove its marker, rename the folder, then remove its files.
 """
 
 import contextlib
@@ -107,8 +107,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    Do not hash files again that `notes` list, paths relative to `folder`. Raise RunFailed if a
-    listed file is missing or its size differs.
+    `notes` are paths of notes in `folder`. Files in a note are not hashed again. Raise RunFailed if
+    such a file is missing or its size differs.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)

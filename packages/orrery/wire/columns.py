@@ -39,9 +39,7 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype(
-        "int32"
-    ),  # policy version when the group began, the prefix cache's salt
+    "dispatch_version": np.dtype("int32"),  # version when the group began, the cache salt
     "engine": np.dtype("int32"),  # index of the sampling engine. −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
@@ -210,7 +208,7 @@ def _check_alike(kind: str, one: dict[str, np.ndarray], other: dict[str, np.ndar
 
 
 def segments(micro_batch: MicroBatch, layout: ColumnLayout) -> Iterator[memoryview]:
-    """Yield the layout's bytes in order. Views if arrays are contiguous, copies otherwise."""
+    """Yield the layout's bytes in order. Copy only arrays that are not contiguous."""
     parts = parts_of(micro_batch)
     for slot in layout.slots:
         if slot.kind == "offsets":
@@ -311,8 +309,7 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 def read(path: Path) -> tuple[Columns, dict[str, Any]]:
     """Return memory-mapped columns and info. Raise OrreryError if the file is missing or damaged.
 
-    Columns stay valid if this machine removes the file, but not if another machine removes it
-    over NFS.
+    Columns become invalid if another machine removes the file over NFS.
     """
     try:
         file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))

@@ -25,8 +25,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-CHUNK_ELEMENTS = 1 << 18  # small enough for a CPU core's cache
-GPU_CHUNK_ELEMENTS = 1 << 24  # large enough to hide the time of fifteen kernel launches
+CHUNK_ELEMENTS = 1 << 18  # fits a CPU core's cache
+GPU_CHUNK_ELEMENTS = 1 << 24  # hides the time of fifteen kernel launches
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
@@ -95,7 +95,7 @@ def slice_share(
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
-    # Whether the elements are consecutive in the full tensor too.
+    # A run of consecutive elements of the full tensor.
     is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]
     if not is_run and tensor.numel() > most:  # flattening would copy the whole slice
         dim = max(range(tensor.dim()), key=lambda d: shape[d])

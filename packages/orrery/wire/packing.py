@@ -48,7 +48,7 @@ def pack(
     - `lengths`: number of tokens per sample, int64 [num_samples].
     - `quadratic`: a sample of n tokens costs n + quadratic · n².
     - `attention`: cost per sample that replaces quadratic · n², float64 [num_samples].
-    - `padded`: the model pads a micro-batch's samples to the longest of them.
+    - `padded`: the model pads samples to the longest in the micro-batch.
 
     Raise OrreryError if a sample is empty or longer than a micro-batch.
     """
@@ -88,7 +88,7 @@ def pack(
 
 
 def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Fill one bin after another, longest sample first. Count samples with their padding."""
+    """Fill one bin after another, longest sample first. Count padding."""
     bins = np.empty(len(lengths), dtype=np.int64)
     begin = bin_index = 0
     while begin < len(order):
@@ -168,7 +168,7 @@ def is_padded(model: Model) -> bool:
 def quadratic_cost(model: Model) -> float:
     """Return `quadratic` for `pack`: layers · heads · head_dim / active matrix parameters.
 
-    This is attention FLOPs / n² over matrix FLOPs / n, for n tokens.
+    For n tokens, this is (attention FLOPs / n²) / (matrix FLOPs / n).
     """
     return model.num_layers * model.num_heads * model.head_dim / _active_matrices(model)
 
@@ -229,7 +229,7 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 
 
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
-    """Return micro-batches, `[rank][micro_step]`, each a list of documents, not copied.
+    """Return micro-batches, `[rank][micro_step]`, as lists of documents, without copies.
 
     An empty micro-batch has all columns, with length 0.
     """

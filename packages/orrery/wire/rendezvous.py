@@ -115,11 +115,11 @@ def await_endpoints(
             time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))
 
 
-# The parts of an engine's HTTP interface that several roles share
+# An engine's HTTP interface
 
 ENGINE_HEADER = "X-Orrery-Engine"  # index of the answering engine
-RANK_HEADER = "X-data-parallel-rank"  # the data-parallel rank on which vLLM serves the request
-SESSION_HEADER = "X-Session-ID"  # vllm-router's consistent_hash policy reads it
+RANK_HEADER = "X-data-parallel-rank"  # data-parallel rank that serves the request
+SESSION_HEADER = "X-Session-ID"  # key of vllm-router's consistent_hash policy
 # Clients close idle connections before the server does (uvicorn: after 5 s).
 KEEPALIVE_S = 3.0
 UPDATE_S = 300.0  # time limit of a weight update in the engines, before scaling
@@ -135,7 +135,7 @@ def request_s(manifest: "Manifest") -> float:
 
 
 def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
-    """Return the test prompt's random token ids, equal in all processes. It fits the context."""
+    """Return token ids of a random test prompt that fits the context, equal in all processes."""
     length = min(NUM_CANARY_TOKENS, manifest.inference.max_model_len_tokens - 1)
     chosen = random.Random(manifest.seed)
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))

@@ -291,9 +291,7 @@ class RolloutReceiver:
         self._buffers = BufferPool()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(
-            zmq.SNDHWM, 0
-        )  # no limit, because a full queue would make `_send` fail
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a full queue would make `_send` fail
         self._socket.setsockopt(zmq.LINGER, 500)
         try:
             authenticate(self._socket, is_sender=False)

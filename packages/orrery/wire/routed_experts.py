@@ -113,7 +113,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
     routes = routes[:, routes.shape[1] - shape.num_layers :]
     suspect = routes >= min(shape.num_experts, shape.no_route)
     suspect = suspect.reshape(len(routes), shape.num_layers * shape.top_k)
-    tokens = np.flatnonzero(np.any(suspect, axis=1))  # few tokens, unless the model has expert 255
+    tokens = np.flatnonzero(np.any(suspect, axis=1))  # few, unless the model has expert 255
     is_missing_NL = (routes[tokens] == shape.no_route).all(axis=-1)
     bad_NL = (routes[tokens] >= shape.num_experts).any(axis=-1) & ~is_missing_NL
     if bad_NL.any():

@@ -37,7 +37,7 @@ MEET_S = 120.0  # time limit for a value of another rank
 FOREVER_S = 10.0**7  # time limit of waits that end only with the store
 ARRIVAL_S = 120.0  # time limit from the arrival of one engine rank to the next
 DONE_S = 300.0  # time limit for the result of a trainer rank
-LOOK_S = 0.5  # longest blocking wait during a transfer, before polling
+LOOK_S = 0.5  # time limit of a blocking wait, before polling, in a transfer
 POLL_S = 0.02
 MAC_BYTES = 32
 

@@ -161,11 +161,10 @@ def _first_line(error: Exception) -> str:
 
 # Messages that a target reads from a source's bucket
 #
-# The source announces a filled message in the wire's store. It may overwrite that part of its
-# bucket once the target has acknowledged the message. A pair's message numbers rise over all
-# transfers of a group, so no message is mistaken for an older message. CUDA IPC uses NVLink if
-# available. The reader maps the memory on its own device, because it does not know the source's
-# device number.
+# The source announces a filled message in the store. It may overwrite that part of its bucket once
+# the target has acknowledged the message. A pair's message numbers rise over all transfers of a
+# group, so messages are not confused. CUDA IPC uses NVLink if available. The reader maps the memory
+# on its own device, because it does not know the source's device number.
 
 
 class MessageReady(msgspec.Struct):
@@ -322,7 +321,7 @@ class IpcReader:
 # NIXL
 #
 # Both ends register their buckets once per process group. A source publishes its NIXL metadata and
-# its buckets' addresses in the wire's store.
+# its buckets' addresses in the store.
 
 PROGRESS_US = 20_000  # maximum sleep of NIXL's progress thread without traffic
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
