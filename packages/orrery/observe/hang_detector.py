@@ -119,7 +119,7 @@ def _abandoned(
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """Return the event loop's seconds without heartbeat if over its limit, or None."""
+    """Return the seconds since the event loop's last heartbeat. Return None within its limit."""
     beats = health.loop_beats
     for_s = 0.0 if beats is None else now_s - beats.time_s
     return for_s if beats is not None and for_s > beats.within_s else None

@@ -3,7 +3,7 @@
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`.
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
   **attrs}`, times as `time.time()`.
-- A kill or a full disk may leave an incomplete row. Readers skip it. The next row begins a line.
+- A kill or full disk may leave an incomplete row. Readers skip it. The next row begins a new line.
 - If an attempt resumes at step n, its rows replace older attempts' rows from step n on.
 """
 
@@ -79,7 +79,7 @@ class _Lines:
                 self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
             if self._is_torn:
                 line = b"\n" + line
-            while line:  # a full disk may accept a part
+            while line:  # a full disk may accept only a part
                 line = line[os.write(self._file, line) :]
                 self._is_torn = bool(line)
 

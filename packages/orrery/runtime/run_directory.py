@@ -100,7 +100,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return the weights of a stage, of an export (`step_<n>`) or of policy versions (WIRE)."""
+    """Return the folder of weights of a stage, an export (`step_<n>`) or policy versions (WIRE)."""
     return Path(run_dir) / WEIGHTS / name
 
 

@@ -61,7 +61,7 @@ _RULES = (
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
-    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # its name may list any operator
+    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # these names may list any operator
     ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
     ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
     ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
@@ -160,7 +160,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """Time `count` steps. A step ends when the host continues, perhaps before the device ends."""
+    """Time `count` steps. A step ends when the host continues, perhaps before the device stops."""
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
     totals = [count_totals(each, world) for each in batches]

@@ -4,7 +4,7 @@
     u = m, or Nesterov: momentum · m + (1 − momentum) · g
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
-The factor 0.2 · √max(rows, columns) gives an update the root mean square of AdamW's (arXiv
+The factor 0.2 · √max(rows, columns) gives updates the root mean square of AdamW's updates (arXiv
 2502.16982, eq. 4). Other weights use AdamW (`rest`). `orthogonalize` is a collective, so a weight
 must have a gradient on all of its ranks or on no rank.
 

@@ -6,7 +6,8 @@ micro-batch, and out during the next step's first micro-batch. The memory plan
 (`manifest/budget/state_rooms.py`) gives the device memory for slots.
 
 An AdamW step on the host would move 30 bytes a weight through host memory and 6 over PCIe. Copies
-move 16, and 8 over PCIe each way. Copies are faster, because a node's GPUs share host memory.
+move 16 through host memory and 8 over PCIe each way. Copies are faster, because a node's GPUs share
+host memory.
 """
 
 from collections import deque

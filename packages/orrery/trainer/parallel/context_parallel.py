@@ -96,9 +96,9 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Cut each document into 2·num_ranks equal pieces. Return pieces `rank` and −1 − `rank`.
+    """Cut each document into 2·num_ranks equal pieces. Return piece `rank`, counted from each end.
 
-    The offsets count this rank's two pieces of each document, so all ranks have equal offsets.
+    Offsets count this rank's two pieces of each document. All ranks have equal offsets and work.
     """
     length = np.asarray(lengths, dtype=np.int64)
     piece = -(-length // (2 * num_ranks))

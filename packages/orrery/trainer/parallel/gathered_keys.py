@@ -1,7 +1,7 @@
 """Context parallel for latent attention: each rank gathers the latent keys of all R ranks.
 
 - One all-gather per layer carries latent, rotated and indexer keys while queries are computed.
-- One all-to-all sends gradients to the ranks of their keys. Sums are float32, in rank order.
+- One all-to-all sends gradients to their keys' ranks, to be summed in float32 and in rank order.
 - Tokens lie in zig-zag order (`context_parallel.zigzag`), so all ranks score equally many keys.
 - Indices of keys and offsets in layers' `Documents` refer to the stream of all padded documents.
 - Recomputation does not gather a frozen indexer's keys: the forward pass saves the chosen keys.
@@ -221,10 +221,10 @@ class _Transfer:
 
 
 class _Send(torch.autograd.Function):
-    """Begin the all-gather of the keys. Return a scalar zero, the input of `_Receive`.
+    """Begin the all-gather of the keys. Return a scalar zero, the ticket for `_Receive`.
 
-    So the backward pass of `_Receive` runs first and begins the all-to-all of gradients. The
-    backward pass of `_Send` waits for the gradients.
+    The ticket makes autograd run the backward pass of `_Receive` first. That pass begins the
+    all-to-all of gradients, and the backward pass of `_Send` waits for its end.
     """
 
     @staticmethod

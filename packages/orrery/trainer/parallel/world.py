@@ -115,7 +115,7 @@ def device_for(accelerator: str, index: int) -> torch.device:
     if accelerator == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         return torch.device("cpu")
-    # If CUDA_VISIBLE_DEVICES is set per process, device numbers restart at 0.
+    # Wrap the index: with CUDA_VISIBLE_DEVICES set per process, device numbers restart at 0.
     device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
     torch.cuda.set_device(device)
     return device
