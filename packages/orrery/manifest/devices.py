@@ -2,9 +2,9 @@
 
 - `DEVICES` has the rates of data sheets: dense operations per second, memory bytes per second, and
   bytes per second to another device in one direction. `rates/` has measured rates.
-- A device without a row gets a name from its driver's data: `l40g_sm89_44gb` is an L40G of compute
-  capability 8.9 with 44 GiB. Each of its rates is the lowest among the rows of `DEVICES` with the
-  same capability. If there is no such row, the next lower capability counts.
+- Other devices get a name from their driver's data: `l40g_sm89_44gb` is an L40G of compute
+  capability 8.9 with 44 GiB. Each rate is the lowest in `DEVICES` for this capability, or for the
+  next lower capability that has a row.
 - Devices without a file in `rates/` are assumed to reach an H200's share of their data sheet.
 """
 
@@ -24,10 +24,10 @@ class Device:
     """One type of device, with rates per second.
 
     - `names`: the driver's names for this type.
-    - `memory_bytes`: memory that the driver offers. On GDDR6, error correction takes the rest.
+    - `memory_bytes`: memory that the driver offers, on GDDR6 without error correction's part.
     - `capability`: compute capability as (major, minor).
     - `fp8_flops`: 0 on devices without FP8.
-    - `is_estimated`: whether `DEVICES` has no row for this type.
+    - `is_estimated`: whether the type is not in `DEVICES`.
     """
 
     names: tuple[str, ...]

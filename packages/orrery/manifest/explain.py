@@ -45,9 +45,8 @@ class Explanation:
     """The origin of one scalar field.
 
     - `how`: "axis", "run file" or "derived".
-    - `place`: file and line that set or derive the value.
     - `sources`: files that a derived value depends on, or the axis that a run file overrides.
-    - `overrides`: value of this axis.
+    - `overrides`: value of the overridden axis.
     """
 
     field: str

@@ -1,7 +1,6 @@
 """Compute the id of a run, and find the folders and the commit of a checkout.
 
-A run's id is the sha256 of its manifest as canonical JSON: ASCII with sorted keys and without
-spaces or NaN.
+The id is the sha256 of the manifest as canonical JSON: ASCII, sorted keys, no spaces, no NaN.
 """
 
 import hashlib
@@ -95,7 +94,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def commit(folder: Path, *paths: str) -> str:
     """Return the commit of the checkout that contains `folder`, or "unknown".
 
-    Append `-dirty` if tracked files below `paths` differ from the commit. The environment variable
+    Append `-dirty` if tracked files below `paths` have changed. The environment variable
     ORRERY_COMMIT overrides the result.
     """
     if named := os.environ.get("ORRERY_COMMIT"):

@@ -119,7 +119,7 @@ def _told(found: Sequence[Gpu]) -> str:
 def gpus() -> dict[str, Gpu]:
     """Return the visible GPUs by index.
 
-    Raise OrreryError if the GPUs are of several types or `nvidia-smi` fails.
+    Raise OrreryError if their types differ or `nvidia-smi` fails.
     """
     if shutil.which(QUERY[0]) is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return {}

@@ -2,8 +2,8 @@
 
 - A file is written under a temporary name, synced and renamed. Then its folder is synced.
 - A marker is published after its files, so the files are complete if the marker exists.
-- Logs, metrics, samples, health, endpoints and scratch disks are not synced, nor are weights and
-  batches in transit.
+- Not synced are logs, metrics, samples, health, endpoints, scratch disks, and weights and batches
+  in transit.
 """
 
 import hashlib

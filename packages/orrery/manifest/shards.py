@@ -1,8 +1,8 @@
 """Divide the files of a fetched dataset into shards, for `orrery fetch dataset` and the trainer.
 
 - File i of a split, in the order of paths, is in shard i mod num_shards.
-- A folder with only some shards has DATA_SUMS, which lists the sha256 of every data file of the
-  dataset. Manifests hold the sha256 of DATA_SUMS, so all sites have the same manifest.
+- A folder with some shards has DATA_SUMS, which lists the sha256 of all the dataset's data files.
+  The manifest has the sha256 of DATA_SUMS, so all sites have the same manifest.
 """
 
 import re

@@ -304,8 +304,8 @@ class RunPlan:
     def loading(self) -> dict[str, dict[str, float]]:
         """Return the bytes of start weights that a node reads, and the seconds, by role.
 
-        A node reads each byte once, because its ranks share the page cache. A trainer rank reads
-        its slices. An engine rank reads all weights, but with expert parallelism only its experts.
+        A node's ranks share the page cache, so the node reads each byte once. Trainer ranks read
+        their slices. Engine ranks read all weights, but with expert parallelism only their experts.
         """
         manifest, mesh, counted = self.manifest, self.trainer.mesh, self.counted
         is_whole = manifest.stage_before_rl == "init" and self.model.init.kind == "pretrained"
@@ -378,8 +378,8 @@ class RunPlan:
     def other_ep(self) -> dict[str, Bytes]:
         """Return the change of the trainer's peak without expert parallelism, by kind of memory.
 
-        If the run has `ep` 1, return the change with the largest `ep` of 8, 4 and 2 that divides
-        the ranks. Return {} for a dense model, or if this `ep` does not divide the experts.
+        With `ep` 1, return the change with the largest `ep` of 8, 4 and 2 that divides the ranks.
+        Return {} for a dense model, or if this `ep` does not divide the experts.
         """
         mesh, moe = self.trainer.mesh, self.model.moe
         ranks = mesh.dp_shard * mesh.cp

@@ -265,8 +265,7 @@ class Workload:
     """The work of a context-parallel (cp) group in a step of `micro_batches` micro-batches.
 
     `tokens`: tokens of a micro-batch. `document_tokens`: tokens of the longest document.
-    `merged_width`: bytes per value of the merged weights that NCCL or NIXL send in LoRA runs. In
-    other runs it is 0.
+    `merged_width`: bytes per value of the merged weights that LoRA runs send by NCCL or NIXL.
     """
 
     tokens: int

@@ -77,9 +77,9 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return the bytes per token of the keys that engines chose. Return 0 if no batch has them.
+        """Return the bytes per token of the engines' chosen keys in batches.
 
-        Each indexer has one bit for each position of the longest sequence.
+        Each indexer has one bit per position of the longest sequence.
         """
         if self.trainer.indexer_choice == "own":
             return 0
@@ -87,10 +87,7 @@ class Manifest(Record):
 
     @property
     def route_bytes(self) -> int:
-        """Return the bytes per token of the chosen experts and keys that engines report.
-
-        Return 0 if engines report none.
-        """
+        """Return the bytes per token of the experts and keys that engines report as chosen."""
         moe = self.model.moe
         if moe is None or not self.transport.routed_experts:
             return 0

@@ -189,9 +189,9 @@ class Model(Record):
       this width.
     - `family` "glm5": GLM-5 (transformers' `glm_moe_dsa`). "glm4_moe": GLM-4.5. "kimi_k2":
       DeepSeek-V3's network without groups of experts. "hugging_face": any causal language model of
-      transformers, with the content of its `config.json` in `hf_config`.
+      transformers, with its `config.json` as `hf_config`.
     - `num_mtp_layers`: number of layers for multi-token prediction, stored after the last layer.
-      Exports copy these layers untrained from `init`. Engines can draft tokens with these layers.
+      Exports copy these layers from `init`, untrained. Engines can draft tokens with them.
     - `fp8`: layers that trainer and engines compute in block-scaled FP8. Shared experts count as
       "feed_forward". Routers, LM head, embedding and norms are never in FP8.
     """

@@ -20,8 +20,7 @@ from orrery.manifest.schema.trainer import Optimizer, Schedule
 class TaskUse(Record):
     """A task of `kind` with its `args`.
 
-    `weight`: relative number of trained groups. A task's share is its weight divided by the sum of
-    all tasks' weights.
+    The task's share of trained groups is its `weight` divided by the sum of all tasks' weights.
     """
 
     name: str
@@ -96,7 +95,7 @@ class GuestEngines(Record):
     """Engines of other sites, which come and go (`orrery lend`).
 
     - `max_sites`: limit on sites that lend engines at a time.
-    - `lease_s`: a site is lost after this time without a request.
+    - `lease_s`: time without a request after which a site is lost.
     - `max_versions_behind`: how many policy versions a guest engine may be behind the newest.
     - `verified_share`: share of each guest site's rollouts whose log-probs the trainer's site
       recomputes. A rollout's deviation is its mean |difference of log-probs|. A guest site is
@@ -245,7 +244,7 @@ class Rl(Record):
 
 
 class Evaluate(Record):
-    """The evaluation on held-out problems of the weights before and after RL."""
+    """The evaluation of the weights before and after RL on held-out problems."""
 
     num_problems: PositiveInt
     rollouts_per_problem: PositiveInt
