@@ -96,3 +96,19 @@ def test_the_example_of_a_site_names_every_key_and_its_default():
     assert Site.model_validate(raw) == plain
     for table in ("slurm", "containers", "network", "roles"):
         assert set(raw[table]) == set(type(getattr(plain, table)).model_fields)
+
+
+def test_the_page_on_architecture_lists_the_imports_between_rooms():
+    rows = re.findall(
+        r"^\| `(\w+)` \| [^|]+ \| ([\w, –]+) \|$",
+        (ROOT / "docs/architecture.md").read_text(),
+        flags=re.MULTILINE,
+    )
+    stated = {room: set(others.split(", ")) - {"–"} for room, others in rows}
+    found = {}
+    for folder in (ROOT / "packages/orrery").glob("*/"):
+        texts = [path.read_text() for path in folder.rglob("*.py")]
+        names = re.findall(r"^\s*(?:from|import) orrery\.(\w+)", "\n".join(texts), re.MULTILINE)
+        found[folder.name] = set(names) - {folder.name, "manifest", "runtime"}
+    found.pop("__pycache__", None)
+    assert stated == found
