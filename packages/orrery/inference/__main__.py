@@ -1,6 +1,6 @@
 """Run one vLLM server, replica `index` of the stage: `python -m orrery.inference`.
 
-A replica over several nodes has the server on its first node, and `headless` on the others.
+If a replica spans several nodes, only the first runs the server. The others run `headless`.
 """
 
 import gc
@@ -30,9 +30,9 @@ def main() -> None:
 
 
 def run(role: str) -> None:
-    gc.disable()  # imports make millions of objects that are never freed
+    gc.disable()  # collections would slow the imports and free nothing
     with role_process(role) as ctx:
-        run_token()  # raise its errors before the long load
+        run_token()  # raise token errors before the long load
         ctx.health.doing("loading vLLM")
         engine, part = engine_and_part(ctx)
         inference = ctx.manifest.inference.of_engine(engine)

@@ -35,12 +35,12 @@ from orrery.wire.weight_wire import check_library, served_model
 PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
 BACKEND = "orrery"  # name of our weight receiver in vLLM
 ADAPTER_BACKEND = "orrery_adapters"
-# vLLM on CPU would turn the name "uni" into "mp".
+# The class's full name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-ENGINE_READY_S = 600  # longest start of vLLM's engine core, with loading and compilation
-HEAD, MEET_S = "engine_head", 0.1  # endpoint at which the ranks of an engine meet
-KEEP_ALIVE_S = 600  # long, so that clients close idle connections first
-# Experts never take adapters, because vLLM's kernels for these need a GPU.
+ENGINE_READY_S = 600  # time limit for vLLM's engine core to load and compile
+HEAD, MEET_S = "engine_head", 0.1  # endpoint of an engine's first node, and poll interval
+KEEP_ALIVE_S = 600  # long enough that clients close idle connections first
+# Adapters never target experts, because vLLM's LoRA kernels for experts need a GPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),
@@ -49,7 +49,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of --max-lora-ra
 
 
 def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
-    """Return the weights folder of the stage before RL. Raise OrreryError if that has not run."""
+    """Return the weights folder of the stage before RL. Raise OrreryError without weights."""
     stage = manifest.stage_before_rl
     path = weights_path(run_dir, stage)
     if not (path / "config.json").is_file():
@@ -62,7 +62,8 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
 def check_release(manifest: Manifest, weights: Path, known: Collection[str], release: str) -> None:
     """Raise OrreryError if vLLM lacks the architecture that `weights`/config.json names.
 
-    - `known`: names of vLLM's architectures. `release`: vLLM's version, for the error.
+    - `known`: vLLM's architectures.
+    - `release`: vLLM's version, for the error.
     - Models of the family `hugging_face` are not checked.
     """
     (name,) = json.loads((weights / "config.json").read_text())["architectures"]
@@ -76,7 +77,7 @@ def check_release(manifest: Manifest, weights: Path, known: Collection[str], rel
 def server_arguments(
     manifest: Manifest, weights: Path, index: int, host: str, port: int, adapter: Path | None = None
 ) -> list[str]:
-    """Return the arguments of `vllm serve` for replica `index`, with its `adapter` folder."""
+    """Return the arguments of `vllm serve` for replica `index`. `adapter`: LoRA folder."""
     inference, is_cpu = manifest.inference, manifest.hardware.accelerator == "cpu"
     backend = BACKEND if adapter is None else ADAPTER_BACKEND
     arguments = {
@@ -120,14 +121,14 @@ def server_arguments(
     else:
         arguments |= _spread(manifest)
         if inference.dtype == "bfloat16":
-            # As in the trainer, logits must be float32 products of bfloat16 numbers.
+            # As in the trainer, the output head multiplies bfloat16 numbers into float32 logits.
             arguments["--hf-overrides"] = json.dumps({"head_dtype": "float32"})
         if not inference.enforce_eager:
             flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
     if adapter is not None:
         flags += _adapter_arguments(manifest, adapter)
     if not is_cpu:
-        # `kv_cache_bytes` sets the cache. vLLM only checks that this share of the device is free.
+        # `kv_cache_bytes` sizes the cache. vLLM only checks that this fraction of memory is free.
         arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
@@ -144,13 +145,13 @@ def _adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
     ]
 
 
-# vLLM's names of the layers to leave in bfloat16 if `model.fp8` lacks the part.
+# Model part → vLLM layers that stay in bfloat16 if `model.fp8` lacks the part.
 _NOT_FP8 = {
     "attention": r"re:.*\.self_attn\..*",
     "feed_forward": r"re:.*\.(mlp|shared_experts?)\.(gate|up|down|gate_up)_proj$",
     "experts": r"re:.*\.mlp\.experts(\..*)?$",
 }
-# vLLM's names of the layers of latent attention that `model.fp8` leaves in bfloat16.
+# vLLM's latent-attention layers that stay in bfloat16 under `model.fp8`.
 _NARROW = r"re:.*\.self_attn\.(fused_qkv_a_proj|q_a_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\..*)$"
 
 
@@ -160,20 +161,20 @@ def _spread(manifest: Manifest) -> dict[str, str]:
     if inference.data_parallel > 1:
         arguments["--data-parallel-size"] = str(inference.data_parallel)
     if inference.quantization == "fp8":
-        # DeepGEMM and the trainer also use one scale per 128 × 128 block. Rounded routers would
-        # choose other experts.
         others = [name for part, name in _NOT_FP8.items() if fp8 is not None and part not in fp8]
         if fp8 is not None and manifest.model.mla is not None:
             others.append(_NARROW)
         arguments |= {
+            # DeepGEMM and the trainer also use one scale per 128 × 128 block.
             "--quantization": "fp8_per_block",
+            # Rounded routers would choose other experts.
             "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$", *others]}),
         }
     return arguments
 
 
 def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
-    """Return this process's engine, and the number of its node within that engine."""
+    """Return the engine's index, and the number of this node within the engine."""
     if ctx.role == "inference":
         return ctx.index, 0
     for process in stage(ctx.manifest, ctx.stage).processes:
@@ -183,7 +184,7 @@ def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
 
 
 def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
-    """Return the host and port at which an engine's ranks meet. Its first node chooses the port."""
+    """Return the host and port where an engine's ranks meet. The first node chooses the port."""
     if not part:
         [port] = free_ports(1, ctx.host)
         rendezvous.publish(ctx, f"tcp://{ctx.host}:{port}", as_role=HEAD)
@@ -206,9 +207,9 @@ def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
 
 
 def node_arguments(inference: Inference, part: int, host: str, port: int) -> list[str]:
-    """Return the arguments for the ranks on node `part` of an engine. They meet at host and port.
+    """Return the `vllm serve` arguments that differ between an engine's nodes.
 
-    Only the first node has a server. All other arguments are equal on all nodes.
+    `part` is the node's number. The ranks meet at `host` and `port`. Only node 0 has a server.
     """
     ranks = inference.ranks_per_node
     where = ["--data-parallel-size-local", str(ranks), "--data-parallel-address", host]
@@ -217,9 +218,9 @@ def node_arguments(inference: Inference, part: int, host: str, port: int) -> lis
 
 
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> Path | None:
-    """Return a folder with an adapter of zeros in PEFT's format, or None without adapters.
+    """Return a folder with a LoRA adapter of zeros in PEFT's format, or None without LoRA.
 
-    All engines of a stage share the folder, because its path is part of a cached block's key.
+    All engines of a stage share the folder, because a cached block's key contains the path.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -255,7 +256,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
 
 def engine_variables(manifest: Manifest) -> dict[str, str]:
     variables = {
-        "VLLM_SERVER_DEV_MODE": "1",  # paths /pause, /resume, /collective_rpc and of weight updates
+        "VLLM_SERVER_DEV_MODE": "1",  # enable /pause, /resume, /collective_rpc, weight updates
         "VLLM_PLUGINS": PLUGIN,  # load no other plugin
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
         "VLLM_NO_USAGE_STATS": "1",
@@ -267,13 +268,13 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
     if manifest.inference.quantization == "fp8":
         variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # otherwise Hopper engines round weights twice
     if manifest.inference.enforce_eager:
-        # vLLM would compile the ranking of log-probs, for which it needs a C++ compiler.
+        # vLLM would otherwise compile the log-prob ranking, which needs a C++ compiler.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set this engine's environment variables. Keep a user's timeout, log level and CPU cores."""
+    """Set this engine's environment variables. Keep the user's timeout, log level and CPU settings."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()
@@ -282,7 +283,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
         refuse_open_interfaces("inference.kv_transfer.kind 'mooncake'")
         refuse_missing_rdma("inference.kv_transfer", manifest.inference.kv_transfer.protocol)
     if manifest.inference.prefill_replicas:
-        # NIXL adds a rank's number to the port.
+        # NIXL listens at port + rank.
         port = adjoining_ports(manifest.inference.data_parallel, host)
         os.environ.update(transfer_environment(manifest, host, port))
         if manifest.inference.kv_transfer.kind == "nixl":

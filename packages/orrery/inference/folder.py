@@ -1,8 +1,8 @@
 """Serve a Hugging Face folder for `orrery serve`: `python -m orrery.inference.folder`.
 
 - In: a run directory without a manifest, with a link `weights/serve` to the folder.
-- Out: vLLM's HTTP interface as OpenAI defines it, without vLLM's paths for developers.
-- On a CPU, the KV cache takes a quarter of the free memory, at most 4 GiB. The arguments name the
+- Out: vLLM's OpenAI-compatible HTTP API, without vLLM's developer endpoints.
+- On a CPU, the KV cache takes a quarter of the free memory, at most 4 GiB. `--dtype` is the
   folder's dtype, because vLLM would otherwise not compute in float32.
 """
 
@@ -62,7 +62,7 @@ def first_sentence(error: Exception) -> str:
 
 
 def main() -> None:
-    gc.disable()  # imports make millions of objects that are never freed
+    gc.disable()  # collections would slow the imports and free nothing
     with role_process("inference") as ctx:
         if not run_token():
             raise OrreryError("no token came by standard input; type `orrery serve FOLDER`")

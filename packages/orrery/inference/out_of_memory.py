@@ -1,6 +1,6 @@
 """Explain vLLM's memory errors: name the manifest field to change, and a value that fits.
 
-The cache's budget is the device's capacity − other processes − weights − RESERVE.
+The KV cache may take the device's capacity − other processes' memory − weights − reserve.
 """
 
 import re
@@ -9,8 +9,8 @@ from pathlib import Path
 from orrery.manifest.schema import Inference, Manifest
 from orrery.manifest.schema.inference import longest_blocks, longest_device_bytes
 
-RESERVE = 0.06  # fraction of a device's memory
-CPU_RESERVE = 0.1  # fraction of the free memory
+RESERVE = 0.06  # fraction of a device's memory to keep free
+CPU_RESERVE = 0.1  # fraction of the free host memory to keep free
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 GIB, ROUND = 1 << 30, 1 << 20
 
@@ -28,12 +28,12 @@ WHERE = "set it in the hardware axis or the run file"
 
 
 def explain(cause: str, manifest: Manifest, weights: Path) -> str | None:
-    """Return the sentence for vLLM's error `cause`, or None if the error is not about memory."""
+    """Return advice on vLLM's error `cause`, or None if the error is not about memory."""
     inference = manifest.inference
     if found := CPU_CACHE.search(cause):
         free = int(float(found[1]) * GIB)
         head = f"{_size(free)} of host memory were free for it"
-        # Engines of a host start together, before any engine has its cache.
+        # A host's engines start together, so all of them see the same free memory.
         engines = -(-inference.num_replicas // manifest.hardware.num_nodes)
         if engines > 1:
             head += f", to be shared by {engines} engines"
@@ -76,7 +76,7 @@ def _device(cause: str, manifest: Manifest, weights: Path) -> str:
             f"the device ran out of memory: {head}; the weights alone take {_size(held)}; "
             f"inference.tensor_parallel: {twice} instead of {inference.tensor_parallel} halves them"
         )
-    # If the cache fits already, lower it by the requested bytes and a reserve.
+    # Lower the cache at least by the failed allocation and half the reserve.
     return _lower_cache(manifest, min(fits, inference.kv_cache_bytes - asked - reserve // 2), head)
 
 
@@ -90,7 +90,7 @@ def weight_bytes(weights: Path, inference: Inference) -> int:
 
 
 def _lower_cache(manifest: Manifest, fits: int, head: str) -> str:
-    """Return the sentence for at most `fits` bytes of cache, perhaps with shorter sequences."""
+    """Return advice for at most `fits` bytes of KV cache, if needed with shorter sequences."""
     inference = manifest.inference
     least = longest_device_bytes(manifest.model, inference)
     fits = max(0, fits) // ROUND * ROUND or max(0, fits)

@@ -1,7 +1,7 @@
-"""Define what vLLM loads by name: an entry point, and an extension of its worker.
+"""Provide vLLM's plugin entry point, and an extension of vLLM's worker class.
 
-`AttestingWorker` attests weights, and ends waits between prefill and decode engines.
-/collective_rpc calls the class's methods on every worker of an engine.
+`AttestingWorker` fingerprints weights, and cancels KV transfers whose other engine has ended.
+`/collective_rpc` calls the methods of `AttestingWorker` on every worker of an engine.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from orrery.inference.patches import registry
 from orrery.runtime.parent_watch import die_with_parent
 from orrery.wire.fingerprint import digest
 
-# Variable: prefix of shared memory's names, by which the next start removes leftovers.
+# Environment variable: name prefix of shared memory, by which the next start finds leftovers.
 SHARED = "ORRERY_SHARED_MEMORY"
 
 _registered = False
 
 
 def register() -> None:
-    """Register receivers of weights, and apply the patches, once per process."""
+    """Register the weight receivers and apply the patches, once per process."""
     global _registered
     if _registered:
         return
@@ -33,16 +33,16 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(backend, "orrery.inference.receiver", name)
     registry.correct_engine(os.environ.get(SHARED))
     os.register_at_fork(after_in_child=die_with_parent)  # a fork does not load plugins again
-    if multiprocessing.parent_process() is not None:  # a spawned child loads them again
+    if multiprocessing.parent_process() is not None:  # a spawned child loads plugins again
         die_with_parent()
 
 
 class AttestingWorker:
     """A mixin for vLLM's worker class (`--worker-extension-cls`).
 
-    - An engine has a version only if all its workers have loaded it.
-    - `keep_no_longer` and `read_no_more` free blocks before their lease ends. NIXL's reader notices
-      a lost producer itself, Mooncake's does not.
+    - An engine has a weight version only if all its workers have loaded the version.
+    - `keep_no_longer` and `read_no_more` free KV blocks before the blocks' lease ends. Only
+      Mooncake needs `read_no_more`, because NIXL's reader notices a lost producer.
     """
 
     weight_transfer_engine: Any
@@ -60,13 +60,13 @@ class AttestingWorker:
         self.finish_weight_update()
 
     def fingerprints(self) -> dict[str, list[str]]:
-        """Return HF name → [16 hex digits, "resident" | "as_consumed"]."""
+        """Return {Hugging Face name: [16 hex digits, "resident" or "as_consumed"]}."""
         return {
             name: [f"{fingerprint:016x}", how] for name, (fingerprint, how) in _held(self).items()
         }
 
     def attested(self) -> dict[str, Any]:
-        """Return the "digest" of all held tensors, and in "how" their number by attestation."""
+        """Return "digest": digest of all tensors, and "how": number of tensors by attestation."""
         held = _held(self)
         fingerprints = {name: fingerprint for name, (fingerprint, _) in held.items()}
         return {
@@ -75,13 +75,13 @@ class AttestingWorker:
         }
 
     def update_parts(self) -> dict[str, float]:
-        """Return the last update's seconds by part, or {} for adapters."""
+        """Return the seconds of each part of the last update. Adapters have no parts."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
         seconds = {} if parts is None else parts.seconds
         return {name: round(each, 6) for name, each in seconds.items()}
 
     def keep_no_longer(self, names: list[str]) -> None:
-        """Free blocks of requests (NIXL) or transfers (Mooncake) on a prefill engine."""
+        """Free a prefill engine's KV blocks by request id (NIXL) or transfer id (Mooncake)."""
         worker = _connector_worker()
         if not hasattr(worker, "reqs_need_send"):
             worker._reqs_to_send |= {name: 0.0 for name in names if name in worker._reqs_to_send}
@@ -105,7 +105,7 @@ class AttestingWorker:
 
 
 def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
-    """Return the receiver's `held`. A method's name could clash with methods of vLLM's worker."""
+    """Return the receiver's `held`. A function cannot clash with methods of vLLM's worker."""
     return getattr(worker.weight_transfer_engine, "held", None) or {}
 
 

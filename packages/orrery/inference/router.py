@@ -1,7 +1,7 @@
-"""Run vllm-router for a stage's replicas, behind a front that checks callers.
+"""Run vllm-router for a stage's replicas, behind a proxy (`front`) that checks credentials.
 
-- Only the front listens on `ctx.host`. The router and its Prometheus page listen on loopback.
-- The router does not retry or break circuits, because the caller handles failed requests.
+- Only the proxy listens on `ctx.host`. The router and its Prometheus page listen on loopback.
+- Retries and circuit breakers are off, because callers handle failed requests.
 - The router and this process end together.
 """
 
@@ -31,8 +31,8 @@ from orrery.runtime.token import Purpose, authorization, run_token
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-ENGINES_DEADLINE_S = 600.0  # longest start of the engines, which compile and load, scaled
-CLIENT_FIRST_S = 60.0  # time by which clients time out before the router, with a better error
+ENGINES_DEADLINE_S = 600.0  # time limit for all engines to load and compile, before `scaled`
+CLIENT_FIRST_S = 60.0  # added to the router's timeout: clients time out first
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_program as run; run()")
@@ -45,13 +45,13 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # Above this limit the router answers 429. Old requests may overlap with new requests.
+    # The router answers 429 above this limit. Old requests may overlap with new requests.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
         "--balance-rel-threshold": router.balance_rel_threshold,
     }
-    # With several ranks the router has each rank's address, and keeps a conversation at its rank.
+    # With several data-parallel ranks, the router sends each conversation to one rank.
     ranks = manifest.inference.data_parallel
     of_ranks = ["--intra-node-data-parallel-size", str(ranks)] if ranks > 1 else []
     thresholds = [(flag, str(value)) for flag, value in options.items() if value is not None]
@@ -70,9 +70,9 @@ def router_arguments(
 
 
 def router_program() -> None:
-    """Run vllm-router in a child process, with a URL that checks keys as the first argument.
+    """Run vllm-router. The first command-line argument is the URL that checks keys.
 
-    vllm-router 0.1.17 has no option for this URL. With an empty URL it accepts every call.
+    vllm-router 0.1.17 has no option for the URL. If the URL is empty, every call is accepted.
     """
     from vllm_router.launch_router import launch_router, parse_router_args
 

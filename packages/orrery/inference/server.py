@@ -1,11 +1,11 @@
 """Run one vLLM server in this process: start it, publish its address, end its processes.
 
 - The rendezvous endpoint is published once /health answers and any weight receiver is set up.
-- Each data-parallel rank has an engine core, and each further GPU a worker. These child processes
-  end with this process (`plugin.py`), and an engine core ends with its workers.
-- With `--headless` there is no server: the engine cores are ranks of a server on another node.
+- Each data-parallel rank has an engine-core process, and a worker process for each further GPU.
+  All end with this process (`plugin.py`). An engine core ends with its workers.
+- With `--headless`, this process runs engine cores for a server on another node.
 - This process ends within WATCH_S of an engine core's death.
-- SIGTERM ends all processes within STOP_S, and removes files on disk. Failures keep the files.
+- SIGTERM ends all processes within STOP_S, and deletes cache blocks on disk. Failures keep them.
 """
 
 import asyncio
@@ -63,10 +63,10 @@ def serve(
     disk: Path | None = None,
     explain: Callable[[str], str | None] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM, then remove `disk`.
+    """Serve until SIGTERM, then remove the folder `disk`.
 
-    Raise RunFailed if the engine does not start, or dies. `explain` returns a better sentence for a
-    cause, or None.
+    Raise RunFailed if the engine fails to start or dies. `explain` returns advice on a cause, or
+    None. If the start fails with advice, raise OutOfMemory.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -110,7 +110,9 @@ class Left:
     start: str
     shared: str
     disk: Path | None  # folder of cache blocks, removed only by an orderly end
-    pid: int  # process id of the server. Its forks inherit its handlers, but must remove nothing
+    pid: (
+        int  # process id of the server. Forks inherit its signal handler, but must not remove files
+    )
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
@@ -122,7 +124,7 @@ class Left:
         return Left(Path(tempfile.gettempdir()), start, shared, disk, os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
-        """Remove all files, and last the cache blocks on disk if the engine `ended` in order."""
+        """Remove temporary files and shared memory. If the engine `ended`, also remove `disk`."""
         if os.getpid() != self.pid:
             return
         run_directory.remove_folders(self.start, self.scratch)
@@ -136,7 +138,7 @@ class Left:
 
 
 def _stop_early(left: Left, _signal: int, _frame: object) -> None:
-    """Handle SIGTERM until vLLM installs its handler. No request is in flight yet."""
+    """Handle SIGTERM until vLLM installs its own handler. No request is in flight yet."""
     _exit_now(left)
 
 
@@ -154,7 +156,7 @@ async def _serve(
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
     gc.freeze()  # shorten vLLM's gc.collect() calls
-    # Making the client blocks the event loop, so the heartbeat starts later.
+    # Building the client blocks the event loop, so the heartbeat starts after it.
     async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)
@@ -217,7 +219,7 @@ async def _run_ranks(ctx: RoleContext, args: Namespace, death: Callable[[], str 
 
 
 def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
-    """Report the engine core's death before its callers fail."""
+    """Report the engine core's death at once, and return the error to raise."""
     why = f" ({reason})" if (reason := death()) else ""
     died = RunFailed(f"{ctx.role} {ctx.index}: the engine core died{why}. Read logs/{ctx.name}.log")
     ctx.health.failed(str(died))
@@ -227,7 +229,7 @@ def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
     """Return an event that is set once vLLM handles SIGTERM.
 
-    From then on an ended engine core is no failure, and a timer kills processes that hang.
+    From then on, an engine core may end. After STOP_S, hanging processes are killed.
     """
     stopping = threading.Event()
     shutdown = engine.shutdown
@@ -295,11 +297,11 @@ async def _healthy(host: str, port: int) -> bool:
 
 
 def root_cause(error: Exception, log: Path, begin: int) -> str:
-    """Return the cause of a failed start, found in `log` after byte `begin`, or `error`.
+    """Return the cause of a failed start from `log` after byte `begin`, or else `error`.
 
-    An exception is a line `name` or `name: text`. In vLLM's stacks any dotted name counts,
-    elsewhere only a name that ends in Error or Exception. The order of preference is: causes logged
-    as ERROR, other causes, handled exceptions, consequences of another process's end.
+    A cause is a line `name` or `name: text`. In vLLM's stack traces, any dotted name counts.
+    Elsewhere, the name must end in Error or Exception. Prefer, in this order: causes logged as
+    ERROR, other causes, handled exceptions, consequences of another process's end.
     """
     if POINTER not in str(error):
         return str(error)
