@@ -37,7 +37,7 @@ BACKEND = "orrery"  # name of our weight receiver in vLLM
 ADAPTER_BACKEND = "orrery_adapters"
 # The class's full name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-ENGINE_READY_S = 600  # time limit for vLLM's engine core to load and compile
+ENGINE_READY_S = 600  # time limit for vLLM's engine core to load and compile, scaled
 HEAD, MEET_S = "engine_head", 0.1  # endpoint of an engine's first node, and poll interval
 KEEP_ALIVE_S = 600  # long enough that clients close idle connections first
 # Adapters never target experts, because vLLM's LoRA kernels for experts need a GPU.
@@ -274,7 +274,7 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set this engine's environment variables. Keep the user's timeout, log level and CPU settings."""
+    """Set the environment variables. Keep the user's timeout, log level and CPU options."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()

@@ -31,7 +31,7 @@ from orrery.runtime.token import Purpose, authorization, run_token
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-ENGINES_DEADLINE_S = 600.0  # time limit for all engines to load and compile, before `scaled`
+ENGINES_DEADLINE_S = 600.0  # time limit for all engines to load and compile, scaled
 CLIENT_FIRST_S = 60.0  # added to the router's timeout: clients time out first
 STOP_S = 2.0
 WATCH_S = 0.25
