@@ -1,9 +1,9 @@
 """Check credentials in front of vllm-router. Without this check any caller could add engines.
 
-- Forward the paths in `ROUTES` and the headers in `ASKED` and `PASSED` to vllm-router on loopback,
-  with the credential `generate` only, and stream the answers.
+- Forward `ROUTES` to vllm-router on loopback, with the headers in `ASKED` and the credential
+  `generate`. Stream the answers back, with the headers in `PASSED`.
 - Check the credential before reading the body.
-- vllm-router asks the path `AUTHORIZED` about every key, so other users cannot use its port.
+- vllm-router checks every key at `AUTHORIZED`, so other users cannot use the router's port.
 - If a caller disconnects, its request in the engine ends.
 """
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Front:
-    """Serve in front of vllm-router. An empty token accepts every request.
+    """HTTP proxy of vllm-router. With an empty token, every request is accepted.
 
     `async with Front(token, router_url) as front: await front.listen(host, port)`
     """
@@ -157,7 +157,7 @@ class _Caller(asyncio.Protocol):
         self._body_bytes, self._expects = 0, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's class is no subclass
         self._front.callers.add(self)
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -254,7 +254,7 @@ class _Caller(asyncio.Protocol):
             self.transport.close()
 
     def fail(self, error: Exception) -> None:
-        """Answer 502. After a partial answer disconnect, so that it does not look complete."""
+        """Answer 502. After a partial answer, disconnect instead, so that it looks incomplete."""
         self.upstream = None
         if self.is_answered:
             return self.transport.abort()
@@ -298,7 +298,7 @@ class _Upstream(asyncio.Protocol):
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's class is no subclass
 
     def connection_lost(self, error: Exception | None) -> None:
         self._front.forget(self)
@@ -377,9 +377,9 @@ INDEX = "ORRERY_ENGINE"
 class RequireToken:
     """ASGI middleware: answer 401 without the path's credential, before the body is read.
 
-    Generation needs the credential `generate`. Paths in OPEN need none. Others need `administer`.
-    Without a token, an engine under a launcher refuses all requests, and an engine started by hand
-    accepts all. A header of generated answers names the engine, for clients behind a router.
+    GENERATE needs the credential `generate`. Paths in OPEN need none. Others need `administer`.
+    Without a token, an engine under a launcher refuses all requests. An engine started by hand
+    accepts all. For clients behind a router, a header of GENERATE's answers names the engine.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,10 +1,10 @@
-"""Configure vLLM's KV connectors, transfers and tiers, from `manifest.inference`. Imports no vLLM.
+"""Configure vLLM's KV transfers and KV tiers from `manifest.inference`. Imports no vLLM.
 
-- Transfer: the first `prefill_replicas` engines produce blocks, the others read them. A block's
-  lease outlasts any request: after the lease's end, NIXL could send another request's cache.
-- vLLM loads from the first connector that has a request's tokens, so the transfer comes first.
-- Tiers: caches and routes on disk together take at most `disk_bytes`. vLLM recomputes a block that
-  is unreadable, or lacks routes that must be returned.
+- Transfer: the first `prefill_replicas` engines produce KV blocks, other engines read the blocks.
+  A block's lease outlasts any request, because NIXL could later send another request's cache.
+- vLLM loads from the first connector with a request's tokens, so the transfer connector is first.
+- Tiers: KV blocks and routes on disk together take at most `disk_bytes`. vLLM recomputes a block
+  that is unreadable, or lacks routes that must be returned.
 - `BoundedFolder` removes the least recently used files before a write. Readers expect missing
   files. Each process counts only its own files, so a shared folder may reach the sum of all limits.
 - A block's hash includes the policy version at a group's dispatch. A resumed attempt repeats
@@ -36,7 +36,7 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-LEASE_MARGIN_S = 300.0  # time that a lease outlasts a client's timeout, scaled
+LEASE_MARGIN_S = 300.0  # time by which a lease outlasts a client's timeout, scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 HASH_SEED = "0"  # gives all engines equal block hashes, also after restarts
 STORE_DEADLINE_S = 120.0
@@ -48,7 +48,7 @@ def lease_s(manifest: Manifest) -> int:
 
 
 def connector_config(manifest: Manifest, index: int, disk: Path) -> dict[str, Any] | None:
-    """Return vLLM's config of engine `index` for transfer, tiers or both. `disk`: tiers' folder."""
+    """Return vLLM's connector config for engine `index`, or None. `disk`: the tiers' folder."""
     transfer, tiers = _transfer_config(manifest, index), _offload_config(manifest, disk)
     if transfer is None or tiers is None:
         return transfer or tiers
@@ -68,7 +68,7 @@ def _transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if index < inference.prefill_replicas else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "engine_id": f"{index}-{uuid.uuid4()}",  # new at each start, because its blocks are lost
+        "engine_id": f"{index}-{uuid.uuid4()}",  # new at each start, because old blocks are lost
     }
     if transfer.kind == "nixl":
         return config | {
@@ -168,8 +168,8 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
         return {}  # a manifest with routes and a Mooncake Store is refused
-    # Twice the blocks, because caches and routes are evicted in different orders. `host_bytes` is
-    # for all devices of an engine, `kv_cache_bytes` for one.
+    # Twice the host tier's blocks, because blocks and routes are evicted in different orders.
+    # `host_bytes` is per engine, `kv_cache_bytes` per device.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
@@ -181,7 +181,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
 
 
 def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
-    """Split a rank's bytes on disk into bytes for caches and for routes of as many blocks."""
+    """Split a rank's disk bytes into cache bytes and route bytes for equally many blocks."""
     cache, routes = disk_block_bytes(manifest.model, manifest.inference, manifest.route_bytes)
     caches = disk_bytes * cache // (cache + routes)
     return caches, disk_bytes - caches
@@ -203,7 +203,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write the client file of the store at `master` (host:port). Return the file's variable."""
+    """Write the store client's config. Return the variable that names it. `master`: host:port."""
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
     share = offload.segment_bytes // manifest.inference.devices_per_replica
@@ -265,7 +265,7 @@ class BoundedFolder:
 
     @contextmanager
     def writing(self, paths: Sequence[str], num_bytes: int) -> Iterator[None]:
-        """Make room for the files of `num_bytes` each that the `with` body writes."""
+        """Evict old files, so that the `with` body can write `paths` of `num_bytes` each."""
         _remove(self._enter(paths, num_bytes))
         try:
             yield
@@ -334,7 +334,7 @@ class RoutesOnDisk:
         self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
 
     def write(self, objects: Iterable[Any]) -> None:
-        """Write objects with `key` and `payload` (routes). Drop objects that the disk refuses."""
+        """Write each object's `payload` (routes) under its `key`. Drop objects on disk errors."""
         for each in objects:
             path = _path(self._folder, each.key)
             aside = path.with_suffix(f".{os.getpid()}")

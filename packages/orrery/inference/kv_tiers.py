@@ -1,8 +1,8 @@
-"""Limit vLLM's disk tier of cache blocks, and offer all tiers on CPU.
+"""Limit the size of vLLM's disk tier for KV blocks, and make all tiers work on CPU.
 
-If a file disappears between lookup and load, vLLM recomputes its blocks. vLLM refuses to offload on
-CPU, so `_stand_in` replaces device copies by memory copies. Written for vLLM 0.32. Remove this
-module when vLLM's `fs` tier has a limit and vLLM offloads on CPU.
+If a file disappears between lookup and load, vLLM recomputes its blocks. vLLM 0.32 refuses to
+offload on CPU, so `_stand_in` replaces device copies by memory copies. Remove this module when
+vLLM does both.
 """
 
 import contextlib
@@ -112,7 +112,7 @@ class _Torch:
 
 
 class _OnDevice(torch.Tensor):
-    """A cache tensor that passes vLLM's assertion of a device."""
+    """A KV-cache tensor that vLLM accepts as a device tensor."""
 
     is_xpu = True  # type: ignore[assignment]
 

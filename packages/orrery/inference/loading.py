@@ -2,8 +2,8 @@
 
 - `learn` runs the model's `load_weights` once on parameters without storage, and records its copies
   as boxes. (vLLM's `sharded_rdt` needs Ray, and its `nccl_m2n` sends fused parameters whole.)
-- `Loading` processes each complete layer with vLLM's layerwise reload, which repacks or quantizes
-  it and keeps the addresses of CUDA graphs. Only one layer at a time exists twice.
+- `Loading` passes each complete layer to vLLM's layerwise reload, which repacks or quantizes the
+  layer at the addresses that CUDA graphs use. Only one layer at a time exists twice.
 """
 
 import math
@@ -75,10 +75,10 @@ class Needs:
 
 
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
-    """Return the slices that `model` takes. Afterwards the model is unchanged.
+    """Return the slices that `model` loads. Leave the model unchanged.
 
-    Raise ValueError, naming the layer or tensor, if a layer gets only a part of its elements, or if
-    its loader does more than copy slices.
+    Raise ValueError if a layer gets only a part of its elements, or if its loader does more than
+    copy slices.
     """
     with _without_storage(model) as owners:
         recorder = _Recorder(owners)
@@ -97,7 +97,7 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
 
 @contextmanager
 def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
-    """Put the unprocessed parameters on the meta device in the `with` body.
+    """Put the parameters, as before repacking, on the meta device in the `with` body.
 
     Yield {storage: (layer, parameter)}.
     """
@@ -188,9 +188,9 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the view `of` as a box of a dense tensor of `shape`, and `into`'s strides.
+    """Return the view `of` as a box of a dense tensor of `shape`, and `into`'s stride by box dim.
 
-    Raise ValueError if the view is no box.
+    Raise ValueError if the view is not a box.
     """
     full: list[int] = []
     stride = 1
@@ -239,7 +239,7 @@ class Run(NamedTuple):
 
     @property
     def in_words(self) -> "Run":
-        """Return the copy in 8-byte words if possible, because GPUs copy element by element."""
+        """Return the copy in 8-byte words if possible, because GPUs copy by element."""
         size = WORD.itemsize // self.dtype.itemsize
         numbers = (
             self.begin // self.dtype.itemsize,

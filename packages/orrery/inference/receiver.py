@@ -1,10 +1,10 @@
 """Load a published version into the running model, and fingerprint its tensors.
 
-- The wire `files` brings whole tensors, a direct wire this rank's slices (`loading`), and the wire
-  `adapters` low-rank factors.
+- `transport.weights` 'files' sends whole tensors, 'adapters' sends LoRA factors. Direct transports
+  send only this rank's slices (`loading`).
 - A tensor is fingerprinted on arrival ("as_consumed"), and again in the model ("resident") unless
-  the engine repacks the tensor.
-- An update must fill every tensor of the first load, or the update fails with the tensor's name.
+  the engine repacks or slices the tensor.
+- An update fails if it lacks a tensor of the first load. The error names the tensor.
 - Workers never raise, because vLLM 0.32 would mix up their results. The client then asks each
   worker for its error (`plugin.py`). If any failed, all discard the update.
 """
@@ -61,7 +61,7 @@ UNCHANGED = (RMSNorm, VocabParallelEmbedding)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    num_ranks: int | None = None  # ranks of the engine, data-parallel times tensor-parallel
+    num_ranks: int | None = None  # the engine's data-parallel × tensor-parallel ranks
 
 
 @dataclass
@@ -69,11 +69,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
     path: str
     version: int
     engine: str = "engine"
-    transfer: int = 0  # number of a direct wire's transfer
+    transfer: int = 0  # number of a direct transfer, 0 for files
 
 
 class Consumed(NamedTuple):
-    """A tensor as it arrived. `shape` is None if this rank receives only a part of it."""
+    """A tensor as it arrived. `shape` is None if this rank receives only a part."""
 
     fingerprint: int
     shape: torch.Size | None
@@ -81,7 +81,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """One round's FP8 slices (scales, values), copies of decoded values, and other copies."""
+    """One round's FP8 `scales` and `values`, copies of decoded values (`wide`), other copies."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -90,7 +90,7 @@ class RoundRuns(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A parameter of the processed model that holds a tensor unchanged."""
+    """The parameter of the loaded model that holds a published tensor unchanged."""
 
     module: torch.nn.Module
     parameter: str
@@ -118,7 +118,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
                     fail_transfer(Path(update_info.path), update_info.transfer)
 
     def finish_weight_update(self) -> None:
-        """Finish an update. After a failure in any worker `held` stays empty."""
+        """Finish an update. After a failure in any worker, `held` is empty."""
         self.held = self._finish(self.failure is None)
 
     @abc.abstractmethod
@@ -131,7 +131,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
-        """Make the model usable again. Return `held` if the version `is_whole`, or {}."""
+        """Make the model usable again. Return the new `held`, or {} unless `is_whole`."""
 
 
 class Receiver(Backend):
@@ -139,7 +139,7 @@ class Receiver(Backend):
         self.held = {}
         self.parts = PartTimer()  # seconds of the last update, by part
         self._consumed: dict[str, Consumed] = {}
-        self._places: dict[str, Place | None] = {}  # place of each tensor
+        self._places: dict[str, Place | None] = {}  # by tensor name
         self._fingerprints: dict[tuple[torch.Size, torch.dtype], SliceFingerprints] = {}
         self._num_ranks = init_info.num_ranks
         self._target: WeightReceiver | None = None
@@ -280,7 +280,7 @@ class Receiver(Backend):
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             total = info.load_numel_total or 0
-            # vLLM resets a complete layer at once. An embedding's padding never arrives.
+            # vLLM resets a complete layer's count. An embedding's padding never arrives.
             is_begun = info.can_load() and 0 < info.load_numel < total
             if is_begun and not isinstance(layer, VocabParallelEmbedding):
                 raise ValueError(
@@ -289,7 +289,7 @@ class Receiver(Backend):
                 )
 
     def _expected_names(self) -> set[str]:
-        """Return the tensor names of the first checkpoint, without the head if it is tied."""
+        """Return the tensor names of the first checkpoint, without a tied head."""
         from safetensors import safe_open
 
         names: set[str] = set()
@@ -337,7 +337,7 @@ class AdapterReceiver(Backend):
 
     - An update overwrites the adapter's factors while the engine is paused. vLLM's `load_inplace`
       would read old files again at each step of an old request.
-    - A factor is "resident" if fingerprinted in its buffer, "as_consumed" if ranks hold slices.
+    - A factor that fits its buffer is "resident". A sliced or cast factor is "as_consumed".
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -401,7 +401,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a factor's fingerprint, read from `buffer` [rows, columns] if the factor fits."""
+    """Return a factor's fingerprint and kind. Read `buffer` [rows, columns] if the factor fits."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED
@@ -409,7 +409,7 @@ def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
 
 
 def damage(folder: Path) -> str | None:
-    """Return a message about a cut-off tensor, or None.
+    """Return a message about a damaged safetensors file, or None.
 
     The message names no folders, because vLLM removes paths from error answers.
     """

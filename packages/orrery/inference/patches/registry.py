@@ -14,9 +14,9 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
-# Variable: size of the store of routes, as a multiple of the device's blocks.
+# Environment variable: size of the route store, as a multiple of the device's KV blocks.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Variable: tokens of the longest sequence, if indexers' choices of keys are reported.
+# Environment variable: tokens of the longest sequence. Unset unless key choices are reported.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -24,8 +24,8 @@ class Patch(NamedTuple):
     name: str  # module.function in this folder
     target: str
     why: str
-    until: str  # the patch may go when this holds …
-    test: str  # … and this test passes without it
+    until: str  # condition for removal
+    test: str  # must then pass without the patch
     upstream: str = ""
     versions: str = "0.32"
 
@@ -253,7 +253,7 @@ def environment(manifest: Manifest) -> dict[str, str]:
 
 
 def import_vllm(enforce_eager: bool) -> None:
-    """Raise OrreryError without vLLM. `enforce_eager`: import vLLM without torch's compiler."""
+    """Raise OrreryError without vLLM. If `enforce_eager`, import it without torch's compiler."""
     if find_spec("vllm") is None:
         raise OrreryError(
             "inference: vLLM is not installed here. Install locks/inference.cuda.txt (GPU) or "

@@ -72,7 +72,7 @@ def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[N
 
 
 def has_stale_head(model: torch.nn.Module) -> bool:
-    """Return whether a tied output head has its own parameter, missed by updates."""
+    """Return whether a tied output head has its own parameter, which updates miss."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
@@ -87,7 +87,7 @@ def has_stale_head(model: torch.nn.Module) -> bool:
 def fork_engine_core() -> None:
     """Fork the engine core. Apply before the client is built.
 
-    With OMP_NUM_THREADS=1 a process on a CPU has no threads that a fork would lose.
+    With OMP_NUM_THREADS=1, a CPU process has no threads that a fork would lose.
     """
     import vllm.v1.engine.utils as engine_utils
 
@@ -243,7 +243,7 @@ def _all_gatherv(
 def _reduce_scatterv(
     self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
 ) -> torch.Tensor:
-    """Return the sum over ranks of this rank's rows, added in the order of the ranks."""
+    """Return this rank's rows, summed over the ranks in rank order."""
     if dim not in (0, -input_.dim()):
         raise NotImplementedError(f"reduce_scatterv on CPU takes dim 0, not {dim}")
     rows = sizes or [len(input_) // self.world_size] * self.world_size
@@ -307,7 +307,7 @@ def _store(
 
 def name_shared_memory(name: str) -> None:
     """Put `name` into names of shared memory. Apply before any shared memory is made."""
-    # Python limits these names as FreeBSD does. Linux allows 255 characters.
+    # Python limits these names to FreeBSD's length. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     length = len(name) + 1 + RANDOM_CHARACTERS
     shared_memory._SHM_SAFE_NAME_LENGTH = length  # type: ignore[attr-defined]
@@ -320,7 +320,7 @@ def name_shared_memory(name: str) -> None:
 def unlink_host_tiers(name: str) -> None:
     """Unlink each host tier's shared memory, once all processes have opened it.
 
-    The kernel frees the memory with the last process. An empty file stays under the name.
+    The kernel frees the memory when the last process ends. An empty file keeps the name.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with contextlib.suppress(FileNotFoundError):  # the engine may be ending
@@ -344,7 +344,7 @@ def _name_reductions(name: str) -> None:
 
 
 def pause_beside_unread_blocks() -> None:
-    """Let an engine pause while other engines have yet to read its blocks, which no update changes.
+    """Let an engine pause before other engines have read its blocks. No update changes blocks.
 
     Apply in each process that may be an engine core.
     """
@@ -408,7 +408,7 @@ def pulls_that_end_with_their_engine() -> None:
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
     """Fail current and later reads from an ended engine. Call this in the receiver loop.
 
-    Call this only after the engine's end, because a live engine may write into the blocks.
+    Never call this for a live engine, which could write into the blocks.
     """
     _end_of(worker, engine_id).set()
 

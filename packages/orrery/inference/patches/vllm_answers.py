@@ -1,11 +1,11 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
 - `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token, because
-  these objects delay requests that end together. It omits top log-probs, copies of the token's own.
+  these objects delay requests that end together. It omits top log-probs, which repeat the token's.
 - `stream_samples`: a streamed answer has one line of JSON per sample, sent when the sample ends.
-- `hold_outputs`: the engine core reports a FINAL_ONLY request's first and last outputs at once, the
-  outputs between them every CHUNK tokens. The core sends held outputs before any other call (pause,
-  weights, abort), so versions are exact. Outputs with other fields pass unchanged and in order.
+- `hold_outputs`: the engine core sends a FINAL_ONLY request's first and last outputs at once. Other
+  outputs go out every CHUNK tokens, and before a pause, weight update or abort, so that weight
+  versions are exact. Outputs with other fields pass unchanged and in order.
 - An aborted answer may lack its last tokens.
 """
 
@@ -31,7 +31,7 @@ LAST = (
 
 
 def write_answers() -> None:
-    """Patch /generate's JSON answers. Call in the API server before the server is made."""
+    """Patch /generate's answers. Call in the API server before the server is made."""
     from fastapi.responses import JSONResponse
     from pydantic import PrivateAttr
     from vllm.entrypoints.scale_out.token_in_token_out import api_router, serving
@@ -90,7 +90,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # vLLM sends these parameters to the engine core only when the first result is awaited.
+        # Changes still count, because vLLM sends the parameters when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:
@@ -228,7 +228,7 @@ def _telling(handle: Any) -> Any:
 
 @dataclass
 class Held:
-    """Held outputs by request id, each request with its client."""
+    """Held outputs by request id, with the index of the client."""
 
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
@@ -287,7 +287,7 @@ def merged(parts: list[Any]) -> Any:
 
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
-    """Concatenate tokens and log-probs [positions, columns], and ranks.
+    """Concatenate token ids, log-probs (both [positions, columns]) and token ranks.
 
     A step has as many columns as its widest request. A request's own columns come first.
     """
@@ -310,7 +310,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # The API server would find stop strings too late, so do not hold their requests' outputs.
+    # With held outputs, the API server would find stop strings too late.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY

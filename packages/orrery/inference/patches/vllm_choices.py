@@ -1,9 +1,8 @@
 """Report the keys that sparse attention's indexers chose, within vLLM's rows of routed experts.
 
-- A token's row becomes bytes [1, X]: the routes of all layers, then for each indexer one bit for
-  each position of the sequence. So choices are stored, cached and sent with the routes.
-- A prompt of at most `top_k` tokens has no choice: vLLM attends densely, and the choice's bits are
-  unset.
+- A token's row becomes bytes u8 [1, bytes]: the routes of all layers, then for each indexer one bit
+  for each position. Choices are thus stored, cached and sent with the routes.
+- For a prompt of at most `top_k` tokens, vLLM attends densely and the bits are unset.
 """
 
 import os
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from orrery.inference.patches.registry import CHOICE_TOKENS
 
-CHUNK_ROWS = 1024  # tokens whose bits are expanded at a time
+CHUNK_ROWS = 1024  # number of tokens expanded to bits at a time
 
 
 def capture() -> None:
@@ -54,7 +53,7 @@ def _bind_indexers(model: torch.nn.Module, capturer: Any) -> None:
 
 
 def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
-    """Return bits u8 [T, `num_bits` / 8] of the chosen positions. A negative position is no key."""
+    """Return positions [tokens, keys] as bits u8 [tokens, `num_bits` / 8]. Skip negatives."""
     place_TK = torch.where(position_TK < 0, num_bits, position_TK).clamp(max=num_bits).long()
     is_set_TL = position_TK.new_zeros(len(place_TK), num_bits + 8, dtype=torch.uint8)
     is_set_TL.scatter_(1, place_TK, 1)

@@ -1,9 +1,9 @@
-"""Return routed experts from vLLM on CPU, and keep routes of blocks that leave the device.
+"""Return routed experts (routes) from vLLM on CPU, and keep the routes of offloaded KV blocks.
 
 - `routes_on_cpu`: `RoutedCPUModelRunner` drives `vllm.distributed.aux_output_connector` from Model
   Runner V1. vLLM's store keeps rows by block hash. CPU steps do not speculate.
-- `keep`: the store has room for blocks on the device and in tiers, also on disk. A tier loads only
-  blocks with known routes. The worker's store reports its changes with each step's output.
+- `keep`: the store also holds routes of blocks in tiers. A tier loads only blocks with known
+  routes. The worker's store reports its changes with each step's output.
 - `beside_transfer`: a decode engine has routes only from the prompt's last token on.
 - An unknown route is a row of the dtype's largest value (`orrery.wire.routed_experts`).
 """
@@ -18,9 +18,9 @@ import numpy as np
 from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
-CHANGES = "routes that came and went"  # key of the changes. Request ids have no blanks
+CHANGES = "routes that came and went"  # differs from any request id by its spaces
 
-_known: set[str] = set()  # blocks of which the scheduler knows that the worker has routes
+_known: set[str] = set()  # hashes of blocks whose routes the worker has reported
 
 
 def routes_on_cpu() -> None:
@@ -40,7 +40,7 @@ def routes_on_cpu() -> None:
 
 @contextmanager
 def _own_runner() -> Any:
-    """Make the CPU platform report that it has its own model runner."""
+    """Make the CPU platform report its own model runner."""
     from vllm.platforms import current_platform
 
     current_platform.is_out_of_tree = lambda: True  # type: ignore[method-assign]
@@ -172,7 +172,7 @@ def beside_transfer() -> None:
 
 
 def _num_known(block_hashes: Any) -> int:
-    """Return how many blocks, from the first, have known routes."""
+    """Return the number of leading blocks with known routes."""
     keys = enumerate(each.hex() for each in block_hashes)
     unknown = (i for i, key in keys if key not in _known and not is_on_disk(key))
     return next(unknown, len(block_hashes))
@@ -197,7 +197,7 @@ class _Slots(OrderedDict[str, int]):
 
 
 def _known_routes(store: type) -> type:
-    """Return a subclass of vLLM's route store. Missing routes are unknown, and end no engine."""
+    """Return a subclass of vLLM's route store that returns missing routes as unknown."""
 
     class KnownRoutes(store):
         orrery = True
