@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A private function of torch. Without it, products are slow while a collective runs.
+# Private in torch. If missing, products are slow while a collective runs.
 _set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
 _num_reserved = 0
 HAS_TRITON = find_spec("triton") is not None
@@ -28,8 +28,8 @@ HAS_TRITON = find_spec("triton") is not None
 def reserve_multiprocessors(count: int) -> None:
     """Leave `count` multiprocessors free for collectives in all later grouped products.
 
-    torch's grouped GEMM runs one persistent block a multiprocessor. On an occupied multiprocessor
-    the block runs last.
+    torch's grouped GEMM runs one persistent block per multiprocessor. A block whose multiprocessor
+    is occupied runs last.
     """
     global _num_reserved
     _num_reserved = count

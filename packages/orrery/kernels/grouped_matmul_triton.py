@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_RANK = 64  # higher ranks fill the tiles of a general product
+MAX_RANK = 64  # higher ranks use a general product
 # Fastest on an H200.
 ROWS, INNER, OUTER, GRADIENT_WIDTH = 64, 64, 128, 128
 LAUNCH = {"num_warps": 4, "num_stages": 3}

@@ -23,8 +23,8 @@ from torch import Tensor
 class IndexTiles(NamedTuple):
     """Sizes of tiles and chunks, and launch options. The first five fields belong to `_score`."""
 
-    rows: int = 256  # queries × heads of a score tile
-    keys: int = 64  # of a score tile
+    rows: int = 256  # queries × heads in a score tile
+    keys: int = 64  # keys in a score tile
     span: int = 4096  # most keys that a program of `_score` reads
     warps: int = 8
     stages: int = 2

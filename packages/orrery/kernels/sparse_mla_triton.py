@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from orrery.manifest.devices import SPARSE_PAIRS
 
 LOG2_E = math.log2(math.e)
-SHARED_BYTES = 227 * 1024  # shared memory of a program on Hopper, needed by tiles of D = 576
+SHARED_BYTES = 227 * 1024  # a program's shared memory on Hopper, needed for D = 576
 MAX_HEADS = 64  # most heads of a tile in kernels that gather keys
 
 
@@ -174,7 +174,7 @@ def _columns(wanted: int, *parts: int) -> int:
     return min(wanted, *(n & -n for n in parts))
 
 
-# Layers that share a choice of keys share its order, kept while the choice lives.
+# Sorted pairs by tensor of chosen keys, shared by the layers that share this tensor.
 _orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

@@ -4,8 +4,8 @@
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
     entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
 
-- One tile is in memory at a time: at most `chunk_tokens` × V logits, or one logit a token if that
-  is more. Triton tiles span all tokens and some words, plain tiles some tokens and all words.
+- One tile is in memory at a time: the larger of `chunk_tokens` × V logits and one logit a token.
+  Triton tiles span all tokens and some words, plain tiles some tokens and all words.
 - The backward pass recomputes the tiles bitwise, or with `keep_logits` reads them. Gradients that
   several tiles share are summed in float32.
 - Only hidden and weight get gradients, without second derivatives. There are no host syncs.

@@ -54,8 +54,8 @@ def runs_on(q: Tensor) -> bool:
 class CudnnDense(AttentionBackend):
     """Attend in documents of equal length, usually one, through torch's operator.
 
-    Torch builds a plan for each shape in some 100 ms. Hence lengths must be multiples of 256: these
-    are configured, and recur in every step.
+    Torch takes about 100 ms to plan each new shape. Lengths must be multiples of 256, because such
+    lengths are configured and recur in every step.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -118,8 +118,8 @@ def load_library() -> Any:
 class CudnnPacked(AttentionBackend):
     """Attend in packed documents of any lengths, through NVIDIA's optional `cudnn` package.
 
-    Up to 2.13, torch's own operator builds a plan in every call, in some 40 ms. This backend caches
-    plans, and rounds sizes up to need few.
+    Up to torch 2.13, torch's operator spends about 40 ms a call on a plan. This backend caches
+    plans, and rounds sizes up to need few plans.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -325,7 +325,7 @@ def _run(plan: ExecutionPlan, shape: PlanShape, layout: Layout, data: dict[str, 
 
 
 def _pad_documents(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
-    """Return i32 offsets [num_documents + 1] and lengths, with empty documents appended."""
+    """Append empty documents. Return i32 offsets [num_documents + 1] and lengths."""
     missing = num_documents + 1 - len(cu_seqlens)
     if missing:
         cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(missing)))

@@ -57,7 +57,7 @@ _order: list[str] = list(BACKENDS)
 
 
 def prefer(choice: str) -> None:
-    """Try the backends of `choice` first in this process, or with "plain" only these.
+    """Try the backends of `choice` first in this process. With "plain", try no others.
 
     Raise ValueError if their package cannot be imported.
     """
@@ -279,7 +279,7 @@ def _tell_first_use(name: str, q: Tensor, k: Tensor) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether another backend may succeed. Out of memory and device faults would recur."""
+    """Return whether another backend may succeed: False for out of memory and device faults."""
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 
 

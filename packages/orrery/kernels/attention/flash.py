@@ -73,7 +73,7 @@ _FLASH4_PARAMETERS = {
 
 @cache
 def load_flash4() -> Any:
-    """Return the package's interface, or None if the package is missing or does not fit."""
+    """Return FlashAttention 4's interface, or None if it is missing, broken or incompatible."""
     _set_compile_cache()
     try:
         from flash_attn.cute import interface
@@ -110,7 +110,7 @@ def _set_compile_cache() -> None:
 
 @contextlib.contextmanager
 def _as_runtime_error() -> Iterator[None]:
-    """Raise the package's refusals as RuntimeError, so that another backend runs."""
+    """Raise FlashAttention 4's errors as RuntimeError, so that another backend runs."""
     try:
         yield
     except (AssertionError, ImportError, NotImplementedError, OSError, ValueError) as error:

@@ -20,9 +20,9 @@ from orrery.kernels.attention.layout import (
     lse_dtype,
 )
 
-_BLOCK_QUERIES = 512  # of `Plain`: scores are [H, 512, keys]
+_BLOCK_QUERIES = 512  # queries in a block of `Plain`
 _SHORTEST_SHARE = 0.75  # smallest ratio of the shortest to the longest document of a grid
-_MAX_LENGTH = 1024  # of `Batched`: scores are quadratic in the length
+_MAX_LENGTH = 1024  # longest document of `Batched`, in tokens
 _MAX_SCORES = 1 << 26  # scores at a time: three tensors of 256 MiB in float32
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -119,8 +119,8 @@ def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
 class Grids:
     """Documents of similar lengths as rows of padded grids, longest first, without empty documents.
 
-    `sources[b]` i64 [N_b, L_b]: each cell's packed token, in padding the document's last token.
-    `place` i64 [T]: each token's cell over all grids, or None if one grid has all in order.
+    `sources[b]` i64 [N_b, L_b]: each cell's packed token. Padding repeats the document's last one.
+    `place` i64 [T]: each token's cell over all grids. None if one grid holds all in order.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:

@@ -48,7 +48,7 @@ def load() -> ModuleType | None:
     """Return DeepGEMM, or None without DeepGEMM or a Hopper GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
-    # Compile a kernel once for the trainer and the engines of a host: this is vLLM's default.
+    # vLLM's default folder, so that the trainer and engines of a host share compiled kernels.
     root = os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(root).expanduser() / "deep_gemm"))
     try:
@@ -61,7 +61,7 @@ def load() -> ModuleType | None:
     folder = Path(vllm.origin).parent / "third_party" / "deep_gemm"
     if not (folder / "__init__.py").is_file():
         return None
-    # The submodules import the name `deep_gemm`.
+    # Register it as `deep_gemm`, because its submodules import that name.
     spec = importlib.util.spec_from_file_location(
         "deep_gemm", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -111,7 +111,7 @@ def grouped_weight_gradient(
     num_groups = groups.ends_E.shape[0]
     out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
     length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
-    # DeepGEMM only chooses tile shapes by `sizes`, and checks them against the buffers.
+    # DeepGEMM uses `sizes` only to choose tile shapes and check the buffers.
     num_blocks = x.scale.shape[0]
     each, rest = divmod(num_blocks, num_groups)
     sizes = [(each + (e < rest)) * BLOCK for e in range(num_groups)]

@@ -22,8 +22,8 @@ from orrery.kernels.expert_rows import swiglu_rows
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 MAX = 448.0  # largest e4m3 number
-MIN_AMAX_ROWS = 1e-10  # vLLM's eps of activations
-MIN_AMAX_WEIGHT = 1e-4  # vLLM's clamp of weights
+MIN_AMAX_ROWS = 1e-10  # smallest amax of activations, as in vLLM
+MIN_AMAX_WEIGHT = 1e-4  # smallest amax of weights, as in vLLM
 HAS_TRITON = find_spec("triton") is not None
 
 
@@ -48,7 +48,7 @@ class Weight(NamedTuple):
     """A weight [.., N, K] quantized once for all products of a step."""
 
     forward: Quantized  # [.., N, K], scales [.., N/128, K/128]
-    backward: Quantized  # its transpose [.., K, N]
+    backward: Quantized  # transpose [.., K, N]
 
 
 def quantize(
