@@ -81,8 +81,8 @@ def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
     """Return silu(gate) · up · score, computed in float32 and rounded once to gate_up's dtype.
 
-    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating. Applied here, it spares
-    the backward pass the down projection's output. Raise ValueError on other shapes.
+    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating. Scoring here spares the
+    backward pass the down projection's output. Raise ValueError on other shapes.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
         raise ValueError(
