@@ -10,7 +10,7 @@ SMOLLM2 := weights/SmolLM2-135M-Instruct
 export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.tools/bin:$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup demo demo-elastic test test-cluster test-bare test-cuda-setup test-kernels nix check fmt render bench bench-page gate lock clean other-hardware
+.PHONY: help setup demo demo-elastic test test-cluster test-bare test-cuda-setup test-cuda-images test-kernels nix check fmt render bench bench-page gate lock clean other-hardware
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -50,6 +50,9 @@ test-bare: ## follow the README on a bare Debian 12 root file system (slow); as 
 
 test-cuda-setup: ## set up a clone from the CUDA lock, also without a GPU (11 GB), and import every module
 	@bash tests/cuda_setup.sh
+
+test-cuda-images: setup ## build the CUDA images (12 GB) and start them under Apptainer, also without a GPU; as root
+	@bash tests/cuda_images.sh
 
 test-kernels: setup ## the tests of Triton's kernels, under its interpreter
 	@bash tests/interpreted.sh $(ARGS)

@@ -98,7 +98,7 @@ class Executor(RemoteExecutor):
     ) -> queue.SlurmJob:
         """Return the stage's job: one that an earlier Snakemake left, or a new one.
 
-        Retry if the controller does not answer. It may have accepted the job already.
+        If the controller does not answer, ask again. A job that it had accepted is found then.
         """
 
         def submit() -> queue.SlurmJob:

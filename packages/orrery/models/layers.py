@@ -212,7 +212,7 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
 
-        Expert ids in `replayed_TK` replace the choice (router replay), but not scores or gradients.
+        `replayed_TK` sets the ids (router replay). The router still gives scores and gradients.
         The number, i64 [], counts replayed ids that the router did not choose. It is None without
         replay.
         """

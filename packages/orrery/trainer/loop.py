@@ -38,7 +38,7 @@ class RlLoop:
     receiver: RolloutReceiver
     checkpoints: StageCheckpoints
     batch_deadline_s: float
-    batch_behind_s: float  # time limit for a batch that another rank has received
+    batch_behind_s: float  # time limit to receive a batch that another rank has
     publish_still_s: float  # time limit of a publication without progress
     site: SiteTraining | None = None  # None without trainer.elastic
     start_step: int = field(init=False)  # the resumed step, or 0

@@ -1,10 +1,10 @@
 """Publish the policy's weights after every step, under Hugging Face names.
 
-- With `transport.weights` files or adapters, rank 0 gathers and writes one tensor at a time. With
-  nccl or nixl, every rank sends its shards on request.
+- If `transport.weights` is files or adapters, rank 0 gathers and writes one tensor at a time. If it
+  is nccl or nixl, every rank sends its shards on request.
 - Weights are cast to the engines' dtype, but not in files. Buffers keep their dtype. Layers of
   `model.fp8` are sent in FP8.
-- Rank 0 keeps the digests of all versions, also in checkpoints, to check batches.
+- Rank 0 checks batches by the digests of all versions. Checkpoints hold the digests too.
 """
 
 import json

@@ -68,7 +68,7 @@ class _Results:
     """Bytes per token of a block's forward results.
 
     - `named`: results that selective checkpointing can keep, by their name in `keep`.
-    - `unread`: further results of these names, which no backward pass reads.
+    - `unread`: other results with these names. No backward pass reads them.
     - `rest`: results without a name.
     - `for_attention`: recomputed results that only attention's backward pass reads.
     """

@@ -139,7 +139,7 @@ def _computation(
 
 
 def _dense_flops(model: Model, rates: Rates) -> float:
-    """Return the mean operations per second of dense products, in bfloat16 and FP8 together."""
+    """Return the operations per second of dense products, averaged over bfloat16 and FP8."""
     weights = [
         weight
         for layer in {0, model.num_layers - 1}

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Time limit of an engine's update after another engine's transfer was interrupted, scaled.
+# Limit, to be scaled, for updating an engine after another's transfer was interrupted.
 ALONG_S = ROUND_S + 30.0
 
 

@@ -138,7 +138,7 @@ class EngineRecovery:
                 self._start_clock(index)
 
     async def _tend(self) -> None:
-        """Bring lost engines back. Raise RunFailed if an engine's clock exceeds RETURN_S."""
+        """Bring lost engines back. Raise RunFailed if one stays away for more than RETURN_S."""
         while True:
             await asyncio.sleep(TEND_S)
             if not self._away:

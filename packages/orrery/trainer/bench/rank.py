@@ -429,7 +429,7 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
-        edges.sort(key=lambda edge: edge[:3])  # inner ranges end before outer ranges begin
+        edges.sort(key=lambda edge: edge[:3])  # at equal times, inner ends come first
         open_ranges: list[Event] = []
         clock = 0.0
         for at, opens, _, event in edges:
