@@ -29,7 +29,7 @@ for image in orchestrator trainer inference; do
     # shellcheck disable=SC2046  # one word a module
     enter "$file" python3 -W ignore - $(modules "$image") <<'PYTHON'
 """Import the modules, and look for the shared libraries of all packages."""
-import importlib, pathlib, re, subprocess, sys, sysconfig
+import importlib, pathlib, re, subprocess, sys
 
 DRIVER = {"libcuda.so.1", "libnvidia-ml.so.1"}
 # Parts that load only where the host or another package has their libraries: plugins of NIXL, UCX and NVSHMEM, NIXL's package

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 NUM_SCORERS = 8
 START_S = 120.0  # time limit of a start with slow imports, scaled
-MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # room for numbers and an escaped sentence
+MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # for numbers and an escaped sentence
 HASH_SEED = "0"
 SLACK_S = 5.0  # seconds after LIMIT_S to kill the fork and reply, scaled
 CANARY_EVERY = 500  # number of answers between two checks with known scores

@@ -47,6 +47,7 @@ class Elastic(Record):
       the first round.
     - An exchange starts when all live members have arrived, or `grace_s` after `quorum` sites
       (including a member) have arrived. A site that arrives later adds its Δ to the next round.
+    - `heartbeat_s`: a site renews its lease twice in this time.
     - `dead_after_s`: a site without a heartbeat for this time is dead.
     - `voters`: at most this many sites keep the log of rounds.
     - `fragments` F: layer i belongs to fragment i mod F. After every `inner_steps` / F steps the
