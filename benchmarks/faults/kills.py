@@ -117,11 +117,27 @@ def manifest() -> Manifest:
     return Manifest.model_validate(content)
 
 
-class KilledRun:
+class History:
+    """The files of a run in `folder`, whose manifest is `what`."""
+
+    def __init__(self, folder: Path, what: Manifest):
+        self.folder, self.what = folder, what
+
+    def trained(self) -> list[dict]:
+        """Return a row for each trained RL step, including steps that a later attempt repeated."""
+        return [
+            row
+            for row in all_rows(self.folder / "metrics" / "trainer.0.jsonl")
+            if row["stage"] == "rl" and row.get("event") is None
+        ]
+
+
+class KilledRun(History):
     """A run in its own workspace, started and killed repeatedly."""
 
     def __init__(self, workspace: Path, what: Manifest):
-        self.workspace, self.folder, self.what = workspace, workspace_with(workspace, what), what
+        super().__init__(workspace_with(workspace, what), what)
+        self.workspace = workspace
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -210,14 +226,6 @@ class KilledRun:
         """Return the number of RL steps that attempts after `before` have trained."""
         return sum(row["attempt"] > before for row in self.trained())
 
-    def trained(self) -> list[dict]:
-        """Return a row for each trained RL step, including steps that a later attempt repeated."""
-        return [
-            row
-            for row in all_rows(self.folder / "metrics" / "trainer.0.jsonl")
-            if row["stage"] == "rl" and row.get("event") is None
-        ]
-
     def wait(self, launcher: subprocess.Popen[bytes], kill: Kill, condition: Callable[[], T]) -> T:
         end_s = time.monotonic() + LIMIT_S
         while not (found := condition()):
@@ -263,8 +271,13 @@ def is_named(victim: str, sentence: str) -> bool:
     return re.search(rf"{named}.*; type `.+` to ", sentence) is not None
 
 
-def checked(run: KilledRun) -> dict:
-    """Count lost, repeated and wrong batches of the finished run. All counts should be 0."""
+def checked(run: History, same_weights: float = SAME_WEIGHTS) -> dict:
+    """Count lost, repeated and wrong batches of the finished run. All counts should be 0.
+
+    `same_weights`: the largest difference of log-probs between trainer and engines.
+    """
+    assert run.what.stages.rl is not None
+    num_steps = run.what.stages.rl.num_steps
     counted = {
         row["step"]: row
         for row in read(run.folder / "metrics" / "trainer.0.jsonl")
@@ -275,7 +288,7 @@ def checked(run: KilledRun) -> dict:
         for row in read(run.folder / "metrics" / "orchestrator.0.jsonl")
         if row.get("event") == "batch"
     }
-    steps = range(1, NUM_STEPS + 1)
+    steps = range(1, num_steps + 1)
     lost = len(set(steps) - counted.keys())
     twice, wrong = 0, 0
     digests = published(run, counted)
@@ -300,7 +313,7 @@ def checked(run: KilledRun) -> dict:
         wrong += sum(
             digests.get(int(version)) != digest for version, digest in info["digests"].items()
         )
-        wrong += (counted[step]["logprob_max_abs_diff_same_weights"] or 0.0) > SAME_WEIGHTS
+        wrong += (counted[step]["logprob_max_abs_diff_same_weights"] or 0.0) > same_weights
     whole = run.what.orchestrator.algorithm.group_size
     twice += sum(max(0, number - whole) for number in groups.values())
     lost += sum(number < whole for group, number in groups.items() if group not in last)
@@ -313,11 +326,11 @@ def checked(run: KilledRun) -> dict:
         "twice": twice,
         "wrong_versions": wrong,
         "num_samples": groups.total(),
-        "num_steps_trained_again": len(trained) - NUM_STEPS,
+        "num_steps_trained_again": len(trained) - num_steps,
     }
 
 
-def published(run: KilledRun, counted: dict[int, dict]) -> dict:
+def published(run: History, counted: dict[int, dict]) -> dict:
     """Return the digest of each version in the final history.
 
     `differ` counts attempts that resumed from other weights than the published weights.

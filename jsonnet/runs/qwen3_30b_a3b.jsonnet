@@ -1,5 +1,5 @@
 // Qwen3-30B-A3B on two nodes: eight devices train, eight serve. One run for each measured length of context.
-local run =
+local whole =
   (import 'lib/run.libsonnet') +
   (import 'models/qwen3_30b_a3b.libsonnet') +
   (import 'hardware/h200_node.libsonnet') +
@@ -19,8 +19,9 @@ local run =
       evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
     },
     transport+: { weights: 'nccl' },
-    stages+: { sft: null, rl+: { num_steps: 500 }, evaluate+: { num_problems: 256 } },
+    stages+: { rl+: { num_steps: 500 }, evaluate+: { num_problems: 256 } },
   };
+local run = whole + { stages+: { sft: null } };
 local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention', 'experts'], seed: 1 }, optimizer+: { lr: 1e-5 } } };
 
 (import 'lib/named.libsonnet')({
@@ -40,6 +41,15 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
   },
   // the trainer replays the engines' experts
   qwen3_30b_a3b_16k_replay: self.qwen3_30b_a3b_16k { transport+: { routed_experts: true } },
+  // SFT on two nodes, of texts that nearly fill the context; RL then takes a third node
+  qwen3_30b_a3b_16k_sft: whole + (import 'tasks/reverse_text.libsonnet') + (import 'memory/keep_products_16k.libsonnet') + {
+    context_tokens:: 16384,
+    problems:: [problem { args+: { min_length: 2000, max_length: 8000 } } for problem in super.problems],
+    layout+:: { trainer_ranks: 16 },
+    hardware+: { num_nodes: 3 },
+    orchestrator+: { rollout_timeout_s: 900 },
+    stages+: { sft+: { num_steps: 500, examples_per_batch: 64, data+: { num_problems: 32000 } } },
+  },
   // caches move to the node's memory (1 TiB for eight engines), then to its scratch disk (2 TiB)
   qwen3_30b_a3b_16k_kv_tiers: self.qwen3_30b_a3b_16k {
     inference+: { kv_offload: { kind: 'tiers', host_bytes: 137438953472, disk_bytes: 274877906944 } },
