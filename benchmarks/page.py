@@ -347,6 +347,21 @@ HOST = (
             "Qwen3-30B-A3B, 16k, every memory lever: tokens/s/GPU",
         ),
         Line("trainer/qwen3_30b_a3b_16k_cpu_offload", "… fsdp.cpu_offload: tokens/s/GPU"),
+        Line("cluster/two_nodes_sft", "SFT over two nodes, one lost: lost steps"),
+        Line(
+            "cluster/two_nodes_replay",
+            "RL over two nodes, one lost: lost, repeated and wrong batches",
+        ),
+        Line("inference/store", "Blocks found in a Mooncake Store by an engine on another node"),
+        *(
+            Line(f"inference/wide{run}", f"GLM-5's widths, {ranks}: tokens without route or keys")
+            for run, ranks in {
+                "": "engines of 8 and of 2 + 6 ranks",
+                "_wide_glm5_8": "one engine of 8 ranks",
+                "_wide_glm5_2_6": "2 ranks prefill, 6 decode",
+                "_wide_glm5_2_6_deepep": "… with DeepEP",
+            }.items()
+        ),
         Line("async/whole_loop_h200_8", "The loop on eight H200, trained tokens/s"),
         Line("async/asynchrony_h200_8", "Asynchronous relative to synchronous, eight H200"),
         Line(
