@@ -103,12 +103,13 @@ configure() {
   fi
   each=$((${#gpus[@]} / nodes))
   kind=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | grep -oE '[ABHL][0-9]+' | tr '[:upper:]' '[:lower:]' || echo gpu)
+  # cred_expire: the least wait of a requeued job. Slurm signals a lost node again after 60 s, and would end a new step there.
   cat >"$SLURM_CONF" <<END
 ClusterName=host
 SlurmctldHost=$(hostname)($(address gpu0))
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket=$root/munge/socket,cred_expire=15
+AuthInfo=socket=$root/munge/socket,cred_expire=75
 CryptoType=crypto/munge
 SlurmctldPidFile=$root/run/slurmctld.pid
 SlurmdPidFile=$root/run/slurmd.%n.pid
