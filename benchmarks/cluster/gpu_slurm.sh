@@ -22,7 +22,7 @@ export SLURM_CONF=$root/etc/slurm.conf PATH=$PATH:/usr/sbin
 
 programs=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge libmunge2 squashfuse fuse2fs squashfs-tools iproute2)
 libraries=(libhwloc15 liblua5.1-0 libjson-c5 libyaml-0-2 libdbus-1-3 liblz4-1 libreadline8 libnuma1 libgcrypt20 libgpg-error0 libpam0g
-           libsquashfuse0 libfuse3-3 libfuse2 liblzo2-2 libseccomp2 libbpf1 libelf1 libmnl0 libcap2 libtirpc3 libdb5.3 libxtables12)
+           libsquashfuse0 libfuse3-3 libfuse2 liblzo2-2 libseccomp2 libbpf1 libelf1 libmnl0 libcap2 libbsd0 libmd0)
 apptainer_deb=pool/main/a/apptainer/apptainer_1.4.5-2_amd64.deb # needs glibc 2.38, which the host has
 snakemake=(argparse-dataclass conda-inject configargparse connection-pool docutils dpath fastjsonschema gitdb gitpython greenlet humanfriendly
            immutables jupyter-core nbformat platformdirs pulp smart-open smmap snakemake snakemake-interface-common
