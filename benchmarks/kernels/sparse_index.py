@@ -3,8 +3,9 @@
 First the keys chosen for 64 queries are compared with the float32 reference. Then 4,096 queries are
 timed in bfloat16. They are the last tokens of a document of 8,192 to 131,072 keys. Rows time the
 scores, the choice from given scores, `torch.topk` on them, and scores plus choice. The last rows
-vary the tile sizes. Bounds are the scores' FLOPs at 650 TFLOP/s, and one read of the scores at
-4.2 TB/s. No row starts after `--seconds`. A failed row records its error.
+vary the tile sizes, and time vLLM's arithmetic: scores in FP8 by DeepGEMM, the choice by cuDNN or
+Triton, and both. Bounds are the scores' FLOPs at 650 TFLOP/s, 1,300 in FP8, and one read of the
+scores at 4.2 TB/s. No row starts after `--seconds`. A failed row records its error.
 
     python benchmarks/kernels/sparse_index.py
 """
@@ -19,13 +20,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import BYTES, GEMM_FLOPS, guarded, limited_run, milliseconds, record_row, seconds
 
-from orrery.kernels import sparse_index
+from orrery.kernels import sparse_index, sparse_index_fp8
 from orrery.kernels.sparse_index import HAS_TRITON, reference_select_keys, select_keys
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 QUERIES, TOP_K, HEADS, WIDTH = 4_096, 2_048, 32, 128
 KEYS = (8_192, 32_768, 131_072)
-GOAL = 350  # TFLOP/s of both: scores in 1.15 × cuDNN's time (457 TFLOP/s), choice in 1.44 ms
+GOAL = 682  # TFLOP/s of both: 1.15 × DeepGEMM's scores (1,009 TFLOP/s), and a choice of 1.44 ms
 TOLERANCE = 1e-4  # of the largest score: rounding may swap keys whose scores are almost equal
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "choice": (
@@ -119,6 +120,37 @@ def timed(data: Data, what: str, **sizes: Any) -> dict[str, Any]:
     return {"unit": "ms", "value": ms, "share_of_bound": bound_ms / ms}
 
 
+def quantized(data: Data) -> Data:
+    """Return the data as vLLM's indexer has them, without a rotation."""
+    q, k, weights, first, last = data
+    angles = [(x.cos(), x) for x in (weights.new_zeros(len(each), 1, 2) for each in (q, k))]
+    q, q_scale = sparse_index_fp8.quantize_index(q, angles[0], turns_pairs=True)
+    key = sparse_index_fp8.quantize_index(k[:, None], angles[1], turns_pairs=True)
+    return q, sparse_index_fp8.pack(*key, torch.bfloat16), weights * q_scale, first, last
+
+
+def timed_fp8(data: Data, what: str) -> dict[str, Any]:
+    """Return a row of the FP8 backend. `what` is scores, both or a way to choose."""
+    given = quantized(data)
+    flops = 2.0 * given[0].numel() * len(given[1])
+    choices = {"cuDNN": None, "Triton": sparse_index_fp8.triton_top_keys, "scores": first_keys}
+    if what not in choices:
+        ms = milliseconds(lambda: quantized(data), 5)
+        return {"unit": "ms", "value": ms}
+    call = lambda: sparse_index_fp8.select_keys(*given, TOP_K, choices[what])  # noqa: E731
+    ms = milliseconds(call, 5)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    peak = torch.cuda.max_memory_allocated() - before
+    share = 1e3 * flops / (2 * GEMM_FLOPS) / ms
+    return {"value": flops / ms / 1e9, "ms": ms, "share_of_bound": share, "peak_bytes": peak}
+
+
+def first_keys(score_CS: Tensor, count_C: Tensor, top_k: int) -> Tensor:
+    return torch.zeros(len(score_CS), top_k, dtype=torch.int32, device=score_CS.device)
+
+
 def main() -> None:
     smoke, until_s, device = limited_run("sparse_index", __doc__)
     backend = "triton" if device == "cuda" and HAS_TRITON else "plain"
@@ -132,7 +164,10 @@ def main() -> None:
         data = example(QUERIES, keys, HEADS, WIDTH, device)
         for what in ("scores", "choice", "torch.topk", "both"):
             rows.append(guarded(f"{what}, {keys} keys", until_s, timed, data, what))
-    chosen = rows[-1]
+    for what in ("scores", "Triton", "cuDNN", "quantization"):
+        name = f"both, {what}" if what in ("Triton", "cuDNN") else what
+        rows.append(guarded(f"FP8: {name}, {KEYS[-1]} keys", until_s, timed_fp8, data, what))
+    chosen = rows[-2]
     for what, variants in VARIANTS.items():
         for variant in variants:
             call = lambda *given, variant=variant: timed(*given, **variant)  # noqa: E731

@@ -33,6 +33,7 @@ from timing import (
     smoke_and_device,
 )
 
+from orrery.kernels import sparse_index_fp8
 from orrery.kernels.attention import Documents
 from orrery.kernels.sparse_index import select_keys
 from orrery.kernels.sparse_mla import sparse_mla
@@ -207,10 +208,9 @@ def time_share(turns: Turns, smoke: bool, device: str) -> list[dict[str, Any]]:
     x_TD = torch.randn(tokens, model.hidden_size, device=device).to(dtype)
     shares = [Share(model, x_TD, [tokens], rank) for rank in range(NUM_RANKS)]
     del x_TD
-    width = sum(key_widths(model))
     turns.clear()
     for rank in range(NUM_RANKS):  # random keys of all ranks, because only one runs the layer
-        turns.sent[rank] = torch.randn(tokens // NUM_RANKS, width, device=device).to(dtype)
+        turns.sent[rank] = random_keys(model, shares[rank].x)
     rows = parts(model, shares, turns)
     share = shares[1]
     grad_TD = torch.randn_like(share.x)
@@ -255,6 +255,26 @@ def key_widths(model: Model) -> list[int]:
     return [mla.kv_lora_rank + mla.rope_head_dim, mla.indexer.head_dim]
 
 
+def chooses_in_fp8(model: Model, like: Tensor) -> bool:
+    indexer = model.latent.indexer
+    assert indexer is not None
+    return sparse_index_fp8.supports(like, indexer.num_heads, indexer.head_dim)
+
+
+def random_keys(model: Model, like: Tensor) -> Tensor:
+    """Return latent and indexer keys as a rank sends them, one row a token of `like` [t, D]."""
+    latent, index = (torch.randn(len(like), w, device=like.device) for w in key_widths(model))
+    if chooses_in_fp8(model, like):
+        index = sparse_index_fp8.pack(*unturned(index[:, None]), like.dtype)
+    return torch.cat((latent.to(like.dtype), index.to(like.dtype)), dim=1)
+
+
+def unturned(x_THD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x quantized as an indexer's queries and keys, without a rotation."""
+    angle = x_THD.new_zeros(len(x_THD), 1, 2)
+    return sparse_index_fp8.quantize_index(x_THD, (angle.cos(), angle), True)
+
+
 def parts(model: Model, shares: list[Share], turns: Turns) -> list[dict[str, Any]]:
     """Return rows: times of the choice of keys on each rank, and of the other parts on rank 1."""
     indexer, widths = model.latent.indexer, key_widths(model)
@@ -264,15 +284,18 @@ def parts(model: Model, shares: list[Share], turns: Turns) -> list[dict[str, Any
     heads = indexer.num_heads
     q_TJI = torch.randn(count, heads, widths[1], device=device).to(gathered.dtype)
     weight_TJ = torch.randn(count, heads, device=device)
-    products = 2.0 * heads * widths[1]
+    products, rate = 2.0 * heads * widths[1], GEMM_FLOPS
+    if chooses_in_fp8(model, gathered):
+        q_TJI, scale_TJ = unturned(q_TJI)
+        weight_TJ, rate = weight_TJ * scale_TJ, 2 * GEMM_FLOPS
     for share in shares:
         order = KeyOrder.of(share.documents, count, NUM_RANKS, int(share.rank or 0), True)
-        kv_SW, k_SI = (x[order.row] for x in gathered.split(widths, dim=1))
+        kv_SW, k_SI = (x[order.row] for x in gathered.tensor_split(widths[:1], dim=1))
         given = (q_TJI, k_SI, weight_TJ, order.first, order.last, indexer.top_k)
         scored = (order.last - order.first + 1).double().sum().item()
         times.append(once(lambda given=given: select_keys(*given)))  # type: ignore[misc]
         name = f"choice of keys, rank {share.rank}"
-        rows.append(timed(name, times[-1], 1e3 * products * scored / GEMM_FLOPS))
+        rows.append(timed(name, times[-1], 1e3 * products * scored / rate))
         if share.rank == 1:
             rows += rest(model, order, kv_SW, select_keys(*given), gathered)
     imbalance = max(times) / (sum(times) / len(times)) - 1

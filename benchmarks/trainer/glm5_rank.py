@@ -20,7 +20,16 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from context_rank import NUM_RANKS, TOKENS, Share, Turns, key_widths, network
+from context_rank import (
+    NUM_RANKS,
+    TOKENS,
+    Share,
+    Turns,
+    chooses_in_fp8,
+    key_widths,
+    network,
+    random_keys,
+)
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -104,7 +113,8 @@ def layer_bound_ms(model: Model, index: int, share: Share) -> float:
     flops["bf16"] += 2.0 * pairs * (key + mla.kv_lora_rank)
     flops["bf16"] += 2.0 * pairs * (3 * key + 2 * mla.kv_lora_rank)
     scored = position.double().sum().item()
-    flops["bf16"] += 2.0 * mla.indexer.num_heads * width * scored
+    kind = "fp8" if chooses_in_fp8(model, share.x) else "bf16"
+    flops[kind] += 2.0 * mla.indexer.num_heads * width * scored
     return 1e3 * (flops["fp8"] / FP8_FLOPS + flops["bf16"] / GEMM_FLOPS)
 
 
@@ -209,8 +219,7 @@ def main() -> None:
     share = Share(model, x_TD, [tokens], 1)
     del x_TD
     for rank in range(NUM_RANKS):
-        keys = torch.randn(tokens // NUM_RANKS, sum(key_widths(model)), device=device)
-        turns.sent[rank] = keys.to(dtype)
+        turns.sent[rank] = random_keys(model, share.x)
     first = model.mixture.num_dense_layers
     with patch.object(gathered_keys, "dist", turns):
         moe = time_layers("MoE layer, both passes", model, first, share, turns, STACKED)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton_marks import DEVICE, NEEDS_TRITON, TRITON
 
-from orrery.kernels import flash_mla, sparse_index
+from orrery.kernels import flash_mla, sparse_index, sparse_index_fp8
 from orrery.kernels import sparse_mla as mla_module
 from orrery.kernels.sparse_index import reference_select_keys, select_keys
 from orrery.kernels.sparse_index_loss import attention_of_chosen, chosen_scores, index_kl
@@ -99,6 +99,86 @@ def test_chunks_of_keys_and_queries_choose_as_the_whole_matrix(monkeypatch):
     monkeypatch.setattr(sparse_index, "CHUNK_ELEMENTS", 4 * 10 * 7)
     found = select_keys(*arguments, 8, "plain")
     assert torch.equal(found, reference_select_keys(*arguments, 8))
+
+
+def in_fp8(num_heads=4, width=16):
+    """Return inputs of `select_keys` in FP8, and the same numbers in float32."""
+    generator = torch.Generator().manual_seed(0)
+    angle = torch.randn(NUM_TOKENS, 1, 4, generator=generator).repeat(1, 1, 2).to(DEVICE)
+    angles = angle.cos(), angle.sin()
+    q = torch.randn(NUM_TOKENS, num_heads, width, generator=generator).to(DEVICE)
+    k = torch.randn(NUM_TOKENS, 1, width, generator=generator).to(DEVICE)
+    weights = torch.randn(NUM_TOKENS, num_heads, generator=generator).to(DEVICE)
+    (q, q_scale), (k, k_scale) = (
+        sparse_index_fp8.quantize_index(x, angles, turns_pairs=True) for x in (q, k)
+    )
+    packed = sparse_index_fp8.pack(k, k_scale, torch.bfloat16)
+    wide = q.float() * q_scale[..., None], (k.float() * k_scale[..., None])[:, 0], weights
+    both = [x.to(DEVICE) for x in ranges()]
+    return (q, packed, weights * q_scale, *both), (*wide, *both)
+
+
+@pytest.mark.parametrize("turns_pairs", [True, False])
+def test_queries_and_keys_are_rotated_then_quantized_with_a_power_of_two(turns_pairs):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, 16, generator=generator, dtype=torch.float64)
+    x[1] *= 1e-9
+    angle = torch.randn(5, 1, 4, generator=generator, dtype=torch.float64).repeat(1, 1, 2)
+    value, scale = sparse_index_fp8.quantize_index(
+        x.float(), (angle.cos().float(), angle.sin().float()), turns_pairs
+    )
+    for t in range(5):
+        for h in range(3):
+            wanted = x[t, h].clone()
+            for i in range(4):
+                at = [2 * i, 2 * i + 1] if turns_pairs else [i, i + 4]
+                turn = torch.view_as_complex(x[t, h, at]) * torch.exp(1j * angle[t, 0, i])
+                wanted[at] = torch.view_as_real(turn)
+            largest = max(wanted.abs().max().item(), 1e-4)
+            assert scale[t, h] == 2.0 ** math.ceil(math.log2(largest / 448))
+            rounded = (wanted / scale[t, h]).float().to(torch.float8_e4m3fn)
+            assert torch.equal(value[t, h].float(), rounded.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_keys_come_back_with_their_bits(dtype):
+    value = torch.arange(256, dtype=torch.uint8).view(2, 1, 128).view(torch.float8_e4m3fn)
+    scale = torch.tensor([[0.125], [2.0**-20]])
+    packed = sparse_index_fp8.pack(value, scale, dtype)
+    assert packed.dtype == dtype and packed.shape == (2, 132 // packed.element_size())
+    key, found = sparse_index_fp8.unpack(packed)
+    assert torch.equal(key.view(torch.uint8), value[:, 0].view(torch.uint8))
+    assert torch.equal(found, scale[:, 0])
+
+
+@pytest.mark.parametrize("top_k", [4, 64])
+def test_keys_are_chosen_by_scores_of_fp8_numbers(top_k):
+    given, wide = in_fp8()
+    found, wanted = select_keys(*given, top_k, "plain"), reference_select_keys(*wide, top_k)
+    assert torch.equal(found.sort(dim=1).values, wanted.sort(dim=1).values)
+    with pytest.raises(ValueError, match="do not go together"):
+        select_keys(given[0], given[1][:, 1:], *given[2:], top_k)
+
+
+@pytest.mark.skipif(not sparse_index_fp8.has_library(), reason="needs DeepGEMM and a Hopper GPU")
+@pytest.mark.parametrize("top_k", [8, 64, 2048])
+@pytest.mark.parametrize("chunk", [2**7, 2**26])
+def test_deep_gemm_and_cudnn_choose_as_the_reference(top_k, chunk, monkeypatch):
+    monkeypatch.setattr(sparse_index_fp8, "CHUNK_ELEMENTS", chunk)
+    given, wide = in_fp8(32, 128)
+    found = select_keys(*given, top_k)
+    assert torch.equal(found, select_keys(*given, top_k))
+    by_triton = sparse_index_fp8.select_keys(
+        *given, top_k, top_keys=sparse_index_fp8.triton_top_keys
+    )
+    assert torch.equal(found, by_triton)
+    wanted = reference_select_keys(*wide, top_k)
+    score_TS = sparse_index._scores(*wide, torch.arange(NUM_TOKENS, device=DEVICE))
+    for t in range(NUM_TOKENS):
+        rows = [row[t][row[t] >= 0].sort().values for row in (found, wanted)]
+        assert len(rows[0]) == len(rows[1]) == len(rows[0].unique())
+        scores = [score_TS[t, row.long()].sort().values for row in rows]
+        assert torch.allclose(*scores, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", [TRITON])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from orrery.kernels import sparse_index_fp8
 from orrery.kernels.attention import Documents
 from orrery.manifest.errors import OrreryError
 from orrery.models import axis, build, weights
@@ -43,6 +44,14 @@ cases = pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
 def close(found, wanted):
     """Return whether they differ by less than 1e-5 of the norm: float32 sums in another order."""
     return (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.fixture(params=["plain", "fp8"])
+def scores(request, monkeypatch):
+    """The indexers' arithmetic. In FP8 it is that of vLLM, which on a GPU needs DeepGEMM."""
+    monkeypatch.setattr(sparse_index_fp8, "supports", lambda *_: request.param == "fp8")
+    torch.compiler.reset()
+    return request.param
 
 
 def drawn(make_model, fields):
@@ -99,7 +108,9 @@ def test_a_shared_layer_attends_to_the_choice_of_the_layer_before_it(make_model,
     assert [layer.self_attn.indexer is None for layer in module.layers] == [False, True] * 2
 
 
-def test_a_recomputed_block_keeps_its_choice_and_gives_the_same_gradients(make_model, make_pack):
+def test_a_recomputed_block_keeps_its_choice_and_gives_the_same_gradients(
+    scores, make_model, make_pack
+):
     _, module = drawn(make_model, {"num_layers": 2})
     select = torch.ops.orrery.select_keys.default
     pack, found, calls = make_pack(LENGTHS), [], []
@@ -155,7 +166,7 @@ def test_kimi_k2_is_read_as_published(make_model, tmp_path):
 
 
 @pytest.mark.parametrize("top_k", [8, 64])
-def test_a_block_is_one_graph_to_the_compiler(top_k, make_model, make_pack):
+def test_a_block_is_one_graph_to_the_compiler(top_k, scores, make_model, make_pack):
     _, module = drawn(make_model, {"num_layers": 2, "indexer": {"top_k": top_k}})
     pack = make_pack(LENGTHS)
     wanted, _ = blocks_of(module, pack, TransformerBlock.__call__)
@@ -240,6 +251,36 @@ def naive_losses(module, pack):
     return losses
 
 
+@pytest.mark.parametrize("family", ["glm5", "deepseek_v32"])
+def test_choices_in_fp8_are_those_of_vllms_steps(family, make_model, make_pack, monkeypatch):
+    monkeypatch.setattr(sparse_index_fp8, "supports", lambda *_: True)
+    model, module = drawn(make_model, {"family": family, "num_layers": 1, "num_experts": 16})
+    module.layers[0].self_attn.indexer.k_norm.bias.data.normal_()
+    pack = make_pack(LENGTHS)
+    _, (chosen_TK,) = blocks_of(module, pack, TransformerBlock.__call__)
+    attention, indexer = module.layers[0].self_attn, module.layers[0].self_attn.indexer
+    x_TD = module.layers[0].input_layernorm(module.embed_tokens(pack[0]))
+    angles = rotary_angles(pack[1], 6, model.rope_theta, torch.float32)
+
+    def rounded(x_THI):
+        """Rotate with the rotary embedding of attention, and round each head to FP8."""
+        x_THI = indexer._rotate(x_THI, angles)  # columns in another order, with equal products
+        scale = 2.0 ** torch.ceil(torch.log2(x_THI.abs().amax(-1, keepdim=True) / 448.0))
+        return (x_THI / scale).to(torch.float8_e4m3fn).float() * scale
+
+    q_TC = attention.q_a_layernorm(attention.q_a_proj(x_TD))
+    q_TJI = rounded(indexer.wq_b(q_TC).unflatten(-1, (indexer.indexer.num_heads, -1)))
+    k_TI = rounded(indexer.k_norm(indexer.wk(x_TD))[:, None])[:, 0]
+    weight_TJ = indexer.weights_proj(x_TD)
+    score_TS = torch.einsum("tj,tjs->ts", weight_TJ, (q_TJI @ k_TI.T).relu())
+    begin = 0
+    for length in LENGTHS:
+        for t in range(begin, begin + length):
+            best = score_TS[t, begin : t + 1].topk(min(t + 1 - begin, indexer.indexer.top_k))
+            assert set((best.indices + begin).tolist()) == set(chosen_TK[t].tolist()) - {-1}
+        begin += length
+
+
 @pytest.mark.parametrize("fields", TRAINED.values(), ids=TRAINED)
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_indexers_learn_attention_and_nothing_else_learns_from_them(
@@ -274,7 +315,7 @@ def test_indexers_learn_attention_and_nothing_else_learns_from_them(
     assert module.indexer_kl is None, "without gradients nothing is computed for the loss"
 
 
-def test_a_block_with_a_learning_indexer_is_one_graph(make_model, make_pack):
+def test_a_block_with_a_learning_indexer_is_one_graph(scores, make_model, make_pack):
     _, module = drawn(make_model, {"num_layers": 2, "indexer": {"types": ["full", "shared"]}})
     pack, found = make_pack(LENGTHS), []
     train_indexers(module)

@@ -14,7 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Backend = Literal["triton", "plain"]
+from orrery.kernels import sparse_index_fp8
+
+Backend = Literal["deep_gemm", "triton", "plain"]
 
 HAS_TRITON = find_spec("triton") is not None
 CHUNK_KEYS = 4096
@@ -34,11 +36,16 @@ def select_keys(
     """Return the `top_k` best keys of each query: i32 [T, top_k], in any order.
 
     Query t chooses among keys first_t to last_t (integers, inclusive). If these are fewer than
-    `top_k`, −1 follows. Among equal scores the lowest index wins. There is no gradient. `backend`
-    defaults to the fastest for these inputs. Raise ValueError if shapes do not match.
+    `top_k`, −1 follows. Among equal scores the lowest index wins. There is no gradient. In FP8, q
+    comes from `sparse_index_fp8.quantize_index`, k from `sparse_index_fp8.pack`, and the weights
+    contain q's scales. `backend` defaults to the fastest for these inputs. Raise ValueError if
+    shapes do not match.
     """
     num_queries, num_heads, width = q_THD.shape
-    if k_SD.shape[1:] != (width,) or weights_TH.shape != (num_queries, num_heads):
+    is_fp8 = q_THD.dtype == sparse_index_fp8.DTYPE
+    key_width = k_SD.shape[1] * k_SD.element_size() - sparse_index_fp8.SCALE_BYTES
+    key_width = key_width if is_fp8 else k_SD.shape[1]
+    if key_width != width or weights_TH.shape != (num_queries, num_heads):
         raise ValueError(
             f"q {list(q_THD.shape)}, k {list(k_SD.shape)} and weights {list(weights_TH.shape)} "
             "do not go together"
@@ -47,7 +54,9 @@ def select_keys(
         raise ValueError(
             f"first {list(first_T.shape)} and last {list(last_T.shape)} must be [{num_queries}]"
         )
-    if backend is None:
+    if backend is None and is_fp8:
+        backend = "deep_gemm" if q_THD.is_cuda else "plain"
+    elif backend is None:
         is_half = q_THD.dtype in (torch.bfloat16, torch.float16) and k_SD.dtype == q_THD.dtype
         is_fast = HAS_TRITON and q_THD.is_cuda and is_half and _triton().supports(q_THD)
         backend = "triton" if is_fast else "plain"
@@ -90,9 +99,13 @@ def _scores(
 def _select_keys(
     q: Tensor, k: Tensor, weights: Tensor, first: Tensor, last: Tensor, top_k: int, backend: str
 ) -> Tensor:
-    if backend == "triton":
+    if backend != "plain":
+        kernels = _triton() if backend == "triton" else sparse_index_fp8
         tensors = (x.contiguous() for x in (q, k, weights, first, last))
-        return _triton().select_keys(*tensors, top_k)
+        return kernels.select_keys(*tensors, top_k)
+    if q.dtype == sparse_index_fp8.DTYPE:
+        key, scale = sparse_index_fp8.unpack(k)
+        q, k = q.float(), key.float() * scale[:, None]
     indices = torch.empty(q.shape[0], top_k, dtype=torch.int32, device=q.device)
     step = max(1, CHUNK_ELEMENTS // (q.shape[1] * max(1, min(CHUNK_KEYS, k.shape[0]))))
     for start in range(0, q.shape[0], step):

@@ -95,8 +95,7 @@ def _scores_backward(
         grad_TJK = weight_TJ1 * grad_TK[:, None] * (product_TJK > 0)
         grad_q[rows] = torch.einsum("tjk,tki->tji", grad_TJK, k_TKI).to(q.dtype)
         grad_TKI = torch.einsum("tjk,tji->tki", grad_TJK, q[rows].to(dtype))
-        row_M = chosen[rows].clamp(min=0).long().flatten()
-        _add_rows(grad_k, row_M, grad_TKI.flatten(0, 1))
+        _add_rows(grad_k, chosen[rows], grad_TKI)
     return grad_q, grad_k.to(k.dtype), grad_weights
 
 

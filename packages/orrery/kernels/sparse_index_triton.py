@@ -95,11 +95,11 @@ def choose(
 
     If there are fewer than K, the row's last entries keep their content.
     """
-    (num_queries, num_keys), top_k = score_CS.shape, indices_CK.shape[1]
+    num_queries, top_k = indices_CK.shape
     size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))
     buffer = torch.empty(num_queries, 2, size, dtype=torch.int32, device=score_CS.device)
     _choose[(num_queries,)](
-        score_CS, first_C, last_C, buffer, indices_CK, num_keys,
+        score_CS, first_C, last_C, buffer, indices_CK, score_CS.stride(0),
         K=top_k, BLOCK=tiles.block, SIZE=size, num_warps=tiles.choose_warps, num_stages=2,
         maxnreg=tiles.choose_registers,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def _score(
 
 @triton.jit
 def _choose(
-    score, first, last, buffer, indices, num_keys,
+    score, first, last, buffer, indices, stride,
     K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
@@ -146,13 +146,13 @@ def _choose(
     count = tl.full([], 0, tl.int32)
     origin = begin // BLOCK * BLOCK
     s = origin + tl.arange(0, BLOCK)
-    value = tl.load(score + t * num_keys + s, mask=(s >= begin) & (s < end), other=0.0)
+    value = tl.load(score + t * stride + s, mask=(s >= begin) & (s < end), other=0.0)
     for start in range(origin, end, BLOCK):
         s = start + tl.arange(0, BLOCK)
         inside = (s >= begin) & (s < end)
         rank = _rank(value)
         following = s + BLOCK  # prefetch the next block
-        value = tl.load(score + t * num_keys + following, mask=following < end, other=0.0)
+        value = tl.load(score + t * stride + following, mask=following < end, other=0.0)
         taken = inside & (rank > threshold)
         at = count + tl.cumsum(taken.to(tl.int32), axis=0) - 1
         tl.store(ranks + at, rank.to(tl.int32, bitcast=True), mask=taken)

@@ -154,15 +154,18 @@ def _backward(
         grad_q[rows] = torch.einsum("thk,tkd->thd", grad_logit_THK, kv_TKD).to(q.dtype)
         grad_TKD = torch.einsum("thk,thd->tkd", grad_logit_THK, q_THD)
         grad_TKD[..., :value_width] += torch.einsum("thk,thv->tkv", p_THK, grad_THV)
-        _add_rows(grad_kv, chosen.flatten(), grad_TKD.flatten(0, 1))
+        _add_rows(grad_kv, indices[rows], grad_TKD)
     return grad_q, grad_kv.to(kv.dtype)
 
 
-def _add_rows(total_SD: Tensor, row_M: Tensor, value_MD: Tensor) -> None:
-    """Add `value_MD[m]` to row `row_M[m]` of `total_SD` for each m, in a fixed order.
+def _add_rows(total_SD: Tensor, row_TK: Tensor, value_TKD: Tensor) -> None:
+    """Add `value_TKD[t, k]` to row `row_TK[t, k]` of `total_SD` in a fixed order. Skip rows of −1.
 
-    On a GPU `index_put_` sorts rows, but `index_add_` would use atomics.
+    On a GPU `index_add_` would use atomics. `index_put_` sorts rows, but one warp adds all values
+    of a row, so the many slots without a key must not share one.
     """
+    known_TK = row_TK >= 0
+    row_M, value_MD = row_TK[known_TK].long(), value_TKD[known_TK]
     if total_SD.is_cuda:
         total_SD.index_put_((row_M,), value_MD, accumulate=True)
     else:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from orrery.kernels import sparse_index_fp8
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.fp8.products import Parts
 from orrery.kernels.key_bits import engine_keys
@@ -61,6 +62,7 @@ class KeyIndexer(nn.Module):
 
     def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer, turns_pairs: bool) -> None:
         super().__init__()
+        self.turns_pairs = turns_pairs
         self.rotate = rotate_pairs if turns_pairs else rotate_halves
         self.replays = False  # whether an engine's keys replace this choice
         self.indexer, self.rotary_dim = indexer, mla.rope_head_dim
@@ -75,32 +77,57 @@ class KeyIndexer(nn.Module):
     def learns(self) -> bool:
         return self.wk.weight.requires_grad and torch.is_grad_enabled()
 
-    def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> Tensor:
-        return self._rotate(self.k_norm(self.wk(x_TD.detach()))[:, None], angles)[:, 0]
+    def in_fp8(self, x_TD: Tensor) -> bool:
+        """Return whether keys are chosen in FP8, with the arithmetic of vLLM's engines."""
+        return sparse_index_fp8.supports(x_TD, self.indexer.num_heads, self.indexer.head_dim)
+
+    def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
+        """Return what `forward` needs of this device's keys, in x's dtype.
+
+        These are k [T, I] unless the indexer is frozen and chooses in FP8, and packed FP8 keys
+        [T, ·] if it chooses in FP8.
+        """
+        k_TI = self.wk(x_TD.detach())
+        if not self.in_fp8(x_TD):
+            return [self._rotate(self.k_norm(k_TI)[:, None], angles)[:, 0]]
+        weight, bias = self.k_norm.weight.float(), self.k_norm.bias.float()
+        normed_TI = F.layer_norm(
+            k_TI.float(), (self.indexer.head_dim,), weight, bias, INDEXER_EPSILON
+        )
+        fp8 = sparse_index_fp8.quantize_index(normed_TI[:, None], angles, self.turns_pairs)
+        packed = sparse_index_fp8.pack(*fp8, x_TD.dtype)
+        if not self.learns:
+            return [packed]
+        return [self._rotate(normed_TI.to(x_TD.dtype)[:, None], angles)[:, 0], packed]
 
     def forward(
         self,
         x_TD: Tensor,
         q_TC: Tensor,
         angles: Sequence[Tensor],
-        k_SI: Tensor,
+        keys: Sequence[Tensor],
         ranges: tuple[Tensor, Tensor],
         longest: int,
         engine_keys_TB: Tensor | None = None,
     ) -> ChosenKeys:
         """Choose K = min(`top_k`, `longest`) keys for each query.
 
-        - `q_TC`: output of `q_a_layernorm`. `k_SI`: output of `keys`, gathered from all ranks.
+        - `q_TC`: output of `q_a_layernorm`. `keys`: output of `keys`, gathered from all ranks.
         - `ranges`: first and last key that each query may choose, i32 [T] each.
         - `longest`: tokens of the longest document.
         - `engine_keys`: an engine's choice, compared with this choice. If `replays`, it is used
           instead.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
-        q_TJI = self._rotate(self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width)), angles)
-        weight_TJ = self.weights_proj(x_TD.detach()).float() * (num_heads * width) ** -0.5
-        scored = q_TJI, k_SI, weight_TJ
-        chosen_TK = select_keys(*scored, *ranges, self.indexer.top_k)[:, :longest]  # rest: −1
+        q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
+        gate_TJ = self.weights_proj(x_TD.detach()).float()
+        scored = self._rotate(q_TJI, angles), keys[0], gate_TJ * (num_heads * width) ** -0.5
+        compared: Sequence[Tensor] = scored
+        if self.in_fp8(x_TD):
+            q, scale_TJ = sparse_index_fp8.quantize_index(q_TJI, angles, self.turns_pairs)
+            # vLLM multiplies in this order.
+            compared = q, keys[-1], gate_TJ.detach() * scale_TJ * width**-0.5 * num_heads**-0.5
+        chosen_TK = select_keys(*compared, *ranges, self.indexer.top_k)[:, :longest]  # rest: −1
         differ = None
         if engine_keys_TB is not None and longest > self.indexer.top_k:
             keys_TK, differ = engine_keys(engine_keys_TB, chosen_TK, *ranges)
@@ -202,7 +229,7 @@ class LatentAttention(nn.Module):
         k_TR = rotate_pairs(k_TR[:, None], angles)[:, 0]
         keys = [torch.cat((self.kv_a_layernorm(latent_TC), k_TR), dim=-1)]
         if indexer is not None:
-            keys.append(indexer.keys(x_TD, angles))
+            keys += indexer.keys(x_TD, angles)
         is_latent = is_sparse or (mla.indexer is not None and self.keys.is_gathered)
         sent = self.keys.send(keys, documents, is_latent)
         q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
@@ -210,11 +237,11 @@ class LatentAttention(nn.Module):
         q_THK = q.unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
         q_THN, q_THR = q_THK.split((mla.nope_head_dim, mla.rope_head_dim), dim=-1)
         q_THR = rotate_pairs(q_THR, angles)
-        kv_SW, *k_SI = self.keys.receive(sent)
+        kv_SW, *index_keys = self.keys.receive(sent)
         if indexer is not None:
             kl, differ = (None, None) if choice is None else (choice.kl, choice.differ)
             ranges = self.keys.ranges(documents, x_TD.shape[0])
-            given = (*k_SI, ranges, documents.max_seqlen, engine_keys_TB)
+            given = (index_keys, ranges, documents.max_seqlen, engine_keys_TB)
             choice = indexer(x_TD, q_TC, angles, *given)
             if choice.differ is not None and differ is not None:
                 choice = choice._replace(differ=differ + choice.differ)

@@ -1,0 +1,162 @@
+"""Choose keys with the arithmetic of vLLM's indexer: FP8 scores, by DeepGEMM on a Hopper GPU.
+
+T queries · S keys · H indexer heads · D indexer width, 128 · R rotated width
+
+- q and k are rotated and quantized in float32. A query's head, or a key, has one scale, a power of
+  two. Source: vLLM 0.32, `models/deepseek_v32/common/kernels.py`.
+- `pack` puts a key's D bytes and its scale into one row, so that context parallelism gathers both.
+- cuDNN's top-k chooses the best keys, or Triton where cuDNN's front end is not installed.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orrery.kernels.fp8.products import load
+from orrery.kernels.fp8.quantize import DTYPE, MAX
+
+HEADS, WIDTH = (32, 64), 128  # that DeepGEMM accepts
+MIN_AMAX = 1e-4  # smallest amax of a head or key, as in vLLM
+SCALE_BYTES = 4
+MOST_CHOSEN = 2048  # that cuDNN's top-k accepts
+CHUNK_ELEMENTS = 2**26  # most scores of a chunk: 256 MiB
+CHOICES = 3  # calls of top-k a chunk, because cuDNN's buffers take two words a score
+CHUNK_ROWS = 4096  # most queries or keys that are quantized at a time
+
+
+@torch.compiler.assume_constant_result
+def has_library() -> bool:
+    return load() is not None
+
+
+def supports(x_TD: Tensor, num_heads: int, width: int) -> bool:
+    """Return whether indexers with hidden states like `x` choose keys as vLLM does."""
+    is_half = x_TD.is_cuda and x_TD.dtype == torch.bfloat16
+    return is_half and num_heads in HEADS and width == WIDTH and has_library()
+
+
+def quantize_index(
+    x_THD: Tensor, angles: Sequence[Tensor], turns_pairs: bool
+) -> tuple[Tensor, Tensor]:
+    """Return x rotated and quantized: float8_e4m3fn [T, H, D], and scales f32 [T, H].
+
+    `angles` are cosines and sines [T, 1, R], with equal halves. The first R columns are rotated in
+    pairs (0, 1), (2, 3), … if `turns_pairs`, else in pairs (i, i + R/2). Columns keep their places,
+    as in vLLM. There is no gradient.
+    """
+    return torch.ops.orrery.quantize_index(x_THD.detach(), *angles, turns_pairs)
+
+
+def pack(key_T1D: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bytes of quantized keys and of their scales as rows of `dtype`."""
+    key, scale = key_T1D.flatten(1).view(torch.uint8), scale_T1.view(torch.uint8)
+    return torch.cat((key, scale), dim=1).view(dtype)
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys float8_e4m3fn [S, D], and their scales f32 [S]."""
+    row = packed.view(torch.uint8)
+    key, scale = row[:, :-SCALE_BYTES], row[:, -SCALE_BYTES:]
+    return key.contiguous().view(DTYPE), scale.contiguous().view(torch.float32).squeeze(1)
+
+
+def select_keys(
+    q_THD: Tensor,
+    packed: Tensor,
+    weights_TH: Tensor,
+    first_T: Tensor,
+    last_T: Tensor,
+    top_k: int,
+    top_keys: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """Return the `top_k` best keys of each query: i32 [T, top_k], in rising order, then −1.
+
+    Arguments are as in `sparse_index.select_keys`, for q from `quantize_index` and keys from
+    `pack`. `top_keys` replaces the choice by cuDNN.
+    """
+    (key_SD, scale_S), num_queries = unpack(packed), q_THD.shape[0]
+    num_keys = key_SD.shape[0]
+    index_TK = first_T.new_full((num_queries, top_k), -1, dtype=torch.int32)
+    if 0 in (num_queries, num_keys, top_k):
+        return index_TK
+    begin_T = first_T.clamp(0, num_keys).int()
+    end_T = torch.maximum(last_T.clamp(max=num_keys - 1).int() + 1, begin_T)
+    choose = top_keys or (cudnn_top_keys() if top_k <= MOST_CHOSEN else None) or triton_top_keys
+    library: Any = load()
+    step = max(4, CHUNK_ELEMENTS // num_keys // 4 * 4)  # DeepGEMM scores blocks of 4 or 2 queries
+    for start in range(0, num_queries, step):
+        rows = slice(start, start + step)
+        ranges = begin_T[rows].contiguous(), end_T[rows].contiguous()
+        # Column j of a query's row is its key begin + j. Later columns are undefined.
+        score = library.fp8_mqa_logits(
+            q_THD[rows], (key_SD, scale_S), weights_TH[rows], *ranges,
+            clean_logits=False, max_seqlen_k=num_keys,
+        )  # fmt: skip
+        size = -(-len(score) // CHOICES)
+        parts = zip(score.split(size), (ranges[1] - ranges[0]).split(size), strict=True)
+        place = torch.cat([choose(part, count, top_k) for part, count in parts])
+        index_TK[rows] = torch.where(place < 0, -1, place + ranges[0][:, None])
+        del score  # before the next chunk's scores are allocated
+    return index_TK
+
+
+@cache
+def cudnn_top_keys() -> Callable[[Tensor, Tensor, int], Tensor] | None:
+    """Return `triton_top_keys` by cuDNN, or None without its front end."""
+    try:
+        from cudnn.deepseek_sparse_attention.indexer_top_k.api import indexer_top_k_wrapper
+    except (ImportError, RuntimeError):
+        return None
+
+    def top_keys(score_CS: Tensor, count_C: Tensor, top_k: int) -> Tensor:
+        stride = score_CS.stride(0)
+        whole = score_CS.as_strided((score_CS.shape[0], stride), (stride, 1))
+        found = indexer_top_k_wrapper(whole, count_C, top_k, return_val=False, deterministic=True)
+        return found["indices"]
+
+    return top_keys
+
+
+def triton_top_keys(score_CS: Tensor, count_C: Tensor, top_k: int) -> Tensor:
+    """Return the columns of each row's best scores: i32 [C, top_k], in rising order, then −1.
+
+    Only the first `count_C` columns of a row count. Among equal scores the first columns win.
+    """
+    from orrery.kernels import sparse_index_triton as kernels
+
+    index_CK = count_C.new_full((len(count_C), top_k), -1)
+    kernels.choose(score_CS, torch.zeros_like(count_C), count_C - 1, index_CK, kernels.TILES)
+    return index_CK
+
+
+@torch.library.custom_op("orrery::quantize_index", mutates_args=())
+def _quantize(x: Tensor, cos: Tensor, sin: Tensor, turns_pairs: bool) -> tuple[Tensor, Tensor]:
+    value, scale = torch.empty_like(x, dtype=DTYPE), x.new_empty(x.shape[:2], dtype=torch.float32)
+    for start in range(0, len(x), CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        turned = _rotate(x[rows].float(), cos[rows].float(), sin[rows].float(), turns_pairs)
+        scale[rows] = (turned.abs().amax(-1).clamp(min=MIN_AMAX) / MAX).log2().ceil().exp2()
+        value[rows] = (turned / scale[rows, :, None]).to(DTYPE)
+    return value, scale
+
+
+def _rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, turns_pairs: bool) -> Tensor:
+    width = cos_T1R.shape[-1]
+    cos, sin = cos_T1R[..., : width // 2], sin_T1R[..., : width // 2]
+    turning = x_THD[..., :width]
+    if turns_pairs:
+        first, second = turning[..., ::2], turning[..., 1::2]
+    else:
+        first, second = turning.chunk(2, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    both = torch.stack(turned, dim=-1).flatten(-2) if turns_pairs else torch.cat(turned, dim=-1)
+    return torch.cat((both, x_THD[..., width:]), dim=-1)
+
+
+@_quantize.register_fake
+def _(x, cos, sin, turns_pairs):
+    return torch.empty_like(x, dtype=DTYPE), x.new_empty(x.shape[:2], dtype=torch.float32)
