@@ -6,6 +6,7 @@
 `TOPICS` holds the order and the wording. All numbers, units, goals and dates come from the records.
 """
 
+import argparse
 import json
 import sys
 from dataclasses import dataclass
@@ -454,7 +455,11 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--check"]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="fail if the page is older")
+    if parser.parse_args().check:
         if PAGE.read_text() != page():
             sys.exit(
                 "error: docs/benchmarks.md: it is older than the records; type: make bench-page"

@@ -5,6 +5,7 @@ from record import record
 record(Path(__file__).with_suffix(".json"), figure=..., value=..., unit="s", goal=1.0, ...)
 """
 
+import argparse
 import datetime
 import json
 import math
@@ -87,6 +88,20 @@ def record(
     )
     print(f"{figure}: {value:.4g} {unit}{against}")
     return result
+
+
+def parser_of(doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Return a parser whose `--help` prints the script's docstring."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+    )
+
+
+def own_words(doc: str | None) -> list[str]:
+    """Parse a command that has words only where a script starts itself. Return them."""
+    parser = parser_of(doc)
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    return parser.parse_args().words
 
 
 def committed() -> str:

@@ -1,16 +1,37 @@
 """Make a separate workspace for a run whose manifest a benchmark makes."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from orrery.manifest.identity import canonical_json, run_dir
 from orrery.manifest.schema import Manifest
-from record import ROOT
+
+ROOT = Path(__file__).resolve().parents[1]
+PIPELINE = ("jsonnet", "locks", "local", "Snakefile")
+
+
+def linked(folder: Path, *names: str) -> Path:
+    """Link these files of the checkout into `folder`, by default a pipeline's. Return `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names or (*PIPELINE, "manifests"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
 
 
 def workspace_with(folder: Path, manifest: Manifest) -> Path:
     """Make the empty `folder` a workspace with this manifest. Return its run directory."""
-    for name in ("jsonnet", "locks", "local", "Snakefile"):
-        (folder / name).symlink_to(ROOT / name)
+    linked(folder, *PIPELINE)
     (folder / "manifests").mkdir()
     (folder / "manifests" / f"{manifest.name}.json").write_bytes(canonical_json(manifest))
     return run_dir(folder / "runs", manifest)
+
+
+def whole_workspace(folder: Path, *manifests: dict[str, Any]) -> Path:
+    """Link the checkout into `folder`, with these manifests and no runs. Return `folder`."""
+    names = (each.name for each in ROOT.iterdir() if not each.name.startswith("."))
+    linked(folder, *(name for name in names if name not in ("manifests", "runs")))
+    (folder / "manifests").mkdir()
+    for manifest in manifests:
+        (folder / f"manifests/{manifest['name']}.json").write_text(json.dumps(manifest))
+    return folder

@@ -10,6 +10,7 @@ from pathlib import Path
 from orrery.manifest.identity import canonical_json, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.runtime.run_directory import begin
+from workspace import linked
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -20,9 +21,7 @@ def test_the_command_that_is_printed_for_an_empty_tokenizer_mends_the_run(tmp_pa
     content = json.loads((ROOT / "manifests" / "reverse_text_smoke.json").read_text())
     content["stages"]["sft"]["num_steps"] = 2
     spec = Manifest.model_validate(content)
-    for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    folder = run_dir(tmp_path / "runs", spec)
+    folder = run_dir(linked(tmp_path) / "runs", spec)
     begin(folder)
     (folder / "manifest.json").write_bytes(canonical_json(spec))
 

@@ -26,6 +26,7 @@ from orrery.wire.checkpoints import steps, verify, whole_dir
 from orrery.wire.columns import read_batch
 from orrery.wire.weight_wire import weight_dir
 from orrery.wire.weight_wire.coordinator import CURRENT, connect, find_wire
+from workspace import linked
 
 ROOT = Path(__file__).parents[1]
 NAME = "reverse_text_smoke"
@@ -66,14 +67,6 @@ def run(workspace: Path, *command: str) -> str:
     return output
 
 
-def new_workspace(folder: Path) -> Path:
-    """Make a folder that the pipeline takes for a checkout, with an empty `runs/`."""
-    folder.mkdir(exist_ok=True)
-    for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
-        (folder / name).symlink_to(ROOT / name)
-    return folder
-
-
 def processes_of(folder: Path) -> list[str]:
     """Return command lines of living processes of a run in `folder`."""
     found = []
@@ -102,7 +95,7 @@ def manifest():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, manifest) -> Path:
     """The directory of a run that `snakemake --profile local` took from spec to report."""
-    workspace = new_workspace(tmp_path_factory.mktemp("whole"))
+    workspace = linked(tmp_path_factory.mktemp("whole"))
     run(workspace, "snakemake", "--profile", "local", NAME)
     return run_dir(workspace / "runs", manifest)
 
@@ -235,7 +228,7 @@ def broken(request, finished, manifest, tmp_path_factory) -> Broken:
     content["trainer"]["checkpoint"]["interval_steps"] = INTERVAL
     content["transport"]["weights"] = request.param
     lossy = Manifest.model_validate(content)
-    workspace = new_workspace(tmp_path_factory.mktemp("broken"))
+    workspace = linked(tmp_path_factory.mktemp("broken"))
     folder = run_dir(workspace / "runs", lossy)
     not_yet = shutil.ignore_patterns(
         "rl", "evaluate", "report", "checkpoints", "rollouts", "metrics", "logs"

@@ -61,6 +61,7 @@ from orrery.trainer.export import export_checkpoint, export_policy  # noqa: E402
 from orrery.trainer.parallel.world import World  # noqa: E402
 from orrery.wire import checkpoints, columns  # noqa: E402
 from orrery.wire.columns import Columns  # noqa: E402
+from workspace import linked  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 ALONE = World(0, 1, torch.device("cpu"), None)
@@ -184,8 +185,7 @@ def copy_code(root: Path) -> None:
 
 
 def checkout(root: Path) -> None:
-    for name in ("manifests", "jsonnet", "locks", "local"):
-        (root / name).symlink_to(ROOT / name)
+    linked(root, "manifests", "jsonnet", "locks", "local")
     make_folder(root / "runs")
 
 

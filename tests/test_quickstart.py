@@ -12,6 +12,7 @@ import pytest
 
 from orrery.manifest.identity import load, run_dir
 from orrery.runtime.metrics import read
+from workspace import linked
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -61,8 +62,7 @@ def test_every_command_of_the_page_is_one_that_the_test_below_types():
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_pages_own_task_is_trained_by_its_commands_and_ends_early(tmp_path):
-    for name in ("locks", "local", "Snakefile", "packages", "pyproject.toml", "examples"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    linked(tmp_path, "locks", "local", "Snakefile", "packages", "pyproject.toml", "examples")
     for name in ("jsonnet", "manifests"):
         shutil.copytree(ROOT / name, tmp_path / name)
     path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))

@@ -22,6 +22,7 @@ from orrery.runtime.metrics import read
 from orrery.runtime.run_directory import begin
 from orrery.wire.columns import read_batch
 from orrery.wire.routed_experts import COLUMN, route_shape
+from workspace import linked
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -90,9 +91,7 @@ def play(
 
     `start`: folder of a run of the same model, with finished earlier stages.
     """
-    for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    folder = run_dir(tmp_path / "runs", spec)
+    folder = run_dir(linked(tmp_path) / "runs", spec)
     if start is None:
         begin(folder)
     else:

@@ -12,7 +12,6 @@
 - `--runs DIR`: both runs have finished there.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from shapes import SHAPES, numbers, ran_with, run
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import record
+from record import parser_of, record
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_GOAL = 1.8
@@ -75,9 +74,7 @@ def draw(sides: dict[str, RunData], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="cpu")
     parser.add_argument("--runs", type=Path, metavar="DIR")
     parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)

@@ -12,7 +12,6 @@
   starts, and each ends, after `--within` seconds. `--out` gets logs and metrics, also of failures.
 """
 
-import argparse
 import subprocess
 import sys
 import tarfile
@@ -28,12 +27,13 @@ import matplotlib
 matplotlib.use("Agg")
 from learning import curve
 from matplotlib import pyplot
-from shapes import manifest_here, workspace
+from shapes import manifest_here
 
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import record
+from record import parser_of, record
+from workspace import whole_workspace
 
 HERE = Path(__file__).resolve().parent
 RUN, SEEDS, STEPS = "glm5_reverse_text", (1, 2, 3), 8
@@ -68,7 +68,7 @@ def make_runs(seed: int, is_alone: bool, within_s: float, out: Path) -> Path:
     """Return the folder of the runs. Logs and metrics go to `out`."""
     until_s = time.monotonic() + within_s
     names = [f"{RUN}_seed_{seed}", KINDS["own choice"], KINDS["dense"]]
-    folder = workspace([manifest_here(name) for name in names], Path(tempfile.mkdtemp()))
+    folder = whole_workspace(Path(tempfile.mkdtemp()), *map(manifest_here, names))
     try:
         with ThreadPoolExecutor(2) as pool:
             parts = [names[:1]] if is_alone else [names[:1], names[1:]]
@@ -147,9 +147,7 @@ def draw(seeds: dict[int, RunData], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=Path, metavar="DIR")
     parser.add_argument("--seed", type=int, choices=SEEDS, default=1)
     parser.add_argument("--alone", action="store_true")

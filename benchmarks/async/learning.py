@@ -13,7 +13,6 @@
 - For runs of another machine, ORRERY_HARDWARE and ORRERY_COMMIT name its hardware and commit.
 """
 
-import argparse
 import json
 import sys
 from datetime import UTC, datetime
@@ -31,7 +30,7 @@ from orrery.manifest.identity import load, run_dir
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, device, record
+from record import ROOT, device, parser_of, record
 
 HERE = Path(__file__).resolve().parent
 SEEDS, BOUNDS = (1, 2, 3), (0, 1, 2, 4, 8)
@@ -267,9 +266,7 @@ def by_problems(prefix: str, runs: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=Path, metavar="DIR", default=ROOT / "runs")
     parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
     parser.add_argument("--problems", metavar="PREFIX")

@@ -20,16 +20,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from orrery.manifest.schema import Manifest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, device, record
+from gpu_memory import peaks, smi
+from record import ROOT, device, parser_of, record
+from workspace import whole_workspace
 
 HERE = Path(__file__).resolve().parent
 GB = 10**9
@@ -43,12 +43,6 @@ if "orrery.trainer" in sys.orig_argv:
     conf = f"expandable_segments:True,per_process_memory_fraction:{share}"
     os.environ["PYTORCH_ALLOC_CONF"] = conf
 """
-
-
-def smi(*query: str) -> list[list[str]]:
-    argv = ["nvidia-smi", *query, "--format=csv,noheader,nounits"]
-    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    return [[word.strip() for word in line.split(",")] for line in text.splitlines() if line]
 
 
 def role_of(pid: int) -> str:
@@ -65,30 +59,14 @@ def role_of(pid: int) -> str:
     return "other"
 
 
-class Peaks:
-    """The largest memory of the device and of each role while the block runs, in bytes."""
-
-    def __enter__(self) -> "Peaks":
-        self.bytes: dict[str, int] = defaultdict(int)
-        self.before = int(smi("--query-gpu=memory.used")[0][0]) * 2**20
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._ended.wait(0.5):
-            used = {"device": int(smi("--query-gpu=memory.used")[0][0]) * 2**20}
-            for pid, mib in smi("--query-compute-apps=pid,used_memory"):
-                if mib.isdigit():
-                    role = role_of(int(pid))
-                    used[role] = used.get(role, 0) + int(mib) * 2**20
-            for name, value in used.items():
-                self.bytes[name] = max(self.bytes[name], value)
+def used_bytes() -> dict[str, int]:
+    """Return the memory in use of the device and of each role."""
+    used = {"device": int(smi("--query-gpu=memory.used")[0][0]) * 2**20}
+    for pid, mib in smi("--query-compute-apps=pid,used_memory"):
+        if mib.isdigit():
+            role = role_of(int(pid))
+            used[role] = used.get(role, 0) + int(mib) * 2**20
+    return used
 
 
 def manifest_of(name: str) -> dict[str, Any]:
@@ -127,19 +105,14 @@ def shortened(name: str, steps: int, spare: str) -> tuple[dict[str, Any], list[s
 def train(manifest: dict[str, Any], share: float | None) -> tuple[bool, dict[str, int], str]:
     """Run init and rl. Return whether they ended well, the peaks, and the last line of output."""
     with tempfile.TemporaryDirectory(prefix="orrery-memory-") as work:
-        folder = Path(work)
-        for each in ROOT.iterdir():
-            if each.name not in ("manifests", "runs") and not each.name.startswith("."):
-                (folder / each.name).symlink_to(each)
-        (folder / "manifests").mkdir()
-        (folder / "manifests" / f"{manifest['name']}.json").write_text(json.dumps(manifest))
+        folder = whole_workspace(Path(work), manifest)
         env = dict(os.environ)
         if share is not None:
             (folder / "hook").mkdir()
             (folder / "hook" / "sitecustomize.py").write_text(HOOK)
             path = filter(None, [f"{folder}/hook", env.get("PYTHONPATH")])
             env |= {"PYTHONPATH": os.pathsep.join(path), "ORRERY_CAP_SHARE": f"{share:.4f}"}
-        with Peaks() as peaks:
+        with peaks(used_bytes, 0.5) as most:
             for stage in ("init", "rl"):
                 argv = [sys.executable, "-m", "orrery.launcher.cli", "run", manifest["name"], stage]
                 try:
@@ -147,12 +120,12 @@ def train(manifest: dict[str, Any], share: float | None) -> tuple[bool, dict[str
                         argv, cwd=work, env=env, capture_output=True, text=True, timeout=LIMIT_S
                     )
                 except subprocess.TimeoutExpired:
-                    return False, dict(peaks.bytes), f"{stage} took longer than {LIMIT_S:g} s"
+                    return False, most, f"{stage} took longer than {LIMIT_S:g} s"
                 if done.returncode:
                     break
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line] or lines[-1:] or [""]
-        return done.returncode == 0, dict(peaks.bytes), errors[-1][:500]
+        return done.returncode == 0, most, errors[-1][:500]
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -169,7 +142,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         if free["device"] <= limit:
             cards[f"{card}"] = {"fits": True, "capped": False, "peak_bytes": free["device"]}
             continue
-        left = limit - free["orrery.inference"] - CONTEXT_BYTES
+        left = limit - free.get("orrery.inference", 0) - CONTEXT_BYTES
         if left <= 0:
             cards[f"{card}"] = {"fits": False, "capped": False, "why": "the engine alone is larger"}
             break
@@ -197,9 +170,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="+", metavar="RUN")
     parser.add_argument("--cards", type=int, nargs="+", default=[24, 48, 80], metavar="GB")
     parser.add_argument("--steps", type=int, default=3)

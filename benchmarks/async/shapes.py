@@ -21,6 +21,7 @@ from orrery.observe.report.data import Interval, RunData, overlap_s, shares
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import ROOT
+from workspace import whole_workspace
 
 SHAPES = ("cpu", "h200_1", "h200_2", "h200_4", "h200_8", "glm5_4", "glm5_8")
 WARM_STEPS = 4
@@ -45,7 +46,7 @@ def run(name: str, runs: Path | None) -> RunData:
                 "steps; name the folder of one, or drop --runs"
             )
         return whole[0]
-    folder = workspace([manifest_here(name)], Path(tempfile.mkdtemp(prefix="orrery-async-")))
+    folder = whole_workspace(Path(tempfile.mkdtemp(prefix="orrery-async-")), manifest_here(name))
     for stage in ("init", "rl"):
         argv = [sys.executable, "-m", "orrery.launcher.cli", "run", name, stage]
         if code := subprocess.run(argv, cwd=folder).returncode:
@@ -68,18 +69,6 @@ def for_this_machine(run: dict[str, Any]) -> dict[str, Any]:
     ):
         raise SystemExit(f"error: {run['name']} is for {hardware['accelerator']}, this is {here}")
     return run | {"hardware": hardware | {"accelerator": here.accelerator}}
-
-
-def workspace(manifests: list[dict[str, Any]], folder: Path) -> Path:
-    """Fill `folder` with links to this checkout and the manifests of the variants."""
-    for each in ROOT.iterdir():
-        if each.name not in ("manifests", "runs") and not each.name.startswith("."):
-            (folder / each.name).symlink_to(each)
-    (folder / "manifests").mkdir()
-    for manifest in manifests:
-        path = folder / "manifests" / f"{manifest['name']}.json"
-        path.write_text(json.dumps(manifest))
-    return folder
 
 
 def ran_with(run: RunData) -> dict[str, Any]:

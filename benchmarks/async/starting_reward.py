@@ -8,7 +8,6 @@
 - The common beginning of all prompts is computed once. The rollouts of a turn run as one batch.
 """
 
-import argparse
 import asyncio
 import copy
 import inspect
@@ -29,7 +28,7 @@ from orrery.tasks.chat import Renderer
 from orrery.tasks.task import Judgement, Message, Problem, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 
 class Policy:
@@ -159,9 +158,7 @@ def play(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "manifests", nargs="+", metavar="RUN", help="names of checked-in manifests, or their files"
     )

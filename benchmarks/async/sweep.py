@@ -10,7 +10,6 @@
   entropy and truncated answers (`learning.problems_row`).
 """
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -23,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from learning import problems_row
-from shapes import for_this_machine, workspace
+from shapes import for_this_machine
 
 from orrery.manifest.schema import Manifest
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, device, record
+from record import ROOT, device, parser_of, record
+from workspace import whole_workspace
 
 HERE = Path(__file__).resolve().parent
 WARM_BATCHES, RATES = (25, 50, 120), (1e-5, 3e-5)
@@ -92,9 +92,7 @@ def row(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--warm", type=int, nargs="+", default=WARM_BATCHES, metavar="BATCHES")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="LR")
@@ -109,7 +107,7 @@ def main() -> None:
     manifests = [variant(run, warm, rate, options.steps) for warm, rate in grid]
     rows, missing = [], {}
     with tempfile.TemporaryDirectory(prefix="orrery-sweep-") as work:
-        folder = workspace(manifests, Path(work))
+        folder = whole_workspace(Path(work), *manifests)
         # The longest begin first.
         order = sorted(manifests, key=lambda each: -each["stages"]["sft"]["num_steps"])
         with ThreadPoolExecutor(options.at_once) as pool:

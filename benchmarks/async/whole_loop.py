@@ -11,7 +11,6 @@
   longer pauses for updates.
 """
 
-import argparse
 import hashlib
 import json
 import sys
@@ -24,7 +23,7 @@ from orrery.manifest.fields import leaves, spelled
 from orrery.manifest.schema import Manifest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import record
+from record import parser_of, record
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = {
@@ -163,9 +162,7 @@ def gate(shape: str, runs: Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=TOLERANCE, default="cpu")
     parser.add_argument("--gate", action="store_true")
     parser.add_argument("--runs", type=Path, metavar="DIR")

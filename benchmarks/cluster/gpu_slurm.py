@@ -8,7 +8,6 @@
 - A job that did not complete is an error, and nothing is recorded.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -17,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import record
+from record import parser_of, record
 
 
 def fields(job: str) -> dict[str, str]:
@@ -26,9 +25,7 @@ def fields(job: str) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("tar", type=Path)
     parser.add_argument("run", metavar="RUN")
     options = parser.parse_args()

@@ -29,7 +29,8 @@ from orrery.manifest.identity import find_workspace
 from orrery.runtime.metrics import read
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, record
+from record import ROOT, parser_of, record
+from workspace import linked
 
 RUN, MANY_NODES = "reverse_text", "glm5_run"
 DRY_RUNS, DRY_RUN_GOAL_S = 3, 3.0
@@ -136,9 +137,7 @@ def run_here(folder: str) -> TimedPipeline:
     env = {name: value for name, value in os.environ.items() if name != "ORRERY_SITE"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     with tempfile.TemporaryDirectory() as made:
-        workspace = Path(made)
-        for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
-            (workspace / name).symlink_to(ROOT / name)
+        workspace = linked(Path(made))
         return run_pipeline(
             ("snakemake", "--profile", "local", *SAYS, "--", RUN),
             workspace,
@@ -201,6 +200,7 @@ def rows(where: str, pipeline: TimedPipeline) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     if os.geteuid() != 0:
         raise SystemExit(
             "error: the simulated cluster needs root; type `sudo .venv/bin/python "

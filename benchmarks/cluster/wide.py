@@ -11,7 +11,6 @@
 `ORRERY_CLUSTER_KEEP=1 make test-cluster` leaves the cluster up.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests/cluster")]
 from simulated import Cluster, Run, Terminal
 
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 RUN, GOAL = "reverse_text_moe_wide", 0.8
 KILL_AT, CRASH_AT = 5, 12  # RL steps
@@ -83,9 +82,7 @@ def seen(run: Run) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
     cluster = Cluster()

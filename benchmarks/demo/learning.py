@@ -7,7 +7,6 @@
 - A run with several attempts is refused, because its times are not those of one run.
 """
 
-import argparse
 import datetime
 import os
 import shutil
@@ -30,7 +29,8 @@ from orrery.manifest.identity import find_workspace
 from orrery.observe.report.data import Row, RunData, shares
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, record
+from record import ROOT, parser_of, record
+from workspace import linked
 
 HERE = Path(__file__).resolve().parent
 GROUP = "reverse_text_seeds"
@@ -41,8 +41,7 @@ COLORS = ("#2f6fde", "#1f9d6b", "#c2701c")
 
 def run_all(workspace: Path) -> float:
     """Run the pipeline of all seeds in a new workspace. Return its wall seconds."""
-    for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
-        (workspace / name).symlink_to(ROOT / name)
+    linked(workspace)
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     start_s = time.perf_counter()
     if code := subprocess.run(COMMAND, cwd=workspace, env=env).returncode:
@@ -242,9 +241,7 @@ def record_all(runs: dict[str, RunData], out: Path, pipeline_wall_s: float | Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--runs",
         type=Path,

@@ -55,6 +55,7 @@ from orrery.trainer.elastic import LearnerWeights
 from orrery.trainer.learner import learning_rate_factor
 from orrery.trainer.text_data import open_texts, text_order
 from record import ROOT, committed, record
+from workspace import linked
 
 RUN, FOLDER, PORT = "elastic_churn", ROOT / "build/churn", 29400
 NUM_STORIES, NUM_SHARDS, NUM_CALM, NUM_STEADY, NUM_JUDGED = 240_000, 12, 4, 3, 256
@@ -178,12 +179,10 @@ def prepared() -> Manifest:
     """Write data and manifest, and run the stage init in build/churn/calm."""
     data, folder = FOLDER / "datasets/elastic_text.jsonl", FOLDER / "calm"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    linked(folder, "jsonnet", "locks", "packages", "pyproject.toml")
     (FOLDER / "manifests").mkdir(exist_ok=True)
-    for linked in ("jsonnet", "locks", "packages", "pyproject.toml"):
-        (folder / linked).symlink_to(ROOT / linked)
-    for linked in ("datasets", "manifests"):
-        (folder / linked).symlink_to(FOLDER / linked)
+    for name in ("datasets", "manifests"):
+        (folder / name).symlink_to(FOLDER / name)
     write(data, NUM_STORIES)
     path = FOLDER / f"manifests/{RUN}.json"
     path.write_bytes(canonical_json(make_manifest(data)))

@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.elastic.codecs import CODECS
 from orrery.elastic.codecs.base import Codec, Floats
-from record import record
+from record import parser_of, record
 
 VALUES = 1 << 24
 CHUNK = 50_000  # values a site of the error table, as in the published emulation
@@ -87,6 +87,7 @@ def ring_error(coded: Callable[[Floats], Floats], draw: str, num_sites: int) -> 
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     here = Path(__file__).parent
     torch.set_num_threads(2)
     x = np.random.default_rng(0).standard_normal(VALUES).astype(np.float32)

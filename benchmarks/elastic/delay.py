@@ -6,6 +6,7 @@ Each namespace gets the device e0 with its address. Packets stay as large as TCP
 that a gigabit takes a few thousand turns of Python a second.
 """
 
+import argparse
 import contextlib
 import ctypes
 import fcntl
@@ -66,13 +67,16 @@ def forward(devices: dict[bytes, int], delay_s: float) -> None:
 
 
 def main() -> None:
-    delay_ms, *places = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("delay_ms", type=float)
+    parser.add_argument("places", nargs="+", metavar="SPACE=ADDRESS")
+    options = parser.parse_args()
     devices = {}
-    for place in places:
+    for place in options.places:
         space, _, address = place.partition("=")
         devices[socket.inet_aton(address)] = opened(space, address)
     print("ready", flush=True)
-    forward(devices, float(delay_ms) / 1000)
+    forward(devices, options.delay_ms / 1000)
 
 
 if __name__ == "__main__":

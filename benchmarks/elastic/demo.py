@@ -6,6 +6,7 @@ Every site is a checkout in build/elastic/<name> with links to this one. The scr
 build/elastic/index.html with members, bytes and loss of every round.
 """
 
+import argparse
 import html
 import json
 import os
@@ -20,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from elastic.text import write
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.manifest.identity import load, run_dir, run_id
+from workspace import ROOT, linked
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN, NAMES, LATE, KILLED = "elastic_text", ("oslo", "lima", "kyoto", "accra"), "accra", "kyoto"
 FOLDER = ROOT / "build/elastic"
 FIRST_PORT, PORTS = 29400, 10
@@ -30,10 +31,7 @@ LIMIT_S = 300.0
 
 def checkout(name: str) -> Path:
     """Make a site's workspace. Its runs are its own."""
-    folder = FOLDER / name
-    folder.mkdir(parents=True)
-    for linked in ("jsonnet", "locks", "manifests", "packages", "pyproject.toml"):
-        (folder / linked).symlink_to(ROOT / linked)
+    folder = linked(FOLDER / name, "jsonnet", "locks", "manifests", "packages", "pyproject.toml")
     (folder / "datasets").symlink_to(FOLDER / "datasets")
     return folder
 
@@ -103,6 +101,7 @@ def page() -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     write(FOLDER / "datasets/elastic_text.jsonl")
     certificates = FOLDER / "certificates"

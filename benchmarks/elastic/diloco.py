@@ -37,7 +37,7 @@ from orrery.trainer.optim import named_state
 from orrery.trainer.parallel import build_policy
 from orrery.trainer.parallel.world import World
 from orrery.wire.columns import Columns
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 NUM_VALIDATED, SEEDS, PILOTS = 256, (1, 2, 3), (11, 12)
 RATES, LR = (1e-3, 2e-3), 2e-3  # LR is that of the warm start
@@ -283,6 +283,7 @@ def row(variant: str, values: list[float], goal: float) -> dict[str, object]:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     plan = Plan()
     pilots, synchronous, float32 = choose(plan)
     arms = [("synchronous", *synchronous[1:])]

@@ -33,7 +33,7 @@ from orrery.elastic.codecs import codec  # noqa: E402
 from orrery.elastic.exchange import exchange  # noqa: E402
 from orrery.elastic.links import PeerLinks  # noqa: E402
 from orrery.elastic.types import Epoch, OuterRound, SiteMember  # noqa: E402
-from record import record  # noqa: E402
+from record import parser_of, record  # noqa: E402
 
 PORT = 29_000
 ROUNDS = 3  # the first fills TCP's windows
@@ -213,7 +213,9 @@ def cipher_rate() -> float:
 
 
 def main() -> None:
-    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    parser = parser_of(__doc__)
+    parser.add_argument("word", nargs="?", default="")
+    word = parser.parse_args().word
     rows = []
     for name, case in CASES.items():
         if word in name:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests/elastic")]
 from store_sites import StoreSites  # noqa: E402
 
-from record import record  # noqa: E402
+from record import parser_of, record  # noqa: E402
 
 COUNT, VOTERS = 8, 5
 HOSTS = [f"10.78.0.{i + 1}" for i in range(COUNT)]
@@ -110,6 +110,7 @@ def lost_sites(sites: StoreSites, first: int, count: int) -> list[int]:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     rows: list[dict[str, Any]] = []
     with (
         network(),

@@ -10,7 +10,6 @@
   of each site and dropped of the liar, the refusal, and the bytes that each peer served.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -30,7 +29,7 @@ from orrery.elastic.certificates import make_authority, make_site
 from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import rows as all_rows
 from orrery.runtime.network import adjoining_ports
-from record import ROOT, record
+from record import ROOT, parser_of, record
 from workspace import workspace_with
 
 BASE, NAME = "reverse_text", "guests"
@@ -221,9 +220,7 @@ def churn(home, run_dir: Path, guests: Guests) -> tuple[int, "subprocess.Popen[b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lie", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)

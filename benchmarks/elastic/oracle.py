@@ -28,7 +28,7 @@ from orrery.elastic.links import PeerLinks
 from orrery.elastic.loop import OuterLoop
 from orrery.elastic.outer import Floats, Fragment, OuterOptimizer, is_within
 from orrery.elastic.types import Epoch, OuterRound, SiteMember
-from record import record
+from record import own_words, record
 
 NUM_SITES, NUM_ROUNDS, PHASE, HOST = 3, 8, 5, "127.0.0.1"
 CASES = {"DiLoCo": (1, 0), "two fragments": (2, 0), "two fragments, two steps late": (2, 2)}
@@ -230,9 +230,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if words := own_words(__doc__):
         torch.set_num_threads(1)
-        where, at, count, late, out = sys.argv[1:]
+        where, at, count, late, out = words
         torchft_site(int(where), at, int(count), int(late), out)
     elif "TORCHFT" not in os.environ:
         raise SystemExit(

@@ -21,7 +21,7 @@ from orrery.elastic.recovery import fetch_state
 from orrery.elastic.snapshots import copy_state, published, read_header
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from record import record
+from record import own_words, record
 
 PORT, RATE_BYTES = 7300, 125e6
 SIZES = {"theta": 250_000_000, "momentum": 250_000_000, "inner": 500_000_000}
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
+    match own_words(__doc__):
         case ["donor", index, folder]:
             donor(int(index), Path(folder))
         case ["joiner", folder]:

@@ -5,9 +5,9 @@
 The sha256 in jsonnet/runs/elastic_text.jsonnet is that of the file with NUM_STORIES stories.
 """
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 NUM_STORIES = 20_000
@@ -51,4 +51,8 @@ def write(path: Path, num_stories: int = NUM_STORIES) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path)
+    write(parser.parse_args().path)

@@ -16,16 +16,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from elastic.text import write
+from gpu_memory import peaks, smi
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.manifest.identity import load, run_dir, run_id
 from orrery.manifest.publish import sha256
-from record import ROOT, device, record
+from record import ROOT, device, parser_of, record
+from workspace import linked
 
 NAMES, PORTS, RUN = ("oslo", "lima"), 29600, "elastic_text"
 FOLDER = ROOT / "build/two_sites"
@@ -72,9 +73,8 @@ def prepare(runs: dict[str, dict[str, Any]]) -> None:
     certificates = FOLDER / "certificates"
     certificates.mkdir()
     for name in (*NAMES, "alone"):
-        (FOLDER / name / "manifests").mkdir(parents=True)
-        for linked in LINKED:
-            (FOLDER / name / linked).symlink_to(ROOT / linked)
+        linked(FOLDER / name, *LINKED)
+        (FOLDER / name / "manifests").mkdir()
         (FOLDER / name / "datasets").symlink_to(FOLDER / "datasets")
         for run, fields in runs.items():
             (FOLDER / name / f"manifests/{run}.json").write_text(json.dumps(fields))
@@ -84,37 +84,14 @@ def prepare(runs: dict[str, dict[str, Any]]) -> None:
         make_site(certificates, name, ["127.0.0.1"])
 
 
-class MemorySamples:
-    """Sample the memory of all GPUs until the block ends. `most` is the highest by GPU, in MiB."""
-
-    def __init__(self) -> None:
-        self.most: list[int] = []
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> "MemorySamples":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while not self._is_over.wait(SAMPLE_S):
-            try:
-                text = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-            except (OSError, subprocess.CalledProcessError):
-                return
-            used = [int(line) for line in text.split()]
-            self.most = [max(pair) for pair in zip(self.most or used, used, strict=True)]
+def used_mib() -> dict[int, int]:
+    return {gpu: int(used) for gpu, (used,) in enumerate(smi("--query-gpu=memory.used"))}
 
 
 def run_all(commands: dict[str, list[str]], num_ranks: int) -> list[int]:
     """Run each command in its site's folder on its own GPUs. Return the highest MiB by GPU."""
     started = {}
-    with MemorySamples() as samples:
+    with peaks(used_mib, SAMPLE_S) as most:
         try:
             for number, (name, command) in enumerate(commands.items()):
                 gpus = range(number * num_ranks, (number + 1) * num_ranks)
@@ -136,7 +113,7 @@ def run_all(commands: dict[str, list[str]], num_ranks: int) -> list[int]:
             for process in started.values():
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)
-    return samples.most
+    return list(most.values())
 
 
 def rounds(name: str) -> dict[int, dict[str, Any]]:
@@ -168,9 +145,7 @@ def accelerator(options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--gpus", type=int, choices=(2, 4, 8), default=4, help="of both sites")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--dry-run", action="store_true")

@@ -23,7 +23,7 @@ from orrery.elastic.loop import OuterLoop
 from orrery.elastic.outer import Floats, Fragment, OuterOptimizer
 from orrery.elastic.snapshots import copy_state
 from orrery.elastic.types import Epoch, OuterRound, SiteMember
-from record import record
+from record import parser_of, record
 
 ASSUMED = {
     "parameters": 10.2e9,
@@ -99,6 +99,7 @@ def read(name: str) -> dict:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     codec = next(row for row in read("codecs")["rows"] if row["variant"] == "int8_block native")
     measured = {
         "codec_ratio": codec["ratio"],

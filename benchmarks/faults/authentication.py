@@ -12,7 +12,6 @@
     python benchmarks/faults/authentication.py      # on a quiet machine, about 4 minutes
 """
 
-import argparse
 import asyncio
 import os
 import re
@@ -39,7 +38,8 @@ from orrery.wire import control_socket, rollout_wire
 from orrery.wire.columns import Columns
 from orrery.wire.rollout_wire import Batch, RolloutReceiver, RolloutSender
 from orrery.wire.weight_wire.coordinator import StoreConnection, WireAddress
-from record import record
+from record import parser_of, record
+from workspace import linked
 
 ROOT = Path(__file__).parents[2]
 DEMO = "reverse_text"
@@ -161,9 +161,7 @@ def watched(*command: str, folder: Path) -> tuple[str, float]:
 def demo() -> tuple[Counter[str], float]:
     """Return the checks in the demo, by kind, and the CPU seconds of all its processes."""
     with tempfile.TemporaryDirectory() as name:
-        folder, manifest = Path(name), load(ROOT / "manifests" / f"{DEMO}.json")
-        for each in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
-            (folder / each).symlink_to(ROOT / each)
+        folder, manifest = linked(Path(name)), load(ROOT / "manifests" / f"{DEMO}.json")
         _, cpu_s = watched("snakemake", "--profile", "local", DEMO, folder=folder)
         metrics = run_dir(folder / "runs", manifest) / "metrics"
         said = list(read(metrics / "orchestrator.0.jsonl"))
@@ -198,7 +196,7 @@ def overhead() -> tuple[Counter[str], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--costs", action="store_true", help="print the costs of one check, and end"
     )

@@ -9,7 +9,6 @@
     python benchmarks/faults/canary_cost.py runs/reverse_text-...     # after `make demo`, 30 s
 """
 
-import argparse
 import asyncio
 import json
 import logging
@@ -36,7 +35,7 @@ from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
 from orrery.wire import rendezvous
 from orrery.wire.columns import Columns
-from record import record
+from record import parser_of, record
 from roles import ALONE, ENGINE, roles
 
 GOAL = 0.01
@@ -138,7 +137,7 @@ def trainer_s(manifest: Manifest, weights: Path, tokens: int) -> tuple[float, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("run", type=Path, help="the folder of a finished run of the demo")
     parser.add_argument(
         "--dry-run", action="store_true", help="measure, but do not write the record"

@@ -12,7 +12,6 @@
     python benchmarks/faults/kills.py --kills 3 --out /tmp      # a short trial in all stages
 """
 
-import argparse
 import json
 import os
 import random
@@ -37,7 +36,7 @@ from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import read
 from orrery.runtime.metrics import rows as all_rows
 from orrery.wire.columns import read_batch
-from record import record
+from record import parser_of, record
 from workspace import workspace_with
 
 T = TypeVar("T")
@@ -357,9 +356,7 @@ def published(run: History, counted: dict[int, dict]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=len(OF_RL) + len(OF_OTHERS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)

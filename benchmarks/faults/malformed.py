@@ -9,7 +9,6 @@
 - A file that a failed command left or changed counts as half-written, as does any temporary file.
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -344,9 +343,9 @@ def _tree(folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    from record import record
+    from record import parser_of, record
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(

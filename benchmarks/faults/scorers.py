@@ -5,7 +5,6 @@ that run answers (`eval`), parse them (sympy) or compare text. One scorer gets o
 Each problem has eight answers, one of them right, like a group of rollouts. Start-up is excluded.
 """
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -19,7 +18,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.tasks.reasoning_gym import Family
 from orrery.tasks.scorer_pool import HASH_SEED, ScorerPool
-from record import record
+from record import parser_of, record
 
 FAMILIES = {
     "spiral_matrix": "eval",
@@ -60,7 +59,7 @@ async def measured(scorers: ScorerPool, family: str, num_problems: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--problems", type=int, default=50)
     args = parser.parse_args()
     load_before, scorers = os.getloadavg()[0], ScorerPool()

@@ -12,7 +12,6 @@
     python benchmarks/faults/strangers.py --out /tmp     # a trial that leaves the record alone
 """
 
-import argparse
 import http.client
 import json
 import os
@@ -39,7 +38,7 @@ from orrery.runtime.metrics import read
 from orrery.runtime.network import LOOPBACK
 from orrery.runtime.token import Purpose, authorization, credential
 from orrery.wire.weight_wire import coordinator, weight_dir
-from record import record
+from record import parser_of, record
 from workspace import workspace_with
 
 ROOT = Path(__file__).parents[2]
@@ -403,7 +402,7 @@ def _named(one: Socket) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent, help="the folder of strangers.json"
     )

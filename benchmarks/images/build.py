@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.publish import sha256
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 ORDER = (
     ("base", "cpu"),
@@ -56,6 +56,7 @@ def start_s(image: Path | None) -> float:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         work = Path(name)
         environment = {**os.environ, "UV_CACHE_DIR": str(work / "uv")}

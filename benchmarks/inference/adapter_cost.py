@@ -27,7 +27,7 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.runtime.token import run_token
 from orrery.wire.rendezvous import await_endpoints
 from orrery.wire.weight_wire import served_model
-from record import record
+from record import parser_of, record
 
 START_S = 900.0
 
@@ -110,7 +110,7 @@ def measure(args: argparse.Namespace, cases: tuple[bool, ...]) -> dict[bool, lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--run", default="qwen3_30b_a3b_16k", help="which checked-in run's model and hardware"
     )

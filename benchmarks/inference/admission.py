@@ -35,7 +35,7 @@ from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission, Manifest
 from orrery.orchestrator import assemble
 from orrery.orchestrator.admission import ENGINE_POLL_S, Admission, poll_engines
 from orrery.runtime.role_context import RoleContext, parse_role
-from record import record
+from record import parser_of, record
 from roles import ALONE, ENGINE, roles
 
 ROOT = Path(__file__).parents[2]
@@ -279,7 +279,7 @@ def draw(rows: list[dict[str, Any]], key: str, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--run", default="reverse_text", help="which checked-in run's model and machine"
     )

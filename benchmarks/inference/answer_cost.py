@@ -8,7 +8,6 @@
     python benchmarks/inference/answer_cost.py       # on a CPU, a minute
 """
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -22,7 +21,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import throughput
 
-from record import record
+from record import parser_of, record
 
 HERE = Path(__file__).resolve().parent
 THEIRS, OURS = "theirs", "ours"
@@ -45,7 +44,7 @@ def spent_s(server: psutil.Process) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--run", default="reverse_text_moe", help="which checked-in run's model")
     parser.add_argument("--tokens", type=int, default=128, help="of a prompt, and of an answer")
     parser.add_argument("--requests", type=int, default=256)

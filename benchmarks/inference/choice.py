@@ -9,7 +9,6 @@
     python benchmarks/inference/choice.py    # about 3 minutes
 """
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -31,7 +30,7 @@ from orrery.models import build
 from orrery.models.weights import initialize, save
 from orrery.orchestrator.engines.choice import Chosen, EngineChoice
 from orrery.orchestrator.engines.pool import EnginePool
-from record import record
+from record import parser_of, record
 
 ROOT = Path(__file__).parents[2]
 GROUPS, GROUP_SIZE, TURNS = 6, 4, 3
@@ -131,9 +130,7 @@ async def measure(urls: list[str], kind: type[EngineChoice], salt: str) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -38,7 +38,7 @@ from orrery.manifest.schema import Manifest
 from orrery.models import build
 from orrery.models.weights import initialize, save
 from orrery.tasks.tokenizer import write_tokenizer
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 BASE, ENGINES, GOAL = "reverse_text_moe", 2, 1e-4
 HTTP, SYSTEM, EVENTS = 18700, 18701, 18750  # ports. The last two are the first engine's
@@ -251,9 +251,7 @@ def measure(manifest: Manifest, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--site", type=Path, help="folder with Dynamo's packages")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)

@@ -16,7 +16,6 @@ meanwhile.
         --manifest asynchrony_h200_4 --wire nccl    # four GPUs
 """
 
-import argparse
 import json
 import os
 import signal
@@ -30,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import rows as all_rows
-from record import record
+from record import parser_of, record
 from workspace import workspace_with
 
 ROOT = Path(__file__).parents[2]
@@ -118,9 +117,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--wire", default="files", choices=("files", "nccl", "nixl"))
     parser.add_argument("--manifest")

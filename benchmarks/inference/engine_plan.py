@@ -19,7 +19,7 @@ from throughput import LOG_PROBS, OURS, Rows, manifest, measure
 from orrery.manifest.budget import engine
 from orrery.manifest.budget.engine import Serving
 from orrery.manifest.devices import accelerator_of, rates_of
-from record import record  # importable because throughput.py extends sys.path
+from record import parser_of, record  # throughput.py extends sys.path
 
 HERE = Path(__file__).resolve().parent
 CASES = (  # run, quantization, requests in flight
@@ -70,7 +70,7 @@ def compared(args: argparse.Namespace, speed: float, before: int | None) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--run", help="only this run")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--requests", type=int, default=256)

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, record
+from record import ROOT, own_words, record
 
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 2, 32, 8
 HIDDEN, WIDTH = 6144, 2048
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        read(Path(sys.argv[1]), int(sys.argv[2]))
+    if words := own_words(__doc__):
+        read(Path(words[0]), int(words[1]))
     else:
         main()

@@ -19,7 +19,7 @@ from orrery.manifest.budget.engine import Serving
 from orrery.manifest.devices import rates_of
 from orrery.manifest.identity import load
 from orrery.manifest.schema.inference import token_bytes
-from record import record
+from record import parser_of, record
 
 HERE = Path(__file__).resolve().parent
 ALONE = {"tensor_parallel": 1, "data_parallel": 1, "expert_parallel": False}
@@ -69,6 +69,7 @@ def compared(name: str, run: str, load_of: Serving, cached: int, speed: float) -
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     rows = [compared(*one) for one in measured()]
     for row in rows:
         print(f"{row['variant']:50}{row['measured_tokens_per_s']:9,.0f}{row['value']:+8.1%}")

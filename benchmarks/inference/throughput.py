@@ -52,7 +52,7 @@ from orrery.runtime.role_context import RoleContext, parse_role, role_process
 from orrery.tasks.task import Judgement, Message, Problem
 from orrery.wire import rendezvous
 from orrery.wire.routed_experts import route_shape
-from record import record
+from record import parser_of, record
 from roles import ALONE, ROUTER, roles
 
 ROOT = Path(__file__).parents[2]
@@ -418,7 +418,7 @@ def ratio(rows: Rows, above: str, below: str) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--run", default="qwen3_30b_a3b_16k", help="which checked-in run's model and hardware"
     )

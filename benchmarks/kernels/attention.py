@@ -11,7 +11,6 @@
     python benchmarks/kernels/attention.py [--seconds 75]
 """
 
-import argparse
 import importlib.metadata
 import json
 import math
@@ -37,7 +36,7 @@ from orrery.kernels.attention import (
     varlen_attention,
 )
 from orrery.kernels.attention.layout import AttentionBackend, Layout
-from record import record
+from record import parser_of, record
 
 HEADS = [(32, 4, 128), (32, 8, 128), (16, 8, 128)]
 DEVICE = "cuda"
@@ -435,7 +434,7 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=75, help="start no row after this time")
     options = parser.parse_args()
     if not torch.cuda.is_available():

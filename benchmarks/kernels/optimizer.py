@@ -10,7 +10,6 @@
     python benchmarks/kernels/optimizer.py [--device cpu --scale 0.002]
 """
 
-import argparse
 import gc
 import statistics
 import sys
@@ -28,7 +27,7 @@ from timing import copy_out
 from orrery.manifest.schema import AdamW, Muon
 from orrery.trainer.optim import BucketedOptimizer, clip, gradient_norm, make_optimizer
 from orrery.trainer.parallel.world import World
-from record import record
+from record import parser_of, record
 
 LAYER = [(4096, 2048), (2048, 2048), (6144, 2048), (6144, 2048), (2048, 6144), (2048,), (2048,)]
 VOCABULARY = (151_936, 2048)
@@ -237,9 +236,7 @@ def release(device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the sizes, for a trial")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from record import record
+from record import parser_of, record
 
 STARTED = time.monotonic()
 GEMM_FLOPS = 650e12  # FLOP/s of large bfloat16 products
@@ -39,9 +39,7 @@ def limited_run(name: str, doc: str | None) -> tuple[bool, float, str]:
 
 def _smoke_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser of `--smoke`."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(doc)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
     return parser
 

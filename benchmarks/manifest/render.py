@@ -16,7 +16,7 @@ from orrery.manifest.identity import Workspace, run_id
 from orrery.manifest.render import render_all, write
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 NUM_RUNS = 100
 REPEATS = 5
@@ -62,6 +62,7 @@ def render_s(workspace: Workspace) -> float:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     shapes = {
         "one file, a comprehension": {"sweep.jsonnet": ONE_FILE},
         "a file a run": {

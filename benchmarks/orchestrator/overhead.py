@@ -10,7 +10,6 @@
   figure is the median ratio of neighbouring rounds.
 """
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -45,7 +44,7 @@ from orrery.wire.weight_wire import (
     remove_weight_dir,
     weight_dir,
 )
-from record import record
+from record import parser_of, record
 from roles import ENGINE, ROUTER, roles
 
 ROOT = Path(__file__).parents[2]
@@ -241,7 +240,7 @@ async def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--run", default="reverse_text", help="which checked-in run's model and task"
     )

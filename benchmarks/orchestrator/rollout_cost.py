@@ -10,7 +10,6 @@
   machine change this time little, but lower the rollouts/s.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -30,7 +29,7 @@ from orrery.orchestrator.__main__ import event_loop
 from orrery.orchestrator.dispatch import Request
 from orrery.orchestrator.rollout import Failed, Rollout
 from orrery.runtime.role_context import RoleContext
-from record import record
+from record import parser_of, record
 from roles import ALONE, ENGINE
 
 SINGLE, SHARED = "single", "shared"
@@ -110,7 +109,7 @@ def row(name: str, rounds: list[dict[str, float]]) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--run", default="reverse_text", help="which checked-in run's model")
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=3)

@@ -8,7 +8,6 @@ packing. The figure is CPU time of one core. Wall time is recorded too.
 `benchmarks/transport/pack_and_wire.py` measures the rest of the way.
 """
 
-import argparse
 import base64
 import io
 import json
@@ -22,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.wire.routed_experts import RouteShape, column, split
-from record import record
+from record import parser_of, record
 
 GOAL_GBIT_PER_S = 10.0
 
@@ -60,7 +59,7 @@ def seconds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()

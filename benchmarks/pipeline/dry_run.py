@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import record
+from record import parser_of, record
 
 ROOT = Path(__file__).parents[2]
 TARGET = "reverse_text_seeds"
@@ -36,6 +36,7 @@ def dry_run_s() -> float:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     times_s = []
     for _ in range(REPEATS):
         times_s.append(dry_run_s())

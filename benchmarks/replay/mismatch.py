@@ -11,7 +11,6 @@ count. A trainer in bfloat16 is measured too.
   runs instead of making them.   Usage: python benchmarks/replay/mismatch.py
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -38,7 +37,8 @@ from orrery.wire.packing import pack_for
 from orrery.wire.routed_experts import COLUMN, route_shape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, record
+from record import ROOT, parser_of, record
+from workspace import linked
 
 RUN = "reverse_text_moe_replay"
 GOAL = 5.0
@@ -197,8 +197,7 @@ def held_out_rewards(run: Path) -> dict[int, float]:
 
 
 def make_run(workspace: Path) -> Path:
-    for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
-        (workspace / name).symlink_to(ROOT / name)
+    linked(workspace)
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     if code := subprocess.run(
         ["snakemake", "--profile", "local", RUN], cwd=workspace, env=env
@@ -211,7 +210,7 @@ def make_run(workspace: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--run", type=Path, nargs="+", default=[], help=f"folders of finished runs of {RUN}"
     )

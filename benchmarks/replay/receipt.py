@@ -22,7 +22,7 @@ import numpy as np
 from orrery.wire.routed_experts import RouteShape, check_routes, column, split
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import record
+from record import parser_of, record
 
 SHAPE = RouteShape(num_layers=48, top_k=8, num_experts=128)
 TOKENS = 131_072
@@ -47,6 +47,7 @@ def gigabits(call: Callable[[], Any], num_bytes: int) -> float:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     said = np.random.default_rng(0).integers(
         0, SHAPE.num_experts, (TOKENS - 1, SHAPE.num_layers, SHAPE.top_k), dtype=np.uint8
     )

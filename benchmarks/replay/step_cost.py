@@ -12,7 +12,6 @@ On a host without network: `benchmarks/async/gpu_host.sh python benchmarks/repla
 machine and records nothing.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -33,7 +32,7 @@ from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import COLUMN, check_routes, route_shape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 GOAL_PERCENT = 1.0
 
@@ -110,7 +109,7 @@ def wait(device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="qwen3_30b_a3b_16k", help="a manifest's name")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=16_384)

@@ -8,7 +8,6 @@ hashing. The first save, whose host buffer is reserved beside the first steps, i
     python benchmarks/trainer/checkpoint.py --gigabytes 40 --ranks 8 --folder /scratch
 """
 
-import argparse
 import json
 import multiprocessing
 import shutil
@@ -35,7 +34,7 @@ from orrery.trainer.optim import make_optimizer
 from orrery.trainer.parallel.world import World, destroy_world, init_world
 from orrery.trainer.saver import checksum_file
 from orrery.wire import checkpoints
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 WIDTH = 4096
 NUM_SAVES = 4
@@ -170,7 +169,7 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--gigabytes", type=float, default=1.0, help="a rank, weights and optimizer state together"
     )

@@ -33,7 +33,7 @@ from orrery.trainer.assemble import load_policy
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel.world import destroy_world, init_world
 from orrery.wire.columns import Columns
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 EXPERTS, LAYERS, TOKENS = 32, 4, 4096
 GOAL, GOAL_CPU = 0.02, 1e-4  # bf16 products are summed in another order; float32 on a CPU
@@ -120,9 +120,7 @@ def run_ranks(size: int, folder: Path, words: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--gpus", type=int, choices=(2, 4, 8), default=8)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--dry-run", action="store_true")

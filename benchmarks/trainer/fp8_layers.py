@@ -15,7 +15,6 @@ are kept. The folder $OUT gets a copy.
     python benchmarks/trainer/fp8_layers.py --parts bytes bits speed experts  # or all, 7 minutes
 """
 
-import argparse
 import json
 import os
 import sys
@@ -69,7 +68,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.schema import trainer_misfits
 from orrery.trainer.bench import Options, make_request
 from orrery.trainer.bench.__main__ import run_ranks
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 PARTS = ("bytes", "bits", "speed", "experts", "dense", "mixture")
 RECORD = Path(__file__).with_suffix(".json")
@@ -511,9 +510,7 @@ def measure_training(name: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    one = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    one = parser_of(__doc__)
     one.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     one.add_argument("--check", action="store_true", help="build the requests only; needs no GPU")
     arguments = one.parse_args()

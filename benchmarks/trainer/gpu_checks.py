@@ -9,7 +9,6 @@ test. Skipped tests are counted apart. With `--only` the other groups' rows stay
     python benchmarks/trainer/gpu_checks.py --check               # collect the tests, anywhere
 """
 
-import argparse
 import json
 import os
 import signal
@@ -25,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.identity import commit
-from record import ROOT, hardware, record
+from record import ROOT, hardware, parser_of, record
 
 RECORD = Path(__file__).with_name("gpu_checks.json")
 TRAINER = "tests/trainer"
@@ -121,7 +120,7 @@ def keep(outcomes: dict[str, Outcome], path: Path = RECORD) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     names = list(GROUPS)
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="GROUP", help=", ".join(names)

@@ -27,7 +27,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.trainer.bench import BenchRequest, Options, given_options, make_request
 from orrery.trainer.bench.__main__ import as_arguments
-from record import record
+from record import parser_of, record
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -395,11 +395,7 @@ def record_plans(shape: str, every: list[Variant], out: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    one = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    one = parser_of(__doc__, allow_abbrev=False)
     one.add_argument("shape", choices=list(SHAPES))
     one.add_argument("--devices", type=int, help="instead of the manifest's")
     one.add_argument("--layers", type=int, help="number of layers, instead of the model's")

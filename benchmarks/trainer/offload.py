@@ -11,7 +11,6 @@
     python benchmarks/trainer/offload.py [--smoke]
 """
 
-import argparse
 import gc
 import json
 import statistics
@@ -43,7 +42,7 @@ from orrery.trainer.bench.rank import make_learner, timed_steps
 from orrery.trainer.learner import Learner
 from orrery.trainer.optim import BucketedOptimizer, make_optimizer
 from orrery.trainer.parallel.world import destroy_world, device_for, init_world
-from record import record
+from record import parser_of, record
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN, AFTER, STREAMED, FSDP = "plain", "after the step", "streamed", "FSDP's CPU offload"
@@ -241,9 +240,7 @@ def check_bits(device: torch.device, rows: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU, no record")
     parser.add_argument("--seconds", type=float, default=170, help="start no variant after this")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))

@@ -6,7 +6,6 @@ writes them to `planned.json`. The value is the share of rows whose time is with
     python benchmarks/trainer/planned.py
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -21,7 +20,7 @@ from orrery.manifest.budget.trainer_time import step_s
 from orrery.manifest.devices import rates_of
 from orrery.manifest.identity import load
 from orrery.trainer.bench import Options, make_request
-from record import record
+from record import parser_of, record
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -67,9 +66,7 @@ def compared(name: str, bench: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    one = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    one = parser_of(__doc__)
     one.add_argument("--out", type=Path, default=HERE)
     out = one.parse_args().out
     rows = [compared(name, bench) for name, bench in measured()]

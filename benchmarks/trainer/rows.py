@@ -30,7 +30,7 @@ from orrery.manifest.identity import load
 from orrery.trainer.bench import make_request
 from orrery.trainer.bench.__main__ import parser as options_parser
 from orrery.trainer.bench.__main__ import resolve_options
-from record import record
+from record import parser_of, record
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -211,11 +211,7 @@ def write(
 
 
 def parser() -> argparse.ArgumentParser:
-    one = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    one = parser_of(__doc__, allow_abbrev=False)
     one.add_argument("row", choices=list(ROWS))
     one.add_argument("--devices", "--gpus", type=int)
     one.add_argument("--dry-run", action="store_true", help="print the command and memory plan")

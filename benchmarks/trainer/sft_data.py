@@ -32,7 +32,7 @@ from orrery.trainer import sft_data
 from orrery.trainer.parallel.world import World
 from orrery.trainer.sft import refuse_shared
 from orrery.trainer.sft_data import Chat, Chats, Examples, open_chats, prefetch
-from record import record
+from record import parser_of, record
 
 VOCABULARY, CHAT_CHARACTERS, NUM_CHATS, BATCH = 32_000, 7_000, 1_500, 64
 STEP_TOKENS_PER_S = 8 * 9_000  # an 8-GPU host that trains 9,000 tokens a second on each
@@ -188,6 +188,7 @@ def waiting(chats: Chats, renderer: Renderer) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     sft_data.KEPT_TOKENS = 0  # keep no tokens
     torch.set_num_threads(1)
     text = source_text()

@@ -9,7 +9,6 @@ whole experts, which are nearly all bytes of a mixture. On a CPU, one thread, it
 It writes fingerprint_gpu.json on a machine with a GPU, otherwise fingerprint_cpu.json.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -20,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.wire.fingerprint import MASK, SliceFingerprints, SliceSpec, array_fingerprint
-from record import record
+from record import parser_of, record
 
 BYTES_A_S = 4.2e12  # copying on an H200
 GOAL = 0.6  # of the bytes' bound
@@ -55,9 +54,7 @@ def bucket(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, help="of a bucket; 1024 on a GPU, 64 on a CPU")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path(__file__).parent)
     options = parser.parse_args()

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.wire.columns import Columns
 from orrery.wire.packing import LazyMicroBatches, micro_batches, pack
 from orrery.wire.rollout_wire import Batch, RolloutReceiver, RolloutSender
-from record import record
+from record import parser_of, record
 
 ROLLOUT_TOKENS = 131_072
 OPAQUE_SHAPE = (78, 8)  # layers, experts a token: uint8, 624 bytes
@@ -162,7 +162,7 @@ async def send(num_rollouts: int, num_documents: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--receive", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument(
         "--num-rollouts",

@@ -30,6 +30,7 @@ from orrery.manifest.identity import Workspace, id12, load
 from orrery.runtime.health import HealthFile
 from orrery.runtime.metrics import MetricsFile
 from orrery.runtime.run_directory import done_path
+from workspace import linked
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -215,8 +216,7 @@ scratch = "/tmp"
 def test_an_export_at_a_site_with_slurm_is_a_small_job_that_needs_no_torch_here(
     checkout, capfd, monkeypatch, tmp_path, has_containers
 ):
-    for name in ("packages", "pyproject.toml"):
-        (checkout / name).symlink_to(ROOT / name)
+    linked(checkout, "packages", "pyproject.toml")
     (checkout / "site.toml").write_text(
         SITE if has_containers else SITE.partition("[containers]")[0]
     )
