@@ -77,9 +77,7 @@ class DispatchMachine(RuleBasedStateMachine):
     @rule(age=st.integers(0, 3), everything=st.booleans())
     def drop(self, age, everything):
         oldest = self.version - age
-        dropped = (
-            self.dispatch.drop_train("run_over") if everything else self.dispatch.drop_stale(oldest)
-        )
+        dropped = self.dispatch.drop_train() if everything else self.dispatch.drop_stale(oldest)
         for group in dropped:
             assert group.group.purpose == "train"
             assert everything or self.salts[group.group.key] < oldest

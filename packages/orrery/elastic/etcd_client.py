@@ -11,7 +11,7 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,16 +44,11 @@ class KeptConnection(http.client.HTTPSConnection):
 
 class EtcdClient:
     def __init__(
-        self,
-        endpoints: Sequence[str],
-        certificates: Certificates,
-        store_s: float,
-        request_s: float = REQUEST_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, endpoints: Sequence[str], certificates: Certificates, store_s: float
     ) -> None:
         self._endpoints = list(endpoints)  # ADDRESS:PORT
         self._tls = certificates.client()
-        self._store_s, self._request_s, self._clock = store_s, request_s, clock
+        self._store_s = store_s
         self._own = threading.local()
         self.closed = threading.Event()
 
@@ -73,7 +68,7 @@ class EtcdClient:
         Raise ElasticError if no endpoint answers within `within_s`, by default `store_s`.
         """
         within_s = self._store_s if within_s is None else within_s
-        end_s, reason = self._clock() + within_s, ""
+        end_s, reason = time.monotonic() + within_s, ""
         while not self.closed.is_set():
             for endpoint in self.endpoints:
                 try:
@@ -81,7 +76,7 @@ class EtcdClient:
                 except BROKEN as error:
                     reason = f"{endpoint}: {error or type(error).__name__}"
                     self._drop(endpoint)
-            if self._clock() >= end_s:
+            if time.monotonic() >= end_s:
                 break
             self.closed.wait(RETRY_S)
         raise ElasticError(
@@ -108,7 +103,7 @@ class EtcdClient:
     def _ask(self, endpoint: str, path: str, body: dict[str, Any]) -> Any:
         kept = self._own.__dict__.setdefault("connections", {})
         if endpoint not in kept:
-            kept[endpoint] = self._connect(endpoint, self._request_s)
+            kept[endpoint] = self._connect(endpoint, REQUEST_S)
         kept[endpoint].request("POST", path, json.dumps(body))
         answer = kept[endpoint].getresponse()
         found = json.loads(answer.read())

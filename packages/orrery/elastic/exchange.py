@@ -37,14 +37,13 @@ class ExchangeStats:
 
 
 class ErrorFeedback:
-    """A rank's encoding errors, f32[n]. The next exchange encodes values + `decay` · errors.
+    """A rank's encoding errors, f32[n]. The next exchange encodes values + errors.
 
     Call `commit` once the round is committed. Memory: 8 bytes a parameter.
     """
 
-    def __init__(self, n: int, decay: float = 1.0) -> None:
+    def __init__(self, n: int) -> None:
         self.lost, self.pending = np.zeros(n, np.float32), np.zeros(n, np.float32)
-        self.decay = np.float32(decay)
 
     def commit(self, parts: Iterable[slice] = (slice(None),)) -> None:
         for part in parts:
@@ -243,7 +242,7 @@ class _Lane(ABC):
         begin_s, feedback = time.monotonic(), self.site.error_feedback
         at = self.pieces[number].at
         if feedback is not None:
-            values += feedback.decay * feedback.lost[at]
+            values += feedback.lost[at]
         codec = self.site.codec
         wire = codec.encode(values, self._slab.take(codec.wire_bytes(values.size)))
         if feedback is not None:

@@ -116,11 +116,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 class PeerSource:
     """The snapshots of a peer at ADDRESS:PORT, over one connection."""
 
-    def __init__(self, peer: str, certificates: Certificates, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, peer: str, certificates: Certificates) -> None:
         self.name, self.num_bytes = peer, 0  # bytes of received blocks
         address, _, port = peer.rpartition(":")
         self._connection = http.client.HTTPSConnection(
-            address, int(port), timeout=silence_s, context=certificates.client()
+            address, int(port), timeout=SILENCE_S, context=certificates.client()
         )
 
     def newest(self) -> StateSnapshot | None:

@@ -23,7 +23,7 @@ from huggingface_hub import constants, errors
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import publish_folder, sha256
-from orrery.manifest.shards import SUMS
+from orrery.manifest.shards import SUMS, read_sums, sums_text
 
 constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
@@ -265,9 +265,9 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        lines = [f"{sha256(path)}  {path.relative_to(temporary).as_posix()}\n" for path in files]
-        (temporary / SUMS).write_text(f"# {source.title}\n{''.join(lines)}")
+        files = [path for path in temporary.rglob("*") if path.is_file()]
+        digests = {path.relative_to(temporary).as_posix(): sha256(path) for path in files}
+        (temporary / SUMS).write_text(f"# {source.title}\n{sums_text(digests)}")
         publish_folder(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -283,8 +283,7 @@ def is_finished(source: HubRepository, target: Path) -> bool:
         raise OrreryError(
             f"{target}: holds {found}, and {source.title} was asked for. Move the folder away"
         )
-    for line in lines[1:]:
-        digest, _, name = line.partition("  ")
+    for name, digest in read_sums(lines[1:]).items():
         if not (target / name).is_file() or sha256(target / name) != digest:
             raise OrreryError(
                 f"{target / name}: is not the file of {SUMS}. Restore it, or move {target} away "

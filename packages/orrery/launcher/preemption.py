@@ -128,9 +128,7 @@ def _job_ends_at_s(job: Job) -> float | None:
 # `orrery stop`
 
 
-def stop_run(
-    run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s: float = STOP_S
-) -> str:
+def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False) -> str:
     """End the run and return its last message.
 
     With `checkpoint`, ask the run to write a checkpoint and end, and return without waiting.
@@ -140,7 +138,7 @@ def stop_run(
     if holder is not None and holder.is_here and not _is_a_job(run_dir):
         if checkpoint:
             return _preempt_launcher(run_dir, holder.pid)
-        return _end_launcher(run_dir, holder.pid, within_s)
+        return _end_launcher(run_dir, holder.pid)
     jobs = queue.run_jobs(run_dir) if on_cluster else []
     if not jobs:
         if holder is not None:
@@ -149,7 +147,7 @@ def stop_run(
     told = ", ".join(f"{job.id} ({job.stage}, {job.slurm_state.lower()})" for job in jobs)
     if checkpoint:
         return _preempt_jobs(run_dir, jobs, told)
-    return _cancel_jobs(run_dir, jobs, told, within_s)
+    return _cancel_jobs(run_dir, jobs, told)
 
 
 def _preempt_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
@@ -164,15 +162,15 @@ def _preempt_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
     return f"{name}: asked job {told} for a checkpoint; it ends when that is written"
 
 
-def _cancel_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str, within_s: float) -> str:
+def _cancel_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
     ids = [job.id for job in jobs]
     queue.cancel(ids)
-    limit_s = time.monotonic() + within_s
+    limit_s = time.monotonic() + STOP_S
     while left := {job.id for job in queue.run_jobs(run_dir)} & {*ids}:
         if time.monotonic() > limit_s:
             raise OrreryError(
                 f"{run_dir.name}: cancelled job {told}, but {', '.join(sorted(left))} has not "
-                f"ended after {within_s:.0f} s"
+                f"ended after {STOP_S:.0f} s"
             )
         time.sleep(0.2)
     return f"{run_dir.name}: cancelled job {told}"
@@ -210,13 +208,13 @@ def _signal(run_dir: Path, pid: int, number: signal.Signals) -> None:
         ) from None
 
 
-def _end_launcher(run_dir: Path, pid: int, within_s: float) -> str:
+def _end_launcher(run_dir: Path, pid: int) -> str:
     _signal(run_dir, pid, signal.SIGTERM)
-    limit_s = time.monotonic() + within_s
+    limit_s = time.monotonic() + STOP_S
     while (holder := lock_holder(run_dir)) is not None and holder.pid == pid:
         if time.monotonic() > limit_s:
             raise OrreryError(
-                f"{run_dir.name}: the launcher (pid {pid}) did not end within {within_s:.0f} s. "
+                f"{run_dir.name}: the launcher (pid {pid}) did not end within {STOP_S:.0f} s. "
                 f"See {log_path(run_dir, 'launcher.0')}"
             )
         time.sleep(0.05)

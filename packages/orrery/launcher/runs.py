@@ -161,9 +161,9 @@ def place_site(
     write_atomic(file, json.dumps(place | {"certificates": str(certificates.resolve())}).encode())
 
 
-def check_shard(word: str, shard: int, workspace: Workspace | None = None) -> None:
+def check_shard(word: str, shard: int) -> None:
     """Raise OrreryError if the data is sharded by file and this machine lacks a file of `shard`."""
-    workspace = workspace or find_workspace()
+    workspace = find_workspace()
     sft = find(word, workspace).manifest.stages.sft
     if sft is None or sft.data.kind != "text" or sft.data.shard_by is None:
         return

@@ -59,16 +59,24 @@ def files_to_fetch(names: Iterable[str], shard: Shard) -> list[str]:
 # Folders
 
 
-def write_data_sums(folder: Path, digests: Mapping[str, str]) -> None:
+def sums_text(digests: Mapping[str, str]) -> str:
+    """Return lines for `sha256sum -c` from digests by path."""
     ordered = sorted(digests, key=PurePosixPath)
-    (folder / DATA_SUMS).write_text("".join(f"{digests[name]}  {name}\n" for name in ordered))
+    return "".join(f"{digests[name]}  {name}\n" for name in ordered)
+
+
+def read_sums(lines: Iterable[str]) -> dict[str, str]:
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def write_data_sums(folder: Path, digests: Mapping[str, str]) -> None:
+    (folder / DATA_SUMS).write_text(sums_text(digests))
 
 
 def data_sums(folder: Path) -> dict[str, str]:
     """Return the sha256 in DATA_SUMS of each data file by path. Return {} without DATA_SUMS."""
     file = folder / DATA_SUMS
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    return read_sums(file.read_text().splitlines()) if file.is_file() else {}
 
 
 def data_names(folder: Path) -> list[str]:

@@ -221,8 +221,8 @@ class Dispatch:
             if group.version is not None and group.version < oldest_version
         ]
 
-    def drop_train(self, reason: str) -> list[GroupDropped]:
-        return [self._drop(group, reason) for group in self._train_groups()]
+    def drop_train(self) -> list[GroupDropped]:
+        return [self._drop(group, "run_over") for group in self._train_groups()]
 
     def _drop(self, group: _OpenGroup, reason: str) -> GroupDropped:
         requests = tuple(request for request, _ in group.in_flight.values())

@@ -308,7 +308,7 @@ class Scheduler:
 
     def end_training(self) -> list[Request]:
         """Drop all train groups. Return the requests to cancel."""
-        return self._give_up(self.dispatch.drop_train("run_over"))
+        return self._give_up(self.dispatch.drop_train())
 
     @property
     def newest_allowed_batch(self) -> int:

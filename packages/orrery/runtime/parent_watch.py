@@ -68,9 +68,8 @@ def kill_own_group() -> None:
 
 
 class ParentWatch:
-    def __init__(self, poll_s: float = POLL_S):
+    def __init__(self) -> None:
         self._callbacks: list[Callable[[], object]] = []
-        self._poll_s = poll_s
         self.is_launched = LAUNCHER_PID in os.environ
         # Remove the variable, because this process is its children's parent.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
@@ -89,7 +88,7 @@ class ParentWatch:
 
     def _watch(self) -> None:
         while os.getppid() == self._parent:
-            if self._stop.wait(self._poll_s):
+            if self._stop.wait(POLL_S):
                 return
         runner = threading.Thread(
             target=self._run_callbacks, name="parent watch callbacks", daemon=True

@@ -200,9 +200,8 @@ class BufferPool:
     A buffer is free while only the pool references it.
     """
 
-    def __init__(self, keep: int = 2) -> None:
+    def __init__(self) -> None:
         self._buffers: list[np.ndarray] = []
-        self._keep = keep
 
     def take(self, num_bytes: int) -> np.ndarray:
         """Return uint8 [num_bytes], uninitialized."""
@@ -211,8 +210,5 @@ class BufferPool:
             if is_free and len(self._buffers[index]) >= num_bytes:
                 return self._buffers[index][:num_bytes]
         buffer = np.empty(num_bytes, dtype=np.uint8)
-        self._buffers = [
-            *self._buffers[-(self._keep - 1) :],
-            buffer,
-        ]
+        self._buffers = [*self._buffers[-1:], buffer]
         return buffer[:num_bytes]

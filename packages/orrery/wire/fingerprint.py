@@ -44,25 +44,10 @@ def _mixed(index: np.ndarray) -> np.ndarray:
 FACTORS = _mixed(np.arange(1 << 63, (1 << 63) + GROUP, dtype=np.uint64))  # k(0), k(1), …
 
 
-def tensor_fingerprint(
-    tensor: "torch.Tensor",
-    full_shape: Sequence[int] | None = None,
-    starts: Sequence[int] | None = None,
-) -> int:
-    """Return F of `tensor`, in [0, 2^64), for dtypes of 1, 2, 4 or 8 bytes on any device.
-
-    With `full_shape` and `starts`, `tensor` is a slice of a larger tensor. Return its share. Raise
-    ValueError if the slice lies outside.
-    """
+def tensor_fingerprint(tensor: "torch.Tensor") -> int:
+    """Return F of `tensor`, in [0, 2^64), for dtypes of 1, 2, 4 or 8 bytes on any device."""
     shape = tuple(tensor.shape)
-    full_shape = shape if full_shape is None else tuple(full_shape)
-    starts = (0,) * len(shape) if starts is None else tuple(starts)
-    if not len(shape) == len(full_shape) == len(starts) or any(
-        start < 0 or start + size > full
-        for start, size, full in zip(starts, shape, full_shape, strict=True)
-    ):
-        raise ValueError(f"a slice of shape {shape} at {starts} does not lie inside {full_shape}")
-    return int(slice_share(tensor.detach(), full_shape, starts).item()) & MASK
+    return int(slice_share(tensor.detach(), shape, (0,) * len(shape)).item()) & MASK
 
 
 def array_fingerprint(bits: np.ndarray) -> int:

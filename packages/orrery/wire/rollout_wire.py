@@ -136,10 +136,9 @@ _TURNED_AWAY = (
 class RolloutSender:
     """The orchestrator's end, for one event loop. `control` also carries leases of weights."""
 
-    def __init__(self, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
+    def __init__(self, host: str, port: int, num_ranks: int) -> None:
         """Listen at `host`. With `port` 0, choose a free port."""
         self.num_ranks = num_ranks
-        self._keep = keep
         self.control = ControlSocket(host, port)
         for kind in (BatchAsk, Acknowledgement):
             self.control.route(kind, self._handle)
@@ -159,10 +158,10 @@ class RolloutSender:
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
-        """Wait while `keep` batches lack acknowledgements. Then send in the background."""
+        """Wait while a batch lacks acknowledgements. Then send in the background."""
         batch.check(self.num_ranks, self._last_taken)
         self._last_taken = batch.step
-        await self._until(lambda: len(self._held) < self._keep)
+        await self._until(lambda: not self._held)
         self._held[batch.step] = batch
         self._missing[batch.step] = set(range(self.num_ranks))
         self._last_held = batch.step

@@ -126,9 +126,9 @@ def plan_run(
     )
 
 
-def trainer_plan(manifest: Manifest, stage: str, counted: ParameterCounts) -> MemoryPlan:
-    """Return a trainer rank's memory plan in `stage` ("sft" or "rl")."""
-    trainer, load = stage_workload(manifest, stage)
+def trainer_plan(manifest: Manifest, counted: ParameterCounts) -> MemoryPlan:
+    """Return a trainer rank's memory plan in stage rl."""
+    trainer, load = stage_workload(manifest, "rl")
     capacity = usable_bytes(manifest.hardware.accelerator) or 0  # a CPU has no device memory
     return plan_memory(manifest.model, trainer, load, capacity, counted)
 
@@ -165,7 +165,7 @@ class RunPlan:
 
     def roles(self) -> tuple[RoleBudget, ...]:
         hardware, mesh = self.manifest.hardware, self.trainer.mesh
-        plan = trainer_plan(self.manifest, "rl", self.counted)
+        plan = trainer_plan(self.manifest, self.counted)
         fullest = plan.moments[plan.fullest]
         memory = {kind: sum(fullest[each] for each in names) for kind, names in KINDS.items()}
         if self.is_gpu:
@@ -388,7 +388,7 @@ class RunPlan:
             return {}
         changed = self.trainer.model_copy(update={"mesh": mesh.model_copy(update={"ep": other})})
         plans = [
-            trainer_plan(self.manifest.model_copy(update={"trainer": trainer}), "rl", self.counted)
+            trainer_plan(self.manifest.model_copy(update={"trainer": trainer}), self.counted)
             for trainer in (self.trainer, changed)
         ]
         now, then = (plan.moments[plan.fullest] for plan in plans)
