@@ -312,18 +312,13 @@ def test_the_role_ends_with_a_sentence_when_vllm_router_does(tmp_path, engines):
     )
 
 
-def test_a_router_that_logs_all_logs_no_credential(tmp_path, engines, monkeypatch):
+async def test_a_router_that_logs_all_logs_no_credential(tmp_path, engines, monkeypatch):
     monkeypatch.setenv("ORRERY_LOG_LEVEL", "debug")
     run_dir = make_run(tmp_path / "run", DENSE, num_replicas=2)
     process, url = start_router(run_dir, engines)
 
-    async def scenario():
-        async with RouterClient(url, TOKEN) as client:
-            await client.generate(
-                [1], max_tokens=1, temperature=1.0, cache_salt="a", request_id="r"
-            )
-
-    asyncio.run(scenario())
+    async with RouterClient(url, TOKEN) as client:
+        await client.generate([1], max_tokens=1, temperature=1.0, cache_salt="a", request_id="r")
     stop(process)
     log = (run_dir / "logs" / "orrery.inference.router.0.log").read_text()
     assert (

@@ -75,7 +75,7 @@ async def say(url, sent):
     return received
 
 
-def test_a_request_passes_with_the_fronts_credential_and_the_answer_with_few_headers():
+async def test_a_request_passes_with_the_fronts_credential_and_the_answer_with_few_headers():
     seen = []
 
     async def answer(reader, writer):
@@ -89,19 +89,16 @@ def test_a_request_passes_with_the_fronts_credential_and_the_answer_with_few_hea
         yield b"first, "
         yield b"second"
 
-    async def scenario():
-        async with (
-            serving(answer) as url,
-            aiohttp.ClientSession(auto_decompress=False, headers=KEY) as session,
-        ):
-            for _ in range(2):
-                headers = {"X-Session-ID": "7", "X-Other": "1", "Content-Type": "text/x"}
-                async with session.post(url + GENERATE, data=body(), headers=headers) as said:
-                    assert (said.status, await said.read()) == (200, b"abcde")
-                    assert said.headers["X-Orrery-Engine"] == "3" and "X-Secret" not in said.headers
-                    assert said.headers["Content-Encoding"] == "gzip"
-
-    asyncio.run(scenario())
+    async with (
+        serving(answer) as url,
+        aiohttp.ClientSession(auto_decompress=False, headers=KEY) as session,
+    ):
+        for _ in range(2):
+            headers = {"X-Session-ID": "7", "X-Other": "1", "Content-Type": "text/x"}
+            async with session.post(url + GENERATE, data=body(), headers=headers) as said:
+                assert (said.status, await said.read()) == (200, b"abcde")
+                assert said.headers["X-Orrery-Engine"] == "3" and "X-Secret" not in said.headers
+                assert said.headers["Content-Encoding"] == "gzip"
     for head, content in seen:
         assert content == b"first, second"
         names = {line.partition(":")[0].lower() for line in head.splitlines()[1:] if line}
@@ -130,59 +127,48 @@ def test_a_malformed_request_is_refused_with_one_line_in_the_log(sent, caplog):
     assert "refused a malformed request of 127.0.0.1" in record.getMessage()
 
 
-def test_heads_and_bodies_have_a_limit_and_other_protocols_are_refused(monkeypatch):
+async def test_heads_and_bodies_have_a_limit_and_other_protocols_are_refused(monkeypatch):
     monkeypatch.setattr(front_module, "MAX_BODY_BYTES", 10)
 
-    async def scenario():
-        async with serving(unasked) as url:
-            endless = b"GET / HTTP/1.1\r\nX: " + b"x" * (MAX_HEAD_BYTES + 1)
-            assert (await say(url, endless)).startswith(b"HTTP/1.1 431 ")
-            body = f"{HEAD}Content-Length: 11\r\n\r\n12345678901"
-            assert (await say(url, body.encode())).startswith(b"HTTP/1.1 413 ")
-            upgrade = f"{HEAD}Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
-            assert (await say(url, upgrade.encode())).startswith(b"HTTP/1.1 400 ")
-            old = HEAD.replace("HTTP/1.1", "HTTP/1.0") + "\r\n"
-            assert (await say(url, old.encode())).startswith(b"HTTP/1.1 400 ")
-            unknown = HEAD.replace(GENERATE, GENERATE + "/") + "\r\n"
-            assert (await say(url, unknown.encode())).startswith(b"HTTP/1.1 401 ")
-
-    asyncio.run(scenario())
+    async with serving(unasked) as url:
+        endless = b"GET / HTTP/1.1\r\nX: " + b"x" * (MAX_HEAD_BYTES + 1)
+        assert (await say(url, endless)).startswith(b"HTTP/1.1 431 ")
+        body = f"{HEAD}Content-Length: 11\r\n\r\n12345678901"
+        assert (await say(url, body.encode())).startswith(b"HTTP/1.1 413 ")
+        upgrade = f"{HEAD}Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+        assert (await say(url, upgrade.encode())).startswith(b"HTTP/1.1 400 ")
+        old = HEAD.replace("HTTP/1.1", "HTTP/1.0") + "\r\n"
+        assert (await say(url, old.encode())).startswith(b"HTTP/1.1 400 ")
+        unknown = HEAD.replace(GENERATE, GENERATE + "/") + "\r\n"
+        assert (await say(url, unknown.encode())).startswith(b"HTTP/1.1 401 ")
 
 
-def test_a_refused_request_hides_no_second_one():
-    async def scenario():
-        async with serving(unasked) as url:
-            stranger = (
-                HEAD.replace(KEY["Authorization"], "Bearer x") + "Content-Length: 2\r\n\r\n{}"
-            )
-            said = await say(url, (stranger + HEAD + "Content-Length: 2\r\n\r\n{}").encode())
-            assert said.startswith(b"HTTP/1.1 401 ") and said.count(b"HTTP/1.1 ") == 1
-
-    asyncio.run(scenario())
+async def test_a_refused_request_hides_no_second_one():
+    async with serving(unasked) as url:
+        stranger = HEAD.replace(KEY["Authorization"], "Bearer x") + "Content-Length: 2\r\n\r\n{}"
+        said = await say(url, (stranger + HEAD + "Content-Length: 2\r\n\r\n{}").encode())
+        assert said.startswith(b"HTTP/1.1 401 ") and said.count(b"HTTP/1.1 ") == 1
 
 
-def test_a_request_before_the_last_answer_ends_both():
-    async def scenario():
-        came, ended = asyncio.Event(), asyncio.Event()
+async def test_a_request_before_the_last_answer_ends_both():
+    came, ended = asyncio.Event(), asyncio.Event()
 
-        async def hold(reader, writer):
-            await request_of(reader)
-            came.set()
-            await reader.read()
-            ended.set()
+    async def hold(reader, writer):
+        await request_of(reader)
+        came.set()
+        await reader.read()
+        ended.set()
 
-        async with serving(hold) as url:
-            host, port = url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            for _ in range(2):
-                writer.write(f"{HEAD}Content-Length: 2\r\n\r\n{{}}".encode())
-                await asyncio.wait_for(came.wait(), 10)
-            with suppress(ConnectionResetError):
-                assert await asyncio.wait_for(reader.read(), 10) == b""
-            await asyncio.wait_for(ended.wait(), 10)
-            await close(writer)
-
-    asyncio.run(scenario())
+    async with serving(hold) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for _ in range(2):
+            writer.write(f"{HEAD}Content-Length: 2\r\n\r\n{{}}".encode())
+            await asyncio.wait_for(came.wait(), 10)
+        with suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        await asyncio.wait_for(ended.wait(), 10)
+        await close(writer)
 
 
 @pytest.mark.parametrize("is_begun", [False, True])

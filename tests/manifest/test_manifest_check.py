@@ -60,426 +60,407 @@ MLA = {
 def broken(path, value, data=None):
     data = copy.deepcopy(GOOD if data is None else data)
     at = data
-    for key in path[:-1]:
+    *keys, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+    for key in keys:
         at = at[key]
     if value is KeyError:
-        del at[path[-1]]
+        del at[last]
     else:
-        at[path[-1]] = value
+        at[last] = value
     return data
 
 
 SPARSE_ATTENTION = broken(
-    ("model",),
+    "model",
     SPARSE["model"]
     | {"family": "glm5", "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
     | {"qk_norm": False, "mla": MLA}
     | {"moe": SPARSE["model"]["moe"] | {"score": "sigmoid", "num_shared_experts": 1}},
     SPARSE,
 )
-LEARNING = broken(("trainer", "indexer"), "train", SPARSE_ATTENTION)
-REPLAYING = broken(("trainer", "indexer_choice"), "replay", SPARSE_ATTENTION)
-LONG = broken(("transport", "routed_experts"), True, REPLAYING)
+LEARNING = broken("trainer.indexer", "train", SPARSE_ATTENTION)
+REPLAYING = broken("trainer.indexer_choice", "replay", SPARSE_ATTENTION)
+LONG = broken("transport.routed_experts", True, REPLAYING)
 LONG["model"]["max_positions"] = LONG["inference"]["max_model_len_tokens"] = 16385
 LONG["trainer"]["memory"]["max_tokens_per_micro_batch"] = 1 << 15
 LONG["inference"]["kv_cache_bytes"] = 1 << 30
 SIGN_SGD = {"kind": "sign_sgd", "lr": 1e-3, "weight_decay": 0.0}
-OFFLOADED = broken(("trainer", "memory", "optimizer_offload"), True)
+OFFLOADED = broken("trainer.memory.optimizer_offload", True)
 SENTENCES = [
     (
-        broken(("trainer", "optimizer", "lrr"), 1e-3),
+        broken("trainer.optimizer.lrr", 1e-3),
         "trainer.optimizer.lrr = 0.001: there is no such field; did you mean 'lr'?",
     ),
     (
-        broken(("trainer", "optimizer", "lr"), "fast"),
+        broken("trainer.optimizer.lr", "fast"),
         'trainer.optimizer.lr = "fast": should be a valid number',
     ),
+    (broken("trainer.optimizer.lr", -1), "trainer.optimizer.lr = -1: should be greater than 0"),
     (
-        broken(("trainer", "optimizer", "lr"), -1),
-        "trainer.optimizer.lr = -1: should be greater than 0",
-    ),
-    (
-        broken(("trainer", "param_dtype"), "bfloat16"),
+        broken("trainer.param_dtype", "bfloat16"),
         "trainer.param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and at "
         "a learning rate of 1e-6 no weight moves; set trainer.param_dtype to 'float32' (frozen "
         "weights beside trainer.lora are held in trainer.compute_dtype)",
     ),
     (
-        broken(("trainer", "optimizer", "beta1"), 1.0),
+        broken("trainer.optimizer.beta1", 1.0),
         "trainer.optimizer.beta1 = 1.0: should be less than 1",
     ),
+    (broken("trainer.optimizer.beta2", 1), "trainer.optimizer.beta2 = 1: should be less than 1"),
     (
-        broken(("trainer", "optimizer", "beta2"), 1),
-        "trainer.optimizer.beta2 = 1: should be less than 1",
-    ),
-    (
-        broken(("trainer", "optimizer"), {**SGD, "momentum": 1.0}),
+        broken("trainer.optimizer", {**SGD, "momentum": 1.0}),
         "trainer.optimizer.momentum = 1.0: should be less than 1",
     ),
     (
-        broken(("trainer", "optimizer"), {**MUON, "momentum": 1.0}),
+        broken("trainer.optimizer", {**MUON, "momentum": 1.0}),
         "trainer.optimizer.momentum = 1.0: should be less than 1",
     ),
-    (broken(("seed",), 1.5), "seed = 1.5: "),
-    (broken(("seed",), True), "seed = true: should be a valid integer"),
-    (broken(("trainer", "loss"), KeyError), "trainer.loss: is missing"),
+    (broken("seed", 1.5), "seed = 1.5: "),
+    (broken("seed", True), "seed = true: should be a valid integer"),
+    (broken("trainer.loss", KeyError), "trainer.loss: is missing"),
     (
-        broken(("trainer", "schedule", "kind"), "cosin"),
+        broken("trainer.schedule.kind", "cosin"),
         "trainer.schedule.kind = \"cosin\": there is no such kind; did you mean 'cosine'?",
     ),
     (
-        broken(("trainer", "optimizer", "kind"), "x"),
+        broken("trainer.optimizer.kind", "x"),
         'trainer.optimizer.kind = "x": there is no such kind; '
         "the kinds here are adamw, muon, sgd, sign_sgd",
     ),
     (
-        broken(("stages", "rl"), None),
+        broken("stages.rl", None),
         "stages.rl = null: it cannot be left out; write an object with num_steps",
     ),
     (
-        broken(("inference", "kv_offload"), None),
+        broken("inference.kv_offload", None),
         "inference.kv_offload = null: should be an object whose kind is one of none, tiers, "
         "mooncake",
     ),
     (
-        broken(("trainer", "memory", "activation_checkpointing"), "full"),
+        broken("trainer.memory.activation_checkpointing", "full"),
         'trainer.memory.activation_checkpointing = "full": '
         "should be an object whose kind is one of none, full, selective",
     ),
     (
-        broken(("model", "init"), {"seed": 1}),
+        broken("model.init", {"seed": 1}),
         'model.init = {"seed": 1}: should be an object whose kind is one of random, pretrained',
     ),
     (
-        broken(("stages", "sft", "data"), None),
+        broken("stages.sft.data", None),
         "stages.sft.data = null: should be an object whose kind is one of demonstrations, "
         "chat_file, dataset",
     ),
     (
-        broken(("trainer", "mesh"), None),
+        broken("trainer.mesh", None),
         "trainer.mesh = null: it cannot be left out; write an object with dp_replicate, dp_shard,",
     ),
     (
-        broken(("tasks", "train", 0), None),
+        broken("tasks.train.0", None),
         "tasks.train[0] = null: it cannot be left out; write an object with name, kind,",
     ),
+    (broken("trainer.schedule.decay", 3), "trainer.schedule.decay = 3: there is no such field"),
     (
-        broken(("trainer", "schedule", "decay"), 3),
-        "trainer.schedule.decay = 3: there is no such field",
-    ),
-    (
-        broken(("tasks", "train", 0, "wieght"), 1),
+        broken("tasks.train.0.wieght", 1),
         "tasks.train[0].wieght = 1: there is no such field; did you mean 'weight'?",
     ),
     (
-        broken(("stages", "sft", "data", "task", "sed"), 1),
+        broken("stages.sft.data.task.sed", 1),
         "stages.sft.data.task.sed = 1: there is no such field; did you mean 'seed'?",
     ),
     (
-        broken(("trainer", "mesh", "ep"), 3),
+        broken("trainer.mesh.ep", 3),
         "trainer.mesh.ep 3: family 'qwen3' has no experts to spread; set trainer.mesh.ep to 1",
     ),
     (
-        broken(("trainer", "mesh", "ep"), 3, SPARSE),
+        broken("trainer.mesh.ep", 3, SPARSE),
         "trainer.mesh.ep 3 does not divide dp_shard·cp = 1; choose from [1]",
     ),
     (
-        broken(("inference", "prefill_replicas"), 1),
+        broken("inference.prefill_replicas", 1),
         "inference.prefill_replicas 1 of num_replicas 1 leave none to decode; choose from 0 to 0",
     ),
     (
-        broken(("inference", "kv_transfer"), {"kind": "none"}, NODES),
+        broken("inference.kv_transfer", {"kind": "none"}, NODES),
         "inference.prefill_replicas 2 need caches to travel; set inference.kv_transfer.kind to "
         "'nixl' or 'mooncake', or",
     ),
     (
-        broken(("inference", "kv_transfer"), {"kind": "nixl"}),
+        broken("inference.kv_transfer", {"kind": "nixl"}),
         "inference.kv_transfer 'nixl' without engines that only prefill; set "
         "inference.prefill_replicas, or",
     ),
     (
-        broken(("transport", "weights"), "nixl", broken(("inference", "kv_offload"), STORE)),
+        broken("transport.weights", "nixl", broken("inference.kv_offload", STORE)),
         "transport.weights 'nixl' with inference.kv_offload.kind 'mooncake': no engine can load "
         "both, for each brings its own rdma-core",
     ),
     (
         broken(
-            ("orchestrator", "admission"),
-            {"kind": "adaptive", "min_in_flight": 9, "max_in_flight": 8},
+            "orchestrator.admission", {"kind": "adaptive", "min_in_flight": 9, "max_in_flight": 8}
         ),
         "orchestrator.admission.min_in_flight 9 exceeds max_in_flight 8; set it to at most that",
     ),
     (
-        broken(("trainer", "fsdp", "cpu_offload"), True, OFFLOADED),
+        broken("trainer.fsdp.cpu_offload", True, OFFLOADED),
         "trainer.memory.optimizer_offload with fsdp.cpu_offload: the state lives in host memory "
         "already; set trainer.memory.optimizer_offload to false",
     ),
     (
-        broken(("trainer", "memory", "optimizer_offload_resident"), 0.5),
+        broken("trainer.memory.optimizer_offload_resident", 0.5),
         "trainer.memory.optimizer_offload_resident 0.5 without optimizer_offload: all state is on "
         "the device; set it to 0",
     ),
     (
-        broken(("stages", "sft"), None, broken(("trainer", "optimizer"), SIGN_SGD, OFFLOADED)),
+        broken("stages.sft", None, broken("trainer.optimizer", SIGN_SGD, OFFLOADED)),
         "trainer.memory.optimizer_offload: sign_sgd as written here keep no state; set "
         "trainer.memory.optimizer_offload to false",
     ),
     (
-        broken(
-            ("stages", "sft", "optimizer"),
-            SGD,
-            broken(("trainer", "optimizer"), SIGN_SGD, OFFLOADED),
-        ),
+        broken("stages.sft.optimizer", SGD, broken("trainer.optimizer", SIGN_SGD, OFFLOADED)),
         "trainer.memory.optimizer_offload: sgd and sign_sgd as written here keep no state; set "
         "trainer.memory.optimizer_offload to false",
     ),
     (
-        broken(("transport", "weights"), "adapters"),
+        broken("transport.weights", "adapters"),
         "transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to "
         "'files'",
     ),
     (
-        broken(("trainer", "lora"), {**ADAPTERS, "targets": ["attention", "experts"]}),
+        broken("trainer.lora", {**ADAPTERS, "targets": ["attention", "experts"]}),
         "trainer.lora.targets ['experts']: family 'qwen3' with these layers has none; choose "
         "from ['attention', 'feed_forward']",
     ),
     (
-        broken(("trainer", "lora"), {**ADAPTERS, "targets": ["feed_forward"]}, SPARSE),
+        broken("trainer.lora", {**ADAPTERS, "targets": ["feed_forward"]}, SPARSE),
         "trainer.lora.targets ['feed_forward']: family 'qwen3_moe' with these layers has none; "
         "choose from ['attention', 'experts']",
     ),
     (
-        broken(("transport", "routed_experts"), True),
+        broken("transport.routed_experts", True),
         "transport.routed_experts: family 'qwen3' has no experts to choose; set "
         "transport.routed_experts to false",
     ),
     (
-        broken(("inference", "expert_parallel"), True, SPARSE),
+        broken("inference.expert_parallel", True, SPARSE),
         "inference.expert_parallel: the one device of an engine has all experts; set "
         "inference.expert_parallel to false, or data_parallel",
     ),
     (
-        broken(("inference", "num_replicas"), 2),
+        broken("inference.num_replicas", 2),
         "inference.num_replicas 2 needs a router; set inference.router.kind to 'vllm_router'",
     ),
     (
-        broken(("inference", "router"), {**ROUTER, "balance_rel_threshold": 0.9}),
+        broken("inference.router", {**ROUTER, "balance_rel_threshold": 0.9}),
         "inference.router.balance_rel_threshold = 0.9: should be greater than or equal to 1",
     ),
     (
-        broken(("inference", "router"), {**ROUTER, "policy": "round_robin"}),
+        broken("inference.router", {**ROUTER, "policy": "round_robin"}),
         "inference.router.balance_abs_threshold 2: policy 'round_robin' reads none; set it to "
         "null, or policy to 'cache_aware'",
     ),
     (
-        broken(("inference", "router"), {**ROUTER, "balance_rel_threshold": None}),
+        broken("inference.router", {**ROUTER, "balance_rel_threshold": None}),
         "inference.router.balance_rel_threshold is null: policy 'cache_aware' reads it; set it "
         "to a number",
     ),
     (
-        broken(("inference", "router"), ROUTER, NODES),
+        broken("inference.router", ROUTER, NODES),
         "inference.router 'vllm_router' with prefill_replicas 2: where prefill is apart the "
         "orchestrator takes each request to its two engines itself; set inference.router.kind to "
         "'none', or",
     ),
     (
-        broken(("inference", "tensor_parallel"), 8),
+        broken("inference.tensor_parallel", 8),
         "inference.tensor_parallel 8: 4 query heads and 2 key heads do not divide among as many "
         "devices; choose from [1, 2, 4]",
     ),
     (
-        broken(("inference", "tensor_parallel"), 3, broken(("model", "num_heads"), 6)),
+        broken("inference.tensor_parallel", 3, broken("model.num_heads", 6)),
         "inference.tensor_parallel 3: 6 query heads and 2 key heads do not divide among as many "
         "devices; choose from [1, 2, 6]",
     ),
     (
-        broken(("inference", "max_num_sequences"), 257),
+        broken("inference.max_num_sequences", 257),
         "inference.max_batched_tokens 256 cannot hold one token of each of "
         "inference.max_num_sequences 257; set it to at least that",
     ),
     (
-        broken(("inference", "kv_cache_bytes"), 12287),
+        broken("inference.kv_cache_bytes", 12287),
         "inference.kv_cache_bytes 12287 cannot hold one rollout of "
         "inference.max_model_len_tokens 64, which needs 12288; set it to at least that",
     ),
     (
-        broken(("inference", "kv_offload"), {"kind": "tiers", "host_bytes": 8191, "disk_bytes": 0}),
+        broken("inference.kv_offload", {"kind": "tiers", "host_bytes": 8191, "disk_bytes": 0}),
         "inference.kv_offload.host_bytes 8191 cannot hold one rollout of "
         "inference.max_model_len_tokens 64, which needs 8192; set it to at least that, or "
         "inference.kv_offload.kind to 'none'",
     ),
     (
-        broken(
-            ("inference", "kv_offload"), {"kind": "tiers", "host_bytes": 8192, "disk_bytes": 8191}
-        ),
+        broken("inference.kv_offload", {"kind": "tiers", "host_bytes": 8192, "disk_bytes": 8191}),
         "inference.kv_offload.disk_bytes 8191 cannot hold one rollout of "
         "inference.max_model_len_tokens 64, which needs 8192; set it to at least that, or to 0 "
         "for no files",
     ),
     (
-        broken(("inference", "kv_offload"), {**STORE, "segment_bytes": (16 << 20) - 1}),
+        broken("inference.kv_offload", {**STORE, "segment_bytes": (16 << 20) - 1}),
         "inference.kv_offload.segment_bytes 16777215: Mooncake takes at least 16777216 of each "
         "of an engine's 1 devices, and one rollout of inference.max_model_len_tokens 64 needs "
         "8192; set it to at least 16777216, or inference.kv_offload.kind to 'none'",
     ),
     (
         broken(
-            ("inference", "kv_offload"),
+            "inference.kv_offload",
             {**STORE, "segment_bytes": 16 << 20},
-            broken(("inference", "data_parallel"), 2),
+            broken("inference.data_parallel", 2),
         ),
         "inference.kv_offload.segment_bytes 16777216: Mooncake takes at least 16777216 of each "
         "of an engine's 2 devices",
     ),
     (
-        broken(("inference", "kv_block_tokens"), 16),
+        broken("inference.kv_block_tokens", 16),
         "inference.kv_block_tokens 16: attention on cpu reads blocks of a multiple of 32 tokens; "
         "try 32",
     ),
     (
-        broken(("inference", "kv_block_tokens"), 24, broken(("hardware", "accelerator"), "h200")),
+        broken("inference.kv_block_tokens", 24, broken("hardware.accelerator", "h200")),
         "inference.kv_block_tokens 24: attention on h200 reads blocks of a multiple of 16 "
         "tokens; try 32",
     ),
     (
-        broken(("inference", "tensor_parallel"), 4, broken(("model", "intermediate_size"), 30)),
+        broken("inference.tensor_parallel", 4, broken("model.intermediate_size", 30)),
         "inference.tensor_parallel 4: model.intermediate_size 30 does not divide among as many "
         "devices; choose tensor_parallel from [1, 2]",
     ),
     (
-        broken(
-            ("inference", "data_parallel"), 3, broken(("inference", "tensor_parallel"), 2, SPARSE)
-        ),
+        broken("inference.data_parallel", 3, broken("inference.tensor_parallel", 2, SPARSE)),
         "inference.data_parallel·tensor_parallel 6: model.moe.expert_intermediate_size 8 does "
         "not divide among as many devices; choose data_parallel·tensor_parallel from [1, 2, 4], "
         "or set inference.expert_parallel to true",
     ),
     (
-        broken(("hardware", "num_nodes"), 2),
+        broken("hardware.num_nodes", 2),
         "hardware.devices_per_node 2: inference has 1 devices, which fill no whole number of "
         "nodes; try 2",
     ),
     (
-        broken(("trainer", "mesh", "dp_shard"), 7, NODES),
+        broken("trainer.mesh.dp_shard", 7, NODES),
         "hardware.devices_per_node 2: trainer has 7 devices, which fill no whole number of "
         "nodes; try 4",
     ),
     (
-        broken(("inference", "prefill_replicas"), 3, NODES),
+        broken("inference.prefill_replicas", 3, NODES),
         "hardware.devices_per_node 2: prefill has 3 devices, which fill no whole number of "
         "nodes; try 2",
     ),
     (
-        broken(("inference", "tensor_parallel"), 4, NODES),
+        broken("inference.tensor_parallel", 4, NODES),
         "inference.data_parallel·tensor_parallel = 4 does not divide hardware.devices_per_node "
         "2; choose from [1, 2], or set inference.nodes_per_replica to 2 for an engine over nodes",
     ),
     (
-        broken(("inference", "all2all_backend"), "deepep_low_latency"),
+        broken("inference.all2all_backend", "deepep_low_latency"),
         "inference.all2all_backend 'deepep_low_latency': DeepEP exchanges tokens between GPUs of "
         "data-parallel ranks that share experts; set expert_parallel and data_parallel, or "
         "inference.all2all_backend to 'allgather_reducescatter'",
     ),
     (
-        broken(("inference", "dual_batch_overlap"), True),
+        broken("inference.dual_batch_overlap", True),
         "inference.dual_batch_overlap: vLLM overlaps no exchange of 'allgather_reducescatter'; "
         "set inference.all2all_backend to 'deepep_high_throughput' or 'deepep_low_latency', or "
         "inference.dual_batch_overlap to false",
     ),
     (
-        broken(("inference", "max_local_prefill_tokens"), 64),
+        broken("inference.max_local_prefill_tokens", 64),
         "inference.max_local_prefill_tokens 64 without engines that only prefill; set it to 0, or "
         "inference.prefill_replicas to 1 or more",
     ),
     (
-        broken(("inference", "prefill"), SHAPE),
+        broken("inference.prefill", SHAPE),
         "inference.prefill: no engine prefills; set inference.prefill_replicas to 1 or more, or "
         "inference.prefill to null",
     ),
     (
-        broken(("inference", "prefill"), SHAPE | {"max_batched_tokens": 4}, NODES),
+        broken("inference.prefill", SHAPE | {"max_batched_tokens": 4}, NODES),
         "inference.prefill.max_batched_tokens 4 cannot hold one token of each of "
         "inference.prefill.max_num_sequences 8; set it to at",
     ),
     (
-        broken(("inference", "prefill"), SHAPE | {"tensor_parallel": 4}, NODES),
+        broken("inference.prefill", SHAPE | {"tensor_parallel": 4}, NODES),
         "inference.prefill.data_parallel·tensor_parallel = 4 does not divide "
         "hardware.devices_per_node 2; choose from [1, 2], or set "
         "inference.prefill.nodes_per_replica to 2 for an engine over nodes",
     ),
     (
-        broken(("inference", "nodes_per_replica"), 2, NODES),
+        broken("inference.nodes_per_replica", 2, NODES),
         "inference.nodes_per_replica 2 does not divide data_parallel 1; each node has equally "
         "many data-parallel ranks, so choose from [1]",
     ),
     (
-        broken(("inference", "nodes_per_replica"), 2, broken(("inference", "data_parallel"), 2)),
+        broken("inference.nodes_per_replica", 2, broken("inference.data_parallel", 2)),
         "inference.nodes_per_replica 2: only experts span nodes; set inference.expert_parallel "
         "to true, or inference.nodes_per_replica to 1 and inference.num_replicas to more",
     ),
     (
-        broken(("hardware", "num_nodes"), 4, NODES),
+        broken("hardware.num_nodes", 4, NODES),
         "hardware.num_nodes 4: prefill 1 + decode 2 + trainer 2 nodes are 5; set "
         "hardware.num_nodes to 5, or trainer.mesh's dp_replicate·dp_shard·cp to 2",
     ),
     (
         broken(
-            ("inference", "kv_transfer"),
+            "inference.kv_transfer",
             {"kind": "none"},
             broken(
-                ("inference", "prefill_replicas"),
+                "inference.prefill_replicas",
                 0,
-                broken(
-                    ("hardware", "num_nodes"), 6, broken(("inference", "router"), ROUTER, NODES)
-                ),
+                broken("hardware.num_nodes", 6, broken("inference.router", ROUTER, NODES)),
             ),
         ),
         "hardware.num_nodes 6: inference 3 + trainer 2 nodes are 5; set hardware.num_nodes to 5",
     ),
     (
         broken(
-            ("hardware",),
+            "hardware",
             {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 1, "shared_devices": False},
         ),
         "trainer 1 + inference 1 devices do not fit 1",
     ),
     (
-        broken(("model", "family"), "glm4"),
+        broken("model.family", "glm4"),
         "model.family = \"glm4\": should be 'qwen3', 'qwen3_moe', 'llama', 'glm4_moe', 'glm5', "
         "'deepseek_v3', 'deepseek_v32', 'kimi_k2' or 'hugging_face'",
     ),
-    (broken(("model", "family"), "glm5"), "model.family 'glm5' and moe null do not go together"),
+    (broken("model.family", "glm5"), "model.family 'glm5' and moe null do not go together"),
     (
-        broken(("model", "mla"), MLA),
+        broken("model.mla", MLA),
         "model.head_dim 8 is not mla.nope_head_dim 12 + mla.rope_head_dim 4",
     ),
     (
-        broken(("model", "head_dim"), 7),
+        broken("model.head_dim", 7),
         "model.head_dim · rotary_fraction 7 is odd, and numbers turn with position in pairs; try 8",
     ),
     (
-        broken(("model", "mla"), {**MLA, "nope_head_dim": 5, "rope_head_dim": 3}),
+        broken("model.mla", {**MLA, "nope_head_dim": 5, "rope_head_dim": 3}),
         "model.mla.rope_head_dim 3 is odd, and numbers turn with position in pairs; try 4",
     ),
     (
-        broken(("model", "qk_norm"), True, SPARSE_ATTENTION),
+        broken("model.qk_norm", True, SPARSE_ATTENTION),
         "model.qk_norm True: family 'glm5' has False only; set it to that, or choose another",
     ),
     (
-        broken(("trainer", "lora"), ADAPTERS, SPARSE_ATTENTION),
+        broken("trainer.lora", ADAPTERS, SPARSE_ATTENTION),
         "trainer.lora.targets ['attention']: family 'glm5' with these layers has none; choose from",
     ),
     (
-        broken(("trainer", "indexer"), "train"),
+        broken("trainer.indexer", "train"),
         "trainer.indexer 'train': family 'qwen3' has no indexers; set trainer.indexer to 'frozen'",
     ),
     (
-        broken(("trainer", "lora"), {**ADAPTERS, "targets": ["experts"]}, LEARNING),
+        broken("trainer.lora", {**ADAPTERS, "targets": ["experts"]}, LEARNING),
         "trainer.indexer 'train' with trainer.lora: engines would get no indexers, only adapters; "
         "set trainer.indexer to 'frozen'",
     ),
     (
-        broken(("trainer", "indexer_choice"), "compare"),
+        broken("trainer.indexer_choice", "compare"),
         "trainer.indexer_choice 'compare': family 'qwen3' has no indexers here; set "
         "trainer.indexer_choice to 'own'",
     ),
@@ -494,80 +475,76 @@ SENTENCES = [
         "bit for each token, for at most 16384 tokens; set trainer.indexer_choice to 'own'",
     ),
     (
-        broken(("model", "num_kv_heads"), 1, SPARSE_ATTENTION),
+        broken("model.num_kv_heads", 1, SPARSE_ATTENTION),
         "model.num_kv_heads 1: latent attention has a key for each of num_heads 4; set it to that",
     ),
     (
-        broken(("model", "mla", "indexer", "head_dim"), 2, SPARSE_ATTENTION),
+        broken("model.mla.indexer.head_dim", 2, SPARSE_ATTENTION),
         "model.mla.indexer.head_dim 2 is less than mla.rope_head_dim 4, which turns in it; set it "
         "to at least that",
     ),
     (
-        broken(("model", "mla", "indexer", "types"), ["shared", "full"], SPARSE_ATTENTION),
+        broken("model.mla.indexer.types", ["shared", "full"], SPARSE_ATTENTION),
         "model.mla.indexer.types has 2 layers, of which the first is ['shared']; name all 4 "
         "layers, the first 'full', or set it to null",
     ),
     (
-        broken(("model", "num_mtp_layers"), 1, SPARSE_ATTENTION),
+        broken("model.num_mtp_layers", 1, SPARSE_ATTENTION),
         "model.num_mtp_layers 1: layers for multi-token prediction come from a pretrained "
         "checkpoint of glm4_moe, glm5, deepseek_v3, deepseek_v32, kimi_k2 only; set it to 0",
     ),
     (
-        broken(("model", "moe", "num_experts_per_token"), 9, SPARSE),
+        broken("model.moe.num_experts_per_token", 9, SPARSE),
         "model.moe.num_experts_per_token 9 exceeds num_experts 4; set it to at most that",
     ),
     (
-        broken(("model", "mla"), {**MLA, "nope_head_dim": 4}),
+        broken("model.mla", {**MLA, "nope_head_dim": 4}),
         "model.family 'qwen3' and mla set do not go together",
     ),
     (
-        broken(("model", "moe", "num_shared_experts"), 1, SPARSE),
+        broken("model.moe.num_shared_experts", 1, SPARSE),
         "model.moe.num_shared_experts 1: family 'qwen3_moe' has 0 only",
     ),
     (
-        broken(("model", "moe", "score"), "sigmoid", SPARSE),
+        broken("model.moe.score", "sigmoid", SPARSE),
         "model.moe.score 'sigmoid': family 'qwen3_moe' has 'softmax' only",
     ),
     (
-        broken(("orchestrator", "rollouts_per_batch"), 9),
+        broken("orchestrator.rollouts_per_batch", 9),
         "orchestrator.rollouts_per_batch 9 is not a multiple of algorithm.group_size 4; try 8",
     ),
     (
-        broken(
-            ("orchestrator", "max_batches_ahead"),
-            4,
-            broken(("orchestrator", "max_off_policy_steps"), 3),
-        ),
+        broken("orchestrator.max_batches_ahead", 4, broken("orchestrator.max_off_policy_steps", 3)),
         "orchestrator.max_batches_ahead 4 exceeds max_off_policy_steps 3: no token is new "
         "enough for a batch further ahead than that; set it to at most 3",
     ),
     (
-        broken(("orchestrator", "admission", "max_in_flight"), 3),
+        broken("orchestrator.admission.max_in_flight", 3),
         "orchestrator.admission.max_in_flight 3 cannot hold one group of algorithm.group_size "
         "4; set it to at least that",
     ),
     (
-        broken(("orchestrator", "sampling", "max_tokens_per_turn"), 64),
+        broken("orchestrator.sampling.max_tokens_per_turn", 64),
         "orchestrator.sampling.max_tokens_per_turn 64 leave no room for a prompt in "
         "inference.max_model_len_tokens 64; set it to less",
     ),
     *(
         (
-            broken(("tasks", part), 2 * GOOD["tasks"][part]),
+            broken(f"tasks.{part}", 2 * GOOD["tasks"][part]),
             f"tasks.{part}: ['words'] name more than one task each; give every task a name of "
             "its own",
         )
         for part in ("train", "evaluation")
     ),
-    (broken(("name",), "Reverse Text"), 'name = "Reverse Text": '),
+    (broken("name", "Reverse Text"), 'name = "Reverse Text": '),
     *(
         (
-            broken(("name",), name),
+            broken("name", name),
             f"name: no run is called '{name}', for the pipeline has a rule of that name",
         )
         for name in TARGETS
     ),
-    (broken(("python_lock_sha256",), "abc"), 'python_lock_sha256 = "abc": '),
+    (broken("python_lock_sha256", "abc"), 'python_lock_sha256 = "abc": '),
     ([], "manifest = []: "),
 ]
 
@@ -581,9 +558,7 @@ def test_a_wrong_manifest_gives_one_sentence(data, sentence):
 
 
 def test_a_misspelt_field_is_told_before_the_field_that_it_leaves_missing():
-    data = broken(
-        ("trainer", "optimizer", "lr"), KeyError, broken(("trainer", "optimizer", "learning"), 1e-3)
-    )
+    data = broken("trainer.optimizer.lr", KeyError, broken("trainer.optimizer.learning", 1e-3))
     with pytest.raises(OrreryError, match=r"trainer\.optimizer\.learning .*\(and 1 more\)"):
         check(data, "here")
 
@@ -600,9 +575,9 @@ def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout)
     # 2 heads of 8 float32 in blocks of 32 tokens and a reserved one: 64 tokens are 2, 65 are 3
     def least(tokens, devices=1):
         data = broken(
-            ("trainer", "memory", "max_tokens_per_micro_batch"),
+            "trainer.memory.max_tokens_per_micro_batch",
             128,
-            broken(("inference", "tensor_parallel"), devices),
+            broken("inference.tensor_parallel", devices),
         )
         data["inference"] |= {"kv_cache_bytes": 1, "max_model_len_tokens": tokens}
         with pytest.raises(OrreryError) as caught:
@@ -620,8 +595,7 @@ def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout)
     ]
     edited(checkout, "hardware/two_cores.libsonnet", "1048576", "12287")
     with pytest.raises(
-        OrreryError,
-        match=r"kv_cache_bytes 12287 cannot hold .* 64, which needs 12288",
+        OrreryError, match=r"kv_cache_bytes 12287 cannot hold .* 64, which needs 12288"
     ):
         render(Workspace(checkout), "words")
 
@@ -659,7 +633,7 @@ def test_a_segment_holds_a_rollout_of_a_long_context():
         OrreryError, match=r"segment_bytes 16777216: .* needs 33554432; set it to at least 33554432"
     ):
         check(long, "here")
-    assert check(broken(("inference", "kv_offload", "segment_bytes"), 33554432, long), "here")
+    assert check(broken("inference.kv_offload.segment_bytes", 33554432, long), "here")
 
 
 def test_a_disk_holds_a_rollouts_caches_in_whole_pages_and_twice_its_routes():
@@ -684,7 +658,7 @@ def test_a_disk_holds_a_rollouts_caches_in_whole_pages_and_twice_its_routes():
         8192,
         8192,
     ]
-    many = broken(("model", "moe", "num_experts"), 512, SPARSE)
+    many = broken("model.moe.num_experts", 512, SPARSE)
     many["model"]["moe"]["num_experts_per_token"] = 65
     assert [least(SPARSE, True) - least(SPARSE), least(many, True) - least(many)] == [
         2 * 2 * 4096,
@@ -698,14 +672,13 @@ def test_what_engines_do_not_cut_need_not_divide():
         (
             "moe",
             SPARSE["model"]["moe"] | {"expert_intermediate_size": 9},
-            broken(("inference", "expert_parallel"), True, SPARSE),
+            broken("inference.expert_parallel", True, SPARSE),
         ),
     ):
         assert check(
-            broken(("model", part), value, broken(("inference", "tensor_parallel"), 4, data)),
-            "here",
+            broken(f"model.{part}", value, broken("inference.tensor_parallel", 4, data)), "here"
         )
-    dense = broken(("model", "intermediate_size"), 30, broken(("inference", "data_parallel"), 4))
+    dense = broken("model.intermediate_size", 30, broken("inference.data_parallel", 4))
     assert check(dense, "here")  # a rank has all of a dense layer
 
 
@@ -716,7 +689,7 @@ def test_a_shared_expert_is_cut_as_a_dense_layer_is():
         "expert_intermediate_size": 9,
     }
     data = broken(
-        ("model",), SPARSE["model"] | {"family": "glm4_moe", "qk_norm": True, "moe": moe}, SPARSE
+        "model", SPARSE["model"] | {"family": "glm4_moe", "qk_norm": True, "moe": moe}, SPARSE
     )
     data["trainer"]["lora"] = {**ADAPTERS, "targets": ["feed_forward", "experts"]}
     assert check(data, "here")  # and adapted as one
@@ -732,17 +705,15 @@ def test_a_shared_expert_is_cut_as_a_dense_layer_is():
 def test_averages_of_nothing_but_the_newest_gradient_are_allowed():
     adamw = GOOD["trainer"]["optimizer"] | {"beta1": 0.0, "beta2": 0.0}
     for optimizer in (SGD, MUON, adamw):
-        assert check(broken(("trainer", "optimizer"), optimizer), "here")
+        assert check(broken("trainer.optimizer", optimizer), "here")
 
 
 def test_state_of_one_stage_is_enough_to_offload():
-    for path in (("trainer", "optimizer"), ("stages", "sft", "optimizer")):
+    for path in ("trainer.optimizer", "stages.sft.optimizer"):
         assert check(broken(path, SIGN_SGD, OFFLOADED), "here")
     assert check(
         broken(
-            ("stages", "sft"),
-            None,
-            broken(("trainer", "optimizer"), {**SGD, "momentum": 0.5}, OFFLOADED),
+            "stages.sft", None, broken("trainer.optimizer", {**SGD, "momentum": 0.5}, OFFLOADED)
         ),
         "here",
     )
@@ -750,7 +721,7 @@ def test_state_of_one_stage_is_enough_to_offload():
 
 def test_not_a_number_is_refused():
     with pytest.raises(OrreryError, match=r"trainer\.max_grad_norm"):
-        check(broken(("trainer", "max_grad_norm"), float("nan")), "here")
+        check(broken("trainer.max_grad_norm", float("nan")), "here")
 
 
 def test_a_file_that_is_not_there_or_not_json_is_named(tmp_path):
@@ -1036,7 +1007,7 @@ def test_a_spec_file_called_like_a_rule_of_the_pipeline_is_refused(stem, checkou
 def test_check_asks_for_the_tasks_of_a_manifest_by_its_path(tmp_path, capsys):
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(json.dumps(GOOD))
-    bad.write_text(json.dumps(broken(("tasks", "evaluation", 0, "args", "min_length"), 0)))
+    bad.write_text(json.dumps(broken("tasks.evaluation.0.args.min_length", 0)))
     assert orrery("check", str(good)) == 0
     assert orrery("check", str(good), str(bad)) == 2
     err = capsys.readouterr().err
@@ -1058,9 +1029,7 @@ def test_a_manifest_that_asks_for_something_in_vain_is_refused_by_its_path(tmp_p
     good, path = tmp_path / "good.json", tmp_path / "direct.json"
     good.write_text(json.dumps(GOOD))
     path.write_text(
-        json.dumps(
-            broken(("transport", "weights"), "adapters", broken(("trainer", "lora"), RANK_1024))
-        )
+        json.dumps(broken("transport.weights", "adapters", broken("trainer.lora", RANK_1024)))
     )
     assert orrery("check", str(good), str(path)) == 2
     out, err = capsys.readouterr()
@@ -1244,22 +1213,22 @@ def test_a_manifest_of_another_version_of_the_schema_is_one_sentence_that_says_w
 
 
 HUGE = {
-    ("stages", "rl", "num_steps"): (10**30, "should be less than or equal to 1000000000"),
-    ("trainer", "mesh", "dp_shard"): (10**9, "should be less than or equal to 65536"),
-    ("hardware", "num_nodes"): (10**9, "should be less than or equal to 65536"),
-    ("inference", "num_replicas"): (10**9, "should be less than or equal to 65536"),
-    ("model", "num_heads"): (10**12, "should be less than or equal to 65536"),
-    ("model", "vocab_size"): (10**12, "should be less than or equal to 16777216"),
-    ("orchestrator", "rollout_timeout_s"): (1e300, "should be less than or equal to 31536000"),
-    ("seed",): (10**30, "should be less than or equal to 9007199254740992"),
-    ("name",): ("a" * 5000, "should have at most 100 characters"),
+    "stages.rl.num_steps": (10**30, "should be less than or equal to 1000000000"),
+    "trainer.mesh.dp_shard": (10**9, "should be less than or equal to 65536"),
+    "hardware.num_nodes": (10**9, "should be less than or equal to 65536"),
+    "inference.num_replicas": (10**9, "should be less than or equal to 65536"),
+    "model.num_heads": (10**12, "should be less than or equal to 65536"),
+    "model.vocab_size": (10**12, "should be less than or equal to 16777216"),
+    "orchestrator.rollout_timeout_s": (1e300, "should be less than or equal to 31536000"),
+    "seed": (10**30, "should be less than or equal to 9007199254740992"),
+    "name": ("a" * 5000, "should have at most 100 characters"),
 }
 
 
-@pytest.mark.parametrize("path", HUGE, ids=".".join)
+@pytest.mark.parametrize("path", HUGE)
 def test_an_absurd_size_is_refused_by_name(path):
     value, rule = HUGE[path]
-    with pytest.raises(OrreryError, match=rf"here: {'.'.join(path)} = .*: (String )?{rule}"):
+    with pytest.raises(OrreryError, match=rf"here: {path} = .*: (String )?{rule}"):
         check(broken(path, value), "here")
 
 
@@ -1270,7 +1239,7 @@ def test_devices_that_multiply_to_more_than_a_plan_has_are_refused():
         match=r"trainer.mesh.dp_replicate·dp_shard·cp = 3600000000: "
         "a trainer has at most 65536 ranks",
     ):
-        check(broken(("trainer", "mesh"), mesh), "here")
+        check(broken("trainer.mesh", mesh), "here")
     inference = {
         **GOOD["inference"],
         "num_replicas": 60_000,
@@ -1278,4 +1247,4 @@ def test_devices_that_multiply_to_more_than_a_plan_has_are_refused():
         "router": ROUTER,
     }
     with pytest.raises(OrreryError, match="at most 65536 devices together"):
-        check(broken(("inference",), inference), "here")
+        check(broken("inference", inference), "here")

@@ -142,7 +142,7 @@ def test_an_event_loop_that_does_not_turn_is_a_stall_by_the_readers_clock():
     )
 
 
-def test_an_event_loop_says_that_it_turns_until_it_ends_and_a_blocked_one_does_not(
+async def test_an_event_loop_says_that_it_turns_until_it_ends_and_a_blocked_one_does_not(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "0.001")  # the loop beats every 22 ms
@@ -150,14 +150,11 @@ def test_an_event_loop_says_that_it_turns_until_it_ends_and_a_blocked_one_does_n
     def turns():
         return read_health(tmp_path, "rl")["orchestrator.0"].loop_beats
 
-    async def main():
-        async with beating_loop(HealthFile(tmp_path, "rl", "orchestrator", 0, 1)):
-            while (seen := turns()) is None or seen.count < 3:
-                await asyncio.sleep(0.01)
-            assert seen.within_s == pytest.approx(0.09)
-            blocked = turns()
-            time.sleep(0.2)  # the sleep is the blocked loop
-            assert turns() == blocked
-
-    asyncio.run(main())
+    async with beating_loop(HealthFile(tmp_path, "rl", "orchestrator", 0, 1)):
+        while (seen := turns()) is None or seen.count < 3:
+            await asyncio.sleep(0.01)
+        assert seen.within_s == pytest.approx(0.09)
+        blocked = turns()
+        time.sleep(0.2)  # the sleep is the blocked loop
+        assert turns() == blocked
     assert turns() is None

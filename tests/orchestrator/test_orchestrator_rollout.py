@@ -281,67 +281,55 @@ def requests(purpose, version=3):
     return [Request(GroupRequest(purpose, 1, 0, 4, 2), member, version) for member in range(2)]
 
 
-def test_a_rollout_that_is_cancelled_before_it_begins_is_no_longer_playing():
-    async def run():
-        runner, failed = runner_of(fakes.FakePool(version=3))
-        runner.start(requests("train"))
-        assert runner.num_running == 2
-        await runner.cancel(requests("train"))
-        await asyncio.sleep(0)
-        assert (runner.num_running, failed) == (0, [])
-        runner.check()
-
-    asyncio.run(run())
+async def test_a_rollout_that_is_cancelled_before_it_begins_is_no_longer_playing():
+    runner, failed = runner_of(fakes.FakePool(version=3))
+    runner.start(requests("train"))
+    assert runner.num_running == 2
+    await runner.cancel(requests("train"))
+    await asyncio.sleep(0)
+    assert (runner.num_running, failed) == (0, [])
+    runner.check()
 
 
-def test_an_update_waits_for_the_aborts_of_all_that_were_cancelled_before_it():
-    async def run():
-        pool = fakes.FakePool(version=3, script={"train-1-0-0": "hang", "train-1-1-0": "hang"})
-        runner, _ = runner_of(pool)
-        first, second = requests("train")
-        runner.start([first, second])
-        while len(pool.in_flight) < 2:
-            await asyncio.sleep(0.01)
-        runner.cancel([first])  # a timeout, without a wait for its end
-        await runner.cancel([])  # an update without stale rollouts
-        assert pool.aborted == ["train-1-0-0"] and list(pool.in_flight) == ["train-1-1-0"]
-        await runner.close()
-
-    asyncio.run(run())
+async def test_an_update_waits_for_the_aborts_of_all_that_were_cancelled_before_it():
+    pool = fakes.FakePool(version=3, script={"train-1-0-0": "hang", "train-1-1-0": "hang"})
+    runner, _ = runner_of(pool)
+    first, second = requests("train")
+    runner.start([first, second])
+    while len(pool.in_flight) < 2:
+        await asyncio.sleep(0.01)
+    runner.cancel([first])  # a timeout, without a wait for its end
+    await runner.cancel([])  # an update without stale rollouts
+    assert pool.aborted == ["train-1-0-0"] and list(pool.in_flight) == ["train-1-1-0"]
+    await runner.close()
 
 
 @pytest.mark.parametrize(
     ("purpose", "version", "asks"),
     [("train", 3, True), ("evaluation", 3, False), ("evaluation", 7, True)],
 )
-def test_only_what_is_trained_or_compared_asks_for_routes(purpose, version, asks):
-    async def run():
-        pool = fakes.FakePool(version=version)
-        runner, _ = runner_of(pool, is_compared=lambda version: version == 7)
-        runner._routes = RouteShape(2, 2, 200)
-        runner.start(requests(purpose, version))
-        while runner.num_running:
-            await asyncio.sleep(0.01)
-        runner.check()
-        assert (
-            [request.get("routes_from") is not None for request in pool.requests]
-            == [asks] * len(pool.requests)
-            != []
-        )
-
-    asyncio.run(run())
+async def test_only_what_is_trained_or_compared_asks_for_routes(purpose, version, asks):
+    pool = fakes.FakePool(version=version)
+    runner, _ = runner_of(pool, is_compared=lambda version: version == 7)
+    runner._routes = RouteShape(2, 2, 200)
+    runner.start(requests(purpose, version))
+    while runner.num_running:
+        await asyncio.sleep(0.01)
+    runner.check()
+    assert (
+        [request.get("routes_from") is not None for request in pool.requests]
+        == [asks] * len(pool.requests)
+        != []
+    )
 
 
-def test_cancelling_a_rollout_aborts_its_request_in_the_engine():
-    async def scenario() -> fakes.FakePool:
-        pool = fakes.FakePool(version=0, script={"train-1-0-0": "hang"})
-        task = asyncio.create_task(episode(pool))
-        while not pool.in_flight:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return pool
-
-    pool = asyncio.run(scenario())
+async def test_cancelling_a_rollout_aborts_its_request_in_the_engine():
+    pool = fakes.FakePool(version=0, script={"train-1-0-0": "hang"})
+    task = asyncio.create_task(episode(pool))
+    while not pool.in_flight:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    pool = pool
     assert pool.aborted == ["train-1-0-0"] and not pool.in_flight

@@ -513,7 +513,7 @@ def test_a_resumed_trainer_knows_the_digests_of_versions_before_its_checkpoint(t
         after.restore(tmp_path / "elsewhere")
 
 
-def test_a_steps_row_is_written_before_its_checkpoint_counts(
+async def test_a_steps_row_is_written_before_its_checkpoint_counts(
     tmp_path, in_shared_memory, monkeypatch
 ):
     """A checkpointed step is never repeated, so a kill after the marker must find its row."""
@@ -539,16 +539,13 @@ def test_a_steps_row_is_written_before_its_checkpoint_counts(
         with assemble_world(ctx) as world, assemble_rl(ctx, world) as loop:
             loop.run()
 
-    async def both():
-        orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 4), 1))
-        with pytest.raises(RunFailed, match="killed"):
-            await asyncio.to_thread(train)
-        # Repeatedly, because `wait_for` loses a cancellation that comes with its result.
-        while not orchestrator.done():
-            orchestrator.cancel()
-            await asyncio.wait({orchestrator}, timeout=0.1)
-
-    asyncio.run(both())
+    orchestrator = asyncio.create_task(orchestrate(run_dir, spec, range(1, 4), 1))
+    with pytest.raises(RunFailed, match="killed"):
+        await asyncio.to_thread(train)
+    # Repeatedly, because `wait_for` loses a cancellation that comes with its result.
+    while not orchestrator.done():
+        orchestrator.cancel()
+        await asyncio.wait({orchestrator}, timeout=0.1)
     assert found == [1, 2]
 
 

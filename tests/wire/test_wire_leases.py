@@ -75,26 +75,23 @@ def stepping(table, version=3):
     return thread
 
 
-def test_a_version_is_leased_transferred_twice_and_released():
-    async def run():
-        with orchestrator() as (client, socket), trainer(socket.url, table_at()) as table:
-            first = await client.start_transfer(published(), ["engine 0", "engine 1"])
-            assert table.transfer(first.transfer).engines == ("engine 0", "engine 1")
-            step = stepping(table)
-            client.abandon(first)
-            await until(lambda: table.transfer(first.transfer) is None)
-            again = await client.start_transfer(first, ["engine 0"])
-            assert again.transfer > first.transfer
-            assert table.transfer(again.transfer).engines == ("engine 0",)
-            client.abandon(first)  # late: it is over, and the next one goes on
-            await asyncio.sleep(0.1)
-            assert table.transfer(again.transfer) is not None and step.is_alive()
-            client.release()
-            await until(lambda: not step.is_alive())
-            assert await client.start_transfer(published(), ["engine 0"]) is None
-            assert table.report.refusal == f"version 3 {GONE}"
-
-    asyncio.run(run())
+async def test_a_version_is_leased_transferred_twice_and_released():
+    with orchestrator() as (client, socket), trainer(socket.url, table_at()) as table:
+        first = await client.start_transfer(published(), ["engine 0", "engine 1"])
+        assert table.transfer(first.transfer).engines == ("engine 0", "engine 1")
+        step = stepping(table)
+        client.abandon(first)
+        await until(lambda: table.transfer(first.transfer) is None)
+        again = await client.start_transfer(first, ["engine 0"])
+        assert again.transfer > first.transfer
+        assert table.transfer(again.transfer).engines == ("engine 0",)
+        client.abandon(first)  # late: it is over, and the next one goes on
+        await asyncio.sleep(0.1)
+        assert table.transfer(again.transfer) is not None and step.is_alive()
+        client.release()
+        await until(lambda: not step.is_alive())
+        assert await client.start_transfer(published(), ["engine 0"]) is None
+        assert table.report.refusal == f"version 3 {GONE}"
 
 
 def test_a_lease_is_refused_once_the_trainer_wants_to_step_and_renewed_until_then():
@@ -148,107 +145,91 @@ def test_repeated_and_late_requests_change_nothing():
     table.settle(3, 20, lambda: None)
 
 
-def test_lost_messages_are_sent_again():
-    async def run():
-        with orchestrator() as (client, socket), trainer(socket.url, table_at()) as table:
-            await until(lambda: client._send is not None and table.report.session)
-            send, lost = client._send, []
+async def test_lost_messages_are_sent_again():
+    with orchestrator() as (client, socket), trainer(socket.url, table_at()) as table:
+        await until(lambda: client._send is not None and table.report.session)
+        send, lost = client._send, []
 
-            def lose(request):  # each the first time
-                if lost and lost[-1] == request:
-                    send(request)
-                lost.append(request)
+        def lose(request):  # each the first time
+            if lost and lost[-1] == request:
+                send(request)
+            lost.append(request)
 
-            client._send = lose
-            leased = await client.start_transfer(published(), ["engine 0"])
-            assert leased.transfer and len(lost) > 1
+        client._send = lose
+        leased = await client.start_transfer(published(), ["engine 0"])
+        assert leased.transfer and len(lost) > 1
+        client.release()
+        await until(lambda: table.report.number == client._request.number)
+        table.settle(3, 20, lambda: None)
+
+
+async def test_a_trainer_that_starts_again_with_a_lease_held_grants_the_next():
+    with orchestrator() as (client, socket):
+        with trainer(socket.url, table_at()):
+            assert (await client.start_transfer(published(), ["engine 0"])).transfer
+        with trainer(socket.url, table_at(7)) as again:  # it has resumed elsewhere
+            await until(lambda: again.report.number == client._request.number)
+            assert again.report.refusal == f"version 3 {GONE}"
             client.release()
-            await until(lambda: table.report.number == client._request.number)
-            table.settle(3, 20, lambda: None)
-
-    asyncio.run(run())
-
-
-def test_a_trainer_that_starts_again_with_a_lease_held_grants_the_next():
-    async def run():
-        with orchestrator() as (client, socket):
-            with trainer(socket.url, table_at()):
-                assert (await client.start_transfer(published(), ["engine 0"])).transfer
-            with trainer(socket.url, table_at(7)) as again:  # it has resumed elsewhere
-                await until(lambda: again.report.number == client._request.number)
-                assert again.report.refusal == f"version 3 {GONE}"
-                client.release()
-                leased = await client.start_transfer(published(7), ["engine 0"])
-                assert again.transfer(leased.transfer).engines == ("engine 0",)
-                client.release()
-                await until(lambda: not again.report.transfer)
-                again.settle(7, 20, lambda: None)
-
-    asyncio.run(run())
-
-
-def test_an_orchestrator_that_starts_again_ends_the_leases_of_the_one_before():
-    async def run():
-        with orchestrator() as (client, socket):
-            port, table = int(socket.url.rpartition(":")[2]), table_at()
-            running = trainer(socket.url, table)
-            running.__enter__()
-            first = await client.start_transfer(published(), ["engine 0"])
-        step = stepping(table)
-        await asyncio.sleep(0.2)
-        assert step.is_alive(), "nobody has released it"
-        with orchestrator(port) as (client, _):
-            await until(lambda: not step.is_alive())
-            assert table.transfer(first.transfer) is None
-            table.open(4)
-            again = await client.start_transfer(published(4), ["engine 0"])
-            assert again.transfer > first.transfer
+            leased = await client.start_transfer(published(7), ["engine 0"])
+            assert again.transfer(leased.transfer).engines == ("engine 0",)
             client.release()
-            await until(lambda: not table.report.transfer)
-            running.__exit__(None, None, None)
-
-    asyncio.run(run())
+            await until(lambda: not again.report.transfer)
+            again.settle(7, 20, lambda: None)
 
 
-def test_a_trainer_that_does_not_answer_is_named(monkeypatch):
+async def test_an_orchestrator_that_starts_again_ends_the_leases_of_the_one_before():
+    with orchestrator() as (client, socket):
+        port, table = int(socket.url.rpartition(":")[2]), table_at()
+        running = trainer(socket.url, table)
+        running.__enter__()
+        first = await client.start_transfer(published(), ["engine 0"])
+    step = stepping(table)
+    await asyncio.sleep(0.2)
+    assert step.is_alive(), "nobody has released it"
+    with orchestrator(port) as (client, _):
+        await until(lambda: not step.is_alive())
+        assert table.transfer(first.transfer) is None
+        table.open(4)
+        again = await client.start_transfer(published(4), ["engine 0"])
+        assert again.transfer > first.transfer
+        client.release()
+        await until(lambda: not table.report.transfer)
+        running.__exit__(None, None, None)
+
+
+async def test_a_trainer_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setattr(module, "LEASE_S", 0.1)
 
-    async def run():
-        with orchestrator() as (client, _):
-            says = r"trainer 0 did not answer the lease of version 3 within"
-            with pytest.raises(WireFailed, match=says):
-                await client.start_transfer(published(), ["engine 0"])
-
-    asyncio.run(run())
+    with orchestrator() as (client, _):
+        says = r"trainer 0 did not answer the lease of version 3 within"
+        with pytest.raises(WireFailed, match=says):
+            await client.start_transfer(published(), ["engine 0"])
 
 
 @pytest.mark.parametrize("has_token", [False, True])
-def test_a_forged_report_grants_nothing(has_token):
+async def test_a_forged_report_grants_nothing(has_token):
     """A peer without the token never gets in. One with it may only repeat what is known."""
-
-    async def run():
-        with orchestrator() as (client, socket), trainer(socket.url, table_at()) as table:
-            context = zmq.Context()
-            peer = context.socket(zmq.DEALER)
-            peer.setsockopt(zmq.LINGER, 0)
+    with orchestrator() as (client, socket), trainer(socket.url, table_at()) as table:
+        context = zmq.Context()
+        peer = context.socket(zmq.DEALER)
+        peer.setsockopt(zmq.LINGER, 0)
+        if has_token:
+            authenticate(peer, is_sender=False)
+        peer.connect(socket.url)
+        try:
             if has_token:
-                authenticate(peer, is_sender=False)
-            peer.connect(socket.url)
-            try:
-                if has_token:
-                    for content in (b"", b"\xc1", b"\x91" * 3000, b"\x81\xa4type\xa6leased"):
-                        peer.send(content)
-                    peer.send(msgspec.msgpack.encode(LeaseReport("forged", 99, 99)))
-                else:
-                    forged = LeaseReport(client._request.session, 1, 99)
-                    peer.send(msgspec.msgpack.encode(forged), zmq.NOBLOCK)
-                await until(lambda: socket.num_foreign)
-                leased = await client.start_transfer(published(), ["engine 0"])
-                assert leased.transfer == table.report.transfer == 1
-            finally:
-                context.destroy(linger=0)
-
-    asyncio.run(run())
+                for content in (b"", b"\xc1", b"\x91" * 3000, b"\x81\xa4type\xa6leased"):
+                    peer.send(content)
+                peer.send(msgspec.msgpack.encode(LeaseReport("forged", 99, 99)))
+            else:
+                forged = LeaseReport(client._request.session, 1, 99)
+                peer.send(msgspec.msgpack.encode(forged), zmq.NOBLOCK)
+            await until(lambda: socket.num_foreign)
+            leased = await client.start_transfer(published(), ["engine 0"])
+            assert leased.transfer == table.report.transfer == 1
+        finally:
+            context.destroy(linger=0)
 
 
 def test_a_forged_request_releases_nothing():

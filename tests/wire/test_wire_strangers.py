@@ -31,6 +31,12 @@ def token(monkeypatch):
     monkeypatch.setattr("orrery.runtime.token._kept", TOKEN)
 
 
+@pytest.fixture
+async def wire(token):
+    async with wire_of() as wire:
+        yield wire
+
+
 def peak_bytes() -> int:
     """Return this process's peak memory since the last call."""
     [line] = [
@@ -107,66 +113,55 @@ def malformed(seed: int) -> bytes:
     "message", [ASK_WITH_NESTED_FIELD, NESTED, b"\x80\x04\x95pickle", b"", b"\xc1" * 1000]
 )
 @pytest.mark.parametrize("has_token", [False, True])
-def test_one_message_of_anybodys_does_not_end_the_wire(message, has_token):
-    async def run():
-        async with wire_of() as wire:
-            assert await wire.sender.wanted() == -1  # the sender serves
-            with peer_of(wire.sender.url, has_token) as peer:
-                peer.sndtimeo = 2000
-                with contextlib.nullcontext() if has_token else contextlib.suppress(zmq.Again):
-                    await peer.send(message)  # a refused peer loses its connection, maybe before
-                await until(lambda: wire.sender.num_foreign)
-                await wire.sender.send(batch_of(1))
-                check(*await taken(wire.receiver(), 1), batch_of(1))
-
-    asyncio.run(run())
+async def test_one_message_of_anybodys_does_not_end_the_wire(wire, message, has_token):
+    assert await wire.sender.wanted() == -1  # the sender serves
+    with peer_of(wire.sender.url, has_token) as peer:
+        peer.sndtimeo = 2000
+        with contextlib.nullcontext() if has_token else contextlib.suppress(zmq.Again):
+            await peer.send(message)  # a refused peer loses its connection, maybe before
+        await until(lambda: wire.sender.num_foreign)
+        await wire.sender.send(batch_of(1))
+        check(*await taken(wire.receiver(), 1), batch_of(1))
 
 
-def test_neither_the_token_nor_a_key_travels():
-    async def run():
-        async with (
-            wire_of() as wire,
-            relay_to(int(wire.sender.url.rsplit(":", 1)[1])) as (port, passed),
-        ):
-            await wire.sender.send(batch_of(1))
-            receiver = RolloutReceiver(f"tcp://127.0.0.1:{port}", 0)
-            try:
-                check(*await taken(receiver, 1), batch_of(1))
-                await wire.sender.drained(DEADLINE_S)
-            finally:
-                receiver.close()
-            [everything] = passed
-            assert len(everything) > 500 and TOKEN.encode() not in everything
-            secret = control_socket.derived_key(f"rollout wire {rollout_wire.PROTOCOL}, sender")
-            public = control_socket.z85.decode(zmq.curve_public(control_socket.z85.encode(secret)))
-            assert not any(each in everything for each in (bytes.fromhex(TOKEN), secret, public))
-
-    asyncio.run(run())
-
-
-def test_who_takes_a_freed_port_learns_nothing_of_use():
-    """Another program listens on an ended orchestrator's port. It gets no token, and is refused."""
-
-    async def run():
-        async with wire_of() as wire:
-            url = wire.sender.url
-        context = zmq.asyncio.Context()
-        squatter = context.socket(zmq.ROUTER)
-        squatter.bind(url)
-        receiver = RolloutReceiver(url, 0)
+async def test_neither_the_token_nor_a_key_travels():
+    async with (
+        wire_of() as wire,
+        relay_to(int(wire.sender.url.rsplit(":", 1)[1])) as (port, passed),
+    ):
+        await wire.sender.send(batch_of(1))
+        receiver = RolloutReceiver(f"tcp://127.0.0.1:{port}", 0)
         try:
-            with pytest.raises(RunFailed, match="another program listens there"):
-                await taken(receiver, 1)
-            assert not await squatter.poll(100)
+            check(*await taken(receiver, 1), batch_of(1))
+            await wire.sender.drained(DEADLINE_S)
         finally:
             receiver.close()
-            context.destroy(linger=0)
+        [everything] = passed
+        assert len(everything) > 500 and TOKEN.encode() not in everything
+        secret = control_socket.derived_key(f"rollout wire {rollout_wire.PROTOCOL}, sender")
+        public = control_socket.z85.decode(zmq.curve_public(control_socket.z85.encode(secret)))
+        assert not any(each in everything for each in (bytes.fromhex(TOKEN), secret, public))
 
-    asyncio.run(run())
+
+async def test_who_takes_a_freed_port_learns_nothing_of_use():
+    """Another program listens on an ended orchestrator's port. It gets no token, and is refused."""
+    async with wire_of() as wire:
+        url = wire.sender.url
+    context = zmq.asyncio.Context()
+    squatter = context.socket(zmq.ROUTER)
+    squatter.bind(url)
+    receiver = RolloutReceiver(url, 0)
+    try:
+        with pytest.raises(RunFailed, match="another program listens there"):
+            await taken(receiver, 1)
+        assert not await squatter.poll(100)
+    finally:
+        receiver.close()
+        context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("has_token", [False, True])
-def test_a_huge_message_takes_no_memory(has_token):
+async def test_a_huge_message_takes_no_memory(has_token):
     stranger = f"""
 import zmq
 from orrery.runtime import token
@@ -187,141 +182,105 @@ except zmq.Again:
 context.destroy(linger=0)
 """
 
-    async def run():
-        async with wire_of() as wire:
-            assert await wire.sender.wanted() == -1
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", stranger, stdin=subprocess.PIPE, env=environment
-            )
-            peak_bytes()
-            before_bytes = peak_bytes()
-            process.stdin.write(wire.sender.url.encode() + b"\n")
-            if not has_token:
-                await until(lambda: wire.sender.num_foreign)
-            await wire.sender.send(batch_of(1))
-            check(*await taken(wire.receiver(), 1), batch_of(1))
-            assert await process.wait() == 0
-            assert peak_bytes() - before_bytes < 32 << 20
-
-    asyncio.run(run())
+    async with wire_of() as wire:
+        assert await wire.sender.wanted() == -1
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", stranger, stdin=subprocess.PIPE, env=environment
+        )
+        peak_bytes()
+        before_bytes = peak_bytes()
+        process.stdin.write(wire.sender.url.encode() + b"\n")
+        if not has_token:
+            await until(lambda: wire.sender.num_foreign)
+        await wire.sender.send(batch_of(1))
+        check(*await taken(wire.receiver(), 1), batch_of(1))
+        assert await process.wait() == 0
+        assert peak_bytes() - before_bytes < 32 << 20
 
 
-def test_a_thousand_malformed_messages_of_a_role_are_ignored():
+async def test_a_thousand_malformed_messages_of_a_role_are_ignored(wire):
     """The peer has the token, like a broken role. Requests valid by chance are answered."""
-
-    async def run():
-        async with wire_of() as wire:
-            assert await wire.sender.wanted() == -1
-            messages = [malformed(seed) for seed in range(NUM_MALFORMED)]
-            with peer_of(wire.sender.url, has_token=True) as peer:
-                for message in messages:
-                    await peer.send_multipart([message] if message else [b"", b""])
-                await peer.send(b"last")
-                # By chance some are valid asks, of the protocol's types and this rank.
-                read = [wire.sender.control.read([message]) for message in messages]
-                num_true = sum(one is not None and wire.sender._is_ours(one) for one in read)
-                await until(lambda: wire.sender.num_foreign >= NUM_MALFORMED - num_true + 1)
-            assert num_true < NUM_MALFORMED / 10
-
-    asyncio.run(run())
+    assert await wire.sender.wanted() == -1
+    messages = [malformed(seed) for seed in range(NUM_MALFORMED)]
+    with peer_of(wire.sender.url, has_token=True) as peer:
+        for message in messages:
+            await peer.send_multipart([message] if message else [b"", b""])
+        await peer.send(b"last")
+        # By chance some are valid asks, of the protocol's types and this rank.
+        read = [wire.sender.control.read([message]) for message in messages]
+        num_true = sum(one is not None and wire.sender._is_ours(one) for one in read)
+        await until(lambda: wire.sender.num_foreign >= NUM_MALFORMED - num_true + 1)
+    assert num_true < NUM_MALFORMED / 10
 
 
 @pytest.mark.parametrize("kind", [rollout_wire.BatchHead, rollout_wire.MicroBatchHead])
-def test_a_thousand_malformed_answers_end_a_receiver_by_a_sentence_or_are_passed_over(
-    monkeypatch, kind
+async def test_a_thousand_malformed_answers_end_a_receiver_by_a_sentence_or_are_passed_over(
+    wire, monkeypatch, kind
 ):
-    async def run():
-        async with wire_of() as wire:
-            receiver = wire.receiver()
-            ask = rollout_wire.BatchAsk(rollout_wire.PROTOCOL, 0, 1, -1, 1, -1)
-            for seed in range(NUM_MALFORMED):
-                frames = iter([zmq.Frame(malformed(seed)), None])
-                monkeypatch.setattr(
-                    receiver, "_next", lambda ask, until, frames=frames: next(frames)
-                )
-                with contextlib.suppress(RunFailed):
-                    receiver._await(ask, kind, 0.0)
-
-    asyncio.run(run())
+    receiver = wire.receiver()
+    ask = rollout_wire.BatchAsk(rollout_wire.PROTOCOL, 0, 1, -1, 1, -1)
+    for seed in range(NUM_MALFORMED):
+        frames = iter([zmq.Frame(malformed(seed)), None])
+        monkeypatch.setattr(receiver, "_next", lambda ask, until, frames=frames: next(frames))
+        with contextlib.suppress(RunFailed):
+            receiver._await(ask, kind, 0.0)
 
 
-def test_a_thousand_strangers_at_the_bulk_port_get_nothing():
-    async def run():
-        async with wire_of() as wire:
-            await wire.sender.send(batch_of(1))
-            receiver = wire.receiver()
-            # A ticket is out.
-            await asyncio.to_thread(
-                lambda: receiver._await(
-                    receiver._ask(1, 0), rollout_wire.MicroBatchHead, DEADLINE_S
-                )
-            )
-            rng = random.Random(0)
+async def test_a_thousand_strangers_at_the_bulk_port_get_nothing(wire):
+    await wire.sender.send(batch_of(1))
+    receiver = wire.receiver()
+    # A ticket is out.
+    await asyncio.to_thread(
+        lambda: receiver._await(receiver._ask(1, 0), rollout_wire.MicroBatchHead, DEADLINE_S)
+    )
+    rng = random.Random(0)
 
-            async def knock():
-                reader, writer = await asyncio.open_connection("127.0.0.1", wire.sender._bulk.port)
-                with contextlib.suppress(ConnectionError):
-                    writer.write(
-                        rng.randbytes(rng.choice([bulk._KNOCK.size, bulk._KNOCK.size, 5000]))
-                    )
-                    assert await reader.read() == b""
-                writer.close()
+    async def knock():
+        reader, writer = await asyncio.open_connection("127.0.0.1", wire.sender._bulk.port)
+        with contextlib.suppress(ConnectionError):
+            writer.write(rng.randbytes(rng.choice([bulk._KNOCK.size, bulk._KNOCK.size, 5000])))
+            assert await reader.read() == b""
+        writer.close()
 
-            for _ in range(NUM_MALFORMED // 50):
-                await asyncio.gather(*(knock() for _ in range(50)))
-            await until(lambda: wire.sender.num_foreign >= NUM_MALFORMED)
-            check(*await taken(wire.receiver(), 1), batch_of(1))
-
-    asyncio.run(run())
+    for _ in range(NUM_MALFORMED // 50):
+        await asyncio.gather(*(knock() for _ in range(50)))
+    await until(lambda: wire.sender.num_foreign >= NUM_MALFORMED)
+    check(*await taken(wire.receiver(), 1), batch_of(1))
 
 
-def test_half_open_connections_are_bounded_and_keep_no_rank_out(monkeypatch):
+async def test_half_open_connections_are_bounded_and_keep_no_rank_out(monkeypatch):
     monkeypatch.setattr(bulk, "KNOCK_S", 3600.0)
 
-    async def run():
-        async with wire_of() as wire:
-            await wire.sender.send(batch_of(1))
-            with contextlib.ExitStack() as held:
-                check(*await taken(wire.receiver(), 1), batch_of(1))  # the bulk port is open
-                for _ in range(3 * bulk.MAX_UNKNOWN):
-                    held.enter_context(
-                        socket.create_connection(("127.0.0.1", wire.sender._bulk.port))
-                    )
-                    await asyncio.sleep(0)
-                await until(lambda: len(wire.sender._bulk._unknown) == bulk.MAX_UNKNOWN)
-                await wire.sender.send(batch_of(2))
-                check(*await taken(wire.receiver(), 2), batch_of(2))
-                assert len(wire.sender._bulk._unknown) <= bulk.MAX_UNKNOWN
-
-    asyncio.run(run())
+    async with wire_of() as wire:
+        await wire.sender.send(batch_of(1))
+        with contextlib.ExitStack() as held:
+            check(*await taken(wire.receiver(), 1), batch_of(1))  # the bulk port is open
+            for _ in range(3 * bulk.MAX_UNKNOWN):
+                held.enter_context(socket.create_connection(("127.0.0.1", wire.sender._bulk.port)))
+                await asyncio.sleep(0)
+            await until(lambda: len(wire.sender._bulk._unknown) == bulk.MAX_UNKNOWN)
+            await wire.sender.send(batch_of(2))
+            check(*await taken(wire.receiver(), 2), batch_of(2))
+            assert len(wire.sender._bulk._unknown) <= bulk.MAX_UNKNOWN
 
 
-def test_a_ticket_dies_with_its_batch():
-    async def run():
-        async with wire_of() as wire:
-            await wire.sender.send(batch_of(1))
-            receiver = wire.receiver()
-            head = await asyncio.to_thread(
-                lambda: receiver._await(
-                    receiver._ask(1, 0), rollout_wire.MicroBatchHead, DEADLINE_S
-                )
-            )
-            into = memoryview(bytearray(head.layout.num_bytes))
-            assert await asyncio.to_thread(
-                bulk.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S
-            ) == len(into)
-            receiver._done(1)
-            await wire.sender.drained(DEADLINE_S)
-            assert (
-                await asyncio.to_thread(bulk.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S)
-                == 0
-            )
-
-    asyncio.run(run())
+async def test_a_ticket_dies_with_its_batch(wire):
+    await wire.sender.send(batch_of(1))
+    receiver = wire.receiver()
+    head = await asyncio.to_thread(
+        lambda: receiver._await(receiver._ask(1, 0), rollout_wire.MicroBatchHead, DEADLINE_S)
+    )
+    into = memoryview(bytearray(head.layout.num_bytes))
+    assert await asyncio.to_thread(
+        bulk.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S
+    ) == len(into)
+    receiver._done(1)
+    await wire.sender.drained(DEADLINE_S)
+    assert await asyncio.to_thread(bulk.fetch, "127.0.0.1", head.ticket, 0, into, DEADLINE_S) == 0
 
 
-def test_a_receiver_takes_no_bytes_from_a_port_that_does_not_know_the_ticket():
+async def test_a_receiver_takes_no_bytes_from_a_port_that_does_not_know_the_ticket():
     ticket = bulk.Ticket(0, b"k" * 32, b"a" * 32)
     with socket.create_server(("127.0.0.1", 0)) as impostor:
 
@@ -330,12 +289,9 @@ def test_a_receiver_takes_no_bytes_from_a_port_that_does_not_know_the_ticket():
             with connection:
                 connection.sendall(b"x" * 32 + b"forged")
 
-        async def run():
-            into = memoryview(bytearray(6))
-            there = msgspec.structs.replace(ticket, port=impostor.getsockname()[1])
-            reached, _ = await asyncio.gather(
-                asyncio.to_thread(bulk.fetch, "127.0.0.1", there, 0, into, DEADLINE_S), answer()
-            )
-            assert reached == 0 and bytes(into) == bytes(6)
-
-        asyncio.run(run())
+        into = memoryview(bytearray(6))
+        there = msgspec.structs.replace(ticket, port=impostor.getsockname()[1])
+        reached, _ = await asyncio.gather(
+            asyncio.to_thread(bulk.fetch, "127.0.0.1", there, 0, into, DEADLINE_S), answer()
+        )
+        assert reached == 0 and bytes(into) == bytes(6)
