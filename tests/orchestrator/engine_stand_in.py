@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -129,23 +130,18 @@ class StandIn:
         return [path for path, _ in self.asked]
 
 
-def run(stand_ins, scenario):
-    """Start the stand-ins on loopback and run `scenario(urls)`."""
-
-    async def main():
-        runners, urls = [], []
-        for each in stand_ins:
-            application = web.Application()
-            application.router.add_route("*", "/{tail:.*}", each.handle)
-            runner = web.AppRunner(application, shutdown_timeout=0.1)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            runners.append(runner)
-            urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        try:
-            return await scenario(urls)
-        finally:
-            for runner in runners:
-                await runner.cleanup()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def served(stand_ins):
+    """Serve the stand-ins on loopback, and yield their URLs."""
+    runners = []
+    for each in stand_ins:
+        application = web.Application()
+        application.router.add_route("*", "/{tail:.*}", each.handle)
+        runners.append(web.AppRunner(application, shutdown_timeout=0.1))
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+    try:
+        yield [f"http://127.0.0.1:{runner.addresses[0][1]}" for runner in runners]
+    finally:
+        for runner in runners:
+            await runner.cleanup()

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from orchestrator_engine_stand_in import HELD, StandIn, run
+from orchestrator_engine_stand_in import HELD, StandIn, served
 
 from orrery.manifest.check import check
 from orrery.orchestrator.engines.client import Canary
@@ -34,23 +34,19 @@ ASKED = {
 }
 
 
-def update(engines, canary=CANARY, published=PUBLISHED, then=lambda fleet, error: None):
+async def update(engines, canary=CANARY, published=PUBLISHED, then=lambda fleet, error: None):
     """Bring the stand-ins to `published`; return the report or the exception."""
-
-    async def scenario(urls):
-        async with EnginePool(urls, urls[0], canary=canary) as fleet:
-            try:
-                outcome = await fleet.update(published)
-            except UpdateFailed as error:
-                outcome = error
-            return outcome, fleet.is_proving, fleet.version
-
-    return run(engines, scenario)
+    async with served(engines) as urls, EnginePool(urls, urls[0], canary=canary) as fleet:
+        try:
+            outcome = await fleet.update(published)
+        except UpdateFailed as error:
+            outcome = error
+        return outcome, fleet.is_proving, fleet.version
 
 
-def test_each_engine_is_asked_itself_after_it_has_resumed():
+async def test_each_engine_is_asked_itself_after_it_has_resumed():
     engines = [StandIn(canary=[-1.0, -2.0, -3.03]), StandIn(canary=list(KNOWN))]
-    report, is_proving, version = update(engines)
+    report, is_proving, version = await update(engines)
     assert version == 3 and not is_proving and report.canary_s > 0
     assert report.canary_difference in (pytest.approx(0.01, rel=1e-4), 0.0)  # of the slowest engine
     for engine in engines:
@@ -58,13 +54,13 @@ def test_each_engine_is_asked_itself_after_it_has_resumed():
         assert engine.asked[-1][1] == ASKED
 
 
-def test_an_engine_that_computes_something_else_ends_the_run_and_is_paused_again():
+async def test_an_engine_that_computes_something_else_ends_the_run_and_is_paused_again():
     # Both pass attestation.
     engines = [
         StandIn(canary=list(KNOWN)),
         StandIn(canary=[-1.0, -2.0, -4.0]),
     ]
-    error, is_proving, version = update(engines)
+    error, is_proving, version = await update(engines)
     assert isinstance(error, WeightsDiffer) and version == START_VERSION
     assert (
         "engine 1: with version 3 its log-probs of the canary are 0.333 "
@@ -79,13 +75,13 @@ def test_an_engine_that_computes_something_else_ends_the_run_and_is_paused_again
 
 
 @pytest.mark.parametrize("given", [[], [-1.0, -2.0], [-1.0, -2.0, float("nan")]])
-def test_an_engine_that_gives_too_few_log_probs_or_none_that_are_numbers_ends_the_run(given):
-    error, _, version = update([StandIn(canary=given)])
+async def test_an_engine_that_gives_too_few_log_probs_or_none_that_are_numbers_ends_the_run(given):
+    error, _, version = await update([StandIn(canary=given)])
     assert isinstance(error, UpdateFailed) and "engine 0" in str(error) and version == START_VERSION
 
 
-def test_an_engine_that_refuses_the_canary_ends_the_run():
-    error, _, _ = update([StandIn(fail={"/inference/v1/generate": (400, {"error": "no"})})])
+async def test_an_engine_that_refuses_the_canary_ends_the_run():
+    error, _, _ = await update([StandIn(fail={"/inference/v1/generate": (400, {"error": "no"})})])
     assert (
         "engine 0 did not answer the canary of version 3: "
         "engine 0 refused request 'canary-3': no (HTTP 400)" in str(error)
@@ -96,9 +92,9 @@ def test_an_engine_that_refuses_the_canary_ends_the_run():
     ("canary", "published"),
     [(None, PUBLISHED), (CANARY, Published(3, "/", FINGERPRINTS, PUBLISHED.digest))],
 )
-def test_without_a_bound_or_a_trainer_nothing_is_asked(canary, published):
+async def test_without_a_bound_or_a_trainer_nothing_is_asked(canary, published):
     engine = StandIn()
-    report, _, _ = update([engine], canary, published)
+    report, _, _ = await update([engine], canary, published)
     assert report.canary_difference is None and engine.paths()[-1] == "/resume"
 
 

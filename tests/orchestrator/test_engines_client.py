@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 from aiohttp import web
-from orchestrator_engine_stand_in import HELD, StandIn, answer, attested, run
+from orchestrator_engine_stand_in import HELD, StandIn, answer, attested, served
 
 from orrery.orchestrator.engines.client import EngineClient, update_engine
 from orrery.orchestrator.engines.messages import (
@@ -23,36 +23,23 @@ from orrery.orchestrator.engines.messages import (
 from orrery.wire.fingerprint import digest
 from orrery.wire.weight_wire import Published
 
-
-def generate(stand_in, **options):
-    async def scenario(urls):
-        async with EngineClient(urls[0], token="secret") as engine:
-            return await engine.generate(
-                np.array([1, 2], dtype=np.int32),
-                max_tokens=4,
-                temperature=0.5,
-                cache_salt="3",
-                request_id="r",
-                **options,
-            )
-
-    return run([stand_in], scenario)
+REQUEST = {"max_tokens": 4, "temperature": 0.5, "cache_salt": "3", "request_id": "r"}
 
 
-def generate_each(stand_in, num_samples=3):
+async def generate(stand_in, **options):
+    async with served([stand_in]) as urls, EngineClient(urls[0], token="secret") as engine:
+        return await engine.generate(np.array([1, 2], dtype=np.int32), **REQUEST, **options)
+
+
+async def generate_each(stand_in, num_samples=3):
     """Return the samples that the client delivers, and its error or None."""
     samples = []
-
-    async def scenario(urls):
-        async with EngineClient(urls[0], token="secret") as engine:
-            request = {"max_tokens": 4, "temperature": 0.5, "cache_salt": "3", "request_id": "r"}
-            try:
-                await engine.generate_each([1, 2], num_samples, samples.append, **request)
-            except (GenerationFailed, EngineGone) as error:
-                return error
-        return None
-
-    return samples, run([stand_in], scenario)
+    async with served([stand_in]) as urls, EngineClient(urls[0], token="secret") as engine:
+        try:
+            await engine.generate_each([1, 2], num_samples, samples.append, **REQUEST)
+        except (GenerationFailed, EngineGone) as error:
+            return samples, error
+    return samples, None
 
 
 def lines(*samples):
@@ -63,16 +50,16 @@ def lines(*samples):
     )
 
 
-def test_samples_of_one_request_are_delivered_as_they_end_however_the_bytes_arrive():
+async def test_samples_of_one_request_are_delivered_as_they_end_however_the_bytes_arrive():
     whole = lines((2, [7]), (0, [8, 9]), (1, [10] * 30_000))
     stand_in = StandIn(streamed=[whole[:9], whole[9:500], whole[500:90_000], whole[90_000:]])
-    samples, error = generate_each(stand_in)
+    samples, error = await generate_each(stand_in)
     assert error is None
     found = [(each.sample, each.token_ids.tolist()) for each in samples]
     assert found == [(2, [7]), (0, [8, 9]), (1, [10] * 30_000)]
     [(_, body)] = stand_in.asked
     assert (body["sampling_params"]["n"], body["stream"]) == (3, True)
-    generate(alone := StandIn())
+    await generate(alone := StandIn())
     [(_, body)] = alone.asked
     assert "n" not in body["sampling_params"] and "stream" not in body
 
@@ -104,14 +91,14 @@ def test_samples_of_one_request_are_delivered_as_they_end_however_the_bytes_arri
     ],
     ids=["too few", "twice", "an error", "cut", "cut by a dead server"],
 )
-def test_a_request_that_ends_early_raises_after_the_samples_that_ended(options, kind, says):
-    samples, error = generate_each(StandIn(**options))
+async def test_a_request_that_ends_early_raises_after_the_samples_that_ended(options, kind, says):
+    samples, error = await generate_each(StandIn(**options))
     assert [each.sample for each in samples] == [0]
     assert type(error) is kind and says in str(error)
 
 
-def test_version_spans_become_one_version_a_token_and_the_start_label_is_minus_one():
-    generation = generate(
+async def test_version_spans_become_one_version_a_token_and_the_start_label_is_minus_one():
+    generation = await generate(
         StandIn(
             generated=answer(
                 [5, 6, 7, 8],
@@ -132,14 +119,14 @@ def test_version_spans_become_one_version_a_token_and_the_start_label_is_minus_o
     assert (generation.finish_reason, generation.cached_tokens) == ("length", 5)
 
 
-def test_an_empty_generation_is_empty_arrays():
-    generation = generate(StandIn(generated=answer([], [])))
+async def test_an_empty_generation_is_empty_arrays():
+    generation = await generate(StandIn(generated=answer([], [])))
     assert len(generation.token_ids) == len(generation.versions) == len(generation.logprobs) == 0
 
 
-def test_the_request_says_what_was_asked_for_and_nothing_else():
+async def test_the_request_says_what_was_asked_for_and_nothing_else():
     stand_in = StandIn()
-    generate(stand_in, stop_token_ids=[9], seed=4)
+    await generate(stand_in, stop_token_ids=[9], seed=4)
     assert stand_in.asked == [
         (
             "/inference/v1/generate",
@@ -169,22 +156,24 @@ def with_routes(num_rows):
     return generated
 
 
-def test_routes_are_asked_for_from_a_position_and_come_beside_the_tokens():
+async def test_routes_are_asked_for_from_a_position_and_come_beside_the_tokens():
     stand_in = StandIn(generated=with_routes(2))
-    generation = generate(stand_in, routes_from=1)
+    generation = await generate(stand_in, routes_from=1)
     assert stand_in.asked[0][1]["sampling_params"]["routed_experts_prompt_start"] == 1
     (part,) = generation.routes
     assert (part.start, part.shape) == (1, (2, 2, 2)) and generation.token_ids.tolist() == [7, 8]
-    assert generate(StandIn(generated=with_routes(3))).routes == ()  # not requested
+    assert (await generate(StandIn(generated=with_routes(3)))).routes == ()  # not requested
 
 
 @pytest.mark.parametrize(
     ("generated", "says"),
     [(with_routes(2), "3 tokens .* those of 2"), (answer([7, 8], [("3", 0, 2)]), "none")],
 )
-def test_routes_that_were_asked_for_and_are_not_all_there_fail_the_generation(generated, says):
+async def test_routes_that_were_asked_for_and_are_not_all_there_fail_the_generation(
+    generated, says
+):
     with pytest.raises(GenerationFailed, match=says):
-        generate(StandIn(generated=generated), routes_from=0)
+        await generate(StandIn(generated=generated), routes_from=0)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +185,12 @@ def test_routes_that_were_asked_for_and_are_not_all_there_fail_the_generation(ge
         ({"surprise": 1}, "not a generation"),
     ],
 )
-def test_an_answer_that_is_not_whole_fails_the_generation(generated, says):
+async def test_an_answer_that_is_not_whole_fails_the_generation(generated, says):
     with pytest.raises(GenerationFailed, match=says):
-        generate(StandIn(generated=generated))
+        await generate(StandIn(generated=generated))
 
 
-def test_a_refused_request_fails_with_the_engines_own_words():
+async def test_a_refused_request_fails_with_the_engines_own_words():
     refusing = StandIn(
         fail={
             "/inference/v1/generate": (400, {"error": {"message": "prompt too long", "code": 400}})
@@ -210,20 +199,17 @@ def test_a_refused_request_fails_with_the_engines_own_words():
     with pytest.raises(
         GenerationFailed, match=r"request 'r' \(2 prompt tokens\): prompt too long \(HTTP 400\)"
     ):
-        generate(refusing)
+        await generate(refusing)
 
 
-def test_a_slow_generation_fails_alone_and_an_absent_engine_is_gone():
+async def test_a_slow_generation_fails_alone_and_an_absent_engine_is_gone():
     with pytest.raises(GenerationFailed, match=r"did not finish request 'r' within 0\.05 s"):
-        generate(StandIn(delay_s=5.0), timeout_s=0.05)
+        await generate(StandIn(delay_s=5.0), timeout_s=0.05)
 
-    async def scenario(urls):
-        async with EngineClient("http://127.0.0.1:1") as engine:
-            assert not await engine.health()
-            with pytest.raises(EngineGone):
-                await engine.pause()
-
-    run([], scenario)
+    async with EngineClient("http://127.0.0.1:1") as engine:
+        assert not await engine.health()
+        with pytest.raises(EngineGone):
+            await engine.pause()
 
 
 NO_ROOM = """
@@ -273,24 +259,19 @@ asyncio.run(main())
 """
 
 
-def test_a_process_without_room_for_a_connection_waits_and_takes_no_engine_for_dead():
-    async def scenario(urls):
+async def test_a_process_without_room_for_a_connection_waits_and_takes_no_engine_for_dead():
+    async with served([StandIn(generated=answer([5, 6], [("default", 0, 2)]))]) as urls:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", NO_ROOM, urls[0]]
-        return await asyncio.to_thread(
+        done = await asyncio.to_thread(
             subprocess.run, command, env=environment, capture_output=True, text=True, timeout=60
         )
-
-    done = run([StandIn(generated=answer([5, 6], [("default", 0, 2)]))], scenario)
     assert done.returncode == 0, done.stderr
 
 
-def test_metrics_are_summed_by_name_and_similar_names_are_not_mixed_up():
-    async def scenario(urls):
-        async with EngineClient(urls[0]) as engine:
-            return await engine.metrics()
-
-    metrics = run([StandIn()], scenario)
+async def test_metrics_are_summed_by_name_and_similar_names_are_not_mixed_up():
+    async with served([StandIn()]) as urls, EngineClient(urls[0]) as engine:
+        metrics = await engine.metrics()
     assert (
         metrics.running,
         metrics.waiting,
@@ -301,7 +282,7 @@ def test_metrics_are_summed_by_name_and_similar_names_are_not_mixed_up():
     assert metrics.external_hit_tokens_total == 96
 
 
-def test_workers_of_one_engine_that_disagree_are_named():
+async def test_workers_of_one_engine_that_disagree_are_named():
     async def two_workers(request):
         return web.json_response(
             {"results": [HELD, HELD | {"a": ["0000000000000002", "resident"]}]}
@@ -310,17 +291,14 @@ def test_workers_of_one_engine_that_disagree_are_named():
     stand_in = StandIn()
     stand_in.handle = two_workers
 
-    async def scenario(urls):
-        async with EngineClient(urls[0], name="engine 5") as engine:
-            with pytest.raises(
-                UpdateFailed, match=r"engine 5: its workers hold different weights in 'a'"
-            ):
-                await engine.fingerprints()
-
-    run([stand_in], scenario)
+    async with served([stand_in]) as urls, EngineClient(urls[0], name="engine 5") as engine:
+        with pytest.raises(
+            UpdateFailed, match=r"engine 5: its workers hold different weights in 'a'"
+        ):
+            await engine.fingerprints()
 
 
-def test_an_engine_whose_workers_disagree_does_not_go_on():
+async def test_an_engine_whose_workers_disagree_does_not_go_on():
     """Each by itself has what was published, or has not: only together they show it."""
     other = HELD | {"a": ["0000000000000002", "resident"]}
     published = Published(
@@ -335,12 +313,12 @@ def test_an_engine_whose_workers_disagree_does_not_go_on():
             every = {"fingerprints": [HELD, other], "attested": [attested(HELD), attested(other)]}
             return every.get(method) or super().answers(method)
 
-    async def scenario(urls):
-        async with EngineClient(urls[0], name="engine 5") as engine:
-            with pytest.raises(
-                UpdateFailed, match=r"engine 5: its workers hold different weights in 'a'"
-            ):
-                await update_engine(engine, published)
-
-    run([stand_in := TwoWorkers()], scenario)
+    async with (
+        served([stand_in := TwoWorkers()]) as urls,
+        EngineClient(urls[0], name="engine 5") as engine,
+    ):
+        with pytest.raises(
+            UpdateFailed, match=r"engine 5: its workers hold different weights in 'a'"
+        ):
+            await update_engine(engine, published)
     assert "/update_weights" in stand_in.paths() and "/resume" not in stand_in.paths()

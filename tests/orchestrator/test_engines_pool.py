@@ -3,10 +3,11 @@
 import asyncio
 import threading
 import time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from orchestrator_engine_stand_in import HELD, StandIn, run
+from orchestrator_engine_stand_in import HELD, StandIn, served
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.orchestrator.engines import client as client_module
@@ -36,30 +37,24 @@ FINGERPRINTS = {"a": 1, "b": 2**64 - 1}
 PUBLISHED = Published(3, "/", FINGERPRINTS, digest(FINGERPRINTS))
 
 
-def test_aborts_carry_the_prefix_that_the_engine_gives_ids():
+async def test_aborts_carry_the_prefix_that_the_engine_gives_ids():
     stand_in = StandIn()
 
-    async def scenario(urls):
-        async with EnginePool(urls) as fleet:
-            await fleet.abort(["a", "b"])
-            await fleet.abort([])
-
-    run([stand_in], scenario)
+    async with served([stand_in]) as urls, EnginePool(urls) as fleet:
+        await fleet.abort(["a", "b"])
+        await fleet.abort([])
     assert stand_in.asked == [
         ("/abort_requests", {"request_ids": ["generate-tokens-a", "generate-tokens-b"]})
     ]
 
 
-def test_an_update_pauses_each_engine_then_loads_then_attests_then_resumes():
+async def test_an_update_pauses_each_engine_then_loads_then_attests_then_resumes():
     engines, router = [StandIn(), StandIn()], StandIn()
 
-    async def scenario(urls):
-        async with EnginePool(urls[:2], urls[2]) as fleet:
-            report = await fleet.update(PUBLISHED)
-            await fleet.generate([1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="x")
-            return report, fleet.version
-
-    report, version = run([*engines, router], scenario)
+    async with served([*engines, router]) as urls, EnginePool(urls[:2], urls[2]) as fleet:
+        report = await fleet.update(PUBLISHED)
+        await fleet.generate([1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="x")
+        version = fleet.version
     assert version == report.version == 3 and report.digest == PUBLISHED.digest
     assert report.attested == {"resident": 1, "as_consumed": 1}
     assert report.paused_s >= report.pause_s + report.update_s + report.attest_s
@@ -96,31 +91,25 @@ def test_an_update_pauses_each_engine_then_loads_then_attests_then_resumes():
         ({}, r"engine 1: tensor 'a' is missing after published version 3 \(1 more like it\)"),
     ],
 )
-def test_an_engine_with_other_weights_ends_the_run_by_tensor_and_stays_paused(held, says):
+async def test_an_engine_with_other_weights_ends_the_run_by_tensor_and_stays_paused(held, says):
     engines = [StandIn(), StandIn(held=held)]
 
-    async def scenario(urls):
-        async with EnginePool(urls, urls[0]) as fleet:
-            with pytest.raises(UpdateFailed, match=says) as failed:
-                await fleet.update(PUBLISHED)
-            assert isinstance(failed.value, RunFailed)
-            return fleet.version
-
-    assert run(engines, scenario) == START_VERSION
+    async with served(engines) as urls, EnginePool(urls, urls[0]) as fleet:
+        with pytest.raises(UpdateFailed, match=says) as failed:
+            await fleet.update(PUBLISHED)
+        assert isinstance(failed.value, RunFailed)
+        assert fleet.version == START_VERSION
     assert "/resume" not in engines[1].paths()
 
 
-def test_a_failed_load_is_told_in_the_engines_words_and_all_engines_are_waited_for():
+async def test_a_failed_load_is_told_in_the_engines_words_and_all_engines_are_waited_for():
     engines = [StandIn(untaken=["tensor 'q' is cut off"]), StandIn()]
 
-    async def scenario(urls):
-        async with EnginePool(urls, urls[0]) as fleet:
-            with pytest.raises(
-                UpdateFailed, match=r"engine 0 did not take version 3: tensor 'q' is cut off"
-            ):
-                await fleet.update(PUBLISHED)
-
-    run(engines, scenario)
+    async with served(engines) as urls, EnginePool(urls, urls[0]) as fleet:
+        with pytest.raises(
+            UpdateFailed, match=r"engine 0 did not take version 3: tensor 'q' is cut off"
+        ):
+            await fleet.update(PUBLISHED)
     assert (
         engines[0].calls() == ["untaken", "give_up_update"]
         and "/finish_weight_update" not in engines[0].paths()
@@ -128,21 +117,18 @@ def test_a_failed_load_is_told_in_the_engines_words_and_all_engines_are_waited_f
     assert "/finish_weight_update" in engines[1].paths()
 
 
-def test_an_update_that_an_engine_answers_with_an_error_is_told_in_its_words():
+async def test_an_update_that_an_engine_answers_with_an_error_is_told_in_its_words():
     engines = [
         StandIn(fail={"/update_weights": (500, {"error": {"message": "the engine core died"}})}),
         StandIn(),
     ]
 
-    async def scenario(urls):
-        async with EnginePool(urls, urls[0]) as fleet:
-            with pytest.raises(
-                UpdateFailed,
-                match=r"engine 0: /update_weights failed: the engine core died \(HTTP 500\)",
-            ):
-                await fleet.update(PUBLISHED)
-
-    run(engines, scenario)
+    async with served(engines) as urls, EnginePool(urls, urls[0]) as fleet:
+        with pytest.raises(
+            UpdateFailed,
+            match=r"engine 0: /update_weights failed: the engine core died \(HTTP 500\)",
+        ):
+            await fleet.update(PUBLISHED)
     assert "/finish_weight_update" in engines[1].paths()
 
 
@@ -203,24 +189,30 @@ class Engines:
         ]
 
 
-def lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=None):
-    """`scenario(Engines)` over engine 0, engine 1, router and engine 1 once more."""
+@pytest.fixture
+def ctx(tmp_path, monkeypatch):
     monkeypatch.setattr("orrery.runtime.token._kept", "t")
     monkeypatch.setattr(recovery_module, "TEND_S", 0.01)
     ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
-    stand_ins = list(stand_ins) or [StandIn() for _ in range(4)]
+    yield ctx
+    ctx.metrics.close()
 
-    async def main(urls):
+
+@pytest.fixture
+def lossy(ctx):
+    """`lossy(*stand_ins)` yields Engines over engine 0, engine 1, router and engine 1 once more."""
+
+    @asynccontextmanager
+    async def start(*stand_ins, trainer=None):
         leases = trainer and trainer.leases
-        async with EnginePool(
-            urls[:2], urls[2], restarting=ctx, model="adapter", leases=leases
-        ) as fleet:
-            return await asyncio.wait_for(scenario(Engines(ctx, fleet, urls, stand_ins)), 20)
+        async with (
+            served(stand_ins) as urls,
+            EnginePool(urls[:2], urls[2], restarting=ctx, model="adapter", leases=leases) as fleet,
+            asyncio.timeout(20),
+        ):
+            yield Engines(ctx, fleet, urls, stand_ins)
 
-    try:
-        return run(stand_ins, main)
-    finally:
-        ctx.metrics.close()
+    return start
 
 
 LOST = {"/metrics": (500, {}), "/health": (503, {})}  # a lost stand-in's answers
@@ -242,13 +234,13 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-def test_an_engine_that_hangs_in_an_update_is_fenced_and_updated_before_the_router_has_it(
-    tmp_path, monkeypatch
+async def test_an_engine_that_hangs_in_an_update_is_fenced_and_updated_before_the_router_has_it(
+    lossy, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(client_module, "LOAD_TIMEOUT_S", 0.3)
     stand_ins = [StandIn(), StandIn(hang={"/update_weights"}), StandIn(), StandIn()]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins) as engines:
         fleet = engines.fleet
         report = await fleet.update(PUBLISHED)
         assert report.version == 3 and engines.stand_ins[0].paths()[-1] == "/resume", (
@@ -263,9 +255,7 @@ def test_an_engine_that_hangs_in_an_update_is_fenced_and_updated_before_the_rout
         engines.start_again()
         await until(lambda: fleet.registry.at(Phase.HEALTHY) == [0, 1])
         assert "/resume" not in engines.stand_ins[1].paths()
-        return engines
-
-    engines = lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+        engines = engines
     assert stand_ins[3].paths()[0] == "/pause?mode=keep&clear_cache=false"
     assert stand_ins[3].paths()[2:] == [
         "/update_weights",
@@ -282,8 +272,8 @@ def test_an_engine_that_hangs_in_an_update_is_fenced_and_updated_before_the_rout
     assert (lost["engine"], back["engine"], back["version"], back["incarnation"]) == (1, 1, 3, 1)
 
 
-def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_alone_is_not(
-    tmp_path, monkeypatch
+async def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_alone_is_not(
+    lossy,
 ):
     stand_ins = [
         StandIn(),
@@ -293,7 +283,7 @@ def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_
     ]
     request = {"max_tokens": 1, "temperature": 1.0, "cache_salt": "0", "request_id": "r"}
 
-    async def scenario(engines):
+    async with lossy(*stand_ins) as engines:
         with pytest.raises(GenerationFailed, match="sent to nobody"):
             await engines.fleet.generate([1], **request)
         assert engines.fleet.registry.at(Phase.HEALTHY) == [0, 1]
@@ -307,11 +297,9 @@ def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_
             "no version is wanted yet but the one that it starts with"
         )
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
-
-def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_half_fenced(
-    tmp_path, monkeypatch
+async def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_half_fenced(
+    lossy, tmp_path
 ):
     told = threading.Event()
     router = StandIn(
@@ -325,7 +313,7 @@ def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_hal
         StandIn(),
     ]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins) as engines:
         fleet = engines.fleet
         try:
             asking = asyncio.create_task(
@@ -346,17 +334,13 @@ def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_hal
         }
         assert router.paths()[1:] == [f"/remove_worker?url={url}" for url in engines.urls[:2]]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
-
-def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(
-    tmp_path, monkeypatch
-):
+async def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(lossy):
     dropped = threading.Event()
     router = StandIn(before={"/add_worker": lambda _: dropped.wait(20)})
     stand_ins = [StandIn(), StandIn(fail=dict(LOST)), router, StandIn()]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins) as engines:
         fleet, url = engines.fleet, engines.urls[3]
         try:
             await fleet.metrics()
@@ -372,32 +356,28 @@ def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(
         await until(lambda: router.paths().count(f"/remove_worker?url={url}") == 2)
         assert fleet.registry.at(Phase.FENCED) == [1] and (await fleet.metrics()).keys() == {0}
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
-
-def test_an_engine_that_the_router_does_not_drop_is_started_again_all_the_same(
-    tmp_path, monkeypatch
+async def test_an_engine_that_the_router_does_not_drop_is_started_again_all_the_same(
+    lossy, tmp_path
 ):
     lost = StandIn(fail=dict(LOST))
     stand_ins = [StandIn(), lost, StandIn(fail={"/remove_worker": (500, {})}), StandIn()]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins) as engines:
         with pytest.raises(RunFailed, match="router: /remove_worker"):
             await engines.fleet.metrics()
         assert [one.name for one in preemption.fenced(tmp_path, "rl", 1)] == ["inference.1"]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
-
-def test_where_no_engine_is_left_requests_wait_at_the_door_and_an_update_is_over_when_one_is_back(
-    tmp_path, monkeypatch
+async def test_where_no_engine_is_left_requests_wait_and_an_update_is_over_when_one_is_back(
+    lossy,
 ):
     stand_ins = [StandIn(fail={"/pause": (500, {}), "/health": (503, {})}) for _ in range(2)] + [
         StandIn(),
         StandIn(),
     ]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins) as engines:
         fleet = engines.fleet
         assert await fleet.metrics()
         stand_ins[0].fail["/metrics"] = stand_ins[1].fail["/metrics"] = (500, {})
@@ -419,10 +399,8 @@ def test_where_no_engine_is_left_requests_wait_at_the_door_and_an_update_is_over
         for asked in (stand_ins[2].asked[-1], stand_ins[3].asked[-1]):
             assert asked[0] == "/inference/v1/generate" and asked[1]["model"] == "adapter"
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
-
-def test_an_update_that_every_engine_refuses_ends_the_run(tmp_path, monkeypatch):
+async def test_an_update_that_every_engine_refuses_ends_the_run(lossy, tmp_path):
     stand_ins = [
         StandIn(untaken=["tensor 'q' is cut off"]),
         StandIn(untaken=["tensor 'q' is cut off"]),
@@ -430,17 +408,13 @@ def test_an_update_that_every_engine_refuses_ends_the_run(tmp_path, monkeypatch)
         StandIn(),
     ]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins) as engines:
         with pytest.raises(UpdateFailed, match=r"tensor 'q' is cut off"):
             await engines.fleet.update(PUBLISHED)
         assert not preemption.fenced(tmp_path, "rl", 1)
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
-
-def test_engines_that_die_over_an_update_are_started_again_whatever_they_said_of_it(
-    tmp_path, monkeypatch
-):
+async def test_engines_that_die_over_an_update_are_started_again_whatever_they_said_of_it(lossy):
     dying = {
         "fail": {
             "/update_weights": (500, {"error": {"message": "cancelled"}}),
@@ -449,7 +423,7 @@ def test_engines_that_die_over_an_update_are_started_again_whatever_they_said_of
     }
     stand_ins = [StandIn(**dying), StandIn(**dying), StandIn(), StandIn()]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins) as engines:
         updating = asyncio.create_task(engines.fleet.update(PUBLISHED))
         await until(lambda: engines.fleet.registry.at(Phase.FENCED) == [0, 1])
         engines.start_again()
@@ -458,32 +432,18 @@ def test_engines_that_die_over_an_update_are_started_again_whatever_they_said_of
             "says that it is not well" in row["why"] for row in engines.rows("engine_fenced")
         )
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
-
-def test_other_weights_than_those_published_end_the_run_whatever_may_be_started_again(
-    tmp_path, monkeypatch
-):
-    async def scenario(engines):
+async def test_other_weights_than_those_published_end_the_run_whatever_may_be_started_again(lossy):
+    async with lossy(StandIn(), StandIn(held={"a": HELD["a"]}), StandIn(), StandIn()) as engines:
         with pytest.raises(WeightsDiffer, match="engine 1: tensor 'b' is missing"):
             await engines.fleet.update(PUBLISHED)
 
-    lossy(
-        tmp_path,
-        monkeypatch,
-        scenario,
-        StandIn(),
-        StandIn(held={"a": HELD["a"]}),
-        StandIn(),
-        StandIn(),
-    )
 
-
-def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatch):
+async def test_an_engine_that_stays_away_ends_the_run_by_its_name(lossy, monkeypatch):
     monkeypatch.setattr(recovery_module, "RETURN_S", 0.2)
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins) as engines:
         stand_ins[1].fail |= LOST
         await engines.fleet.metrics()
         with pytest.raises(
@@ -493,8 +453,6 @@ def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatc
             while True:
                 engines.fleet.check()
                 await asyncio.sleep(0.01)
-
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
 # Direct wires
@@ -507,8 +465,8 @@ ALONG = f"transfer 1 {ELSEWHERE}: trainer 0 did not send its slices"
     [[ALONG], [None, ALONG]],
     ids=["of one worker", "of two, one of which has everything"],
 )
-def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under_one_lease(
-    tmp_path, monkeypatch, workers
+async def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under_one_lease(
+    lossy, tmp_path, workers
 ):
     folder, seen, trainer = tmp_path / "wire", [], Trainer()
 
@@ -539,7 +497,7 @@ def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under_one_l
         StandIn(),
     ]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins, trainer=trainer) as engines:
         fleet = engines.fleet
         report = await fleet.update(trainer.publish(folder))
         assert report.version == 3 and report.update_s < 0.2 <= report.paused_s, (
@@ -557,11 +515,9 @@ def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under_one_l
         await until(lambda: fleet.registry.at(Phase.HEALTHY) == [0, 1])
         await until(lambda: trainer.table._leased is None)
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
-
-def test_a_retry_after_the_trainer_has_stepped_waits_for_the_next_version_unfenced(
-    tmp_path, monkeypatch
+async def test_a_retry_after_the_trainer_has_stepped_waits_for_the_next_version_unfenced(
+    lossy, tmp_path
 ):
     late = f"transfer 2 {ELSEWHERE}: version 3 {GONE}"
     trainer = Trainer()
@@ -572,7 +528,7 @@ def test_a_retry_after_the_trainer_has_stepped_waits_for_the_next_version_unfenc
         StandIn(),
     ]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins, trainer=trainer) as engines:
         fleet = engines.fleet
         assert await fleet.update(trainer.publish(tmp_path / "wire")) is None
         assert fleet.registry.at(Phase.STALE) == [0, 1] and all(
@@ -581,23 +537,19 @@ def test_a_retry_after_the_trainer_has_stepped_waits_for_the_next_version_unfenc
         assert (await fleet.update(trainer.publish(tmp_path / "wire", version=4))).version == 4
         assert fleet.registry.at(Phase.HEALTHY) == [0, 1]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
-
-def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(tmp_path, monkeypatch):
+async def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(lossy, tmp_path):
     trainer = Trainer()
     stand_ins = [StandIn(untaken=[ALONG]), StandIn(untaken=[None, ALONG]), StandIn(), StandIn()]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins, trainer=trainer) as engines:
         with pytest.raises(UpdateInterrupted, match="trainer 0 did not send its slices"):
             await engines.fleet.update(trainer.publish(tmp_path / "wire"))
         assert [stand_in.paths().count("/update_weights") for stand_in in stand_ins] == [2, 2, 0, 0]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
-
-def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for_another(
-    tmp_path, monkeypatch
+async def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for_another(
+    lossy, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(pool_module, "ALONG_S", 0.2)
     trainer = Trainer()
@@ -608,7 +560,7 @@ def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for
         StandIn(),
     ]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins, trainer=trainer) as engines:
         fleet = engines.fleet
         assert (await fleet.update(trainer.publish(tmp_path / "wire"))).version == 3
         assert fleet.registry.at(Phase.HEALTHY) == [0]
@@ -617,18 +569,16 @@ def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for
             in fleet.registry[1].why
         )
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
-
-def test_a_returning_engine_that_hangs_keeps_the_trainer_only_until_its_call_ends(
-    tmp_path, monkeypatch
+async def test_a_returning_engine_that_hangs_keeps_the_trainer_only_until_its_call_ends(
+    lossy, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(client_module, "LOAD_TIMEOUT_S", 0.5)
     trainer = Trainer()
     stand_ins = [StandIn(), StandIn(fail=dict(LOST)), StandIn(), StandIn(hang={"/update_weights"})]
     folder, request = tmp_path / "wire", {"max_tokens": 1, "temperature": 1.0, "cache_salt": "3"}
 
-    async def scenario(engines):
+    async with lossy(*stand_ins, trainer=trainer) as engines:
         fleet = engines.fleet
         await fleet.metrics()
         assert (await fleet.update(trainer.publish(folder))).version == 3
@@ -646,17 +596,15 @@ def test_a_returning_engine_that_hangs_keeps_the_trainer_only_until_its_call_end
             Phase.HEALTHY
         ) == [0]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
-
-def test_after_all_engines_were_lost_and_the_version_is_gone_the_update_is_over(
-    tmp_path, monkeypatch
+async def test_after_all_engines_were_lost_and_the_version_is_gone_the_update_is_over(
+    lossy, tmp_path
 ):
     gone = {"/pause": (500, {}), "/health": (503, {})}
     trainer = Trainer()
     stand_ins = [StandIn(fail=dict(gone)), StandIn(fail=dict(gone)), StandIn(), StandIn()]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins, trainer=trainer) as engines:
         folder, fleet = tmp_path / "wire", engines.fleet
         updating = asyncio.create_task(fleet.update(trainer.publish(folder)))
         await until(lambda: fleet.registry.at(Phase.FENCED) == [0, 1])
@@ -668,16 +616,14 @@ def test_after_all_engines_were_lost_and_the_version_is_gone_the_update_is_over(
             Phase.HEALTHY
         ) == [1]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
-
-def test_an_update_whose_files_have_gone_while_no_engine_was_there_is_over_for_a_newer_one(
-    tmp_path, monkeypatch
+async def test_an_update_whose_files_have_gone_while_no_engine_was_there_is_over_for_a_newer_one(
+    lossy, tmp_path
 ):
     gone = {"/pause": (500, {}), "/health": (503, {})}
     stand_ins = [StandIn(fail=dict(gone)), StandIn(fail=dict(gone)), StandIn(), StandIn()]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins) as engines:
         folder, fleet = tmp_path / "version_3", engines.fleet
         folder.mkdir()
         updating = asyncio.create_task(
@@ -689,17 +635,15 @@ def test_an_update_whose_files_have_gone_while_no_engine_was_there_is_over_for_a
         assert await updating is None
         assert fleet.registry.at(Phase.STALE) == [1] and not fleet.is_serving
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
-
-def test_the_clock_of_a_returned_engine_stands_while_it_waits_for_the_next_version(
-    tmp_path, monkeypatch
+async def test_the_clock_of_a_returned_engine_stands_while_it_waits_for_the_next_version(
+    lossy, tmp_path, monkeypatch
 ):
     back, seen = {"inference.1 to serve again"}, []
     trainer = Trainer()
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins, trainer=trainer) as engines:
         folder, fleet = tmp_path / "wire", engines.fleet
         await back_without_a_version(engines, folder, stand_ins[1], trainer)
         assert fleet.registry.at(Phase.STALE) == [1] and fleet.is_serving
@@ -715,14 +659,14 @@ def test_the_clock_of_a_returned_engine_stands_while_it_waits_for_the_next_versi
         )
         assert [row["version"] for row in engines.rows("engine_healthy")] == [4]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
-
-def test_the_clock_of_a_waiting_engine_begins_anew_when_no_engine_serves(tmp_path, monkeypatch):
+async def test_the_clock_of_a_waiting_engine_begins_anew_when_no_engine_serves(
+    lossy, tmp_path, monkeypatch
+):
     trainer = Trainer()
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
-    async def scenario(engines):
+    async with lossy(*stand_ins, trainer=trainer) as engines:
         fleet = engines.fleet
         await back_without_a_version(engines, tmp_path / "wire", stand_ins[1], trainer)
         stand_ins[0].fail |= LOST
@@ -737,70 +681,57 @@ def test_the_clock_of_a_waiting_engine_begins_anew_when_no_engine_serves(tmp_pat
                 fleet.check()
                 await asyncio.sleep(0.01)
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
-
-def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at_fault(tmp_path):
+async def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at_fault(
+    tmp_path,
+):
     trainer = Trainer()
     stand_ins = [StandIn(untaken=[ALONG]), StandIn(untaken=[ALONG, "cut off"])]
 
-    async def scenario(urls):
-        async with EnginePool(urls, urls[0]) as fleet:
-            with pytest.raises(UpdateFailed, match="engine 1 did not take version 3: cut off"):
-                await fleet.update(trainer.publish(tmp_path / "wire"))
-
-    run(stand_ins, scenario)
+    async with served(stand_ins) as urls, EnginePool(urls, urls[0]) as fleet:
+        with pytest.raises(UpdateFailed, match="engine 1 did not take version 3: cut off"):
+            await fleet.update(trainer.publish(tmp_path / "wire"))
     assert stand_ins[0].paths().count("/update_weights") == 1
 
 
-def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end(
-    tmp_path, monkeypatch
+async def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end(
+    ctx, tmp_path
 ):
-    monkeypatch.setattr("orrery.runtime.token._kept", "t")
-    monkeypatch.setattr(recovery_module, "TEND_S", 0.01)
-    ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
     prefill, decode, again = stand_ins = [StandIn(), StandIn(), StandIn()]
 
-    async def scenario(urls):
-        def listen(incarnation, url):
-            info = {"kv_engine_id": f"incarnation {incarnation}", "kv_bootstrap": url}
-            rendezvous.publish(
-                RoleContext("inference", tmp_path, "rl", 0, 1, 0, incarnation), url, **info
-            )
-            return info
+    def listen(incarnation, url):
+        info = {"kv_engine_id": f"incarnation {incarnation}", "kv_bootstrap": url}
+        rendezvous.publish(
+            RoleContext("inference", tmp_path, "rl", 0, 1, 0, incarnation), url, **info
+        )
+        return info
 
-        def ask():
-            return fleet.generate(
-                [1], max_tokens=2, temperature=1.0, cache_salt="0", request_id="r"
-            )
+    def ask():
+        return fleet.generate([1], max_tokens=2, temperature=1.0, cache_salt="0", request_id="r")
 
-        async with (
-            EnginePool(urls[:2], restarting=ctx, handovers=[listen(0, urls[0])]) as fleet,
-            asyncio.timeout(20),
-        ):
-            prefill.fail |= {
-                "/inference/v1/generate": (500, {"error": "dying"}),
-                "/health": (503, {}),
-            }
-            with pytest.raises(EngineGone, match=r"dying.*engine 0 says that it is not well"):
-                await ask()
-            assert not fleet.is_serving and (await fleet.metrics()).keys() == {1}
-            waiting = asyncio.create_task(ask())
-            await asyncio.sleep(0.1)
-            assert not waiting.done() and "/collective_rpc" not in decode.paths(), (
-                "it may write into its readers' blocks yet"
-            )
-            (tmp_path / "stages/rl/endpoints/inference.0.json").unlink()
-            await until(lambda: "/collective_rpc" in decode.paths())
-            assert decode.asked[-1][1] == {"method": "read_no_more", "args": ["incarnation 0"]}
-            listen(1, urls[2])
-            assert len((await waiting).token_ids) == 2
-            await fleet.abort(["r"])
-        assert "/abort_requests" in decode.paths() and "/abort_requests" not in again.paths()
-        [asked] = [body for path, body in decode.asked if path == "/inference/v1/generate"]
-        assert asked["kv_transfer_params"]["remote_engine_id"] == "incarnation 1"
-
-    try:
-        run(stand_ins, scenario)
-    finally:
-        ctx.metrics.close()
+    async with (
+        served(stand_ins) as urls,
+        EnginePool(urls[:2], restarting=ctx, handovers=[listen(0, urls[0])]) as fleet,
+        asyncio.timeout(20),
+    ):
+        prefill.fail |= {
+            "/inference/v1/generate": (500, {"error": "dying"}),
+            "/health": (503, {}),
+        }
+        with pytest.raises(EngineGone, match=r"dying.*engine 0 says that it is not well"):
+            await ask()
+        assert not fleet.is_serving and (await fleet.metrics()).keys() == {1}
+        waiting = asyncio.create_task(ask())
+        await asyncio.sleep(0.1)
+        assert not waiting.done() and "/collective_rpc" not in decode.paths(), (
+            "it may write into its readers' blocks yet"
+        )
+        (tmp_path / "stages/rl/endpoints/inference.0.json").unlink()
+        await until(lambda: "/collective_rpc" in decode.paths())
+        assert decode.asked[-1][1] == {"method": "read_no_more", "args": ["incarnation 0"]}
+        listen(1, urls[2])
+        assert len((await waiting).token_ids) == 2
+        await fleet.abort(["r"])
+    assert "/abort_requests" in decode.paths() and "/abort_requests" not in again.paths()
+    [asked] = [body for path, body in decode.asked if path == "/inference/v1/generate"]
+    assert asked["kv_transfer_params"]["remote_engine_id"] == "incarnation 1"

@@ -46,6 +46,7 @@ from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import memory_prefix, remove_memory
 from orrery.wire.recompute import Recomputed
 
+pytestmark = pytest.mark.timeout(60)
 SPEC = {
     "max_sites": 3,
     "lease_s": 5.0,
@@ -151,24 +152,17 @@ class Home:
         return [row["why"] for row in self.rows if row["event"] == "guest_refused"]
 
 
-def scenario(test):
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
-def test_an_honest_site_is_used_and_its_tokens_carry_engine_and_version():
-    async def test():
-        home = Home()
-        await home.learn()
-        lease = home.enter()
-        for _ in range(2 * NUM_ROLLOUTS):
-            call, job = await home.job("lima", lease)
-            home.pool.answer("lima", Answers(lease, (home.honest(job),)))
-            made = await call
-            assert made is not None and (made.versions == 4).all()
-        assert made.engine == 1 and home.pool.sites["lima"].num_accepted == 2 * NUM_ROLLOUTS
-        assert not home.refusals()
-
-    scenario(test())
+async def test_an_honest_site_is_used_and_its_tokens_carry_engine_and_version():
+    home = Home()
+    await home.learn()
+    lease = home.enter()
+    for _ in range(2 * NUM_ROLLOUTS):
+        call, job = await home.job("lima", lease)
+        home.pool.answer("lima", Answers(lease, (home.honest(job),)))
+        made = await call
+        assert made is not None and (made.versions == 4).all()
+    assert made.engine == 1 and home.pool.sites["lima"].num_accepted == 2 * NUM_ROLLOUTS
+    assert not home.refusals()
 
 
 def other_model(home, job):
@@ -228,159 +222,135 @@ LIES = [
 
 
 @pytest.mark.parametrize(("lie", "sentence"), LIES, ids=[sentence for _, sentence in LIES])
-def test_a_liar_is_refused_for_good_and_its_samples_are_drawn_at_home(lie, sentence):
-    async def test():
-        home, dropped = Home(), []
-        home.pool.on_refused = lambda index: dropped.append(index) or 2
-        await home.learn()
-        lease = home.enter()
+async def test_a_liar_is_refused_for_good_and_its_samples_are_drawn_at_home(lie, sentence):
+    home, dropped = Home(), []
+    home.pool.on_refused = lambda index: dropped.append(index) or 2
+    await home.learn()
+    lease = home.enter()
+    call, job = await home.job("lima", lease)
+    with suppress(GuestRefused):
+        home.pool.answer("lima", Answers(lease, (lie(home, job),)))
+    assert await call is None  # the caller draws it here
+    [why] = home.refusals()
+    assert sentence in why and dropped == [1]
+    with pytest.raises(GuestRefused, match="site lima is refused"):
+        home.enter()
+    with pytest.raises(GuestRefused, match="site lima is refused"):
+        await home.pool.ask("lima", Ask(lease, 4, "digest 4", 1), 0)
+    home.enter("oslo")  # others are not concerned
+
+
+async def test_tokens_of_another_model_with_true_log_probs_are_found():
+    home = Home()
+    await home.learn()
+    lease = home.enter()
+    for _ in range(NUM_ROLLOUTS):
         call, job = await home.job("lima", lease)
-        with suppress(GuestRefused):
-            home.pool.answer("lima", Answers(lease, (lie(home, job),)))
-        assert await call is None  # the caller draws it here
-        [why] = home.refusals()
-        assert sentence in why and dropped == [1]
-        with pytest.raises(GuestRefused, match="site lima is refused"):
-            home.enter()
-        with pytest.raises(GuestRefused, match="site lima is refused"):
-            await home.pool.ask("lima", Ask(lease, 4, "digest 4", 1), 0)
-        home.enter("oslo")  # others are not concerned
-
-    scenario(test())
+        tokens = drawn(9, home.draw)  # log-probs are those of the policy
+        logprobs = policy(4)[tokens].tobytes()
+        answer = GuestAnswer(job.id, 4, tokens.tobytes(), logprobs, finish(tokens))
+        home.pool.answer("lima", Answers(lease, (answer,)))
+        if await call is None:
+            break
+    assert home.pool.sites["lima"].num_accepted < NUM_ROLLOUTS - 1
+    assert "its tokens were not drawn from the policy" in home.refusals()[0]
 
 
-def test_tokens_of_another_model_with_true_log_probs_are_found():
-    async def test():
-        home = Home()
-        await home.learn()
-        lease = home.enter()
-        for _ in range(NUM_ROLLOUTS):
-            call, job = await home.job("lima", lease)
-            tokens = drawn(9, home.draw)  # log-probs are those of the policy
-            logprobs = policy(4)[tokens].tobytes()
-            answer = GuestAnswer(job.id, 4, tokens.tobytes(), logprobs, finish(tokens))
-            home.pool.answer("lima", Answers(lease, (answer,)))
-            if await call is None:
-                break
-        assert home.pool.sites["lima"].num_accepted < NUM_ROLLOUTS - 1
-        assert "its tokens were not drawn from the policy" in home.refusals()[0]
+async def test_answers_of_a_removed_version_do_not_count():
+    home = Home(verified_share=0.1)
+    await home.learn()
+    home.pool._num_home = home.pool._manifest.inference.max_num_sequences  # busy
 
-    scenario(test())
+    async def removed(version, *_):
+        return Recomputed()
 
-
-def test_answers_of_a_removed_version_do_not_count():
-    async def test():
-        home = Home(verified_share=0.1)
-        await home.learn()
-        home.pool._num_home = home.pool._manifest.inference.max_num_sequences  # busy
-
-        async def removed(version, *_):
-            return Recomputed()
-
-        home.pool._check = removed
-        lease = home.enter()
-        await home.pool.ask("lima", Ask(lease, 4, "digest 4", 8), 0)
-        calls = [home.generate() for _ in range(8)]
-        told = await home.pool.ask("lima", Ask(lease, 4, "digest 4", 8), 1.0)
-        assert len(told.jobs) == 8
-        answers = tuple(other_model(home, job) for job in told.jobs)
-        home.pool.answer("lima", Answers(lease, answers))
-        assert await asyncio.gather(*calls) == [None] * 8
-        assert home.pool.sites["lima"].num_accepted == 0 and not home.refusals()
-
-    scenario(test())
+    home.pool._check = removed
+    lease = home.enter()
+    await home.pool.ask("lima", Ask(lease, 4, "digest 4", 8), 0)
+    calls = [home.generate() for _ in range(8)]
+    told = await home.pool.ask("lima", Ask(lease, 4, "digest 4", 8), 1.0)
+    assert len(told.jobs) == 8
+    answers = tuple(other_model(home, job) for job in told.jobs)
+    home.pool.answer("lima", Answers(lease, answers))
+    assert await asyncio.gather(*calls) == [None] * 8
+    assert home.pool.sites["lima"].num_accepted == 0 and not home.refusals()
 
 
-def test_a_site_that_holds_weights_of_an_earlier_attempt_is_no_liar():
-    async def test():
-        home = Home()
-        lease = home.enter()
-        told = await home.pool.ask("lima", Ask(lease, 12, "digest 12", 8), 0)
-        assert told.version == 4 and not told.jobs and not home.refusals()
-
-    scenario(test())
+async def test_a_site_that_holds_weights_of_an_earlier_attempt_is_no_liar():
+    home = Home()
+    lease = home.enter()
+    told = await home.pool.ask("lima", Ask(lease, 12, "digest 12", 8), 0)
+    assert told.version == 4 and not told.jobs and not home.refusals()
 
 
-def test_replays_and_other_sites_jobs_have_no_effect():
-    async def test():
-        home = Home()
-        await home.learn()
-        lima, oslo = home.enter("lima"), home.enter("oslo")
-        call, job = await home.job("lima", lima)
-        stolen = home.honest(job)
-        await home.pool.ask("oslo", Ask(oslo, 4, "digest 4", 0), 0)
-        home.pool.answer("oslo", Answers(oslo, (stolen,)))
-        assert not call.done()
-        first, second = home.honest(job), home.honest(job)
-        home.pool.answer("lima", Answers(lima, (first, second)))
-        home.pool.answer("lima", Answers(lima, (second,)))
-        made = await call
-        assert made.token_ids.tobytes() == first.token_ids
-        home.pool.answer("lima", Answers(lima, (first,)))
-        assert home.pool.sites["lima"].num_accepted == 1 and not home.refusals()
-        with pytest.raises(GuestRefused, match=f"sent {MAX_ANSWERS + 1} answers at once"):
-            home.pool.answer("lima", Answers(lima, (first,) * (MAX_ANSWERS + 1)))
-
-    scenario(test())
+async def test_replays_and_other_sites_jobs_have_no_effect():
+    home = Home()
+    await home.learn()
+    lima, oslo = home.enter("lima"), home.enter("oslo")
+    call, job = await home.job("lima", lima)
+    stolen = home.honest(job)
+    await home.pool.ask("oslo", Ask(oslo, 4, "digest 4", 0), 0)
+    home.pool.answer("oslo", Answers(oslo, (stolen,)))
+    assert not call.done()
+    first, second = home.honest(job), home.honest(job)
+    home.pool.answer("lima", Answers(lima, (first, second)))
+    home.pool.answer("lima", Answers(lima, (second,)))
+    made = await call
+    assert made.token_ids.tobytes() == first.token_ids
+    home.pool.answer("lima", Answers(lima, (first,)))
+    assert home.pool.sites["lima"].num_accepted == 1 and not home.refusals()
+    with pytest.raises(GuestRefused, match=f"sent {MAX_ANSWERS + 1} answers at once"):
+        home.pool.answer("lima", Answers(lima, (first,) * (MAX_ANSWERS + 1)))
 
 
-def test_a_lost_site_gives_its_samples_back_and_may_return():
-    async def test():
-        home = Home()
-        await home.learn()
-        lease = home.enter()
-        call, job = await home.job("lima", lease)
-        home.pool.expire(time.monotonic() + 4)
-        assert not call.done()
-        home.pool.expire(time.monotonic() + 6)
-        assert await call is None
-        with pytest.raises(LeaseOver):
-            home.pool.answer("lima", Answers(lease, (home.honest(job),)))
-        again = home.enter()
-        call, job = await home.job("lima", again)
-        home.pool.answer("lima", Answers(again, (home.honest(job),)))
-        assert await call is not None
-
-    scenario(test())
+async def test_a_lost_site_gives_its_samples_back_and_may_return():
+    home = Home()
+    await home.learn()
+    lease = home.enter()
+    call, job = await home.job("lima", lease)
+    home.pool.expire(time.monotonic() + 4)
+    assert not call.done()
+    home.pool.expire(time.monotonic() + 6)
+    assert await call is None
+    with pytest.raises(LeaseOver):
+        home.pool.answer("lima", Answers(lease, (home.honest(job),)))
+    again = home.enter()
+    call, job = await home.job("lima", again)
+    home.pool.answer("lima", Answers(again, (home.honest(job),)))
+    assert await call is not None
 
 
-def test_as_many_sites_fetch_a_version_as_serve_it():
-    async def test():
-        home = Home()
+async def test_as_many_sites_fetch_a_version_as_serve_it():
+    home = Home()
 
-        async def told(name, lease, version):
-            ask = Ask(lease, version, f"digest {version}", 0)
-            return await home.pool.ask(name, ask, 0)
+    async def told(name, lease, version):
+        ask = Ask(lease, version, f"digest {version}", 0)
+        return await home.pool.ask(name, ask, 0)
 
-        leases = {name: home.enter(name, listen=f"{name}:1") for name in ("a", "b", "c")}
-        assert (await told("a", leases["a"], -1)).version == 4
-        assert (await told("b", leases["b"], -1)).version == -1
-        home.pool.sites["a"].told_s -= FETCH_S
-        leases["a"] = home.enter("a", listen="a:1")  # which takes no second turn
-        assert (await told("a", leases["a"], -1)).version == 4
-        assert (await told("b", leases["b"], -1)).version == 4
-        home.pool.sites["b"].told = -1
-        await told("a", leases["a"], 4)
-        assert (await told("b", leases["b"], -1)).peers == ("a:1",)
-        assert (await told("c", leases["c"], -1)).version == 4
-
-    scenario(test())
+    leases = {name: home.enter(name, listen=f"{name}:1") for name in ("a", "b", "c")}
+    assert (await told("a", leases["a"], -1)).version == 4
+    assert (await told("b", leases["b"], -1)).version == -1
+    home.pool.sites["a"].told_s -= FETCH_S
+    leases["a"] = home.enter("a", listen="a:1")  # which takes no second turn
+    assert (await told("a", leases["a"], -1)).version == 4
+    assert (await told("b", leases["b"], -1)).version == 4
+    home.pool.sites["b"].told = -1
+    await told("a", leases["a"], 4)
+    assert (await told("b", leases["b"], -1)).peers == ("a:1",)
+    assert (await told("c", leases["c"], -1)).version == 4
 
 
-def test_a_site_with_old_weights_gets_no_jobs_and_one_with_false_weights_is_refused():
-    async def test():
-        home = Home()
-        await home.learn()
-        home.pool.want(6, "digest 6")
-        lease = home.enter()
-        old = Ask(lease, 4, "digest 4", 8)  # two versions behind
-        await home.pool.ask("lima", old, 0)
-        call, told = await asyncio.gather(home.generate(), home.pool.ask("lima", old, 0.1))
-        assert call is None and not told.jobs
-        with pytest.raises(GuestRefused, match="other weights than those of version 6"):
-            await home.pool.ask("lima", Ask(lease, 6, "digest 4", 8), 0)
-
-    scenario(test())
+async def test_a_site_with_old_weights_gets_no_jobs_and_one_with_false_weights_is_refused():
+    home = Home()
+    await home.learn()
+    home.pool.want(6, "digest 6")
+    lease = home.enter()
+    old = Ask(lease, 4, "digest 4", 8)  # two versions behind
+    await home.pool.ask("lima", old, 0)
+    call, told = await asyncio.gather(home.generate(), home.pool.ask("lima", old, 0.1))
+    assert call is None and not told.jobs
+    with pytest.raises(GuestRefused, match="other weights than those of version 6"):
+        await home.pool.ask("lima", Ask(lease, 6, "digest 4", 8), 0)
 
 
 ENTRIES = [
@@ -393,17 +363,14 @@ ENTRIES = [
 
 
 @pytest.mark.parametrize(("entry", "sentence"), ENTRIES, ids=[s for _, s in ENTRIES])
-def test_a_wrong_site_is_refused_at_the_door_in_one_sentence(entry, sentence):
-    async def test():
-        home = Home()
-        with pytest.raises(GuestRefused, match=sentence):
-            home.enter(**entry)
-        for name in ("a", "b", "c"):
-            home.enter(name)
-        with pytest.raises(GuestRefused, match=r"max_sites 3: as many sites take part"):
-            home.enter("d")
-
-    scenario(test())
+async def test_a_wrong_site_is_refused_at_the_door_in_one_sentence(entry, sentence):
+    home = Home()
+    with pytest.raises(GuestRefused, match=sentence):
+        home.enter(**entry)
+    for name in ("a", "b", "c"):
+        home.enter(name)
+    with pytest.raises(GuestRefused, match=r"max_sites 3: as many sites take part"):
+        home.enter("d")
 
 
 def test_a_refused_engine_leaves_no_rollout_in_the_buffer():
@@ -427,38 +394,33 @@ async def post(port: int, tls: ssl.SSLContext, path: str, body: bytes) -> bytes:
     return answer
 
 
-def test_the_door_names_a_site_by_its_certificate_and_answers_no_stranger(tmp_path):
+async def test_the_door_names_a_site_by_its_certificate_and_answers_no_stranger(tmp_path):
     make_authority(tmp_path / "run", "run")
     ours, lima = make_site(tmp_path / "run", "home"), make_site(tmp_path / "run", "lima")
     make_authority(tmp_path / "others", "run")
     stranger = make_site(tmp_path / "others", "lima")
     port = adjoining_ports(1, "127.0.0.1")
 
-    async def test():
-        home, body = Home(), msgspec.msgpack.encode(Entry(TERMS, RELEASE, 8))
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(
-                GuestDoor(home.pool, lambda: None, "127.0.0.1", port, ours)
-            )
-            with pytest.raises((ssl.SSLError, ConnectionError)):
-                await post(port, stranger.client(), "/enter", body)
-            assert not home.pool.sites
-            answer = await post(port, lima.client(), "/enter", body)
-            assert msgspec.msgpack.decode(answer.partition(b"\r\n\r\n")[2], type=Entered).lease == 1
-            assert list(home.pool.sites) == ["lima"]
-            for path, sent, status in (
-                ("/enter", b"\xc1", b"400"),
-                ("/answer", bytes(home.pool.max_body_bytes + 1), b"413"),
-                ("/other", b"", b"400"),
-                ("/answer", msgspec.msgpack.encode(Answers(9, ())), b"410"),
-            ):
-                answer = await post(port, lima.client(), path, sent)
-                assert answer.split()[1] == status
-            home.pool.refused["lima"] = "it lied"
-            answer = await post(port, lima.client(), "/ask", b"\xc1")
-            assert answer.split()[1] == b"403" and answer.endswith(b"is refused: it lied")
-
-    scenario(test())
+    home, body = Home(), msgspec.msgpack.encode(Entry(TERMS, RELEASE, 8))
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(GuestDoor(home.pool, lambda: None, "127.0.0.1", port, ours))
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await post(port, stranger.client(), "/enter", body)
+        assert not home.pool.sites
+        answer = await post(port, lima.client(), "/enter", body)
+        assert msgspec.msgpack.decode(answer.partition(b"\r\n\r\n")[2], type=Entered).lease == 1
+        assert list(home.pool.sites) == ["lima"]
+        for path, sent, status in (
+            ("/enter", b"\xc1", b"400"),
+            ("/answer", bytes(home.pool.max_body_bytes + 1), b"413"),
+            ("/other", b"", b"400"),
+            ("/answer", msgspec.msgpack.encode(Answers(9, ())), b"410"),
+        ):
+            answer = await post(port, lima.client(), path, sent)
+            assert answer.split()[1] == status
+        home.pool.refused["lima"] = "it lied"
+        answer = await post(port, lima.client(), "/ask", b"\xc1")
+        assert answer.split()[1] == b"403" and answer.endswith(b"is refused: it lied")
 
 
 class SteadyEngine:
@@ -508,7 +470,7 @@ def lending_context(folder, port, checked) -> RoleContext:
     return RoleContext("orchestrator", folder / "lent-run", "rl", 0, 1, 0)
 
 
-def test_a_job_of_the_open_request_is_sampled_before_the_engine_is_updated(tmp_path):
+async def test_a_job_of_the_open_request_is_sampled_before_the_engine_is_updated(tmp_path):
     """The run counts such a job to the version with which the site asked."""
     ctx = lending_context(tmp_path, 1, manifest(guests=SPEC))
     is_open, told, answered, loaded = threading.Event(), [], [], []
@@ -543,11 +505,11 @@ def test_a_job_of_the_open_request_is_sampled_before_the_engine_is_updated(tmp_p
             assert is_open.wait(5)
             return tmp_path, {}
 
-    scenario(Site(ctx, Engine()).run())
+    await Site(ctx, Engine()).run()
     assert (answered, loaded) == ([4], [5])
 
 
-def test_a_site_fetches_a_version_and_lends_its_engine_over_tls(tmp_path):
+async def test_a_site_fetches_a_version_and_lends_its_engine_over_tls(tmp_path):
     port, checked = adjoining_ports(2, "127.0.0.1"), manifest(guests=SPEC)
     ctx = lending_context(tmp_path, port, checked)
     ours = make_site(tmp_path / "run", "home")
@@ -557,8 +519,7 @@ def test_a_site_fetches_a_version_and_lends_its_engine_over_tls(tmp_path):
     [newest] = publish_copies(snapshots, 2)
     blocks = SnapshotServer(snapshots, "127.0.0.1", port + 1, ours)
     threading.Thread(target=blocks.serve_forever, args=(0.02,), daemon=True).start()
-
-    async def test():
+    try:
         home = Home()
         pool = home.pool = GuestPool(
             checked, own_terms(checked), engine_release(), recomputed, home.note
@@ -589,9 +550,6 @@ def test_a_site_fetches_a_version_and_lends_its_engine_over_tls(tmp_path):
             await pool.close()
             await lending
         assert not home.refusals()
-
-    try:
-        scenario(test())
     finally:
         blocks.shutdown()
         blocks.server_close()
