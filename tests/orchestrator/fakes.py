@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import json
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from orrery.orchestrator.rollout import Rollout
 from orrery.tasks.task import Judgement, Message, Problem
 from orrery.wire.routed_experts import Routes, split
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS = 3
 
 
@@ -41,94 +43,42 @@ def manifest(**orchestrator: Any) -> Manifest:
     weights = orchestrator.pop("weights", (1.0,))
     max_in_flight = orchestrator.pop("max_in_flight", 8)
     max_model_len = orchestrator.pop("max_model_len_tokens", 64)
-    adamw = {
-        "kind": "adamw",
-        "lr": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.99,
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-    }
-    schedule = {"kind": "constant", "warmup_steps": 0}
+    run = json.loads((REPOSITORY / "manifests/reverse_text.json").read_text())
+    run["hardware"]["devices_per_node"] = 1
+    run["model"] |= {
+        "init": {"kind": "random", "seed": 0, "std": 0.02},
+        "tokenizer": {"kind": "characters", "alphabet": "abc"},
+        "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_layers": 1,
+        "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "max_positions": 64,
+        "rope_theta": 10000.0,
+    }  # fmt: skip
+    run["trainer"]["memory"] |= {"lm_head_chunk_tokens": 64, "max_tokens_per_micro_batch": 256}
+    run["trainer"]["optimizer"] |= {"lr": 1e-3, "beta2": 0.99}
+    run["trainer"]["schedule"]["warmup_steps"] = 0
+    run["trainer"]["mismatch"] |= {"warn_logprob_difference": 1.0, "stop_logprob_difference": 2.0}
+    run["trainer"]["checkpoint"]["interval_steps"] = checkpoint_steps
+    run["inference"] |= {
+        "max_model_len_tokens": max_model_len, "kv_cache_bytes": 1 << 20, "max_num_sequences": 8,
+        "max_batched_tokens": 256,
+    }  # fmt: skip
+    evaluation = {"num_problems": 3, "rollouts_per_problem": 2}
+    run["orchestrator"] |= {
+        "algorithm": {"kind": "grpo", "group_size": 4, "normalize_std": False},
+        "rollouts_per_batch": 8, "on_timeout": "failure", "rollout_timeout_s": 30.0,
+        "admission": {"kind": "fixed", "max_in_flight": max(max_in_flight, 4)},
+        "evaluation": evaluation | {"interval_steps": interval_steps, "stop_at": stop_at},
+    } | orchestrator  # fmt: skip
+    common = {"kind": "fake", "args": {}, "max_turns": max_turns}
     tasks = [
-        {
-            "name": f"task{i}",
-            "kind": "fake",
-            "args": {},
-            "weight": weight,
-            "seed": i,
-            "max_turns": max_turns,
-        }
+        common | {"name": f"task{i}", "weight": weight, "seed": i}
         for i, weight in enumerate(weights)
     ]
-    checked = Manifest.model_validate({
-        "schema_version": 3, "name": "tiny", "seed": 0, "python_lock_sha256": "0" * 64,
-        "model": {
-            "family": "qwen3", "init": {"kind": "random", "seed": 0, "std": 0.02},
-            "tokenizer": {"kind": "characters", "alphabet": "abc"},
-            "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_layers": 1,
-            "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
-            "max_positions": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
-            "tie_embeddings": True, "moe": None, "mla": None,
-            "hf_config": None, "num_mtp_layers": 0, "fp8": None, "rotary_fraction": 1.0,
-            "rope_scaling": None,
-            "attention_bias": False, "qk_norm": True,
-        },
-        "hardware": {
-            "accelerator": "cpu", "num_nodes": 1, "devices_per_node": 1, "shared_devices": False
-        },
-        "trainer": {
-            "mesh": {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1, "cp_style": "ulysses",
-            "ep_backend": "torch", "deepep_num_sms": None, "deepep_token_chunk_size": None},
-            "fsdp": {"reshard_after_forward": True, "reduce_gradients": "step",
-            "cpu_offload": False}, "attention": "auto", "lora": None, "indexer": "frozen",
-            "indexer_choice": "own", "expert_bias_rate": None, "elastic": None,
-            "param_dtype": "float32", "compute_dtype": "float32",
-            "reduce_dtype": "float32", "compile": False,
-            "memory": {
-                "activation_checkpointing": {"kind": "none"}, "activation_offload": False,
-                "activation_checkpointing_every": 1, "activation_offload_max_in_flight": 1,
-                "optimizer_offload": False,
-                "optimizer_offload_resident": 0.0,
-                "lm_head_chunk_tokens": 64, "lm_head_keeps_logits": False,
-                "max_tokens_per_micro_batch": 256,
-            },
-            "optimizer": adamw, "schedule": schedule, "max_grad_norm": 1.0,
-            "loss": {"kind": "dppo", "mask_low": 0.2, "mask_high": 0.2, "penalty": 0.001},
-            "mismatch": {
-                "warn_kl": 2.0, "stop_kl": 10.0, "warn_logprob_difference": 1.0,
-                "stop_logprob_difference": 2.0,
-                "canary_logprob_difference": 1e-3,
-            },
-            "checkpoint": {"interval_steps": checkpoint_steps, "keep": 2},
-        },
-        "inference": {
-            "num_replicas": 1, "prefill_replicas": 0, "nodes_per_replica": 1,
-            "prefill": None, "environment": {}, "all2all_backend": "allgather_reducescatter",
-            "dual_batch_overlap": False, "max_local_prefill_tokens": 0,
-            "tensor_parallel": 1, "data_parallel": 1, "expert_parallel": False,
-            "dtype": "float32", "quantization": "none", "kv_transfer": {"kind": "none"},
-            "kv_offload": {"kind": "none"}, "max_restarts": 0,
-            "max_model_len_tokens": max_model_len, "kv_block_tokens": 32,
-            "kv_cache_bytes": 1 << 20, "max_num_sequences": 8, "max_batched_tokens": 256,
-            "enforce_eager": True, "router": {"kind": "none"},
-        },
-        "orchestrator": {
-            "algorithm": {"kind": "grpo", "group_size": 4, "normalize_std": False},
-            "rollouts_per_batch": 8,
-            "drop_zero_advantage_groups": True, "max_sampled_ratio": 3.0, "keep_batches": 500,
-            "on_timeout": "failure",
-            "max_off_policy_steps": 2, "max_batches_ahead": 1, "admission": {"kind": "fixed",
-            "max_in_flight": max(max_in_flight, 4)},
-            "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8}, "rollout_timeout_s": 30.0,
-            "evaluation": {"interval_steps": interval_steps, "num_problems": 3,
-            "rollouts_per_problem": 2, "stop_at": stop_at}, "guests": None,
-        } | orchestrator,
+    run |= {
+        "name": "tiny", "seed": 0, "python_lock_sha256": "0" * 64,
         "tasks": {"train": tasks, "evaluation": [tasks[0] | {"name": "held_out", "seed": 99}]},
-        "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},
-        "stages": {"sft": None, "rl": {"num_steps": num_steps}, "evaluate": {"num_problems": 3,
-        "rollouts_per_problem": 2}},
-    })  # fmt: skip
+        "stages": {"sft": None, "rl": {"num_steps": num_steps}, "evaluate": evaluation},
+    }  # fmt: skip
+    checked = Manifest.model_validate(run)
     if max_in_flight >= 4:
         return checked
     narrow = checked.orchestrator.model_copy(

@@ -110,167 +110,45 @@ GEMMA2 = {  # a network of transformers: soft caps, a window, norms behind as we
     "tie_word_embeddings": True,
 }
 HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
 
 
 def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Manifest:
-    """A tiny run; each keyword replaces fields of its object."""
-    task = {"name": "reverse", "kind": "reverse_text", "weight": 1.0, "seed": 1, "max_turns": 1}
-    task["args"] = {
-        "alphabet": ALPHABET,
-        "min_length": 2,
-        "max_length": 4,
-        "instruction": "",
-        "split": "train",
-    }
-    adamw = {
-        "kind": "adamw",
-        "lr": 1e-2,
-        "beta1": 0.9,
-        "beta2": 0.99,
-        "eps": 1e-8,
-        "weight_decay": 0.01,
-    }
+    """Return a tiny form of the run reverse_text. Each keyword replaces fields of its object."""
+    run = json.loads((REPOSITORY / "manifests/reverse_text.json").read_text())
+    task = run["tasks"]["train"][0] | {"name": "reverse"}
+    task["args"] |= {"alphabet": ALPHABET, "min_length": 2, "instruction": ""}
+    adamw = run["trainer"]["optimizer"] | {"lr": 1e-2, "beta2": 0.99, "weight_decay": 0.01}
     constant = {"kind": "constant", "warmup_steps": 2}
-    data = {"kind": "demonstrations", "task": task, "num_problems": 64}
-    sft = {
-        "num_steps": 8,
-        "examples_per_batch": 16,
-        "optimizer": adamw,
-        "schedule": constant,
-        "max_grad_norm": 1.0,
-        "data": data,
-    }
-    sft |= {"trained_roles": ["assistant"], "validation": None}
-    return Manifest.model_validate(
-        {
-            "schema_version": 3,
-            "name": "tiny",
-            "seed": 5,
-            "python_lock_sha256": "0" * 64,
-            "model": {
-                "family": "qwen3",
-                "init": {"kind": "random", "seed": 3, "std": 0.1},
-                "tokenizer": {"kind": "characters", "alphabet": ALPHABET},
-                "vocab_size": 8 + len(ALPHABET),
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_layers": 2,
-                "num_heads": 2,
-                "num_kv_heads": 1,
-                "head_dim": 16,
-                "max_positions": 64,
-                "rope_theta": 10000.0,
-                "rms_norm_eps": 1e-6,
-                "tie_embeddings": True,
-                "moe": None,
-                "mla": None,
-                "hf_config": None,
-                "num_mtp_layers": 0,
-                "fp8": None,
-                "rotary_fraction": 1.0,
-                "rope_scaling": None,
-                "attention_bias": False,
-                "qk_norm": True,
-                **(model or {}),
-            },
-            "hardware": {
-                "accelerator": "cpu",
-                "num_nodes": 1,
-                "devices_per_node": 1,
-                "shared_devices": False,
-            },
-            "trainer": {
-                "mesh": {
-                    "dp_replicate": 1,
-                    "dp_shard": 1,
-                    "cp": 1,
-                    "ep": 1,
-                    "cp_style": "ulysses",
-                    "ep_backend": "torch",
-                    "deepep_num_sms": None,
-                    "deepep_token_chunk_size": None,
-                    **(mesh or {}),
-                },
-                "fsdp": {
-                    "reshard_after_forward": True,
-                    "reduce_gradients": "step",
-                    "cpu_offload": False,
-                },
-                "attention": "auto",
-                "lora": None,
-                "indexer": "frozen",
-                "indexer_choice": "own",
-                "expert_bias_rate": None,
-                "elastic": None,
-                "param_dtype": "float32",
-                "compute_dtype": "float32",
-                "reduce_dtype": "float32",
-                "compile": False,
-                "memory": MEMORY,
-                "optimizer": adamw,
-                "schedule": constant,
-                "max_grad_norm": 1.0,
-                "loss": {"kind": "dppo", "mask_low": 0.2, "mask_high": 0.2, "penalty": 1e-3},
-                "mismatch": MISMATCH,
-                "checkpoint": {"interval_steps": 2, "keep": 2},
-                **(trainer or {}),
-            },
-            "inference": {
-                "num_replicas": 1,
-                "prefill_replicas": 0,
-                "nodes_per_replica": 1,
-                "prefill": None,
-                "environment": {},
-                "all2all_backend": "allgather_reducescatter",
-                "dual_batch_overlap": False,
-                "max_local_prefill_tokens": 0,
-                "tensor_parallel": 1,
-                "data_parallel": 1,
-                "expert_parallel": False,
-                "quantization": "none",
-                "kv_transfer": {"kind": "none"},
-                "kv_offload": {"kind": "none"},
-                "max_restarts": 0,
-                "dtype": "float32",
-                "max_model_len_tokens": 64,
-                "kv_block_tokens": 32,
-                "kv_cache_bytes": 1 << 20,
-                "max_num_sequences": 4,
-                "max_batched_tokens": 64,
-                "enforce_eager": True,
-                "router": {"kind": "none"},
-            },
-            "orchestrator": {
-                "algorithm": {"kind": "grpo", "group_size": 2, "normalize_std": False},
-                "rollouts_per_batch": 4,
-                "drop_zero_advantage_groups": True,
-                "max_sampled_ratio": 3.0,
-                "on_timeout": "zero",
-                "max_off_policy_steps": 2,
-                "max_batches_ahead": 1,
-                "keep_batches": 500,
-                "admission": {"kind": "fixed", "max_in_flight": 4},
-                "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8},
-                "rollout_timeout_s": 5.0,
-                "evaluation": {
-                    "interval_steps": 2,
-                    "num_problems": 2,
-                    "rollouts_per_problem": 1,
-                    "stop_at": None,
-                },
-                "guests": None,
-            },
-            "tasks": {"train": [task], "evaluation": [task | {"seed": 2}]},
-            "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},
-            "stages": {
-                "sft": sft,
-                "rl": {"num_steps": 4},
-                "evaluate": {"num_problems": 2, "rollouts_per_problem": 1},
-                **(stages or {}),
-            },
-            **fields,
-        }
-    )
+    run["hardware"]["devices_per_node"] = 1
+    run["model"] |= {
+        "init": {"kind": "random", "seed": 3, "std": 0.1},
+        "tokenizer": {"kind": "characters", "alphabet": ALPHABET},
+        "vocab_size": 8 + len(ALPHABET), "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+        "num_kv_heads": 1, "head_dim": 16, "max_positions": 64, "rope_theta": 10000.0,
+    } | (model or {})  # fmt: skip
+    run["trainer"]["mesh"] |= mesh or {}
+    run["trainer"] |= {
+        "memory": MEMORY, "mismatch": MISMATCH, "optimizer": adamw, "schedule": constant,
+        "checkpoint": {"interval_steps": 2, "keep": 2},
+    } | (trainer or {})  # fmt: skip
+    run["inference"] |= {
+        "max_model_len_tokens": 64, "kv_cache_bytes": 1 << 20, "max_num_sequences": 4,
+        "max_batched_tokens": 64,
+    }  # fmt: skip
+    run["orchestrator"] |= {"rollouts_per_batch": 4, "rollout_timeout_s": 5.0}
+    run["orchestrator"]["algorithm"]["group_size"] = 2
+    run["orchestrator"]["admission"]["max_in_flight"] = 4
+    run["orchestrator"]["evaluation"] |= {"interval_steps": 2, "num_problems": 2}
+    run["stages"]["sft"] |= {
+        "num_steps": 8, "examples_per_batch": 16, "optimizer": adamw, "schedule": constant,
+        "data": {"kind": "demonstrations", "task": task, "num_problems": 64},
+    }  # fmt: skip
+    run["stages"]["rl"]["num_steps"], run["stages"]["evaluate"]["num_problems"] = 4, 2
+    run["stages"] |= stages or {}
+    tasks = {"train": [task], "evaluation": [task | {"seed": 2}]}
+    names = {"name": "tiny", "seed": 5, "python_lock_sha256": "0" * 64}
+    return Manifest.model_validate(run | names | {"tasks": tasks} | fields)
 
 
 def batch_columns(step: int, num_samples: int = 7, vocab_size: int = 16, seed: int = 0) -> Columns:
