@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from command_lines import flags
 from inference_servers import EXCHANGE, REPOSITORY
+from replaced import replaced
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
@@ -137,9 +138,7 @@ def test_a_gpu_engine_captures_steps_that_hold_prompts_too(tmp_path):
     manifest = load(REPOSITORY / "manifests/qwen3_30b_a3b_16k.json")
 
     def engine(**changes):
-        return manifest.model_copy(
-            update={"inference": manifest.inference.model_copy(update=changes)}
-        )
+        return replaced(manifest, "inference", **changes)
 
     def sizes_of(**changes):
         return graph_sizes(engine(**changes).inference)
@@ -201,9 +200,7 @@ def test_vllm_takes_the_fields_of_the_exchange(make_manifest, tmp_path):
     for backend in ours:
         exchange = {"expert_parallel": True, "data_parallel": 2, "all2all_backend": backend}
         exchange["dual_batch_overlap"] = True
-        one = manifest.model_copy(
-            update={"inference": manifest.inference.model_copy(update=exchange)}
-        )
+        one = replaced(manifest, "inference", **exchange)
         arguments = server_arguments(one, tmp_path, 0, "127.0.0.1", 1)
         parser = make_arg_parser(FlexibleArgumentParser())
         found = parser.parse_args([*arguments, *node_arguments(one.inference, 1, "h", 9)])
@@ -427,9 +424,7 @@ def test_images_hold_what_mooncake_leaves_to_the_system(hardware):
 def test_an_engine_does_not_start_without_the_package_of_its_wire(make_manifest, monkeypatch):
     monkeypatch.setattr("os.environ", dict(os.environ))
     manifest = make_manifest()
-    with_nixl = manifest.model_copy(
-        update={"transport": manifest.transport.model_copy(update={"weights": "nixl"})}
-    )
+    with_nixl = replaced(manifest, "transport", weights="nixl")
     monkeypatch.setitem(sys.modules, "nixl", None)  # as where it is not installed
     engine_environment(manifest, "127.0.0.1")
     with pytest.raises(

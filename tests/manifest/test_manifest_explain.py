@@ -2,6 +2,7 @@
 
 import manifest_specs
 import pytest
+from replaced import replaced
 
 from orrery.manifest import fields
 from orrery.manifest.diff import diff
@@ -203,7 +204,7 @@ def test_the_plan_of_a_run_is_the_table_of_stages_and_processes(workspace):
 
 def test_without_a_warm_start_rl_follows_init_and_without_a_router_there_is_none(workspace):
     manifest = render(workspace, "words").manifest
-    bare = manifest.model_copy(update={"stages": manifest.stages.model_copy(update={"sft": None})})
+    bare = replaced(manifest, "stages", sft=None)
     assert [s.name for s in plan(bare)] == ["init", "rl", "evaluate", "report"]
     assert stage(bare, "rl").after == ("init",)
     assert "router" not in [p.role for p in stage(bare, "rl").processes]

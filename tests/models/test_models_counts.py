@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from replaced import replaced
 
 from orrery.manifest.budget import parameters
 from orrery.manifest.errors import OrreryError
@@ -31,10 +32,8 @@ def test_the_formulas_count_what_the_network_has(model, rank):
 def test_layers_with_shared_choices_of_keys_have_no_indexer(types):
     model = next(model for _, model in MODELS.values() if model.family == "glm5")
     model = model.model_copy(deep=True, update={"num_layers": 3, "moe": model.moe})
-    indexer = model.mla.indexer.model_copy(update={"types": types})
-    model = model.model_copy(
-        update={"mla": model.mla.model_copy(update={"indexer": indexer}), "attention_bias": False}
-    )
+    model = replaced(model, "mla.indexer", types=types)
+    model = model.model_copy(update={"attention_bias": False})
     assert parameters.count_parameters(model, None) == count_built(model, None)
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from replaced import replaced
 from safetensors.torch import load_file, save_file
 
 from orrery.manifest.errors import OrreryError
@@ -178,9 +179,7 @@ def test_initial_weights_are_normal_with_the_manifests_std_and_follow_its_seed(m
     one, same, other = (build(model) for _ in range(3))
     weights.initialize(one, model)
     weights.initialize(same, model)
-    weights.initialize(
-        other, model.model_copy(update={"init": model.init.model_copy(update={"seed": 4})})
-    )
+    weights.initialize(other, replaced(model, "init", seed=4))
     for (name, a), (_, b), (_, c) in zip(
         one.named_parameters(), same.named_parameters(), other.named_parameters(), strict=True
     ):

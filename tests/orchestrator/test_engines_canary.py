@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from orchestrator_engine_stand_in import HELD, StandIn, served
+from replaced import replaced
 
 from orrery.manifest.check import check
 from orrery.orchestrator.engines.client import Canary
@@ -56,10 +57,7 @@ async def test_each_engine_is_asked_itself_after_it_has_resumed():
 
 async def test_an_engine_that_computes_something_else_ends_the_run_and_is_paused_again():
     # Both pass attestation.
-    engines = [
-        StandIn(canary=list(KNOWN)),
-        StandIn(canary=[-1.0, -2.0, -4.0]),
-    ]
+    engines = [StandIn(canary=list(KNOWN)), StandIn(canary=[-1.0, -2.0, -4.0])]
     error, is_proving, version = await update(engines)
     assert isinstance(error, WeightsDiffer) and version == START_VERSION
     assert (
@@ -114,20 +112,11 @@ def test_every_process_of_a_run_draws_the_same_tokens_and_they_fit():
         and 0 <= min(tokens) <= max(tokens) < manifest.model.vocab_size
     )
     assert tokens != canary_tokens(manifest.model_copy(update={"seed": manifest.seed + 1}))
-    short = manifest.model_copy(
-        update={"inference": manifest.inference.model_copy(update={"max_model_len_tokens": 8})}
-    )
+    short = replaced(manifest, "inference", max_model_len_tokens=8)
     assert len(canary_tokens(short)) == 7
     assert Canary.of(manifest) == Canary(
         tokens, manifest.trainer.mismatch.canary_logprob_difference
     )
-    unbound = manifest.trainer.mismatch.model_copy(update={"canary_logprob_difference": None})
-    assert (
-        Canary.of(
-            manifest.model_copy(
-                update={"trainer": manifest.trainer.model_copy(update={"mismatch": unbound})}
-            )
-        )
-        is None
-    )
+    unbound = replaced(manifest, "trainer.mismatch", canary_logprob_difference=None)
+    assert Canary.of(unbound) is None
     assert replace(CANARY, bound=1.0) != CANARY

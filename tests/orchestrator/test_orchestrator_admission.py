@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orchestrator_simulated_engine import Costs, SimulatedEngine, simulate
+from replaced import replaced
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
@@ -296,13 +297,7 @@ async def test_a_poll_skips_prefill_and_missing_engines_and_keeps_the_limit_with
     tmp_path,
 ):
     manifest = fakes.manifest(admission=BOUNDS.model_dump())
-    manifest = manifest.model_copy(
-        update={
-            "inference": manifest.inference.model_copy(
-                update={"num_replicas": 3, "prefill_replicas": 1}
-            )
-        }
-    )
+    manifest = replaced(manifest, "inference", num_replicas=3, prefill_replicas=1)
     ctx, admission = fakes.FakeContext(tmp_path, manifest), adaptive()
     prefill = fakes.load(0, kv_tokens=CONTEXT)
     serving = replace(fakes.load(0, kv_tokens=50 * CONTEXT), external_hit_tokens_total=96)

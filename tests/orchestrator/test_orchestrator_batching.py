@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import orchestrator_fakes as fakes
+from replaced import replaced
 
 from orrery.orchestrator.batching import packed, row
 from orrery.orchestrator.dispatch import GroupRequest, Request
@@ -18,10 +19,8 @@ def document(length: int) -> Columns:
 
 def test_the_ranks_of_a_context_parallel_group_get_the_same_documents_and_groups_share_none():
     spec = fakes.manifest()
-    mesh = spec.trainer.mesh.model_copy(
-        update={"dp_replicate": 2, "dp_shard": 2, "cp": 2, "cp_style": "ring"}
-    )
-    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"mesh": mesh})})
+    mesh = {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "cp_style": "ring"}
+    spec = replaced(spec, "trainer.mesh", **mesh)
     lengths = [5, 9, 30, 2, 17, 64, 11, 40, 3]
     batch = packed(1, [document(length) for length in lengths], spec, {})
     batch.check(8, None)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import orchestrator_fakes as fakes
 import pytest
+from replaced import replaced
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
@@ -117,9 +118,7 @@ def test_an_evaluation_asks_again_for_what_was_lost_with_an_engine_and_training_
     )
 
 
-def test_an_evaluation_rollout_has_its_own_seed_at_every_version_and_training_has_none(
-    tmp_path,
-):
+def test_an_evaluation_rollout_has_its_own_seed_at_every_version_and_training_has_none(tmp_path):
     _, pool, _, _ = run(tmp_path, fakes.manifest())
     seeds = {}
     for request in pool.requests:
@@ -261,9 +260,7 @@ def test_the_newest_batches_stay_on_disk_and_samples_of_all(tmp_path):
     assert {line["step"] for line in lines} == {1, 2, 3, 4, 5, 6}
 
 
-def test_every_batch_carries_the_digests_of_its_versions_also_out_of_a_restored_queue(
-    tmp_path,
-):
+def test_every_batch_carries_the_digests_of_its_versions_also_out_of_a_restored_queue(tmp_path):
     manifest = fakes.manifest(checkpoint_steps=2)
     ctx, _, first, _ = run(tmp_path, manifest, fakes.FakePool(yields=9))
     kept = snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
@@ -513,10 +510,7 @@ def test_a_rollout_whose_judge_hangs_is_no_timeout(tmp_path, looks_often):
     assert (
         loop.scheduler.buffer.dropped["no_answer"],
         loop.scheduler.buffer.dropped["timeout"],
-    ) == (
-        4,
-        0,
-    ) and len(trainer.batches) == 6
+    ) == (4, 0) and len(trainer.batches) == 6
 
 
 @pytest.mark.parametrize(
@@ -526,12 +520,8 @@ def test_the_evaluate_stage_counts_timeouts_as_the_manifest_says(
     tmp_path, looks_often, on_timeout, counts
 ):
     manifest = fakes.manifest(rollout_timeout_s=0.2, on_timeout=on_timeout)
-    manifest = manifest.model_copy(
-        update={
-            "stages": manifest.stages.model_copy(
-                update={"evaluate": Evaluate(num_problems=2, rollouts_per_problem=2)}
-            )
-        }
+    manifest = replaced(
+        manifest, "stages", evaluate=Evaluate(num_problems=2, rollouts_per_problem=2)
     )
     script = {f"evaluation-1-{member}-0": "hang" for member in (0, 1)}
     ctx, pool = (

@@ -11,6 +11,7 @@ import orchestrator_fakes as fakes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from replaced import replaced
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import load
@@ -109,7 +110,7 @@ def test_groups_to_redo_come_first_under_their_old_numbers():
 def test_sites_draw_other_problems_and_draw_them_again_when_they_return(tmp_path):
     run = fakes.manifest()
     elastic = load(Path(__file__).parents[2] / "manifests/elastic_text.json").trainer.elastic
-    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"elastic": elastic})})
+    run = replaced(run, "trainer", elastic=elastic)
 
     def drawn(name: str) -> set[int]:
         place = {"listen": "", "join": "", "certificates": "", "name": name}

@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from replaced import replaced
 from task_chats import completion
 
 from orrery.manifest.errors import OrreryError
@@ -83,14 +84,9 @@ def test_what_is_sampled_and_appended_over_turns_is_the_whole_chat(renderer, use
 
 def test_the_manifest_s_tokenizer_is_this_one_and_its_prompts_fit(folder):
     """`check` refuses another digest, and a prompt and a turn that exceed the context."""
-    tokenizer = MANIFEST.model.tokenizer.model_copy(update={"path": str(folder)})
-    manifest = MANIFEST.model_copy(
-        update={"model": MANIFEST.model.model_copy(update={"tokenizer": tokenizer})}
-    )
+    manifest = replaced(MANIFEST, "model.tokenizer", path=str(folder))
     assert len(check(manifest)) == 2 * len(MANIFEST.tasks.train)
-    short = manifest.model_copy(
-        update={"model": manifest.model.model_copy(update={"vocab_size": 100})}
-    )
+    short = replaced(manifest, "model", vocab_size=100)
     with pytest.raises(
         OrreryError, match=r"^tasks\.train\[0\]: model\.vocab_size: 100, and the tokenizer makes "
     ):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from optim_cases import MUON
+from replaced import replaced
 from safetensors.torch import load_file, save_file
 from trainer_cases import (
     HOSTED,
@@ -479,10 +480,7 @@ def test_copies_without_room_in_shared_memory_are_saved_by_a_saver_that_outlives
     monkeypatch.setattr(os, "posix_fallocate", full)
     memory = SHARED_MEMORY / f"{saves_prefix(tmp_path / 'run-1')}0"
     folders = [checkpoints.checkpoint_dir(tmp_path, step, 1) for step in (1, 2)]
-    with (
-        pytest.raises(ZeroDivisionError),
-        CheckpointWriter(learner.world, memory=memory) as writer,
-    ):
+    with pytest.raises(ZeroDivisionError), CheckpointWriter(learner.world, memory=memory) as writer:
         writer._host.check_room(1 << 20, learner.world, spared)
         writer._host.reserve(5000)  # and it grows
         for step, folder in enumerate(folders, 1):
@@ -518,9 +516,7 @@ def test_a_checkpoint_in_another_precision_is_refused_by_tensor(start, tmp_path)
     dtypes = dict.fromkeys(
         ("param_dtype", "compute_dtype", "reduce_dtype"), "bfloat16"
     )  # which a manifest may not say
-    half = make_learner(
-        spec.model_copy(update={"trainer": spec.trainer.model_copy(update=dtypes)}), start
-    )
+    half = make_learner(replaced(spec, "trainer", **dtypes), start)
     with pytest.raises(
         RunFailed, match=r"weight/network\.\S+ is float32, in the model bfloat16.* export the"
     ):

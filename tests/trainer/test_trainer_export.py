@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from replaced import replaced
 from safetensors.torch import load_file, save_file
 from test_trainer_memory import MOE
 from trainer_cases import make_learner, manifest, save_checkpoint, write_start_weights
@@ -19,11 +20,7 @@ LORA = {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 11
 GLM = {"family": "glm4_moe", "rotary_fraction": 0.5, "attention_bias": True}
 GLM |= {"moe": {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "score": "sigmoid"}}
 # No process group.
-WHOLE = {
-    "reshard_after_forward": False,
-    "reduce_gradients": "micro_batch",
-    "cpu_offload": False,
-}
+WHOLE = {"reshard_after_forward": False, "reduce_gradients": "micro_batch", "cpu_offload": False}
 PRETRAINED = {"kind": "pretrained", "path": "not read", "revision": "main", "sha256": "0" * 64}
 CASES = {
     "dense": {},
@@ -46,7 +43,7 @@ def run_with_checkpoints(run_dir, steps, **fields):
     """(manifest, learner after the last of `steps`, run directory with a checkpoint of each)."""
     spec = manifest(**{"stages": {"sft": None}, **fields})
     drawn = {"num_mtp_layers": 0, "init": manifest().model.init}
-    plain = spec.model_copy(update={"model": spec.model.model_copy(update=drawn)})
+    plain = replaced(spec, "model", **drawn)
     start = write_start_weights(plain, run_dir / "weights" / "init")
     if spec.model.num_mtp_layers:
         file = start / "model.safetensors"
@@ -127,11 +124,7 @@ def test_steps_are_chosen_and_mistakes_are_sentences(tmp_path, capsys):
             2,
             "--step: there is no complete checkpoint of step 3; there are 1, 2",
         ),
-        (
-            (run_dir, "--step", 1),
-            2,
-            "exists already. Remove it, or name another folder with --to",
-        ),
+        ((run_dir, "--step", 1), 2, "exists already. Remove it, or name another folder with --to"),
         (
             (run_dir,),
             2,

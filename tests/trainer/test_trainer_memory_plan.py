@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trainer_cases
+from replaced import replaced
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
@@ -381,9 +382,7 @@ def test_less_kept_is_less_on_the_device():
 
 def test_memory_options_do_what_they_are_named_for():
     model, trainer, load = case("qwen3_8b_8k", devices=8, micro_batches=4)
-    trainer = trainer.model_copy(
-        update={"fsdp": trainer.fsdp.model_copy(update={"reduce_gradients": "step"})}
-    )
+    trainer = replaced(trainer, "fsdp", reduce_gradients="step")
     counted = count_parameters(model, None)
     before = plan_memory(model, trainer, load, H200_BYTES, counted)
     after = {
@@ -477,12 +476,7 @@ def test_adapters_alone_have_gradients_and_state():
 
 def test_a_direct_wire_keeps_weights_under_adapters_merged_too():
     spec = load_manifest(ROOT / "manifests" / "qwen3_30b_a3b_lora_16k.json")
-    by_wire = {
-        wire: spec.model_copy(
-            update={"transport": spec.transport.model_copy(update={"weights": wire})}
-        )
-        for wire in ("files", "nccl")
-    }
+    by_wire = {wire: replaced(spec, "transport", weights=wire) for wire in ("files", "nccl")}
     counted = count_parameters(spec.model, spec.trainer.lora)
     rest = {}
     for name, one in by_wire.items():
@@ -502,7 +496,7 @@ def test_no_memory_option_makes_an_sft_micro_batch_smaller_than_the_longest_chat
     """Chats may exceed the engines' context, as it may be a part of a micro-batch."""
     spec = manifest(trainer={"memory": {**MEMORY, "max_tokens_per_micro_batch": 256}})
     assert spec.inference.max_model_len_tokens == spec.model.max_positions == 64
-    roomy = spec.model_copy(update={"model": spec.model.model_copy(update={"max_positions": 1024})})
+    roomy = replaced(spec, "model", max_positions=1024)
     for one, stage, longest, smaller in (
         (spec, "rl", 64, 128),
         (spec, "sft", 64, 128),
@@ -650,9 +644,7 @@ def test_no_memory_option_takes_host_memory_that_the_ranks_of_a_node_do_not_have
             field for field in found if field.endswith("activation_offload")
         }, host_bytes
     assert not {field for field in applied(5 * GIB) if field.endswith("offload")}
-    offloaded = trainer.model_copy(
-        update={"memory": trainer.memory.model_copy(update={"optimizer_offload": True})}
-    )
+    offloaded = replaced(trainer, "memory", optimizer_offload=True)
     assert applied(148 * GIB, offloaded) == ["trainer.memory.activation_offload"], (
         "what it has taken already is taken"
     )
@@ -926,7 +918,4 @@ def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():
         "trainer.fsdp.cpu_offload",
     }
     # As docs/trainer.md says.
-    assert [round(one.peak_bytes / GIB) for one in (before, after)] == [
-        104,
-        33,
-    ]
+    assert [round(one.peak_bytes / GIB) for one in (before, after)] == [104, 33]

@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from replaced import replaced
 from trainer_cases import MISMATCH, manifest
 
 from orrery.manifest.errors import RunFailed
@@ -38,9 +39,7 @@ def batch(step, engines, versions, differences):
 
 def guard(**bounds):
     spec = manifest(trainer={"mismatch": MISMATCH | bounds})
-    spec = spec.model_copy(
-        update={"inference": spec.inference.model_copy(update={"num_replicas": 4})}
-    )
+    spec = replaced(spec, "inference", num_replicas=4)
     return MismatchGuard(spec, WORLD, logging.getLogger("trainer.0"))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from replaced import replaced
 from safetensors.torch import load_file
 from trainer_cases import forked_rank, make_learner, manifest
 
@@ -424,11 +425,7 @@ def test_a_row_that_cannot_be_trained_on_is_named(tmp_path, tokenizer, message, 
         tmp_path / "rows", [[{"role": "user", "content": "ab"}, answer], [message, answer]]
     )
     with pytest.raises(OrreryError, match=sentence):
-        load_examples(with_model(sft_spec(data=data), max_positions=4096), tokenizer)
-
-
-def with_model(spec, **fields):
-    return spec.model_copy(update={"model": spec.model.model_copy(update=fields)})
+        load_examples(replaced(sft_spec(data=data), "model", max_positions=4096), tokenizer)
 
 
 def test_a_chat_that_is_longer_than_the_model_knows_is_named_though_a_micro_batch_holds_it(
@@ -437,15 +434,14 @@ def test_a_chat_that_is_longer_than_the_model_knows_is_named_though_a_micro_batc
     answer = {"role": "assistant", "content": "ba"}
     chats = [[{"role": "user", "content": "a" * num}, answer] for num in (58, 59)]
     spec = sft_spec(data=write_chats(tmp_path / "chats.jsonl", chats))
-    memory = spec.trainer.memory.model_copy(update={"max_tokens_per_micro_batch": 512})
-    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"memory": memory})})
+    spec = replaced(spec, "trainer.memory", max_tokens_per_micro_batch=512)
     with pytest.raises(
         OrreryError,
         match=r"chats\.jsonl:2: 65 tokens do not fit model\.max_positions 64; cut the chat or "
         r"leave it out",
     ):
         load_examples(spec, tokenizer)
-    assert load_examples(with_model(spec, max_positions=65), tokenizer).columns(
+    assert load_examples(replaced(spec, "model", max_positions=65), tokenizer).columns(
         [0, 1]
     ).lengths.tolist() == [64, 65]
 
@@ -455,7 +451,9 @@ def test_a_chat_with_a_token_that_the_model_has_no_row_for_is_named(tmp_path, to
         [{"role": "user", "content": text}, {"role": "assistant", "content": "ba"}]
         for text in ("ab", "ah")
     ]
-    spec = with_model(sft_spec(data=write_chats(tmp_path / "chats.jsonl", chats)), vocab_size=15)
+    spec = replaced(
+        sft_spec(data=write_chats(tmp_path / "chats.jsonl", chats)), "model", vocab_size=15
+    )
     with pytest.raises(
         OrreryError,
         match=r"chats\.jsonl:2: model\.vocab_size: 15, and the tokenizer makes 'h' the token "
@@ -585,8 +583,7 @@ def reference_loss(spec, folder: Path, split: str, roles) -> tuple[float, int]:
 def test_the_validation_loss_is_the_mean_over_tokens_however_they_are_packed(start, max_tokens):
     roles = ["user", "assistant"]
     spec = sft_spec(trained_roles=roles, validation=validated())
-    memory = spec.trainer.memory.model_copy(update={"max_tokens_per_micro_batch": max_tokens})
-    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"memory": memory})})
+    spec = replaced(spec, "trainer.memory", max_tokens_per_micro_batch=max_tokens)
     folder = start / "weights" / "init"
     validation = load_validation(spec, folder, load_examples(spec, folder).chats, ALONE)
     assert len(validation.micro_batches) == {16: 8, 64: 2}[max_tokens]

@@ -5,6 +5,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from replaced import replaced
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
@@ -109,8 +110,7 @@ def by_file(folder: Path, **changes) -> TextData:
 
 
 def with_data(data: TextData) -> Manifest:
-    sft = MANIFEST.sft.model_copy(update={"data": data})
-    return MANIFEST.model_copy(update={"stages": MANIFEST.stages.model_copy(update={"sft": sft})})
+    return replaced(MANIFEST, "stages.sft", data=data)
 
 
 def texts_of(spec: Manifest, tokenizer: Path, shard: int | None) -> list[str]:
@@ -149,7 +149,7 @@ def test_a_wrong_file_or_list_of_a_shard_gives_one_sentence(folder, tokenizer):
 
 def test_the_whole_data_is_needed_where_documents_are_not_divided_by_file(folder, tokenizer):
     spec, plain = with_data(by_file(folder)), with_data(by_file(folder, shard_by=None))
-    alone = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"elastic": None})})
+    alone = replaced(spec, "trainer", elastic=None)
     assert len(load_examples(alone, tokenizer)) == len(load_examples(plain, tokenizer)) == 6
     (folder / "train-2.jsonl").unlink()
     for each in (alone, plain):
