@@ -36,7 +36,7 @@ def test_variants_differ_in_warm_start_and_rate_alone(sweep, run):
 def test_a_variant_that_fails_or_is_late_is_told_and_not_raised(sweep, run, tmp_path):
     one = sweep.variant(run, 25, 1e-5, 30)
     one["inference"]["kv_cache_bytes"] = 1  # no sequence fits: init refuses it
-    folder = sweep.workspace([one], tmp_path)
+    folder = sweep.whole_workspace(tmp_path, one)
     why = sweep.train(folder, time.monotonic() + 120, one["name"])
     assert why is not None and why.startswith("init: ")
     assert sweep.train(folder, time.monotonic(), one["name"]) == "no time was left for init"
