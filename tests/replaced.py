@@ -7,7 +7,7 @@ from pydantic import BaseModel
 Part = TypeVar("Part", bound=BaseModel)
 
 
-def replaced(part: Part, path: str, **fields: object) -> Part:
+def replaced(part: Part, path: str, /, **fields: object) -> Part:
     """Return a copy with other `fields` of the object at the dotted `path`."""
     name, _, rest = path.partition(".")
     inner = getattr(part, name)
