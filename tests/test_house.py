@@ -1,12 +1,9 @@
 """Layout of packages/ and contrib/, prose also of tests/, within the limits of CONTRIBUTING.md."""
 
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from house import MARKS, House, measure
 
 ROOT = Path(__file__).parents[1]

@@ -1,10 +1,9 @@
 """The check of the kills benchmark on a made-up run: it finds lost, repeated and wrong batches."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
+import kills
 import numpy as np
 import pytest
 
@@ -15,21 +14,16 @@ FILE = Path(__file__).parents[1] / "benchmarks" / "faults" / "kills.py"
 NUM_STEPS, RESUMED = 4, 2  # the second attempt resumes from step 2 and repeats step 3
 
 
-@pytest.fixture
-def kills(monkeypatch):
-    spec = importlib.util.spec_from_file_location("kills", FILE)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "kills", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "NUM_STEPS", NUM_STEPS)
-    return module
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    monkeypatch.setattr(kills, "NUM_STEPS", NUM_STEPS)
 
 
 def digest(attempt: int, version: int) -> str:
     return f"{version} by {1 if version <= RESUMED else attempt}"
 
 
-def made_up(kills, folder: Path, wrong: str = ""):
+def made_up(folder: Path, wrong: str = ""):
     """Write the files of a run killed once, after step 3. `wrong` names a defect."""
     run = object.__new__(kills.KilledRun)
     run.folder, run.what = folder, kills.manifest()
@@ -105,8 +99,8 @@ def batch(versions: np.ndarray, groups: np.ndarray) -> Columns:
     )
 
 
-def test_a_run_that_went_on_after_a_kill_has_everything_once(kills, tmp_path):
-    found = kills.checked(made_up(kills, tmp_path))
+def test_a_run_that_went_on_after_a_kill_has_everything_once(tmp_path):
+    found = kills.checked(made_up(tmp_path))
     assert (
         found["lost"],
         found["twice"],
@@ -128,8 +122,8 @@ def test_a_run_that_went_on_after_a_kill_has_everything_once(kills, tmp_path):
         ("log-probs", "wrong_versions"),
     ],
 )
-def test_what_is_wrong_after_a_kill_is_counted(kills, tmp_path, wrong, what):
-    assert kills.checked(made_up(kills, tmp_path, wrong))[what] > 0
+def test_what_is_wrong_after_a_kill_is_counted(tmp_path, wrong, what):
+    assert kills.checked(made_up(tmp_path, wrong))[what] > 0
 
 
 @pytest.mark.parametrize(
@@ -157,11 +151,11 @@ def test_what_is_wrong_after_a_kill_is_counted(kills, tmp_path, wrong, what):
         ("launcher", "the launcher (pid 7) died without a word; type `make demo` to go on", True),
     ],
 )
-def test_an_end_is_named_only_where_the_victim_is_and_what_to_type(kills, victim, sentence, named):
+def test_an_end_is_named_only_where_the_victim_is_and_what_to_type(victim, sentence, named):
     assert kills.is_named(victim, sentence) == named
 
 
-def test_a_seed_draws_the_same_kills_of_all_roles_each_time(kills):
+def test_a_seed_draws_the_same_kills_of_all_roles_each_time():
     drawn = kills.schedule(0, 20)
     assert drawn == kills.schedule(0, 20) != kills.schedule(1, 20)
     roles = {kill.victim.split(".")[0] for kill in drawn}
@@ -180,7 +174,7 @@ def test_a_seed_draws_the_same_kills_of_all_roles_each_time(kills):
     )
 
 
-def test_the_recorded_figure_is_of_20_kills(kills):
+def test_the_recorded_figure_is_of_20_kills():
     recorded = json.loads(FILE.with_suffix(".json").read_text())
     assert recorded["details"]["num_kills"] == 20 and recorded["value"] == 0
     assert recorded["details"]["slowest_named_s"] <= kills.NAMED_S

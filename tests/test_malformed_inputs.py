@@ -4,11 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import malformed
 import pytest
 
 FAULTS = Path(__file__).parents[1] / "benchmarks" / "faults"
-sys.path.insert(0, str(FAULTS))
-import malformed  # noqa: E402
 
 
 def test_a_damaged_file_ends_in_a_sentence_soon_and_leaves_nothing_half_written():

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +18,7 @@ from types import FrameType
 import pytest
 import torch
 from power_cut import Disk, Found
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "trainer"))  # trainer_cases
-from trainer_cases import (  # noqa: E402
+from trainer_cases import (
     SaverHere,
     make_learner,
     manifest,
@@ -30,38 +26,40 @@ from trainer_cases import (  # noqa: E402
     write_start_weights,
 )
 
-from orrery.inference.assemble import blank_adapter  # noqa: E402
-from orrery.launcher import containers  # noqa: E402
-from orrery.launcher.runs import (  # noqa: E402
+from orrery.inference.assemble import blank_adapter
+from orrery.launcher import containers
+from orrery.launcher.runs import (
     Run,
     adopt,
     find,
 )
-from orrery.launcher.site import Roles, Site  # noqa: E402
-from orrery.launcher.stage import Job  # noqa: E402
-from orrery.launcher.supervisor import run_stage  # noqa: E402
-from orrery.manifest.identity import (  # noqa: E402
+from orrery.launcher.site import Roles, Site
+from orrery.launcher.stage import Job
+from orrery.launcher.supervisor import run_stage
+from orrery.manifest.identity import (
     Workspace,
     canonical_json,
     load,
     pretty_json,
     run_dir,
 )
-from orrery.manifest.plan import StagePlan  # noqa: E402
-from orrery.manifest.publish import make_folder, sync, write_atomic  # noqa: E402
-from orrery.manifest.schema import Manifest  # noqa: E402
-from orrery.models import weights  # noqa: E402
-from orrery.orchestrator import snapshot  # noqa: E402
-from orrery.orchestrator.scheduler import Scheduler, Snapshot  # noqa: E402
-from orrery.runtime import run_directory  # noqa: E402
-from orrery.runtime.role_context import parse_role  # noqa: E402
-from orrery.trainer import checkpoint_writer, saver  # noqa: E402
-from orrery.trainer.__main__ import initialize  # noqa: E402
-from orrery.trainer.export import export_checkpoint, export_policy  # noqa: E402
-from orrery.trainer.parallel.world import World  # noqa: E402
-from orrery.wire import checkpoints, columns  # noqa: E402
-from orrery.wire.columns import Columns  # noqa: E402
-from workspace import linked  # noqa: E402
+from orrery.manifest.plan import StagePlan
+from orrery.manifest.publish import make_folder, sync, write_atomic
+from orrery.manifest.schema import Manifest
+from orrery.models import weights
+from orrery.orchestrator import snapshot
+from orrery.orchestrator.scheduler import Scheduler, Snapshot
+from orrery.runtime import run_directory
+from orrery.runtime.role_context import parse_role
+from orrery.trainer import checkpoint_writer, saver
+from orrery.trainer.__main__ import initialize
+from orrery.trainer.export import export_checkpoint, export_policy
+from orrery.trainer.parallel.world import World
+from orrery.wire import checkpoints, columns
+from orrery.wire.columns import Columns
+from workspace import linked
+
+ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = pytest.mark.timeout(300)
 ALONE = World(0, 1, torch.device("cpu"), None)

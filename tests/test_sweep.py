@@ -5,17 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
+import sweep
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def sweep(monkeypatch):
-    for folder in ("benchmarks", "benchmarks/async"):
-        monkeypatch.syspath_prepend(ROOT / folder)
-    import sweep
-
-    return sweep
 
 
 @pytest.fixture
@@ -23,7 +15,7 @@ def run():
     return json.loads((ROOT / "manifests/smollm2_problems_seed_1.json").read_text())
 
 
-def test_variants_differ_in_warm_start_and_rate_alone(sweep, run):
+def test_variants_differ_in_warm_start_and_rate_alone(run):
     one, other = (sweep.variant(run, *values, 30) for values in ((25, 1e-5), (120, 3e-5)))
     assert (one["name"], other["name"]) == ("sweep_25_1e_05", "sweep_120_3e_05")
     assert one["stages"]["sft"]["num_steps"] == 25 and one["trainer"]["optimizer"]["lr"] == 1e-5
@@ -33,7 +25,7 @@ def test_variants_differ_in_warm_start_and_rate_alone(sweep, run):
     assert run["stages"]["rl"]["num_steps"] == 80  # the given manifest is unchanged
 
 
-def test_a_variant_that_fails_or_is_late_is_told_and_not_raised(sweep, run, tmp_path):
+def test_a_variant_that_fails_or_is_late_is_told_and_not_raised(run, tmp_path):
     one = sweep.variant(run, 25, 1e-5, 30)
     one["inference"]["kv_cache_bytes"] = 1  # no sequence fits: init refuses it
     folder = sweep.whole_workspace(tmp_path, one)
@@ -42,7 +34,7 @@ def test_a_variant_that_fails_or_is_late_is_told_and_not_raised(sweep, run, tmp_
     assert sweep.train(folder, time.monotonic(), one["name"]) == "no time was left for init"
 
 
-def test_a_run_for_gpus_is_refused_on_a_machine_without(sweep, run, monkeypatch):
+def test_a_run_for_gpus_is_refused_on_a_machine_without(run, monkeypatch):
     monkeypatch.setattr("shapes.this_machine", lambda: sweep_machine("cpu"))
     with pytest.raises(SystemExit, match="is for h100, this is"):
         sweep.for_this_machine(run)

@@ -1,12 +1,13 @@
 """The whole loop's figures: the measured steps, and the gate against the record."""
 
 import dataclasses
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import shapes
+import whole_loop
 
 from orrery.manifest.identity import load
 from orrery.observe.report.data import RunData, Span
@@ -15,19 +16,9 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "async"
 
 
-@pytest.fixture
-def scripts(monkeypatch):
-    """Return `shapes` and `whole_loop`. They import one another by name."""
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    found = []
-    for name in ("shapes", "whole_loop"):
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        found.append(module)
-    monkeypatch.setattr(found[0], "WARM_STEPS", 3)  # the made-up run below is short
-    return found
+@pytest.fixture(autouse=True)
+def warms_briefly(monkeypatch):
+    monkeypatch.setattr(shapes, "WARM_STEPS", 3)  # the made-up run below is short
 
 
 def made_up(tmp_path, num_steps=8, tokens=1000, **orchestrator):
@@ -89,8 +80,8 @@ def made_up(tmp_path, num_steps=8, tokens=1000, **orchestrator):
     )
 
 
-def test_what_is_measured_begins_warm_and_ends_with_the_last_batch_that_was_cut(scripts, tmp_path):
-    found = scripts[0].numbers(made_up(tmp_path))
+def test_what_is_measured_begins_warm_and_ends_with_the_last_batch_that_was_cut(tmp_path):
+    found = shapes.numbers(made_up(tmp_path))
     assert found.num_measured == 3 and found.num_steps == 8
     assert found.tokens_per_s == 3 * 1000 / (60 - 30) and found.step_s == 10
     assert found.trainer_waits == pytest.approx((3 + 2) / 30)  # seconds 30 to 33 and 58 to 60
@@ -101,13 +92,12 @@ def test_what_is_measured_begins_warm_and_ends_with_the_last_batch_that_was_cut(
         SystemExit,
         match=r"of 4 steps 3 warm up, and 0 more ended before the last batch was cut; 2 are needed",
     ):
-        scripts[0].numbers(made_up(tmp_path / "short", num_steps=4))
+        shapes.numbers(made_up(tmp_path / "short", num_steps=4))
 
 
 @pytest.fixture
-def recorded(scripts, tmp_path, monkeypatch):
+def recorded(tmp_path, monkeypatch):
     """Return a function that records a made-up run, and set a command line for the gate."""
-    _, whole_loop = scripts
 
     def write(**orchestrator):
         monkeypatch.setattr(whole_loop, "HERE", tmp_path)
@@ -134,8 +124,7 @@ def recorded(scripts, tmp_path, monkeypatch):
     ],
     ids=["as recorded", "within the tolerance", "slower"],
 )
-def test_the_gate_lets_nothing_slower_pass(scripts, recorded, tmp_path, monkeypatch, tokens, says):
-    _, whole_loop = scripts
+def test_the_gate_lets_nothing_slower_pass(recorded, tmp_path, monkeypatch, tokens, says):
     file = recorded()
     written = file.read_bytes()
     assert json.loads(written)["value"] == 100 and json.loads(written)["details"]["versions"] == {
@@ -151,7 +140,7 @@ def test_the_gate_lets_nothing_slower_pass(scripts, recorded, tmp_path, monkeypa
 
 
 def test_a_run_that_compiles_in_a_measured_step_is_neither_recorded_nor_passed(
-    scripts, tmp_path, monkeypatch
+    tmp_path, monkeypatch
 ):
     compiled = made_up(tmp_path)
     for row in compiled.rl[4:]:  # step 5 takes 34 s instead of 10
@@ -163,24 +152,23 @@ def test_a_run_that_compiles_in_a_measured_step_is_neither_recorded_nor_passed(
         match=r"step 5 took 34 s, 3\.4 times the median a token of the 3 measured steps, "
         r"so it compiled",
     ):
-        scripts[0].numbers(compiled)
+        shapes.numbers(compiled)
 
 
-def test_a_record_that_may_hold_a_recompilation_is_no_gate(scripts, recorded, monkeypatch):
+def test_a_record_that_may_hold_a_recompilation_is_no_gate(recorded, monkeypatch):
     file = recorded()
     record = json.loads(file.read_text())
     del record["rows"][0]["longest_step_s"]
     file.write_text(json.dumps(record))
-    monkeypatch.setattr(scripts[1], "run", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(whole_loop, "run", lambda *_: pytest.fail("it was measured"))
     with pytest.raises(
         SystemExit,
         match=r"whole_loop_cpu\.json: it was measured before steps that compile were refused",
     ):
-        scripts[1].main()
+        whole_loop.main()
 
 
-def test_the_gate_refuses_another_loop_before_it_measures(scripts, recorded, monkeypatch):
-    _, whole_loop = scripts
+def test_the_gate_refuses_another_loop_before_it_measures(recorded, monkeypatch):
     recorded(rollouts_per_batch=128, keep_batches=3)
     monkeypatch.setattr(whole_loop, "run", lambda *_: pytest.fail("it was measured"))
     with pytest.raises(
@@ -191,9 +179,8 @@ def test_the_gate_refuses_another_loop_before_it_measures(scripts, recorded, mon
 
 
 def test_the_gate_refuses_a_run_from_a_folder_that_was_another_loop(
-    scripts, recorded, tmp_path, monkeypatch
+    recorded, tmp_path, monkeypatch
 ):
-    _, whole_loop = scripts
     recorded()
     monkeypatch.setattr(
         whole_loop, "run", lambda *_: made_up(tmp_path / "now", rollouts_per_batch=128)
@@ -203,10 +190,7 @@ def test_the_gate_refuses_a_run_from_a_folder_that_was_another_loop(
         whole_loop.main()
 
 
-def test_fields_that_cost_no_time_may_differ_from_the_record(
-    scripts, recorded, tmp_path, monkeypatch
-):
-    _, whole_loop = scripts
+def test_fields_that_cost_no_time_may_differ_from_the_record(recorded, tmp_path, monkeypatch):
     recorded(keep_batches=3)
     monkeypatch.setattr(whole_loop, "run", lambda *_: made_up(tmp_path / "now"))
     whole_loop.main()
@@ -215,17 +199,15 @@ def test_fields_that_cost_no_time_may_differ_from_the_record(
 @pytest.mark.parametrize(
     "file", sorted(FOLDER.glob("whole_loop_*.json")), ids=lambda file: file.stem
 )
-def test_what_is_recorded_is_of_the_manifest_that_is_checked_in(scripts, file):
+def test_what_is_recorded_is_of_the_manifest_that_is_checked_in(file):
     """A new field that costs no time belongs into COSTS_NO_TIME. Otherwise measure again."""
-    _, whole_loop = scripts
     manifest = load(ROOT / "manifests" / f"{file.stem.replace('whole_loop', 'asynchrony')}.json")
     assert json.loads(file.read_text())["details"]["timed_sha256"] == whole_loop.timed_sha256(
         manifest
     )
 
 
-def test_the_gate_is_of_waiting_and_of_pauses_too(scripts, tmp_path, capsys):
-    shapes, whole_loop = scripts
+def test_the_gate_is_of_waiting_and_of_pauses_too(tmp_path, capsys):
     before = shapes.numbers(made_up(tmp_path)).row("cpu")
     assert whole_loop.found_worse(shapes.numbers(made_up(tmp_path / "same")), before, 0.1) == []
     worse = dataclasses.replace(
@@ -239,15 +221,15 @@ def test_the_gate_is_of_waiting_and_of_pauses_too(scripts, tmp_path, capsys):
     )
 
 
-def test_a_run_from_a_folder_has_trained_all_its_steps(scripts, tmp_path):
+def test_a_run_from_a_folder_has_trained_all_its_steps(tmp_path):
     folder = made_up(tmp_path).run_dir
     with pytest.raises(
         SystemExit, match=r"it holds 0 runs of asynchrony_cpu that trained all their steps"
     ):
-        scripts[0].run("asynchrony_cpu", tmp_path)
+        shapes.run("asynchrony_cpu", tmp_path)
     (folder / "metrics").mkdir()
     rows = [{"stage": "rl", "step": step, "attempt": 1, "time_s": step} for step in range(1, 17)]
     (folder / "metrics" / "trainer.0.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows)
     )
-    assert len(scripts[0].run("asynchrony_cpu", tmp_path).rl) == 16
+    assert len(shapes.run("asynchrony_cpu", tmp_path).rl) == 16

@@ -1,16 +1,11 @@
-"""Makes `inference_servers` importable (with `--import-mode=importlib` a test's own folder is not
-on the path), and what files share.
-"""
+"""Fixtures of this room."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from orrery.wire.weight_wire import WeightPublisher
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="module")

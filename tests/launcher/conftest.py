@@ -2,15 +2,11 @@
 
 import os
 import shutil
-import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from launcher_stages import alive
 
 from orrery.runtime import run_directory

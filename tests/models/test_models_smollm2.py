@@ -4,20 +4,16 @@ Skipped if the packages that contain and read the weights are not installed. Not
 """
 
 import hashlib
-import importlib.util
 from pathlib import Path
 
 import pytest
+import smollm2
 import torch
 
 from orrery.manifest.identity import load
 from orrery.models import build, weights
 from orrery.models.hf_folder import check_config
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "async" / "smollm2.py"
-_spec = importlib.util.spec_from_file_location("smollm2", SCRIPT)
-smollm2 = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(smollm2)
 pytestmark = pytest.mark.skipif(
     bool(smollm2.missing()), reason=f"not installed: {', '.join(smollm2.missing())}"
 )

@@ -3,10 +3,10 @@
 Skipped if the packages that contain it are not installed. Nothing is downloaded.
 """
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+import smollm2
 from replaced import replaced
 from task_chats import completion
 
@@ -17,9 +17,6 @@ from orrery.tasks.chat import Renderer
 from orrery.tasks.check import check
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("smollm2", ROOT / "benchmarks/async/smollm2.py")
-smollm2 = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(smollm2)
 pytestmark = pytest.mark.skipif(
     bool(smollm2.missing()), reason=f"not installed: {', '.join(smollm2.missing())}"
 )

@@ -1,6 +1,0 @@
-"""Let the tests of this room import the modules that they share."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
