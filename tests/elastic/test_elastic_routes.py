@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from linked_sites import delta_of, epoch, linked, together
 
+from orrery.elastic import handshake
 from orrery.elastic import links as module
-from orrery.elastic import relay as relay_module
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.elastic.codecs import codec
 from orrery.elastic.connection import Header, Kind
@@ -90,10 +90,10 @@ def test_sites_without_a_listener_exchange_and_the_relay_reads_nothing(
             while data := source.recv(1 << 16):
                 seen.extend(data)
                 target.sendall(data)
-        relay_module._shut(source, target)
+        handshake._shut(source, target)
         source.close()
 
-    monkeypatch.setattr(relay_module.Relay, "_pass", spying)
+    monkeypatch.setattr(handshake.Relay, "_pass", spying)
     deltas = [delta_of(rank, 30_000) for rank in range(4)]
     deltas[1][:], deltas[3][:] = 1.0, 3.0
     with linked(certificates, 4, num_lanes=2, outbound={0, 1, 3}) as links:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orrery.elastic.shards import ShardMap
+from orrery.elastic.ledger import ShardMap
 from orrery.elastic.types import ElasticError, SiteMember
 
 

@@ -1,7 +1,8 @@
 """Dial and accept connections between sites: mutual TLS, then a HELLO frame in each direction.
 
 A site without a listener dials all other sites. Two sites without listeners connect through a
-relay, with TLS from end to end.
+relay: both dial it, authenticate over TLS, name their pair, and end this TLS session. It joins the
+two TCP connections, and the sites run their own TLS over them.
 """
 
 import contextlib
@@ -15,7 +16,6 @@ from pathlib import Path
 
 from orrery.elastic.certificates import Certificates
 from orrery.elastic.connection import Header, Kind
-from orrery.elastic.relay import Relay, plain
 from orrery.elastic.types import ElasticError
 from orrery.runtime.timing import scaled
 
@@ -27,6 +27,9 @@ UNSENT = 1 << 17  # most unsent bytes in the kernel, so that other connections c
 CONGESTION = b"bbr"  # TCP congestion control that keeps its rate under random packet loss
 WINDOW = 8 << 20  # bytes of a send buffer, enough for 0.4 Gb/s at a round trip of 100 ms
 KERNEL = Path("/proc/sys/net")
+CHUNK = 1 << 18
+WAIT_S = 60.0  # longest wait for the pair's second site
+Pair = tuple[int, int, int, int]  # epoch, lower rank, higher rank, lane
 
 
 class Handshakes:
@@ -155,3 +158,69 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
     except BaseException:
         sock.close()
         raise
+
+
+class Relay:
+    """Join connections in pairs. If a waiting site dials again, use only its new connection."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[Pair, int], tuple[float, socket.socket]] = {}
+        self._joined: set[socket.socket] = set()
+        self._is_closed = False
+
+    def add(self, pair: Pair, source: int, sock: socket.socket) -> None:
+        """Join `sock`, from rank `source`, with the pair's other connection, once both exist."""
+        other = pair[1] + pair[2] - source
+        with self._lock:
+            now_s = time.monotonic()
+            old = [key for key, (since_s, _) in self._waiting.items() if since_s < now_s - WAIT_S]
+            for key in {*old, (pair, source)} & self._waiting.keys():
+                self._waiting.pop(key)[1].close()
+            if self._is_closed:
+                sock.close()
+                return
+            if (pair, other) not in self._waiting:
+                self._waiting[pair, source] = now_s, sock
+                return
+            ends = sock, self._waiting.pop((pair, other))[1]
+            self._joined |= set(ends)
+        for one, two in (ends, ends[::-1]):
+            name = f"relay-{pair[1]}-{pair[2]}"
+            threading.Thread(target=self._pass, args=(one, two), name=name, daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        view = memoryview(bytearray(CHUNK))
+        with contextlib.suppress(OSError):
+            while count := source.recv_into(view):
+                target.sendall(view[:count])
+        with self._lock:
+            is_last = target not in self._joined
+            self._joined -= {source, target}
+        _shut(source, target)
+        if is_last:
+            source.close()
+            target.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for _, sock in self._waiting.values():
+                sock.close()
+            self._waiting = {}
+            _shut(*self._joined)
+
+
+def plain(tls: ssl.SSLSocket) -> socket.socket:
+    """End a connection's TLS session at both ends. Return the connection's plain socket."""
+    timeout_s = tls.gettimeout()
+    tls.unwrap()
+    sock = socket.socket(fileno=tls.detach())
+    sock.settimeout(timeout_s)
+    return sock
+
+
+def _shut(*sockets: socket.socket) -> None:
+    for sock in sockets:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)

@@ -27,13 +27,12 @@ from orrery.elastic.door import NO_ROUND, Terms
 from orrery.elastic.etcd_site import EtcdSite
 from orrery.elastic.exchange import ErrorFeedback, exchange, layer_buckets
 from orrery.elastic.keeper import KeeperOptions, SnapshotKeeper
-from orrery.elastic.ledger import Behind, Ledger
+from orrery.elastic.ledger import Behind, Ledger, ShardMap
 from orrery.elastic.links import PeerLinks
 from orrery.elastic.loop import OuterLoop, RoundRow
 from orrery.elastic.membership import RoundPace
 from orrery.elastic.outer import Floats, OuterOptimizer, make_fragments
 from orrery.elastic.recovery import fetch_state
-from orrery.elastic.shards import ShardMap
 from orrery.elastic.snapshots import check_room, copy_state, read_header
 from orrery.elastic.types import ElasticError, LeaseLost, OuterRound, SiteMember, read_place
 from orrery.manifest.identity import commit, run_id
