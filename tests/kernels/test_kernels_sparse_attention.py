@@ -160,6 +160,35 @@ def test_keys_are_chosen_by_scores_of_fp8_numbers(top_k):
         select_keys(given[0], given[1][:, 1:], *given[2:], top_k)
 
 
+class FakeDeepGEMM:
+    """Score as DeepGEMM does: a row begins with its first key, and undefined columns are NaN."""
+
+    def fp8_mqa_logits(self, q, keys, weights, begin, end, clean_logits, max_seqlen_k):
+        wide = q.float(), keys[0].float() * keys[1][:, None], weights
+        score = sparse_index._scores(*wide, begin, end - 1, torch.arange(len(keys[0])))
+        out = torch.full((len(q), max_seqlen_k + 8), torch.nan)
+        for row, source, first, last in zip(out, score, begin, end, strict=True):
+            row[: last - first] = source[first:last]
+        return out[:, :max_seqlen_k]
+
+
+def best_columns(score, count, top_k):
+    out = torch.full((len(score), top_k), -1, dtype=torch.int32)
+    for row, values, n in zip(out, score, count, strict=True):
+        row[: min(n, top_k)] = values[:n].topk(min(n, top_k)).indices
+    return out
+
+
+@pytest.mark.parametrize("chunk", [2**7, 2**9, 2**26])
+def test_chunks_and_their_parts_choose_keys_of_the_queries_own_document(chunk, monkeypatch):
+    monkeypatch.setattr(sparse_index_fp8, "load", FakeDeepGEMM)
+    monkeypatch.setattr(sparse_index_fp8, "CHUNK_ELEMENTS", chunk)
+    given, wide = ([x.cpu() for x in each] for each in in_fp8())
+    found = sparse_index_fp8.select_keys(*given, 4, top_keys=best_columns)
+    wanted = reference_select_keys(*wide, 4)
+    assert torch.equal(found.sort(dim=1).values, wanted.sort(dim=1).values)
+
+
 @pytest.mark.skipif(not sparse_index_fp8.has_library(), reason="needs DeepGEMM and a Hopper GPU")
 @pytest.mark.parametrize("top_k", [8, 64, 2048])
 @pytest.mark.parametrize("chunk", [2**7, 2**26])
@@ -384,7 +413,7 @@ def kl_inputs(top_k, dtype):
 def test_the_loss_of_an_indexer_is_the_kl_of_its_scores_to_attention(top_k, chunk, monkeypatch):
     """Top-k 4 is below most documents' lengths, 64 above all. Float32 may differ by 1e-5."""
     monkeypatch.setattr(mla_module, "CHUNK_ELEMENTS", chunk)
-    grad = torch.randn(NUM_TOKENS, generator=torch.Generator().manual_seed(2)).double()
+    grad = torch.randn(NUM_TOKENS, generator=torch.Generator().manual_seed(2)).double().to(DEVICE)
     indexing, attending, chosen = kl_inputs(top_k, torch.float64)
     wanted = naive_kl(*indexing, *attending, chosen, 0.3)
     wanted.backward(grad)

@@ -25,7 +25,7 @@ SCALE_BYTES = 4
 MOST_CHOSEN = 2048  # that cuDNN's top-k accepts
 CHUNK_ELEMENTS = 2**26  # most scores of a chunk: 256 MiB
 CHOICES = 3  # calls of top-k a chunk, because cuDNN's buffers take two words a score
-CHUNK_ROWS = 4096  # most queries or keys that are quantized at a time
+QUANTIZED = 2**24  # most numbers that are quantized at a time: 64 MiB in float32
 
 
 @torch.compiler.assume_constant_result
@@ -92,15 +92,17 @@ def select_keys(
         rows = slice(start, start + step)
         ranges = begin_T[rows].contiguous(), end_T[rows].contiguous()
         # Column j of a query's row is its key begin + j. Later columns are undefined.
-        score = library.fp8_mqa_logits(
+        score_CS = library.fp8_mqa_logits(
             q_THD[rows], (key_SD, scale_S), weights_TH[rows], *ranges,
             clean_logits=False, max_seqlen_k=num_keys,
         )  # fmt: skip
-        size = -(-len(score) // CHOICES)
-        parts = zip(score.split(size), (ranges[1] - ranges[0]).split(size), strict=True)
-        place = torch.cat([choose(part, count, top_k) for part, count in parts])
-        index_TK[rows] = torch.where(place < 0, -1, place + ranges[0][:, None])
-        del score  # before the next chunk's scores are allocated
+        size = -(-len(score_CS) // CHOICES)
+        for part in range(0, len(score_CS), size):
+            some = slice(part, part + size)
+            place = choose(score_CS[some], (ranges[1] - ranges[0])[some], top_k)
+            found = torch.where(place < 0, -1, place + ranges[0][some, None])
+            index_TK[start + part : start + part + len(found)] = found
+        del score_CS  # before the next chunk's scores are allocated
     return index_TK
 
 
@@ -136,8 +138,9 @@ def triton_top_keys(score_CS: Tensor, count_C: Tensor, top_k: int) -> Tensor:
 @torch.library.custom_op("orrery::quantize_index", mutates_args=())
 def _quantize(x: Tensor, cos: Tensor, sin: Tensor, turns_pairs: bool) -> tuple[Tensor, Tensor]:
     value, scale = torch.empty_like(x, dtype=DTYPE), x.new_empty(x.shape[:2], dtype=torch.float32)
-    for start in range(0, len(x), CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
+    step = max(1, QUANTIZED // x[0].numel()) if x.numel() else 1
+    for start in range(0, len(x), step):
+        rows = slice(start, start + step)
         turned = _rotate(x[rows].float(), cos[rows].float(), sin[rows].float(), turns_pairs)
         scale[rows] = (turned.abs().amax(-1).clamp(min=MIN_AMAX) / MAX).log2().ceil().exp2()
         value[rows] = (turned / scale[rows, :, None]).to(DTYPE)
