@@ -175,7 +175,7 @@ class FakeDeepGEMM:
 def best_columns(score, count, top_k):
     out = torch.full((len(score), top_k), -1, dtype=torch.int32)
     for row, values, n in zip(out, score, count, strict=True):
-        row[: min(n, top_k)] = values[:n].topk(min(n, top_k)).indices
+        row[: min(n, top_k)] = values[:n].sort(descending=True, stable=True).indices[:top_k]
     return out
 
 
