@@ -82,10 +82,10 @@ class KeyIndexer(nn.Module):
         return sparse_index_fp8.supports(x_TD, self.indexer.num_heads, self.indexer.head_dim)
 
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
-        """Return what `forward` needs of this device's keys, in x's dtype.
+        """Return this device's part of `forward`'s `keys`, in x's dtype.
 
-        These are k [T, I] unless the indexer is frozen and chooses in FP8, and packed FP8 keys
-        [T, ·] if it chooses in FP8.
+        - Not `in_fp8`: k [T, I].
+        - `in_fp8`: bytes of FP8 keys and their scales [T, ·], after k [T, I] if the indexer learns.
         """
         k_TI = self.wk(x_TD.detach())
         if not self.in_fp8(x_TD):
@@ -110,29 +110,33 @@ class KeyIndexer(nn.Module):
         longest: int,
         engine_keys_TB: Tensor | None = None,
     ) -> ChosenKeys:
-        """Choose K = min(`top_k`, `longest`) keys for each query.
+        """Choose at most K = min(`top_k`, `longest`) keys for each query, then −1.
 
-        - `q_TC`: output of `q_a_layernorm`. `keys`: output of `keys`, gathered from all ranks.
+        - `q_TC`: output of `q_a_layernorm`.
+        - `keys`: results of the method `keys`, gathered from all ranks.
         - `ranges`: first and last key that each query may choose, i32 [T] each.
         - `longest`: tokens of the longest document.
-        - `engine_keys`: an engine's choice, compared with this choice. If `replays`, it is used
-          instead.
+        - `engine_keys`: an engine's choice, compared with this one if `longest` > `top_k`. If
+          `replays`, its valid rows replace this choice.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
         gate_TJ = self.weights_proj(x_TD.detach()).float()
-        scored = self._rotate(q_TJI, angles), keys[0], gate_TJ * (num_heads * width) ** -0.5
-        compared: Sequence[Tensor] = scored
-        if self.in_fp8(x_TD):
+        is_fp8, learns = self.in_fp8(x_TD), self.learns
+        if learns or not is_fp8:
+            scored = self._rotate(q_TJI, angles), keys[0], gate_TJ * (num_heads * width) ** -0.5
+        if is_fp8:
             q, scale_TJ = sparse_index_fp8.quantize_index(q_TJI, angles, self.turns_pairs)
             # vLLM multiplies in this order.
             compared = q, keys[-1], gate_TJ.detach() * scale_TJ * width**-0.5 * num_heads**-0.5
+        else:
+            compared = scored
         chosen_TK = select_keys(*compared, *ranges, self.indexer.top_k)[:, :longest]  # rest: −1
         differ = None
         if engine_keys_TB is not None and longest > self.indexer.top_k:
             keys_TK, differ = engine_keys(engine_keys_TB, chosen_TK, *ranges)
             chosen_TK = keys_TK if self.replays else chosen_TK
-        score_TK = chosen_scores(*scored, chosen_TK) if self.learns else None
+        score_TK = chosen_scores(*scored, chosen_TK) if learns else None
         return ChosenKeys(chosen_TK, score_TK, differ=differ)
 
     def _rotate(self, x_TJI: Tensor, angles: Sequence[Tensor]) -> Tensor:
