@@ -7,11 +7,12 @@
 - `sft`: both nodes train. The goal is 0 lost steps.
 - The second node loses power after a checkpoint, and boots again once Slurm has missed it.
 
-    python benchmarks/cluster/two_nodes.py replay            # as root, after gpu_slurm.sh install
+    python benchmarks/cluster/two_nodes.py replay            # as root
     python benchmarks/cluster/two_nodes.py replay --smoke    # without GPUs, no record
+
+Both need Slurm: `ORRERY_SLURM_FOLDER=/srv/orrery-nodes gpu_slurm.sh install`.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -24,9 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from faults.kills import History, checked
 from orrery.manifest.identity import load, run_dir
-from orrery.runtime.metrics import rows as all_rows
 from orrery.runtime.run_directory import whole_checkpoints
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 STAGES = {"replay": "rl", "sft": "sft"}
 UNITS = {
@@ -56,22 +56,16 @@ def wait(what: str, started: "subprocess.Popen[bytes]", condition: Callable[[], 
     return time.time()
 
 
-def trained(history: History, stage: str) -> list[dict[str, Any]]:
-    path = history.folder / "metrics/trainer.0.jsonl"
-    rows = all_rows(path) if path.exists() else []
-    return [row for row in rows if row["stage"] == stage and "loss" in row]
-
-
 def lose(history: History, stage: str, started: "subprocess.Popen[bytes]") -> dict[str, Any]:
     """Cut the power of a node, boot it again, and return what was seen until the next step."""
 
     def is_far() -> bool:
-        steps = [row["step"] for row in trained(history, stage)]
+        steps = [row["step"] for row in history.trained(stage)]
         saved = [one.step for one in whole_checkpoints(history.folder, stage)]
         return bool(saved) and max(steps, default=0) > max(FIRST_STEP, *saved)
 
     wait("a step after a checkpoint", started, is_far)
-    before, lost_s = trained(history, stage), time.time()
+    before, lost_s = history.trained(stage), time.time()
     subprocess.run(("bash", str(SCRIPT), "crash", LOST), check=True)
     wait(
         "Slurm misses the node",
@@ -83,7 +77,7 @@ def lose(history: History, stage: str, started: "subprocess.Popen[bytes]") -> di
     attempt = max(row["attempt"] for row in before)
 
     def again() -> list[int]:
-        return [row["step"] for row in trained(history, stage) if row["attempt"] > attempt]
+        return [row["step"] for row in history.trained(stage) if row["attempt"] > attempt]
 
     resumed_s = wait("the stage trains again", started, lambda: bool(again()))
     return {
@@ -96,7 +90,7 @@ def lose(history: History, stage: str, started: "subprocess.Popen[bytes]") -> di
 
 def found(row: str, history: History) -> dict[str, Any]:
     """Return the defects of the finished stage, all with the goal 0."""
-    rows = trained(history, STAGES[row])
+    rows = history.trained(STAGES[row])
     if row == "replay":
         counts = checked(history, SAME_WEIGHTS[history.what.inference.dtype])
         replayed = [one for one in rows if one.get("routes_missing") is not None]
@@ -111,9 +105,7 @@ def found(row: str, history: History) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("row", choices=STAGES)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
@@ -125,7 +117,7 @@ def main() -> None:
     marker = (history.folder / f"stages/{stage}/DONE").relative_to(ROOT)
     if marker.exists():
         raise SystemExit(
-            f"error: {marker.parents[2]}: the run is finished; remove it, and try again"
+            f"error: {marker.parents[2]}: {stage} has finished; remove this folder, and try again"
         )
     begin_s = time.monotonic()
     subprocess.run(("bash", str(SCRIPT), "up"), check=True)

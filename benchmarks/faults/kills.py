@@ -122,12 +122,12 @@ class History:
     def __init__(self, folder: Path, what: Manifest):
         self.folder, self.what = folder, what
 
-    def trained(self) -> list[dict]:
-        """Return a row for each trained RL step, including steps that a later attempt repeated."""
+    def trained(self, stage: str = "rl") -> list[dict]:
+        """Return a row for each trained step, including steps that a later attempt repeated."""
         return [
             row
             for row in all_rows(self.folder / "metrics" / "trainer.0.jsonl")
-            if row["stage"] == "rl" and row.get("event") is None
+            if row["stage"] == stage and row.get("event") is None
         ]
 
 

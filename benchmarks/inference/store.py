@@ -6,11 +6,10 @@
   blocks that the second engine found in the store. Both answer alike.
 - Not covered: routes of experts and a disk segment, because the store has neither here.
 
-    python benchmarks/inference/store.py            # eight GPUs, after gpu_slurm.sh install
+    python benchmarks/inference/store.py            # eight GPUs, as two_nodes.py
     python benchmarks/inference/store.py --smoke    # without GPUs, no record
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -31,7 +30,7 @@ from orrery.manifest.identity import load, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.engines.client import EngineClient
 from orrery.runtime.run_directory import endpoints_dir
-from record import ROOT, record
+from record import ROOT, parser_of, record
 
 ROLES = (("kv_store", 0, "gpu1"), ("inference", 0, "gpu1"), ("inference", 1, "gpu2"))
 MODULES = {"kv_store": "orrery.inference.kv_store", "inference": "orrery.inference"}
@@ -111,9 +110,7 @@ async def find(manifest: Manifest, urls: list[str]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     options = parser.parse_args()

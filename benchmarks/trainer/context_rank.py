@@ -24,6 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from sparse_index import unturned
 from timing import (
     BYTES,
     GEMM_FLOPS,
@@ -265,14 +266,9 @@ def random_keys(model: Model, like: Tensor) -> Tensor:
     """Return latent and indexer keys as a rank sends them, one row a token of `like` [t, D]."""
     latent, index = (torch.randn(len(like), w, device=like.device) for w in key_widths(model))
     if chooses_in_fp8(model, like):
-        index = sparse_index_fp8.pack(*unturned(index[:, None]), like.dtype)
+        value, scale = unturned(index[:, None])
+        index = sparse_index_fp8.pack(value, scale, like.dtype)
     return torch.cat((latent.to(like.dtype), index.to(like.dtype)), dim=1)
-
-
-def unturned(x_THD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x quantized as an indexer's queries and keys, without a rotation."""
-    angle = x_THD.new_zeros(len(x_THD), 1, 2)
-    return sparse_index_fp8.quantize_index(x_THD, (angle.cos(), angle), True)
 
 
 def parts(model: Model, shares: list[Share], turns: Turns) -> list[dict[str, Any]]:

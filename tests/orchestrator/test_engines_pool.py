@@ -255,7 +255,6 @@ async def test_an_engine_that_hangs_in_an_update_is_fenced_and_updated_before_th
         engines.start_again()
         await until(lambda: fleet.registry.at(Phase.HEALTHY) == [0, 1])
         assert "/resume" not in engines.stand_ins[1].paths()
-        engines = engines
     assert stand_ins[3].paths()[0] == "/pause?mode=keep&clear_cache=false"
     assert stand_ins[3].paths()[2:] == [
         "/update_weights",

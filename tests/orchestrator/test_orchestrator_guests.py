@@ -246,8 +246,8 @@ async def test_tokens_of_another_model_with_true_log_probs_are_found():
     lease = home.enter()
     for _ in range(NUM_ROLLOUTS):
         call, job = await home.job("lima", lease)
-        tokens = drawn(9, home.draw)  # log-probs are those of the policy
-        logprobs = policy(4)[tokens].tobytes()
+        tokens = drawn(9, home.draw)  # from another model
+        logprobs = policy(4)[tokens].tobytes()  # of the policy
         answer = GuestAnswer(job.id, 4, tokens.tobytes(), logprobs, finish(tokens))
         home.pool.answer("lima", Answers(lease, (answer,)))
         if await call is None:

@@ -331,5 +331,4 @@ async def test_cancelling_a_rollout_aborts_its_request_in_the_engine():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    pool = pool
     assert pool.aborted == ["train-1-0-0"] and not pool.in_flight
