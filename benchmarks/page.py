@@ -294,7 +294,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("kernels/sparse_mla", "Sparse latent attention, backward, 131,072 keys"),
             Line("kernels/sparse_index", "Choice of keys by an indexer, 131,072 keys"),
             Line("trainer/context_rank", "Latent attention on one of four context-parallel ranks"),
-            Line("trainer/glm5_rank", "A rank of GLM-5 at 131,072 tokens, an MoE layer"),
+            Line("trainer/glm5_rank", "An MoE layer of GLM-5 on one rank, 131,072 tokens"),
             Line(
                 "kernels/optimizer", "AdamW with its state in host memory, relative to the copies"
             ),
@@ -355,7 +355,7 @@ HOST = (
         ),
         Line("inference/store", "Blocks found in a Mooncake Store by an engine on another node"),
         *(
-            Line(f"inference/wide{run}", f"GLM-5's widths, {ranks}: tokens without route or keys")
+            Line(f"inference/wide{run}", f"GLM-5's widths, {ranks}: routes and keys not replayed")
             for run, ranks in {
                 "": "engines of 8 and of 2 + 6 ranks",
                 "_wide_glm5_8": "one engine of 8 ranks",

@@ -12,7 +12,10 @@ PIPELINE = ("jsonnet", "locks", "local", "Snakefile")
 
 
 def linked(folder: Path, *names: str) -> Path:
-    """Link these files of the checkout into `folder`, by default a pipeline's. Return `folder`."""
+    """Create `folder` with links to these names of the checkout, and return it.
+
+    The default is PIPELINE and manifests.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name in names or (*PIPELINE, "manifests"):
         (folder / name).symlink_to(ROOT / name)

@@ -60,7 +60,7 @@ def role_of(pid: int) -> str:
 
 
 def used_bytes() -> dict[str, int]:
-    """Return the memory in use of the device and of each role."""
+    """Return the bytes in use: on GPU 0 as `device`, and by each role's processes."""
     used = {"device": int(smi("--query-gpu=memory.used")[0][0]) * 2**20}
     for pid, mib in smi("--query-compute-apps=pid,used_memory"):
         if mib.isdigit():

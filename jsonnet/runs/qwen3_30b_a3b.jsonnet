@@ -41,7 +41,7 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
   },
   // the trainer replays the engines' experts
   qwen3_30b_a3b_16k_replay: self.qwen3_30b_a3b_16k { transport+: { routed_experts: true } },
-  // SFT on two nodes, of texts that nearly fill the context; RL then takes a third node
+  // SFT on two nodes, of examples of 4,000 to 16,000 tokens; RL then takes a third node
   qwen3_30b_a3b_16k_sft: whole + (import 'tasks/reverse_text.libsonnet') + (import 'memory/keep_products_16k.libsonnet') + {
     context_tokens:: 16384,
     problems:: [problem { args+: { min_length: 2000, max_length: 8000 } } for problem in super.problems],

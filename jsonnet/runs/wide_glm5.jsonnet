@@ -15,7 +15,7 @@ local slice =
     inference+: { kv_cache_bytes: 8589934592, max_num_sequences: 128 },
     stages+: { rl+: { num_steps: 8 } },
   };
-// ranks 0 and 1 prefill, and six ranks decode
+// an engine of two ranks prefills, one of six ranks decodes
 local apart = slice {
   layout+:: { engines: 2, prefill_engines: 1, devices_per_engine: 6 },
   inference+: { prefill: self.shape { data_parallel: 2 } },

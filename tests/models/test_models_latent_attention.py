@@ -48,7 +48,7 @@ def close(found, wanted):
 
 @pytest.fixture(params=["plain", "fp8"])
 def scores(request, monkeypatch):
-    """The indexers' arithmetic. In FP8 it is that of vLLM, which on a GPU needs DeepGEMM."""
+    """Let indexers score in floating point, or in FP8 as vLLM does (on a GPU by DeepGEMM)."""
     monkeypatch.setattr(sparse_index_fp8, "supports", lambda *_: request.param == "fp8")
     torch.compiler.reset()
     return request.param

@@ -517,7 +517,7 @@ async def test_a_connection_that_is_lost_inside_a_micro_batch_heals():
     ):
         wire.sender._bulk.port = port
         rng = np.random.default_rng(1)
-        # 5 MB.
+        # one micro-batch of 5 MB; the relay cuts after 2 MiB
         parts = [
             Columns(
                 np.array([0, 8000]),

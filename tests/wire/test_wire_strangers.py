@@ -144,7 +144,7 @@ async def test_neither_the_token_nor_a_key_travels():
 
 
 async def test_who_takes_a_freed_port_learns_nothing_of_use():
-    """Another program listens on an ended orchestrator's port. It gets no token, and is refused."""
+    """Another program listens on an ended orchestrator's port. A receiver sends it no secret."""
     async with wire_of() as wire:
         url = wire.sender.url
     context = zmq.asyncio.Context()

@@ -212,7 +212,7 @@ class Relay:
 
 
 def plain(tls: ssl.SSLSocket) -> socket.socket:
-    """End a connection's TLS session at both ends. Return the connection's plain socket."""
+    """End TLS, as the peer does at the same time. Return the connection's plain socket."""
     timeout_s = tls.gettimeout()
     tls.unwrap()
     sock = socket.socket(fileno=tls.detach())

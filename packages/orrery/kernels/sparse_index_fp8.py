@@ -19,12 +19,12 @@ from torch import Tensor
 from orrery.kernels.fp8.products import load
 from orrery.kernels.fp8.quantize import DTYPE, MAX
 
-HEADS, WIDTH = (32, 64), 128  # that DeepGEMM accepts
+HEADS, WIDTH = (32, 64), 128  # numbers of heads, and width, that DeepGEMM accepts
 MIN_AMAX = 1e-4  # smallest amax of a head or key, as in vLLM
 SCALE_BYTES = 4
-MOST_CHOSEN = 2048  # that cuDNN's top-k accepts
+MOST_CHOSEN = 2048  # largest top_k that cuDNN accepts
 CHUNK_ELEMENTS = 2**26  # most scores of a chunk: 256 MiB
-CHOICES = 3  # calls of top-k a chunk, because cuDNN's buffers take two words a score
+CHOICES = 3  # calls of top-k a chunk: cuDNN's buffer, 8 bytes a score, then covers a third of it
 QUANTIZED = 2**24  # most numbers that are quantized at a time: 64 MiB in float32
 
 
@@ -111,7 +111,7 @@ def select_keys(
 
 @cache
 def cudnn_top_keys() -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """Return `triton_top_keys` by cuDNN, or None without its front end."""
+    """Return a function like `triton_top_keys` that calls cuDNN, or None without its front end."""
     try:
         from cudnn.deepseek_sparse_attention.indexer_top_k.api import indexer_top_k_wrapper
     except (ImportError, RuntimeError):
