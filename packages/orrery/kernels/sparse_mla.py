@@ -22,6 +22,7 @@ from orrery.kernels import flash_mla
 Backend = Literal["flash_mla", "triton", "plain"]
 
 CHUNK_ELEMENTS = 2**24  # most elements of a chunk's gathered keys: 64 MiB in float32
+GPU_CHUNK_ELEMENTS = 2**27  # hides the time of kernel launches: 512 MiB
 HAS_TRITON = find_spec("triton") is not None
 
 
@@ -95,7 +96,8 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 def _chunks(indices_TK: Tensor, width: int) -> list[slice]:
     num_queries, num_chosen = indices_TK.shape
-    step = max(1, CHUNK_ELEMENTS // max(1, num_chosen * width))
+    most = GPU_CHUNK_ELEMENTS if indices_TK.is_cuda else CHUNK_ELEMENTS
+    step = max(1, most // max(1, num_chosen * width))
     return [slice(start, start + step) for start in range(0, num_queries, step)]
 
 
