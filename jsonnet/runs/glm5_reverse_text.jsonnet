@@ -48,13 +48,13 @@ local run =
     },
     stages+: {
       sft+: {
-        num_steps: 64,
+        num_steps: 86,
         examples_per_batch: 64,
         optimizer+: { lr: 5e-4 },
         schedule: { kind: 'constant', warmup_steps: 10 },
         data+: { num_problems: 8192 },
       },
-      rl+: { num_steps: 140 },
+      rl+: { num_steps: 220 },
       evaluate+: { num_problems: 256 },
     },
   };
