@@ -48,7 +48,7 @@ local run =
     },
     stages+: {
       sft+: {
-        num_steps: 86,
+        num_steps: 92,
         examples_per_batch: 64,
         optimizer+: { lr: 5e-4 },
         schedule: { kind: 'constant', warmup_steps: 10 },
