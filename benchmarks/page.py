@@ -60,13 +60,13 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("async/problems_h200", "The same on an H200: rise of reward, worst seed"),
             Line("async/problems_h200", "… lowest entropy, share of its start", "entropy"),
             Line("async/problems_h200", "… share of truncated answers", "truncated"),
-            Line("async/glm5", "A GLM-5 in FP8 writes words backwards, lowest seed"),
+            Line("async/glm5", "A GLM-5 in FP8 writes words backwards, lowest of two seeds"),
             Line(
-                "async/glm5",
+                "async/glm5_mismatch",
                 "… mismatch KL with replayed keys, relative to dense attention",
                 "KL, replay, over dense",
             ),
-            Line("async/glm5", "… without replay", "KL, own choice, over dense"),
+            Line("async/glm5_mismatch", "… without replay", "KL, own choice, over dense"),
             Line(
                 "async/sweep_h100", "Largest rise in 24 steps, by SFT batches before RL and by lr"
             ),

@@ -3,10 +3,11 @@
     bash benchmarks/async/gpu_host.sh figure glm5.py        # on a GPU host, six minutes
     python benchmarks/async/glm5.py --runs runs             # from finished runs
 
-- A row per seed: held-out reward before and after RL, and its curve. The figure is the lowest
-  reward after RL.
-- A row per way to choose keys: the mismatch KL over that of dense attention on both sides. Each is
-  a mean over `STEPS` steps from equal seeds, and over tokens that the trained weights sampled.
+- `glm5.json` has a row per seed that ran: held-out reward before and after RL, and its curve. The
+  figure is the lowest reward after RL.
+- `glm5_mismatch.json` has a row per way to choose keys: the mismatch KL over that of dense
+  attention on both sides. Each is a mean over `STEPS` steps from equal seeds, and over tokens that
+  the trained weights sampled. It needs the runs of `KINDS`.
 - `choices_differ`: share of vLLM's keys that the trainer's indexers did not choose.
 - Without `--runs`, run seed `--seed` and, beside it unless `--alone`, the two short runs. No stage
   starts, and each ends, after `--within` seconds. `--out` gets logs and metrics, also of failures.
@@ -134,6 +135,11 @@ def kind_rows(runs: dict[str, RunData]) -> list[dict[str, Any]]:
     return rows
 
 
+def show(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        print({name: value for name, value in row.items() if name not in ("steps", "curve")})
+
+
 def draw(seeds: dict[int, RunData], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(5, 4), layout="constrained")
     for seed, run in seeds.items():
@@ -161,17 +167,30 @@ def main() -> None:
         raise SystemExit("error: no seed has made enough steps; read the logs, or raise --within")
     all_kinds = {kind: found_run(name, runs) for kind, name in KINDS.items()}
     kinds = {kind: run for kind, run in all_kinds.items() if run is not None}
-    rows = [*(seed_row(seed, run) for seed, run in seeds.items()), *kind_rows(kinds)]
-    for row in rows:
-        print({name: value for name, value in row.items() if name not in ("steps", "curve")})
+    rows = [seed_row(seed, run) for seed, run in seeds.items()]
+    show(rows)
     draw(seeds, options.out / "glm5.png")
     record(
         options.out / "glm5.json",
         figure="a GLM-5 in FP8 writes words backwards: held-out reward after RL, lowest seed",
-        value=min(row["value"] for row in rows if row["variant"].startswith("seed")),
+        value=min(row["value"] for row in rows),
         unit="reward",
         goal=GOAL,
         better="higher",
+        details={"seeds": list(seeds)},
+        rows=rows,
+    )
+    if kinds.keys() < KINDS.keys():
+        return
+    rows = kind_rows(kinds)
+    show(rows)
+    record(
+        options.out / "glm5_mismatch.json",
+        figure="a GLM-5 in FP8: mismatch KL with replayed keys over that of dense attention",
+        value=rows[0]["value"],
+        unit="×",
+        goal=KL_GOAL,
+        better="lower",
         rows=rows,
     )
 
