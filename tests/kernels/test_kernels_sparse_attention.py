@@ -255,7 +255,8 @@ def test_scores_of_other_queries_and_documents_change_no_choice(backend):
 @pytest.mark.parametrize("top_k", [4, 64])
 def test_attention_to_chosen_keys_agrees_with_the_plain_formula(backend, top_k, monkeypatch):
     dtype, tolerance = dtype_and_tolerance(backend)
-    monkeypatch.setattr(mla_module, "CHUNK_ELEMENTS", 5 * top_k * WIDTH)
+    for name in ("CHUNK_ELEMENTS", "GPU_CHUNK_ELEMENTS"):
+        monkeypatch.setattr(mla_module, name, 5 * top_k * WIDTH)
     arguments = attended(top_k, dtype)
     assert_near(outcome(sparse_mla, *arguments, backend=backend), exact(*arguments), tolerance)
 
@@ -412,7 +413,8 @@ def kl_inputs(top_k, dtype):
 @pytest.mark.parametrize("top_k", [4, 64])
 def test_the_loss_of_an_indexer_is_the_kl_of_its_scores_to_attention(top_k, chunk, monkeypatch):
     """Top-k 4 is below most documents' lengths, 64 above all. Float32 may differ by 1e-5."""
-    monkeypatch.setattr(mla_module, "CHUNK_ELEMENTS", chunk)
+    for name in ("CHUNK_ELEMENTS", "GPU_CHUNK_ELEMENTS"):
+        monkeypatch.setattr(mla_module, name, chunk)
     grad = torch.randn(NUM_TOKENS, generator=torch.Generator().manual_seed(2)).double().to(DEVICE)
     indexing, attending, chosen = kl_inputs(top_k, torch.float64)
     wanted = naive_kl(*indexing, *attending, chosen, 0.3)
