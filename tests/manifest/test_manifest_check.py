@@ -10,6 +10,7 @@ from pathlib import Path
 import manifest_specs
 import pytest
 
+from orrery.manifest import cli
 from orrery.manifest.check import check
 from orrery.manifest.cli import app, run_app
 from orrery.manifest.errors import OrreryError
@@ -1160,6 +1161,16 @@ def test_a_check_of_tasks_that_breaks_is_one_sentence_and_writes_nothing(
         "error: the check of tasks broke (it ended with code 1)"
     )
     assert not (checkout / "manifests").exists()
+
+
+def test_a_login_node_renders_without_the_packages_of_tasks(checkout, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "find_spec", {"numpy": 1, "pyarrow": 1, "reasoning_gym": 1}.get)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert orrery("render", "words") == 0
+    assert (
+        "  note: tasks are checked by the init stage, since tokenizers is missing\n"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
