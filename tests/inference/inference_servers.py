@@ -26,7 +26,7 @@ Process = subprocess.Popen | ForkedRole
 REPOSITORY = Path(__file__).resolve().parents[2]
 STAGE = "rl"
 START_S = 120.0
-# An engine's imports that do not depend on its manifest. vLLM's do.
+# An engine's imports. vLLM reads its variables when it uses them, but the log's level here.
 PRELOADED = (
     "torch.distributed.fsdp",
     "torch._inductor.compile_fx",
@@ -34,6 +34,13 @@ PRELOADED = (
     "openai.types.responses",
     "fastapi",
     "aiohttp",
+    "vllm.entrypoints.launchers.api_server",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.qwen3_moe",
 )
 
 # Fields of an engine's shape as most engines have them.
@@ -179,7 +186,9 @@ def start_role(
                 env=environment,
                 start_new_session=True,
             )
-    import_before(*PRELOADED, TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1")
+    import_before(
+        *PRELOADED, TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING"
+    )
     return ForkedRole(module, words, log, environment, token)
 
 
