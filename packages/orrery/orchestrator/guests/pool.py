@@ -3,11 +3,10 @@
     generate ─▶ waiting ─▶ a site's jobs ─answer─▶ arrived ─verified─▶ the caller's Generation
                    └──────────┴── lease over, failure, false answer ──▶ None: the own engines draw
 
-- A site asks for jobs under a lease, which each message renews. Messages of older leases, unknown
-  jobs and repeated answers have no effect.
+- A site's messages renew its lease. Older leases, unknown jobs and repeats have no effect.
 - All answers of a site that arrive during a check form the next window. A random share of the
   window is recomputed, at least one answer of each version. The whole window waits for the result.
-- If a version's weights are removed before the check, the version's answers do not count.
+- Answers of a version whose weights are removed before the check do not count.
 - A false answer drops the window and the site's rollouts that wait for a batch. The site is
   refused until its line in `refused_sites.json` is removed.
 - No job is given before the spread of the own engines' log-prob differences is known.
