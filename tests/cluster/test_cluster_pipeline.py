@@ -11,14 +11,7 @@ import pytest
 from simulated import NODES, SLURM, Cluster, Run
 
 pytestmark = pytest.mark.timeout(420)
-SHORT = "reverse_text_short"  # the demo with as many steps as it needs for a reward of 0.8
-NUM_STEPS = 60
-SPEC = f"""(import 'lib/named.libsonnet')({{
-  {SHORT}: (import 'runs/reverse_text.jsonnet').reverse_text {{
-    stages+: {{ rl+: {{ num_steps: {NUM_STEPS} }} }},
-  }},
-}})
-"""
+NUM_STEPS = 60  # of the demo, enough for a reward of 0.8
 
 
 @pytest.fixture
@@ -33,11 +26,21 @@ def fresh(cluster: Cluster):
     return made
 
 
-def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
+@pytest.fixture
+def shorter(cluster: Cluster):
+    """The spec of reverse_text with `NUM_STEPS`, rendered on the login node."""
+    spec = cluster.checkout / "jsonnet" / "runs" / "reverse_text.jsonnet"
+    whole = spec.read_text()
+    spec.write_text(whole.replace("rl+: { num_steps: 100 }", f"rl+: {{ num_steps: {NUM_STEPS} }}"))
+    cluster.run("orrery", "render", "reverse_text")
+    yield
+    spec.write_text(whole)
+    cluster.run("orrery", "render", "reverse_text")
+
+
+def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh, shorter):
     """The RL job of a user's spec meets its limit, writes a checkpoint, and is requeued."""
-    (cluster.checkout / "jsonnet" / "runs" / f"{SHORT}.jsonnet").write_text(SPEC)
-    cluster.run("orrery", "render", SHORT)
-    run = fresh(SHORT)
+    run = fresh("reverse_text")
     # Files of jobs that other tests killed.
     there = {node: cluster.on(node, "ls", "/dev/shm", "/tmp").stdout.split() for node in NODES}
     terminal = run.start()
@@ -48,13 +51,13 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
         lambda: terminal.output[-2000:],
     )
     job, before = run.job(), len(run.steps())
-    status = run.user("orrery", "status", SHORT)
+    status = run.user("orrery", "status", "reverse_text")
     assert (
         re.search(rf"job {job} \(rl\): running for .* on node\d", status)
         and "orchestrator.0" in status
         and "node" in status
     )
-    logs = cluster.start("orrery", "logs", SHORT, "trainer", "-f")
+    logs = cluster.start("orrery", "logs", "reverse_text", "trainer", "-f")
     cluster.wait_until(
         "the log is followed",
         lambda: logs.output.count("step") > 2 and f"step {before + 1}:" in logs.output,
@@ -72,11 +75,11 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
     cluster.on("head", "scontrol", "update", f"JobId={job}", "TimeLimit=30")
     said = (run.path / "logs" / "launcher.0.log").read_text()
     wound_down = re.search(
-        rf"rl: wound down; type `snakemake --profile slurm {SHORT}` to go on from step (\d+)",
+        r"rl: wound down; type `snakemake --profile slurm reverse_text` to go on from step (\d+)",
         said,
     )
     assert wound_down and int(wound_down[1]) >= before and int(wound_down[1]) in run.checkpoints()
-    assert "goes on by itself" in run.user("orrery", "status", SHORT)
+    assert "goes on by itself" in run.user("orrery", "status", "reverse_text")
     assert terminal.wait(300) == 0, terminal.output[-3000:]
     assert run.steps() == list(range(1, NUM_STEPS + 1))  # none twice, none left out
     said = (run.path / "logs" / "launcher.0.log").read_text()
@@ -93,7 +96,7 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
         for attempt in receipt["attempts"]
     )
     assert set(receipt["attempts"][-1]["images"]) == {"inference", "orchestrator", "trainer"}
-    exported = cluster.run("orrery", "export", SHORT, timeout_s=120).stdout.strip()
+    exported = cluster.run("orrery", "export", "reverse_text", timeout_s=120).stdout.strip()
     assert exported.endswith(f"{run.path.name}/weights/step_{NUM_STEPS}")
     rl, newest = (
         (run.path / "weights" / name / "model.safetensors").read_bytes()
