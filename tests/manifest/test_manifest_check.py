@@ -32,6 +32,7 @@ SHAPE = {
     "enforce_eager": True, "all2all_backend": "allgather_reducescatter",
     "dual_batch_overlap": False, "environment": {},
 }  # fmt: skip
+CHECKPOINTING = "trainer.memory.activation_checkpointing"
 ADAPTERS = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
 SGD = {"kind": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 MUON = {
@@ -140,7 +141,7 @@ SENTENCES = [
     (
         broken("trainer.memory.activation_checkpointing", "full"),
         'trainer.memory.activation_checkpointing = "full": '
-        "should be an object whose kind is one of none, full, selective",
+        "should be an object whose kind is one of none, full, selective, modules",
     ),
     (
         broken("model.init", {"seed": 1}),
@@ -235,6 +236,16 @@ SENTENCES = [
         broken("trainer.lora", {**ADAPTERS, "targets": ["feed_forward"]}, SPARSE),
         "trainer.lora.targets ['feed_forward']: family 'qwen3_moe' with these layers has none; "
         "choose from ['attention', 'experts']",
+    ),
+    (
+        broken(CHECKPOINTING, {"kind": "modules", "modules": ["norms", "router"]}),
+        f"{CHECKPOINTING}.modules ['router']: family 'qwen3' with these layers has none; choose "
+        "from ['norms', 'attention_projections']",
+    ),
+    (
+        broken(CHECKPOINTING, {"kind": "modules", "modules": ["norm"]}),
+        f"{CHECKPOINTING}.modules[0] = \"norm\": should be 'norms', 'attention_projections', "
+        "'router' or 'experts_activation'",
     ),
     (
         broken("transport.routed_experts", True),

@@ -52,6 +52,15 @@ def test_only_what_is_computed_again_is_executed_more():
     full = hardware_flops(model, _with(trainer, {"kind": "full"}), [1024])
     assert full.projections == true.projections * 8 / 6 and full.experts == true.experts * 8 / 6
     assert full.attention == true.attention * 4.5 / 3
+    modules = {"kind": "modules", "modules": ["norms", "attention_projections", "router"]}
+    named = hardware_flops(model, _with(trainer, modules), [1024])
+    products = 48 * 2048 * (4096 + 2 * 512 + 128)
+    assert named.projections == true.projections + 2 * 1024 * products
+    assert (named.experts, named.attention) == (kept.experts, kept.attention)
+    every_second = _with(trainer, modules)
+    memory = every_second.memory.model_copy(update={"activation_checkpointing_every": 2})
+    half = hardware_flops(model, every_second.model_copy(update={"memory": memory}), [1024])
+    assert half.projections == true.projections + 1024 * products
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 from trainer_cases import (
     GEMMA2,
+    GLM5,
     MEMORY,
     MOE,
     batch_columns,
@@ -132,6 +133,43 @@ def test_what_is_made_again_is_the_same_bits(tmp_path, model):
             ),
             plain,
         )
+
+
+MODULES = ["norms", "attention_projections", "router", "experts_activation"]
+
+
+def modules_of(model):
+    is_mixture = "moe" in model
+    return MODULES if is_mixture else MODULES[:2]
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["", "away"])
+@pytest.mark.parametrize(
+    "model", [MODELS["dense"], MODELS["moe"], GLM5], ids=["dense", "moe", "glm5"]
+)
+def test_recomputed_modules_change_no_bit(tmp_path, model, away, pools):
+    plain = steps_with(tmp_path, model, activation_offload=away)
+    for modules in [*([name] for name in modules_of(model)), modules_of(model)]:
+        kind = {"kind": "modules", "modules": modules}
+        found = steps_with(tmp_path, model, activation_checkpointing=kind, activation_offload=away)
+        assert_same(found, plain)
+
+
+def test_compiled_blocks_recompute_modules_of_the_same_graphs(tmp_path, monkeypatch):
+    compile = torch.compile  # without a compiler of C++
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, fullgraph: compile(
+            function, fullgraph=fullgraph, backend="aot_eager_decomp_partition"
+        ),
+    )
+    for model in (MODELS["dense"], MODELS["moe"], GLM5):
+        kind = {"kind": "modules", "modules": modules_of(model)}
+        torch._dynamo.reset()
+        plain = steps_with(tmp_path, model, compile=True)
+        again = steps_with(tmp_path, model, compile=True, activation_checkpointing=kind)
+        assert_same(again, plain)
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["", "away"])

@@ -94,6 +94,7 @@ TRAINERS = {
     "indexing": {"indexer": "train"},
     "replayed-latent": REPLAYING,
 }
+MODULES = ["norms", "attention_projections", "router", "experts_activation"]
 KEEPING = {"kind": "selective", "keep": ["attention", "experts"]}
 AWAY = {"memory": {**MEMORY, "activation_checkpointing": KEEPING, "activation_offload": True}}
 FSDP = {"reshard_after_forward": True, "reduce_gradients": "micro_batch", "cpu_offload": False}
@@ -232,6 +233,26 @@ AGAIN = {
             "latent-short_dsa2",
             "indexing_fsdp2",
         )
+    },
+    **{
+        f"{name}_again": {
+            **CASES[name],
+            "trainer": {
+                **CASES[name].get("trainer", {}),
+                "memory": {
+                    **MEMORY,
+                    "activation_checkpointing": {"kind": "modules", "modules": modules},
+                },
+            },
+        }
+        for name, modules in {
+            "dense_fsdp2_ring2": MODULES[:2],
+            "mixture_hsdp_ep2_ulysses2": MODULES,
+            "adapted_fsdp2_ep2": MODULES,
+            "eight_fsdp2_ep2": MODULES[:3],
+            "latent-dense_ep4_dsa2": MODULES,
+            "indexing_ep4_dsa2": MODULES,
+        }.items()
     },
 }
 

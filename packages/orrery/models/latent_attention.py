@@ -199,7 +199,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
-        # Some are never in FP8: q_a and kv_a are narrow, and `_absorb` reads the weight of kv_b.
+        # Some are never in FP8: q_a and kv_a are narrow, and `absorb` reads the weight of kv_b.
         is_fp8 = "attention" in (config.fp8 or ())
         self.q_b_fp8: Parts | None = [] if is_fp8 else None
         self.o_fp8: Parts | None = [] if is_fp8 else None
@@ -237,10 +237,7 @@ class LatentAttention(nn.Module):
         is_latent = is_sparse or (mla.indexer is not None and self.keys.is_gathered)
         sent = self.keys.send(keys, documents, is_latent)
         q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
-        (q,) = project(q_TC, self.q_b_fp8, self.q_b_proj)
-        q_THK = q.unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
-        q_THN, q_THR = q_THK.split((mla.nope_head_dim, mla.rope_head_dim), dim=-1)
-        q_THR = rotate_pairs(q_THR, angles)
+        q_THN, q_THR = self.project_queries(q_TC, angles)
         kv_SW, *index_keys = self.keys.receive(sent)
         if indexer is not None:
             kl, differ = (None, None) if choice is None else (choice.kl, choice.differ)
@@ -252,7 +249,7 @@ class LatentAttention(nn.Module):
             choice = choice._replace(kl=kl)
         learning = choice if choice is not None and choice.score_TK is not None else None
         if is_latent or learning is not None:
-            q_THW = self._absorb(q_THN, q_THR)
+            q_THW = self.absorb(q_THN, q_THR)
         if learning is not None:
             choice = self._with_loss(learning, q_THW, kv_SW, documents)
         if is_latent:
@@ -266,6 +263,14 @@ class LatentAttention(nn.Module):
         else:
             out_THV = self._attend_densely(q_THN, q_THR, kv_SW, documents)
         return project(out_THV.flatten(1), self.o_fp8, self.o_proj)[0], choice
+
+    def project_queries(self, q_TC: Tensor, angles: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the unrotated part [T, H, N] and the rotated part [T, H, R] of queries."""
+        mla = self.mla
+        (q,) = project(q_TC, self.q_b_fp8, self.q_b_proj)
+        q_THK = q.unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
+        q_THN, q_THR = q_THK.split((mla.nope_head_dim, mla.rope_head_dim), dim=-1)
+        return q_THN, rotate_pairs(q_THR, angles)
 
     def _with_loss(
         self, choice: ChosenKeys, q_THW: Tensor, kv_SW: Tensor, documents: Documents
@@ -285,9 +290,15 @@ class LatentAttention(nn.Module):
     def _attend_densely(
         self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor, documents: Documents
     ) -> Tensor:
-        """Return attention [T, H, V] to keys and values that `kv_b_proj` expands from latent keys.
+        """Return attention [T, H, V] to keys and values that `kv_b_proj` expands."""
+        of_q, of_k = self.keys.sides(documents)
+        out_THK = varlen_attention(*self.expand(q_THN, q_THR, kv_SW), of_q, documents_k=of_k)
+        return out_THK[..., : self.mla.value_head_dim]
 
-        Queries, keys and values are padded to one width by zeros.
+    def expand(self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, and keys and values of all heads from latent keys.
+
+        Zeros pad all three to one width.
         """
         mla = self.mla
         latent_SC, k_SR = kv_SW.split((mla.kv_lora_rank, mla.rope_head_dim), dim=-1)
@@ -301,12 +312,9 @@ class LatentAttention(nn.Module):
         if (factor := self.scale * width**0.5) != 1.0:  # `varlen_attention` scales by width^-1/2
             q_THK = q_THK * factor
         q_THK, k_SHK = (F.pad(x, (0, width - key_width)) for x in (q_THK, k_SHK))
-        v_SHK = F.pad(v_SHV, (0, width - value_width))
-        of_q, of_k = self.keys.sides(documents)
-        out_THK = varlen_attention(q_THK, k_SHK, v_SHK, of_q, documents_k=of_k)
-        return out_THK[..., :value_width]
+        return q_THK, k_SHK, F.pad(v_SHV, (0, width - value_width))
 
-    def _absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
+    def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
         """Return queries [T, H, W] for latent keys.
 
         The first C columns are q_THN times the key part of `kv_b_proj`. The other columns are

@@ -167,13 +167,18 @@ class Attention(nn.Module):
         self.o_fp8: Parts | None = [] if is_fp8 else None
 
     def forward(self, x_TD: Tensor, angles: Sequence[Tensor], documents: Documents) -> Tensor:
+        out_TD = self.core(*self.project_heads(x_TD, angles), documents).flatten(1)
+        return project(out_TD, self.o_fp8, self.o_proj)[0]
+
+    def project_heads(
+        self, x_TD: Tensor, angles: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries [T, H, K], rotated keys [T, G, K] and values [T, G, K]."""
         q, k, v = project(x_TD, self.qkv_fp8, self.q_proj, self.k_proj, self.v_proj)
         q_THK = self.q_norm(q.unflatten(-1, (-1, self.head_dim)))
         k_TGK = self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
         v_TGK = v.unflatten(-1, (-1, self.head_dim))
-        q_THK, k_TGK = apply_rotary(q_THK, *angles), apply_rotary(k_TGK, *angles)
-        out_TD = self.core(q_THK, k_TGK, v_TGK, documents).flatten(1)
-        return project(out_TD, self.o_fp8, self.o_proj)[0]
+        return apply_rotary(q_THK, *angles), apply_rotary(k_TGK, *angles), v_TGK
 
 
 class Router(nn.Module):
@@ -285,9 +290,13 @@ class Experts(nn.Module):
             is_real_M = torch.arange(x_MD.shape[0], device=x_MD.device) < ends_E[-1]
             x_MD = torch.where(is_real_M[:, None], x_MD, 0)
             score_M = torch.where(is_real_M, score_M, 0)
-        act_MI = swiglu_rows(_project(x_MD, self.gate_up_proj, self.gate_up_lora, ends_E), score_M)
+        gate_up_M2I = _project(x_MD, self.gate_up_proj, self.gate_up_lora, ends_E)
+        act_MI = self.activate(gate_up_M2I, score_M)
         y_MD = _project(act_MI, self.down_proj, self.down_lora, ends_E)
         return combine_rows(torch.where(is_real_M[:, None], y_MD, 0) if has_spare else y_MD, rows)
+
+    def activate(self, gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
+        return swiglu_rows(gate_up_M2I, score_M)
 
 
 def _project(x_MK: Tensor, weight_ENK: Tensor, adapter: Adapter | None, ends_E: Tensor) -> Tensor:

@@ -214,7 +214,8 @@ def _linear_backward(ctx: Any, grad_MN: Tensor | None, *_: Any) -> tuple[Any, ..
     if grad_MN is None:
         return None, None, nothing, None
     wants = ctx.needs_input_grad[:2]
-    weight, columns = ctx.saved_tensors[:-2], ctx.saved_tensors[-2:]
+    saved = ctx.saved_tensors  # a checkpoint gives them only once
+    weight, columns = saved[:-2], saved[-2:]
     found = _linear_gradients(grad_MN.contiguous(), list(columns), list(weight), *wants)
     return *_wanted(ctx, found), nothing, None
 

@@ -26,10 +26,13 @@ from orrery.manifest.schema import (
     FullCheckpointing,
     Manifest,
     Model,
+    ModuleCheckpointing,
     Record,
     SelectiveCheckpointing,
     Trainer,
 )
+from orrery.manifest.schema.trainer import RecomputedModule
+from orrery.manifest.schema.trainer_constraints import recomputable_modules
 
 CHUNKS = (4096, 1024, 256)
 KEPT: tuple[tuple[Literal["attention", "projections", "experts"], ...], ...] = (
@@ -254,10 +257,16 @@ def _mesh_options(model: Model, trainer: Trainer, load: Workload) -> Iterator[Me
 
 def _checkpointing(
     model: Model, trainer: Trainer
-) -> Iterator[tuple[SelectiveCheckpointing | FullCheckpointing, str]]:
+) -> Iterator[tuple[ModuleCheckpointing | SelectiveCheckpointing | FullCheckpointing, str]]:
     now = trainer.memory.activation_checkpointing
     if now.kind == "full":
         return
+    if now.kind in ("none", "modules"):
+        named = set(getattr(now, "modules", ()))
+        for modules in module_choices(model):
+            if named < set(modules):
+                cost = "these modules run again, in a block where all else is kept"
+                yield ModuleCheckpointing(kind="modules", modules=modules), cost
     has_experts = any(is_sparse(model, layer) for layer in range(model.num_layers))
     elementwise = "elementwise work of a block is done twice, its products once"
     costs = {
@@ -267,11 +276,18 @@ def _checkpointing(
     }
     held = set(now.keep) if now.kind == "selective" else set(KEPT[0])
     for keep in KEPT:
-        is_less = set(keep) < held or (now.kind == "none" and set(keep) == held)
+        is_less = set(keep) < held or (now.kind != "selective" and set(keep) == held)
         if is_less and (has_experts or "experts" not in keep):
             yield SelectiveCheckpointing(kind="selective", keep=keep), costs[len(keep)]
     cost = "blocks run again whole, attention too: about a third more work"
     yield FullCheckpointing(kind="full"), cost
+
+
+def module_choices(model: Model) -> list[tuple[RecomputedModule, ...]]:
+    """Return the modules to recompute: first those without products, then all."""
+    every = tuple(recomputable_modules(model))
+    cheap = tuple(name for name in every if name in ("norms", "experts_activation"))
+    return [cheap, every]
 
 
 def _can_split_attention(model: Model, trainer: Trainer, cp: int) -> bool:

@@ -271,12 +271,14 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
     base = model_flops(model, lengths, trainer.lora is not None)
     active, forward = active_parameters(model), 2 * sum(lengths)
     recomputed: set[str] = set()
-    if trainer.memory.activation_checkpointing.kind != "none":
+    if trainer.memory.recomputes_blocks:
         recomputed = {"projections", "experts", "attention"} - set(trainer.kept)
     share = -(-model.num_layers // trainer.memory.activation_checkpointing_every) / model.num_layers
     each = (4 if trainer.lora is not None else 6) * sum(lengths)
     repeated = _repeated_parameters(model, trainer.mesh.cp)
     again = share * ("projections" in recomputed) * (active.projections + repeated) * forward
+    layers = range(model.num_layers)
+    again += sum(_recomputed_parameters(model, trainer, layer) for layer in layers) * forward
     core = _attention_forward(model, lengths, trainer.mesh.cp)
     return Flops(
         base.projections + repeated * each + again,
@@ -290,6 +292,21 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
 def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
     indexer = None if model.mla is None else model.mla.indexer
     return indexer is not None and max(lengths, default=0) > indexer.top_k
+
+
+def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
+    """Return the parameters whose products `recomputed_modules` of the layer computes again."""
+    names, heads, total = trainer.memory.recomputed_modules(layer), model.num_heads, 0.0
+    if "attention_projections" in names:
+        if (mla := model.mla) is None:
+            total += model.hidden_size * (heads + 2 * model.num_kv_heads) * model.head_dim
+        else:
+            expanded = heads * (mla.nope_head_dim + mla.value_head_dim) * mla.kv_lora_rank
+            total += heads * model.head_dim * mla.q_lora_rank + expanded
+            total += _repeated_parameters(model, trainer.mesh.cp) / model.num_layers
+    if "router" in names and is_sparse(model, layer):
+        total += model.mixture.num_experts * model.hidden_size
+    return total
 
 
 def _repeated_parameters(model: Model, cp: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from orrery.manifest.budget.engine import memory
-from orrery.manifest.budget.options import KEPT, format_value
+from orrery.manifest.budget.options import KEPT, format_value, module_choices
 from orrery.manifest.budget.run import RunBudget, RunPlan
 from orrery.manifest.check import with_values
 from orrery.manifest.devices import usable_bytes
@@ -122,6 +122,8 @@ def _trainer_changes(run: Manifest) -> Iterator[Changes]:
     kinds: list[tuple[Changes, int]] = [({"kind": "none"}, 1)]
     kinds += [({"kind": "full"}, every) for every in EVERY]
     kinds += [({"kind": "selective", "keep": list(keep)}, 1) for keep in KEPT]
+    choices = module_choices(run.model)
+    kinds += [({"kind": "modules", "modules": list(modules)}, 1) for modules in choices]
     savings: list[Changes] = []
     for more in SAVINGS:
         savings.append({**(savings[-1] if savings else {}), **more})

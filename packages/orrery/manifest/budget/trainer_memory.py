@@ -71,27 +71,34 @@ class _Results:
     - `unread`: other results with these names. No backward pass reads them.
     - `rest`: results without a name.
     - `for_attention`: recomputed results that only attention's backward pass reads.
+    - `of_attention`, `of_feed_forward`: recomputed results by module of the kind `modules`. The
+      backward pass of the feed-forward holds those of one module at a time.
     """
 
     named: dict[str, int]
     unread: dict[str, int]
     rest: int
     for_attention: int
+    of_attention: list[int]
+    of_feed_forward: list[int]
 
 
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes under the trainer's checkpointing.
 
-    A block without checkpointing keeps all results. With `full` it keeps its input (c·D). With
-    `selective` it keeps its input and the `named` results in `keep`. Unless compiled as one graph,
-    it also keeps the `unread` results of these names.
+    A block without checkpointing keeps all results. With `modules` it keeps all but the results of
+    these modules. With `full` it keeps its input (c·D). With `selective` it keeps its input and the
+    `named` results in `keep`. Unless compiled as one graph, it also keeps the `unread` results of
+    these names.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
     every = entry + sum(results.named.values()) + results.rest
     attention, feed_forward = _temporaries(model, trainer, layer)
     if not trainer.memory.checkpoints(layer):
-        return ActivationBytes(every, max(attention, feed_forward))
+        late, early = sum(results.of_attention), results.of_feed_forward
+        attention, feed_forward = late + attention, max(early, default=0) + feed_forward
+        return ActivationBytes(every - late - sum(early), max(attention, feed_forward))
     is_graph = trainer.is_one_graph(model)
     kept = entry + sum(results.named[name] for name in trainer.kept)
     if not is_graph:
@@ -106,7 +113,10 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
 
 def _activation_bytes_of_blocks(model: Model, trainer: Trainer) -> list[ActivationBytes]:
     layers = range(model.num_layers)
-    kinds = [(is_sparse(model, i), trainer.memory.checkpoints(i)) for i in layers]
+    memory = trainer.memory
+    kinds = [
+        (is_sparse(model, i), memory.checkpoints(i), memory.recomputed_modules(i)) for i in layers
+    ]
     first = {kind: kinds.index(kind) for kind in kinds}
     found = {kind: activation_bytes(model, trainer, layer) for kind, layer in first.items()}
     return [found[kind] for kind in kinds]
@@ -122,8 +132,8 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
         rest          c·2D normalised inputs · c·(h + g) rotated queries and keys, if `qk_norm`
                       · c·F activation · c·K·D rows in expert order · c·K·I activation · statistics
 
-    An adapter adds a copy of its projection's result and a result of width `rank`. Frozen
-    projections without an adapter do not keep their input.
+    An adapter adds a result of width `rank`, and in a checkpointed block a copy of its projection's
+    result. Frozen projections without an adapter do not keep their input.
     """
     c, hidden = DTYPE_BYTES[trainer.compute_dtype], model.hidden_size
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -131,7 +141,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     rank = 0 if trainer.lora is None else trainer.lora.rank
 
     def copies(target: str) -> int:
-        return 2 if target in adapted else 1
+        return 2 if target in adapted and trainer.memory.checkpoints(layer) else 1
 
     def reads_input(target: str) -> bool:
         return trainer.lora is None or target in adapted
@@ -141,16 +151,19 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
     named = {"attention": c * h + 4 * model.num_heads, "experts": 0}
     inputs = c * (h + 2 * g) * copies("attention") + narrow("attention", 3)
-    gathered = 0
+    # With cp, the core keeps exchanged copies of its inputs, which are not recomputed.
+    gathered, heads = 0, inputs if trainer.mesh.cp == 1 else 0
     if model.mla is not None:
-        named["attention"], inputs, gathered = _latent_results(model, c, trainer.mesh.cp)
+        named["attention"], inputs, gathered, heads = _latent_results(model, trainer)
         if not trainer.memory.activation_offload:
             named["attention"], gathered = named["attention"] + gathered, 0
     named["projections"] = inputs + c * hidden * copies("attention") + narrow("attention", 1)
     unread = {"attention": 0, "projections": 0, "experts": 0}
-    rest = c * hidden * reads_input("attention") + 8 + gathered
+    norms = c * hidden * reads_input("attention")
+    rest = norms + 8 + gathered
     if model.qk_norm:
-        rest += c * (h + g) + 4 * (model.num_heads + model.num_kv_heads)
+        normed = c * (h + g) + 4 * (model.num_heads + model.num_kv_heads)
+        rest, heads = rest + normed, heads + normed
     for_attention = rest + (0 if "projections" in trainer.kept else inputs)
     dense = _dense_width(model, layer)
     if dense:
@@ -158,7 +171,13 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
         unread["projections"] += c * hidden
         # Without the compiler the output of silu is kept too.
         rest += c * dense * (reads_input("feed_forward") + (not trainer.compile))
-    rest += c * hidden * (reads_input("feed_forward") or not dense)
+    modules = trainer.memory.recomputed_modules(layer)
+    of_attention = {"norms": norms, "attention_projections": heads}
+    if trainer.compile and model.mla is None and "attention_projections" in modules:
+        of_attention["norms"] = 0  # the compiler keeps what one module passes to another
+    norms = c * hidden * (reads_input("feed_forward") or not dense)
+    rest += norms
+    of_feed_forward = {"norms": norms}
     if is_sparse(model, layer):
         moe = model.mixture
         top_k, inner = moe.num_experts_per_token, moe.expert_intermediate_size
@@ -167,13 +186,22 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
         unread["experts"] = c * top_k * hidden
         rest += c * top_k * (hidden + inner) * reads_input("experts") + 20 * top_k + 8
         rest += 4 * moe.num_experts * (not trainer.compile)
-    return _Results(named, unread, rest, for_attention)
+        if trainer.compile and "router" in modules:
+            of_feed_forward["norms"] = 0
+        of_feed_forward["router"] = 4 * (moe.num_experts + 3 * top_k + (not trainer.compile))
+        of_feed_forward["experts_activation"] = c * top_k * inner * reads_input("experts")
+    late, early = (
+        [num_bytes for name, num_bytes in parts.items() if name in modules]
+        for parts in (of_attention, of_feed_forward)
+    )
+    return _Results(named, unread, rest, for_attention, late, early)
 
 
-def _latent_results(model: Model, c: int, cp: int) -> tuple[int, int, int]:
-    """Return latent attention's bytes per token: (output, inputs, gathered keys).
+def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]:
+    """Return latent attention's bytes per token: (output, inputs, gathered keys, heads).
 
-    The inputs are `both` plus the larger of `dense` and `sparse`.
+    The inputs are `both` plus the larger of `dense` and `sparse`. `heads` is the part of the inputs
+    that `attention_projections` recomputes. The compiler keeps rotated queries (c·H·R).
     H heads · R rotated width of a head · K rotated plus unrotated width (here not experts)
     V value width of a head · C latent width of keys · q latent width of queries
     k ratio `keys_per_query`
@@ -183,7 +211,8 @@ def _latent_results(model: Model, c: int, cp: int) -> tuple[int, int, int]:
     sparse    c·H·(C + R) latent queries · 4·top-k indices
     gathered  k·c·(C + R) with cp, instead of the c·(C + R) normalised keys in `both`, else 0
     """
-    mla, heads = model.latent, model.num_heads
+    mla, heads, cp = model.latent, model.num_heads, trainer.mesh.cp
+    c = DTYPE_BYTES[trainer.compute_dtype]
     latent, keys = mla.kv_lora_rank + mla.rope_head_dim, keys_per_query(model, cp)
     both = c * (2 * mla.q_lora_rank + 2 * latent + heads * model.head_dim)
     gathered = 0
@@ -195,7 +224,9 @@ def _latent_results(model: Model, c: int, cp: int) -> tuple[int, int, int]:
     if sparse and cp > 1:
         dense = 0
     output = c * heads * max(mla.value_head_dim, mla.kv_lora_rank) + 4 * heads
-    return output, both + max(dense, sparse), gathered
+    recomputed = c * heads * latent if sparse else dense
+    recomputed += c * heads * (model.head_dim - mla.rope_head_dim * trainer.compile)
+    return output, both + max(dense, sparse), gathered, recomputed
 
 
 def _dense_width(model: Model, layer: int) -> int:

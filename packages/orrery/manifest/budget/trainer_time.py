@@ -298,14 +298,20 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
 def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
     """Return the bytes that elementwise operations move per token and layer, in bfloat16."""
     hidden = model.hidden_size
-    numbers = 2 * 2 * hidden + 2 * 3 * hidden  # two norms, two residual sums
+    parts = {"norms": 2 * 2 * hidden}
     # Head norms and rotary embedding, fused.
-    numbers += 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    parts["attention_projections"] = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    numbers = 2 * 3 * hidden  # two residual sums
     if (moe := model.moe) is not None:
         numbers += 2 * moe.num_experts_per_token * hidden
         numbers += (moe.num_experts_per_token + 1) * hidden
-        numbers += 3 * moe.num_experts_per_token * moe.expert_intermediate_size  # SwiGLU
+        swiglu = 3 * moe.num_experts_per_token * moe.expert_intermediate_size
+        parts["experts_activation"] = swiglu
     else:
         numbers += 3 * model.intermediate_size
-    passes = 3 if trainer.memory.activation_checkpointing.kind == "none" else 4
-    return 2.0 * numbers * passes
+    numbers += sum(parts.values())
+    memory = trainer.memory
+    modules = memory.recomputed_modules(0)
+    again = sum(count for name, count in parts.items() if name in modules)
+    passes = 4 if memory.recomputes_blocks else 3
+    return 2.0 * (numbers * passes + again / memory.activation_checkpointing_every)

@@ -120,7 +120,7 @@ def _context_values(model: Model, trainer: Trainer) -> float:
     # Forward pass and recomputation send latent keys. The backward pass sends their gradients.
     memory = trainer.memory
     is_kept = "attention" in trainer.kept and not memory.activation_offload
-    passes = 2 if is_kept or memory.activation_checkpointing.kind == "none" else 3
+    passes = 2 if is_kept or not memory.recomputes_blocks else 3
     values = passes * model.num_layers * (mla.kv_lora_rank + mla.rope_head_dim)
     if mla.indexer is not None:
         learns = trainer.indexer == "train"

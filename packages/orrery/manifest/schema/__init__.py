@@ -54,6 +54,7 @@ from orrery.manifest.schema.trainer import (
     Lora,
     Memory,
     Mesh,
+    ModuleCheckpointing,
     Muon,
     Optimizer,
     Schedule,

@@ -204,6 +204,21 @@ class SelectiveCheckpointing(Record):
     ]
 
 
+RecomputedModule = Literal["norms", "attention_projections", "router", "experts_activation"]
+
+
+class ModuleCheckpointing(Record):
+    """Keep all activations, except those of `modules`. The backward pass runs these again.
+
+    - "norms": the two norms of a block.
+    - "attention_projections": queries, keys and values, with their norms and rotation.
+    - "router": logits and scores of experts. "experts_activation": SwiGLU of routed experts.
+    """
+
+    kind: Literal["modules"]
+    modules: Annotated[tuple[RecomputedModule, ...], Field(min_length=1, strict=False)]
+
+
 class Memory(Record):
     """Options that save the trainer's device memory, but cost computation or host memory.
 
@@ -219,7 +234,8 @@ class Memory(Record):
     """
 
     activation_checkpointing: Annotated[
-        NoCheckpointing | FullCheckpointing | SelectiveCheckpointing, Field(discriminator="kind")
+        NoCheckpointing | FullCheckpointing | SelectiveCheckpointing | ModuleCheckpointing,
+        Field(discriminator="kind"),
     ]
     activation_checkpointing_every: PositiveInt
     activation_offload: bool
@@ -230,9 +246,16 @@ class Memory(Record):
     lm_head_keeps_logits: bool
     max_tokens_per_micro_batch: PositiveInt
 
+    @property
+    def recomputes_blocks(self) -> bool:
+        return self.activation_checkpointing.kind in ("full", "selective")
+
     def checkpoints(self, block: int) -> bool:
-        is_on = self.activation_checkpointing.kind != "none"
-        return is_on and block % self.activation_checkpointing_every == 0
+        return self.recomputes_blocks and block % self.activation_checkpointing_every == 0
+
+    def recomputed_modules(self, block: int) -> tuple[str, ...]:
+        is_on = block % self.activation_checkpointing_every == 0
+        return getattr(self.activation_checkpointing, "modules", ()) if is_on else ()
 
 
 class Lora(Record):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from orrery.manifest.devices import AMPERE, HOPPER, device_of
 from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, Model
-from orrery.manifest.schema.trainer import Lora, Mesh, Trainer
+from orrery.manifest.schema.trainer import Lora, Mesh, RecomputedModule, Trainer
 
 
 def trainer_field_misfits(trainer: Trainer) -> Iterator[str]:
@@ -58,11 +58,34 @@ def trainer_misfits(
         yield from adapters
         return
     yield from context_misfits(trainer.mesh, model, devices)
+    yield from _module_misfits(trainer, model)
     yield from _indexer_misfits(trainer, model)
     yield from _bias_misfits(trainer, model)
     yield from _spread_misfits(trainer, model, accelerator)
     yield from _attention_misfits(trainer, model, accelerator)
     yield from _fp8_misfits(trainer, model, accelerator)
+
+
+def recomputable_modules(model: Model) -> list[RecomputedModule]:
+    """Return the modules that activation checkpointing of kind "modules" may name."""
+    if model.family == "hugging_face":
+        return []
+    has_experts = "experts" in block_parts(model)
+    has_activation = has_experts and "experts" not in (model.fp8 or ())  # fused in FP8
+    found: list[RecomputedModule] = ["norms", "attention_projections"]
+    found += ["router"] if has_experts else []
+    return [*found, "experts_activation"] if has_activation else found
+
+
+def _module_misfits(trainer: Trainer, model: Model) -> Iterator[str]:
+    spec, has = trainer.memory.activation_checkpointing, recomputable_modules(model)
+    if spec.kind == "modules" and (lacking := [name for name in spec.modules if name not in has]):
+        remedy = f"choose from {has}" if has else "set its kind to 'full'"
+        fp8 = "" if model.fp8 is None else f" and model.fp8 {list(model.fp8)}"
+        yield (
+            f"trainer.memory.activation_checkpointing.modules {lacking}: family {model.family!r} "
+            f"with these layers{fp8} has none; {remedy}"
+        )
 
 
 def _indexer_misfits(trainer: Trainer, model: Model) -> Iterator[str]:

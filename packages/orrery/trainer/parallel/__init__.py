@@ -2,7 +2,7 @@
 
 1. Context parallel replaces `Attention.core`, or `keys` in latent attention.
 2. Expert parallel replaces the token exchange and shards the experts.
-3. Activation checkpointing and compilation wrap each block (`blocks.py`).
+3. Activation checkpointing and compilation wrap each block (`blocks.py`) or modules inside it.
 4. Activation offload wraps checkpointed blocks, because it moves the activations that they save.
 5. FSDP2 comes last, because its hooks must run outside all other wrappers.
 """
@@ -21,6 +21,7 @@ from orrery.trainer.parallel import (
     context_parallel,
     expert_parallel,
     fsdp,
+    recomputed_modules,
 )
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
@@ -64,6 +65,7 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     context_parallel.apply(policy, world, trainer)
     expert_parallel.apply(policy, world, trainer)
     blocks.apply(policy, trainer)
+    recomputed_modules.apply(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
     # Cache fp8 weights only with compute copies, because a copy's `_version` shows its changes.

@@ -95,7 +95,7 @@ def explain_compile_error(model: Model) -> Iterator[None]:
 
 
 def _checkpoint(policy: Policy, trainer: Trainer) -> None:
-    if trainer.memory.activation_checkpointing.kind == "none":
+    if not trainer.memory.recomputes_blocks:
         return
     checkpoints = trainer.memory.checkpoints
     options = checkpoint_options(trainer, policy.network.config)
@@ -233,6 +233,10 @@ def store_results_with(pack: Pack, unpack: Unpack) -> Iterator[None]:
         yield
     finally:
         _hooks.reset(token)
+
+
+def storage_of_results() -> tuple[Pack, Unpack]:
+    return _hooks.get()
 
 
 def keep(answer: Any) -> Any:
