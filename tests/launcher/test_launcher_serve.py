@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from orrery.launcher import serve
+from orrery.launcher import bench, process, serve
 from orrery.manifest.errors import OrreryError
+
+RUN, SITE = SimpleNamespace(path="runs/it"), SimpleNamespace(slurm=None)
 
 
 def make_folder(path, config=True, weights=True):
@@ -134,3 +136,22 @@ def test_the_curl_command_asks_a_held_out_problem_of_the_run(tmp_path, row, aske
     body = json.loads(shlex.split(serve._how_to_ask("http://h:1", folder, "t"))[-1])
     assert body["messages"][-1] == {"role": "user", "content": asked}
     assert len(body["messages"]) == (2 if asked == "it's" else 1)
+
+
+@pytest.mark.parametrize(
+    ("word", "call"),
+    [
+        ("bench trainer", lambda: bench.trainer(["reverse_text"])),
+        ("bench rates", lambda: bench.rates([])),
+        ("export", lambda: serve.write_export(RUN, "rl", None, None, None, SITE)),
+    ],
+)
+def test_a_login_node_refuses_what_needs_torch_in_one_sentence(word, call, monkeypatch):
+    monkeypatch.setattr(process, "find_spec", lambda name: None)
+    monkeypatch.setattr(process.subprocess, "run", lambda *_: pytest.fail("started"))
+    with pytest.raises(OrreryError) as told:
+        call()
+    assert str(told.value) == (
+        f"{word}: torch: not installed here. Type `make setup`, or run this command on a machine "
+        "that has it"
+    )

@@ -1179,7 +1179,7 @@ def test_a_login_node_renders_without_the_packages_of_tasks(checkout, monkeypatc
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert orrery("render", "words") == 0
     assert (
-        "  note: tasks are checked by the init stage, since tokenizers is missing\n"
+        "  note: the init stage checks the tasks, as this Python lacks tokenizers\n"
         in capsys.readouterr().out
     )
 

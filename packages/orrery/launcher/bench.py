@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from orrery.launcher.process import require
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.run_directory import MANIFEST
@@ -128,6 +129,7 @@ def trainer(words: list[str]) -> int:
     from orrery.launcher.runs import find
     from orrery.manifest.identity import find_workspace
 
+    require("bench trainer", "torch")
     if words and not words[0].startswith("-") and not words[0].endswith(".json"):
         workspace = find_workspace()
         run = find(words[0], workspace)
@@ -139,4 +141,5 @@ def trainer(words: list[str]) -> int:
 
 
 def rates(words: list[str]) -> int:
+    require("bench rates", "torch")
     return subprocess.run([sys.executable, "-m", RATES, *words]).returncode

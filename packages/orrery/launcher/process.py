@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from orrery.launcher.site import Site
@@ -31,6 +32,15 @@ PROCESS = "ORRERY_PROCESS"  # environment variable: process and incarnation, suc
 KINDS = ("trainer", *ENGINE_ROLES)
 MAX_THREADS = 4  # most threads of a process. More do not speed up a model on CPUs.
 LOOPBACK = "127.0.0.1,localhost"
+
+
+def require(word: str, *packages: str) -> None:
+    """Raise OrreryError if this Python lacks one of the packages, as a login node's may."""
+    if lacks := [name for name in packages if find_spec(name) is None]:
+        raise OrreryError(
+            f"{word}: {', '.join(lacks)}: not installed here. Type `make setup`, or run this "
+            "command on a machine that has it"
+        )
 
 
 class Process:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from orrery.launcher import containers
 from orrery.launcher.preemption import catch_signals
-from orrery.launcher.process import Process, environment
+from orrery.launcher.process import Process, environment, require
 from orrery.launcher.runs import Run, find, resume_command
 from orrery.launcher.site import Site, load_site
 from orrery.launcher.slurm.job import where
@@ -253,6 +253,7 @@ def write_export(
     argv += [] if step is None else ["--step", str(step)]
     argv += [] if to is None else ["--to", str(to.resolve())]
     if site.slurm is None:
+        require("export", "torch")
         return subprocess.run([sys.executable, *argv]).returncode
     variables = {
         **containers.without_apptainer_options(clean_environment(os.environ)),

@@ -115,7 +115,7 @@ def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     if not manifests:
         return []
     if lacks := [name for name in TASK_PACKAGES if find_spec(name) is None]:
-        return [f"{NOTE}tasks are checked by the init stage, since {', '.join(lacks)} is missing"]
+        return [f"{NOTE}the init stage checks the tasks, as this Python lacks {', '.join(lacks)}"]
     with tempfile.TemporaryDirectory(prefix="orrery-") as folder:
         paths = [Path(folder) / f"{number}.json" for number in range(len(manifests))]
         for path, (_, manifest) in zip(paths, manifests, strict=True):
