@@ -471,6 +471,28 @@ def test_less_kept_is_less_on_the_device():
     assert found == sorted(found, reverse=True) and len(set(found)) == len(found)
 
 
+def test_modules_are_offered_before_whole_blocks():
+    model, trainer, load = case("qwen3_8b_8k", devices=4)
+    fields = trainer.model_dump(mode="json")
+
+    def offered(kind):
+        memory = {**fields["memory"], "activation_checkpointing": kind}
+        changed = Trainer.model_validate({**fields, "memory": memory})
+        before = plan_memory(model, changed, load, H200_BYTES)
+        options = memory_options(model, changed, load, before)
+        return [
+            option.value.model_dump(mode="json")
+            for option in options
+            if option.field == "trainer.memory.activation_checkpointing"
+        ]
+
+    blocks_again = [selective("attention", "projections"), selective("attention"), FULL]
+    both = recomputed("norms", "attention_projections")
+    assert offered(NONE) == [recomputed("norms"), both, *blocks_again]
+    assert offered(recomputed("norms")) == [both, *blocks_again]
+    assert offered(both) == blocks_again
+
+
 def test_memory_options_do_what_they_are_named_for():
     model, trainer, load = case("qwen3_8b_8k", devices=8, micro_batches=4)
     trainer = replaced(trainer, "fsdp", reduce_gradients="step")
