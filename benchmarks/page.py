@@ -60,7 +60,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("async/problems_h200", "The same on an H200: rise of reward, worst seed"),
             Line("async/problems_h200", "… lowest entropy, share of its start", "entropy"),
             Line("async/problems_h200", "… share of truncated answers", "truncated"),
-            Line("async/glm5", "A GLM-5 in FP8 writes words backwards, lowest of two seeds"),
+            Line("async/glm5", "A GLM-5 in FP8 reverses words: reward, lowest of two seeds"),
             Line(
                 "async/glm5_mismatch",
                 "… mismatch KL with replayed keys, relative to dense attention",

@@ -52,7 +52,7 @@ failed=()
 stop() { for process in "${!running[@]}"; do kill -- "-$process" 2>/dev/null || true; done; }
 trap stop EXIT
 trap 'exit 130' INT TERM
-unset PYTHONDONTWRITEBYTECODE # a thousand processes import the packages
+unset PYTHONDONTWRITEBYTECODE # else a thousand processes compile the packages
 export TORCHINDUCTOR_COMPILE_THREADS=1 # the other core is taken, and each worker would import torch
 set -m # each part is a process group, so that an interrupt ends its children
 # Parts wait for a third of their time, so three keep two cores busy. The cluster counts twice: it

@@ -3,11 +3,11 @@
     bash benchmarks/async/gpu_host.sh figure glm5.py        # on a GPU host, six minutes
     python benchmarks/async/glm5.py --runs runs             # from finished runs
 
-- `glm5.json` has a row per seed that ran: held-out reward before and after RL, and its curve. The
-  figure is the lowest reward after RL.
+- `glm5.json` has a row per seed with `STEPS` RL steps: held-out reward before, after and by step.
+  The figure is the lowest reward after RL.
 - `glm5_mismatch.json` has a row per way to choose keys: the mismatch KL over that of dense
   attention on both sides. Each is a mean over `STEPS` steps from equal seeds, and over tokens that
-  the trained weights sampled. It needs the runs of `KINDS`.
+  the trained weights sampled. All `KINDS` must have run.
 - `choices_differ`: share of vLLM's keys that the trainer's indexers did not choose.
 - Without `--runs`, run seed `--seed` and, beside it unless `--alone`, the two short runs. No stage
   starts, and each ends, after `--within` seconds. `--out` gets logs and metrics, also of failures.

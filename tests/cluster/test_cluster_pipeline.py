@@ -11,7 +11,7 @@ import pytest
 from simulated import NODES, SLURM, Cluster, Run
 
 pytestmark = pytest.mark.timeout(420)
-NUM_STEPS = 60  # of the demo, enough for a reward of 0.8
+NUM_STEPS = 60  # RL steps, enough for a reward of 0.8
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def shorter(cluster: Cluster):
 
 
 def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh, shorter):
-    """The RL job of a user's spec meets its limit, writes a checkpoint, and is requeued."""
+    """The RL job reaches its time limit, writes a checkpoint, and is requeued."""
     run = fresh("reverse_text")
     # Files of jobs that other tests killed.
     there = {node: cluster.on(node, "ls", "/dev/shm", "/tmp").stdout.split() for node in NODES}

@@ -26,7 +26,7 @@ Process = subprocess.Popen | ForkedRole
 REPOSITORY = Path(__file__).resolve().parents[2]
 STAGE = "rl"
 START_S = 120.0
-# An engine's imports. vLLM reads its variables when it uses them, but the log's level here.
+# An engine's imports. vLLM reads its environment at use, but the log level during import.
 PRELOADED = (
     "torch.distributed.fsdp",
     "torch._inductor.compile_fx",

@@ -146,12 +146,12 @@ def test_the_curl_command_asks_a_held_out_problem_of_the_run(tmp_path, row, aske
         ("export", lambda: serve.write_export(RUN, "rl", None, None, None, SITE)),
     ],
 )
-def test_a_login_node_refuses_what_needs_torch_in_one_sentence(word, call, monkeypatch):
+def test_a_command_names_a_missing_torch_and_starts_nothing(word, call, monkeypatch):
     monkeypatch.setattr(process, "find_spec", lambda name: None)
     monkeypatch.setattr(process.subprocess, "run", lambda *_: pytest.fail("started"))
     with pytest.raises(OrreryError) as told:
         call()
     assert str(told.value) == (
-        f"{word}: torch: not installed here. Type `make setup`, or run this command on a machine "
-        "that has it"
+        f"{word}: this Python lacks torch. Type `make setup`, or run this command where it is "
+        "installed"
     )

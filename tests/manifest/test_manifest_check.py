@@ -239,8 +239,8 @@ SENTENCES = [
     ),
     (
         broken(CHECKPOINTING, {"kind": "modules", "modules": ["norms", "router"]}),
-        f"{CHECKPOINTING}.modules ['router']: family 'qwen3' with these layers has none; choose "
-        "from ['norms', 'attention_projections']",
+        f"{CHECKPOINTING}.modules ['router']: family 'qwen3' with these layers recomputes none; "
+        "choose from ['norms', 'attention_projections']",
     ),
     (
         broken(CHECKPOINTING, {"kind": "modules", "modules": ["norm"]}),

@@ -155,7 +155,7 @@ def test_recomputed_modules_change_no_bit(tmp_path, model, away, pools):
         assert_same(found, plain)
 
 
-def test_compiled_blocks_recompute_modules_of_the_same_graphs(tmp_path, monkeypatch):
+def test_modules_recomputed_in_compiled_blocks_change_no_bit(tmp_path, monkeypatch):
     compile = torch.compile  # without a compiler of C++
     monkeypatch.setattr(
         torch,

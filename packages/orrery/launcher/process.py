@@ -35,11 +35,11 @@ LOOPBACK = "127.0.0.1,localhost"
 
 
 def require(word: str, *packages: str) -> None:
-    """Raise OrreryError if this Python lacks one of the packages, as a login node's may."""
+    """Raise OrreryError if a package is not installed, as on a login node."""
     if lacks := [name for name in packages if find_spec(name) is None]:
         raise OrreryError(
-            f"{word}: {', '.join(lacks)}: not installed here. Type `make setup`, or run this "
-            "command on a machine that has it"
+            f"{word}: this Python lacks {', '.join(lacks)}. Type `make setup`, or run this command "
+            "where it is installed"
         )
 
 

@@ -109,8 +109,8 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     """Run `orrery.tasks.check` on (name, manifest) pairs, and return the notes that it prints.
 
-    Raise OrreryError for the first task that cannot be built or does not fit. Without
-    `TASK_PACKAGES`, check no task. The init stage repeats this check.
+    Raise OrreryError for the first task that cannot be built or does not fit. If one of
+    `TASK_PACKAGES` is missing, note that the init stage checks the tasks.
     """
     if not manifests:
         return []

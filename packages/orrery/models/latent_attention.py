@@ -290,13 +290,13 @@ class LatentAttention(nn.Module):
     def _attend_densely(
         self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor, documents: Documents
     ) -> Tensor:
-        """Return attention [T, H, V] to keys and values that `kv_b_proj` expands."""
+        """Return attention [T, H, V] to keys and values made by `kv_b_proj`."""
         of_q, of_k = self.keys.sides(documents)
         out_THK = varlen_attention(*self.expand(q_THN, q_THR, kv_SW), of_q, documents_k=of_k)
         return out_THK[..., : self.mla.value_head_dim]
 
     def expand(self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, and keys and values of all heads from latent keys.
+        """Return queries, and each head's keys and values from latent ones.
 
         Zeros pad all three to one width.
         """

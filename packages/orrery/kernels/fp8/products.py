@@ -214,7 +214,7 @@ def _linear_backward(ctx: Any, grad_MN: Tensor | None, *_: Any) -> tuple[Any, ..
     if grad_MN is None:
         return None, None, nothing, None
     wants = ctx.needs_input_grad[:2]
-    saved = ctx.saved_tensors  # a checkpoint gives them only once
+    saved = ctx.saved_tensors  # readable once in a checkpoint
     weight, columns = saved[:-2], saved[-2:]
     found = _linear_gradients(grad_MN.contiguous(), list(columns), list(weight), *wants)
     return *_wanted(ctx, found), nothing, None

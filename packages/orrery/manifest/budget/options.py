@@ -85,7 +85,7 @@ def memory_options(
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)
     if trainer.memory.activation_checkpointing_every > 1:
-        cost = "more blocks run again"
+        cost = "more is run again"
         yield _change(trainer, load, "memory", "activation_checkpointing_every", 1, cost)
     for kind, cost in _checkpointing(model, trainer):
         yield _change(trainer, load, "memory", "activation_checkpointing", kind, cost)
@@ -263,10 +263,10 @@ def _checkpointing(
         return
     if now.kind in ("none", "modules"):
         named = set(getattr(now, "modules", ()))
-        for modules in module_choices(model):
-            if named < set(modules):
-                cost = "these modules run again, in a block where all else is kept"
-                yield ModuleCheckpointing(kind="modules", modules=modules), cost
+        modules = module_choices(model)[0]
+        if named < set(modules):
+            cost = "these modules of each block run again, all else is kept"
+            yield ModuleCheckpointing(kind="modules", modules=modules), cost
     has_experts = any(is_sparse(model, layer) for layer in range(model.num_layers))
     elementwise = "elementwise work of a block is done twice, its products once"
     costs = {
@@ -284,7 +284,7 @@ def _checkpointing(
 
 
 def module_choices(model: Model) -> list[tuple[RecomputedModule, ...]]:
-    """Return the modules to recompute: first those without products, then all."""
+    """Return two choices of modules to recompute: those without products, and all."""
     every = tuple(recomputable_modules(model))
     cheap = tuple(name for name in every if name in ("norms", "experts_activation"))
     return [cheap, every]

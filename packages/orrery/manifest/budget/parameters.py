@@ -295,7 +295,7 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
-    """Return the parameters whose products `recomputed_modules` of the layer computes again."""
+    """Return how many parameters of the layer are in products that are computed again."""
     names, heads, total = trainer.memory.recomputed_modules(layer), model.num_heads, 0.0
     if "attention_projections" in names:
         if (mla := model.mla) is None:

@@ -71,8 +71,8 @@ class _Results:
     - `unread`: other results with these names. No backward pass reads them.
     - `rest`: results without a name.
     - `for_attention`: recomputed results that only attention's backward pass reads.
-    - `of_attention`, `of_feed_forward`: recomputed results by module of the kind `modules`. The
-      backward pass of the feed-forward holds those of one module at a time.
+    - `of_attention`, `of_feed_forward`: results that the kind `modules` recomputes, one entry a
+      module. The feed-forward's backward pass holds one entry at a time.
     """
 
     named: dict[str, int]
@@ -86,10 +86,10 @@ class _Results:
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes under the trainer's checkpointing.
 
-    A block without checkpointing keeps all results. With `modules` it keeps all but the results of
-    these modules. With `full` it keeps its input (c·D). With `selective` it keeps its input and the
-    `named` results in `keep`. Unless compiled as one graph, it also keeps the `unread` results of
-    these names.
+    A block without checkpointing keeps all results. With `modules` it keeps all that `_results`
+    does not rerun. With `full` it keeps its input (c·D). With `selective` it keeps its input and
+    the `named` results in `keep`. Unless compiled as one graph, it also keeps the `unread` results
+    of these names.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -132,8 +132,8 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
         rest          c·2D normalised inputs · c·(h + g) rotated queries and keys, if `qk_norm`
                       · c·F activation · c·K·D rows in expert order · c·K·I activation · statistics
 
-    An adapter adds a result of width `rank`, and in a checkpointed block a copy of its projection's
-    result. Frozen projections without an adapter do not keep their input.
+    An adapter adds a result of width `rank`. In checkpointed blocks it adds a copy of the output.
+    Frozen projections without an adapter do not keep their input.
     """
     c, hidden = DTYPE_BYTES[trainer.compute_dtype], model.hidden_size
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -151,7 +151,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
     named = {"attention": c * h + 4 * model.num_heads, "experts": 0}
     inputs = c * (h + 2 * g) * copies("attention") + narrow("attention", 3)
-    # With cp, the core keeps exchanged copies of its inputs, which are not recomputed.
+    # With cp, the core keeps exchanged copies of its inputs. These are not recomputed.
     gathered, heads = 0, inputs if trainer.mesh.cp == 1 else 0
     if model.mla is not None:
         named["attention"], inputs, gathered, heads = _latent_results(model, trainer)
@@ -198,10 +198,10 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
 
 def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]:
-    """Return latent attention's bytes per token: (output, inputs, gathered keys, heads).
+    """Return latent attention's bytes per token: (output, inputs, gathered keys, recomputed).
 
-    The inputs are `both` plus the larger of `dense` and `sparse`. `heads` is the part of the inputs
-    that `attention_projections` recomputes. The compiler keeps rotated queries (c·H·R).
+    The inputs are `both` plus the larger of `dense` and `sparse`. `recomputed`: inputs that
+    `attention_projections` recomputes, if compiled without rotated queries (c·H·R).
     H heads · R rotated width of a head · K rotated plus unrotated width (here not experts)
     V value width of a head · C latent width of keys · q latent width of queries
     k ratio `keys_per_query`

@@ -208,10 +208,10 @@ RecomputedModule = Literal["norms", "attention_projections", "router", "experts_
 
 
 class ModuleCheckpointing(Record):
-    """Keep all activations, except those of `modules`. The backward pass runs these again.
+    """Keep all activations, except those of `modules`, which run again in the backward pass.
 
     - "norms": the two norms of a block.
-    - "attention_projections": queries, keys and values, with their norms and rotation.
+    - "attention_projections": queries, keys, values, with norms and rotation per head.
     - "router": logits and scores of experts. "experts_activation": SwiGLU of routed experts.
     """
 
@@ -222,7 +222,7 @@ class ModuleCheckpointing(Record):
 class Memory(Record):
     """Options that save the trainer's device memory, but cost computation or host memory.
 
-    - `activation_checkpointing_every` n: checkpoint only blocks 0, n, 2·n, …
+    - `activation_checkpointing_every` n: recompute only in blocks 0, n, 2·n, …
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
     - `activation_offload_max_in_flight`: limit on blocks that are copied at a time.
     - `optimizer_offload`: keep optimizer state in pinned host memory. Copies overlap with

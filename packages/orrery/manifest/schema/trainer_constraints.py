@@ -80,11 +80,11 @@ def recomputable_modules(model: Model) -> list[RecomputedModule]:
 def _module_misfits(trainer: Trainer, model: Model) -> Iterator[str]:
     spec, has = trainer.memory.activation_checkpointing, recomputable_modules(model)
     if spec.kind == "modules" and (lacking := [name for name in spec.modules if name not in has]):
-        remedy = f"choose from {has}" if has else "set its kind to 'full'"
+        remedy = f"choose from {has}" if has else "set kind to 'full'"
         fp8 = "" if model.fp8 is None else f" and model.fp8 {list(model.fp8)}"
         yield (
             f"trainer.memory.activation_checkpointing.modules {lacking}: family {model.family!r} "
-            f"with these layers{fp8} has none; {remedy}"
+            f"with these layers{fp8} recomputes none; {remedy}"
         )
 
 

@@ -5,7 +5,7 @@
 
 - Sampled tokens and versions are the decode engine's. The prompt's cache may be of an older
   version, but not older than the version in the cache salt.
-- `choice` picks ranks of both engines. A router would drop request ids and credentials.
+- `choice` picks each engine's rank, as routers drop request ids and credentials.
 - Requests with the same prompt, such as those of a group, share one prefill.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
 - A cancelled request still finishes its handover, so that no blocks stay until their lease expires.

@@ -3,10 +3,10 @@
     generate ─▶ waiting ─▶ a site's jobs ─answer─▶ arrived ─verified─▶ the caller's Generation
                    └──────────┴── lease over, failure, false answer ──▶ None: the own engines draw
 
-- A site's messages renew its lease. Older leases, unknown jobs and repeats have no effect.
+- Messages renew a valid lease. Answers to unknown jobs and repeated answers have no effect.
 - All answers of a site that arrive during a check form the next window. A random share of the
   window is recomputed, at least one answer of each version. The whole window waits for the result.
-- Answers of a version whose weights are removed before the check do not count.
+- Answers do not count if their version's weights are gone before the check.
 - A false answer drops the window and the site's rollouts that wait for a batch. The site is
   refused until its line in `refused_sites.json` is removed.
 - No job is given before the spread of the own engines' log-prob differences is known.

@@ -2,8 +2,8 @@
 
 1. Context parallel replaces `Attention.core`, or `keys` in latent attention.
 2. Expert parallel replaces the token exchange and shards the experts.
-3. Activation checkpointing and compilation wrap each block (`blocks.py`) or modules inside it.
-4. Activation offload wraps checkpointed blocks, because it moves the activations that they save.
+3. Checkpointing wraps blocks or modules (`recomputed_modules.py`). Compilation wraps blocks.
+4. Activation offload wraps blocks, because it moves the activations that they save.
 5. FSDP2 comes last, because its hooks must run outside all other wrappers.
 """
 

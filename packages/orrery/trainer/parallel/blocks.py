@@ -1,7 +1,7 @@
 """Run blocks under activation checkpointing and torch.compile.
 
 - A checkpointed block keeps its input. With `selective` it also keeps results of named operations.
-  Other blocks keep all tensors that autograd saves.
+  Other blocks keep all, or all but some modules'.
 - Equal blocks share one compilation. The checkpoint wraps one graph (`fullgraph`). If ranks
   exchange tokens or keys inside a block, the checkpoint wraps several graphs instead.
 - torch compiles the first micro-batch length as a constant, and the second as a symbol.

@@ -1,10 +1,10 @@
 """Run named modules of a block again in the backward pass (`ModuleCheckpointing`).
 
-- Each call of such a module is a checkpoint of torch, which keeps the call's inputs.
-- Results of these calls are recomputed too, even if other operations save them. In a compiled
-  graph, torch's partitioner does so, but it keeps a result that another of these modules reads.
-- In eager code, hooks on a block's saved tensors replace each result by its node in the graph. The
-  node saved the result inside the checkpoint.
+- Each such call runs under torch's `checkpoint`. Only the call's inputs are kept.
+- A call's results are not kept either, even if later operations save them. In a compiled graph
+  torch's partitioner sees to this, except for results that another such call reads.
+- Outside one graph, hooks on saved tensors replace each result by its autograd node. The result is
+  saved in the node, inside the checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ class _Calls:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
-        self._results: dict[int, Tensor] = {}  # by address, and alive until the block ends
+        self._results: dict[int, Tensor] = {}  # by address, until the forward pass ends
 
     def run_block(self, *args: Any, **kwargs: Any) -> Any:
         pack, unpack = blocks.storage_of_results()
@@ -96,7 +96,7 @@ def _save_results(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Saved(torch.autograd.Function):
-    """Return x, and save it. `recomputed` is x in the backward pass, once a consumer reads it."""
+    """Return x, and save it. `recomputed`: x in the backward pass, from first to last use."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class _Saved(torch.autograd.Function):
 
 
 def _recompute(node: Any, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    if node.recomputed is None:  # the checkpoint gives each saved tensor only once
+    if node.recomputed is None:  # `saved_tensors` is readable only once
         (node.recomputed,) = node.saved_tensors
     result = node.recomputed
     return result.as_strided(shape, stride, result.storage_offset() + offset)
