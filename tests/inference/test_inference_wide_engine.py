@@ -113,6 +113,20 @@ def test_all_its_processes_listen_on_loopback_only(server):
     assert listening(server[0]) == {"127.0.0.1"}
 
 
+def test_workers_sleep_after_a_request(server):
+    def seconds():
+        times = [process.cpu_times() for process in family(server[0])]
+        return sum(time.user + time.system for time in times)
+
+    async def scenario(fleet):
+        await sample(fleet, "before")
+        begin_s = seconds()
+        time.sleep(0.6)
+        assert seconds() - begin_s < 0.3
+
+    with_fleet(scenario, [server[1]])
+
+
 def test_a_transfer_that_another_engine_ends_fails_in_all_workers_and_is_repeated(
     server, module, tmp_path
 ):

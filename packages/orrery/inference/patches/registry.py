@@ -61,6 +61,13 @@ PATCHES = (
         "vllm-project/vllm#40390",
     ),
     Patch(
+        "vllm.sleep_for_messages",
+        "shm_broadcast.sched_yield",
+        "each tensor-parallel worker uses a whole CPU core for a second after every message",
+        "workers on CPU wait without spinning",
+        "test_inference_wide_engine.py",
+    ),
+    Patch(
         "vllm.repack_tied_heads",
         "ParallelLMHead",
         "a reload keeps a tied head's prepacked old weights on CPU: wrong log-probs, no error",
@@ -290,6 +297,7 @@ def correct_engine(shared_memory_name: str | None) -> None:
     if shared_memory_name is not None:
         _apply("vllm.name_shared_memory", shared_memory_name)
     _apply("vllm.meet_at_one_address")
+    _apply("vllm.sleep_for_messages")
     if KEPT in os.environ:
         _apply("vllm_routes.keep")
         _apply("vllm_routes.beside_transfer")

@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import shared_memory
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -20,6 +22,7 @@ from orrery.runtime.run_directory import SHARED_MEMORY
 from orrery.wire.weight_wire.links import wait_for_progress
 
 RANDOM_CHARACTERS = 16
+MESSAGE_S = 2e-4
 
 
 def import_without_compiler() -> None:
@@ -425,6 +428,15 @@ def device_index_on_cpu() -> None:
 
     if not torch.accelerator.is_available():
         torch.accelerator.current_device_index = lambda: 0
+
+
+def sleep_for_messages() -> None:
+    """Let workers on CPU sleep `MESSAGE_S` between two looks for a message in shared memory."""
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        shm_broadcast.sched_yield = partial(time.sleep, MESSAGE_S)
 
 
 def nixl_that_waits() -> None:
