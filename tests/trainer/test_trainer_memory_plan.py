@@ -992,7 +992,7 @@ def test_memory_options_come_in_the_order_of_the_docs():
     table = (
         (ROOT / "docs" / "trainer.md").read_text().split("| field | frees |")[1].split("\n\n")[0]
     )
-    told = re.findall(r"^\| `(?:\w+\.)?(\w+)", table, re.MULTILINE)
+    told = list(dict.fromkeys(re.findall(r"^\| `(?:\w+\.)?(\w+)", table, re.MULTILINE)))
     model, trainer, load = case(
         "qwen3_30b_a3b_16k",
         devices=2,
