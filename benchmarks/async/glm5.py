@@ -161,12 +161,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
     options = parser.parse_args()
     runs = options.runs or make_runs(options.seed, options.alone, options.within, options.out)
-    all_seeds = {seed: found_run(f"{RUN}_seed_{seed}", runs) for seed in SEEDS}
-    seeds = {seed: run for seed, run in all_seeds.items() if run is not None}
+    of_seed = {seed: f"{RUN}_seed_{seed}" for seed in SEEDS}
+    names = dict.fromkeys([*of_seed.values(), *KINDS.values()])
+    found = {name: run for name in names if (run := found_run(name, runs)) is not None}
+    seeds = {seed: found[name] for seed, name in of_seed.items() if name in found}
     if not seeds:
         raise SystemExit("error: no seed has made enough steps; read the logs, or raise --within")
-    all_kinds = {kind: found_run(name, runs) for kind, name in KINDS.items()}
-    kinds = {kind: run for kind, run in all_kinds.items() if run is not None}
+    kinds = {kind: found[name] for kind, name in KINDS.items() if name in found}
     rows = [seed_row(seed, run) for seed, run in seeds.items()]
     show(rows)
     draw(seeds, options.out / "glm5.png")
