@@ -14,6 +14,7 @@ from trainer_cases import (
     GEMMA2,
     GLM5,
     MEMORY,
+    MODULES,
     MOE,
     batch_columns,
     make_learner,
@@ -135,12 +136,18 @@ def test_what_is_made_again_is_the_same_bits(tmp_path, model):
         )
 
 
-MODULES = ["norms", "attention_projections", "router", "experts_activation"]
+def compile_by(monkeypatch, backend):
+    """Let torch compile by this backend, which needs no C++ compiler."""
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend=backend),
+    )
 
 
 def modules_of(model):
-    is_mixture = "moe" in model
-    return MODULES if is_mixture else MODULES[:2]
+    return MODULES if "moe" in model else MODULES[:2]
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["", "away"])
@@ -156,14 +163,7 @@ def test_recomputed_modules_change_no_bit(tmp_path, model, away, pools):
 
 
 def test_modules_recomputed_in_compiled_blocks_change_no_bit(tmp_path, monkeypatch):
-    compile = torch.compile  # without a compiler of C++
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda function, fullgraph: compile(
-            function, fullgraph=fullgraph, backend="aot_eager_decomp_partition"
-        ),
-    )
+    compile_by(monkeypatch, "aot_eager_decomp_partition")
     for model in (MODELS["dense"], MODELS["moe"], GLM5):
         kind = {"kind": "modules", "modules": modules_of(model)}
         torch._dynamo.reset()
@@ -206,12 +206,7 @@ def test_attention_of_a_network_of_transformers_stays_where_it_is_to_be_kept(tmp
 def test_a_network_of_transformers_is_compiled_whole_or_refused_in_a_sentence(
     tmp_path, monkeypatch, kind
 ):
-    compile = torch.compile  # without a compiler of C++
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend="aot_eager"),
-    )
+    compile_by(monkeypatch, "aot_eager")
     experts = {
         "model_type": "granitemoe",
         "num_local_experts": 4,

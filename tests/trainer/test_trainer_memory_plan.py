@@ -19,7 +19,7 @@ from replaced import replaced
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
-from trainer_cases import MEMORY, manifest
+from trainer_cases import MEMORY, MODULES, manifest
 
 from orrery.kernels import expert_rows
 from orrery.kernels.attention import Documents
@@ -223,9 +223,6 @@ NONE, FULL = {"kind": "none"}, {"kind": "full"}
 
 def selective(*keep):
     return {"kind": "selective", "keep": list(keep)}
-
-
-MODULES = ("norms", "attention_projections", "router", "experts_activation")
 
 
 def recomputed(*modules):

@@ -10,7 +10,14 @@ from parallel_rank import CANARY, LENGTHS, copies_of, one_step, spec_of
 from safetensors.torch import load_file
 from test_trainer_stages import run_rl, start_run
 from torch.utils.checkpoint import checkpoint
-from trainer_cases import MEMORY, make_learner, manifest, run_script, write_start_weights
+from trainer_cases import (
+    MEMORY,
+    MODULES,
+    make_learner,
+    manifest,
+    run_script,
+    write_start_weights,
+)
 
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.metrics import read
@@ -94,7 +101,6 @@ TRAINERS = {
     "indexing": {"indexer": "train"},
     "replayed-latent": REPLAYING,
 }
-MODULES = ["norms", "attention_projections", "router", "experts_activation"]
 KEEPING = {"kind": "selective", "keep": ["attention", "experts"]}
 AWAY = {"memory": {**MEMORY, "activation_checkpointing": KEEPING, "activation_offload": True}}
 FSDP = {"reshard_after_forward": True, "reduce_gradients": "micro_batch", "cpu_offload": False}

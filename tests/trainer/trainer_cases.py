@@ -59,6 +59,8 @@ MISMATCH = {
 # Fields of `trainer`, also in the next line.
 OFFLOADED = {"memory": {**MEMORY, "optimizer_offload": True}}
 HOSTED = {"fsdp": {"reshard_after_forward": True, "reduce_gradients": "step", "cpu_offload": True}}
+# All that activation checkpointing of kind `modules` may name.
+MODULES = ["norms", "attention_projections", "router", "experts_activation"]
 MOE = {
     "num_experts": 4,
     "num_experts_per_token": 2,
