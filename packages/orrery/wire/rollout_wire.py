@@ -279,7 +279,7 @@ class RolloutSender:
 
 
 class RolloutReceiver:
-    """A trainer rank's end. All calls block."""
+    """A trainer rank's end of the wire. All calls block."""
 
     def __init__(self, url: str, rank: int) -> None:
         self.rank = rank

@@ -86,10 +86,10 @@ class _Results:
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes under the trainer's checkpointing.
 
-    A block without checkpointing keeps all results. With `modules` it keeps all that `_results`
-    does not rerun. With `full` it keeps its input (c·D). With `selective` it keeps its input and
-    the `named` results in `keep`. Unless compiled as one graph, it also keeps the `unread` results
-    of these names.
+    A block without checkpointing keeps all results. With `modules` it keeps all but `of_attention`
+    and `of_feed_forward`. With `full` it keeps its input (c·D). With `selective` it keeps its input
+    and the `named` results in `keep`. Unless compiled as one graph, it also keeps the `unread`
+    results of these names.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
