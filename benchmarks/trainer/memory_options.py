@@ -60,6 +60,9 @@ TINY = Options(
 MIXTURE = ("all", "mixture")
 SHAPES = {
     "qwen3_30b_a3b_16k": Shape("qwen3_30b_a3b_16k", replace(MEASURED, routing="balanced"), MIXTURE),
+    "qwen3_30b_a3b_16k_one_gpu": Shape(
+        "qwen3_30b_a3b_16k", replace(MEASURED, routing="balanced", devices=1, layers=5), MIXTURE
+    ),
     "qwen3_8b_8k": Shape("qwen3_8b_8k", MEASURED, ("all",)),
     "tiny": Shape("reverse_text_moe", TINY, MIXTURE),
 }
@@ -81,6 +84,10 @@ def keep(*names: str) -> dict[str, Any]:
     return {"activation_checkpointing": selective if names else {"kind": "full"}}
 
 
+def modules(*names: str) -> dict[str, Any]:
+    return {"activation_checkpointing": {"kind": "modules", "modules": list(names)}}
+
+
 def lora(*targets: str) -> dict[str, Any]:
     return {"lora": {"rank": 16, "alpha": 32.0, "targets": list(targets), "seed": 1}}
 
@@ -97,11 +104,9 @@ OFFLOADED = keep() | {"activation_offload": True}
 CHUNKED = {"lm_head_keeps_logits": False, "lm_head_chunk_tokens": 1024}
 LEAST = {"reshard_after_forward": True, "reduce_gradients": "micro_batch"}
 ALL_KEPT = ("attention", "projections", "experts")
+ALL_MODULES = ("norms", "attention_projections", "router", "experts_activation")
 # (kinds of shapes, name, {option of the bench: its value, merged as JSON})
 CHANGES: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("all", "optimizer_offload", {"memory": {"optimizer_offload": True}}),
-    ("all", "activation_offload beside full", {"memory": OFFLOADED}),
-    ("all", "activation_offload beside none", {"memory": NONE | {"activation_offload": True}}),
     ("all", "checkpointing none", {"memory": NONE}),
     ("all", "checkpointing full", {"memory": keep()}),
     ("all", "checkpointing keeps attention", {"memory": keep("attention")}),
@@ -111,6 +116,17 @@ CHANGES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         {"memory": keep("attention", "projections")},
     ),
     ("mixture", "checkpointing keeps attention, projections, experts", {"memory": keep(*ALL_KEPT)}),
+    ("all", "checkpointing of norms", {"memory": modules("norms")}),
+    (
+        "all",
+        "checkpointing of norms, projections",
+        {"memory": modules("norms", "attention_projections")},
+    ),
+    ("mixture", "checkpointing of expert activations", {"memory": modules("experts_activation")}),
+    ("mixture", "checkpointing of all modules", {"memory": modules(*ALL_MODULES)}),
+    ("all", "optimizer_offload", {"memory": {"optimizer_offload": True}}),
+    ("all", "activation_offload beside full", {"memory": OFFLOADED}),
+    ("all", "activation_offload beside none", {"memory": NONE | {"activation_offload": True}}),
     ("all", "reshard_after_forward true", {"fsdp": {"reshard_after_forward": True}}),
     ("all", "reshard_after_forward false", {"fsdp": {"reshard_after_forward": False}}),
     ("all", "reduce_gradients step", {"fsdp": {"reduce_gradients": "step"}}),
@@ -163,7 +179,11 @@ def variants(shape: Shape, devices: int | None, layers: int | None) -> list[Vari
     Raise OrreryError if an option does not fit the manifest.
     """
     manifest = load(ROOT / "manifests" / f"{shape.manifest}.json")
-    start = replace(shape.options, devices=devices, layers=layers)
+    start = replace(
+        shape.options,
+        devices=devices or shape.options.devices,
+        layers=layers or shape.options.layers,
+    )
     found = [Variant(BASE, start, make_request(manifest, start))]
     for kind, name, changes in CHANGES:
         if kind not in shape.kinds:
