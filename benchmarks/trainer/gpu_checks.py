@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,13 +52,20 @@ class Outcome:
     skipped: list[str] = field(default_factory=list)
 
 
+def environment() -> dict[str, str]:
+    """Return this process's environment, with the folders of the tests' helpers on PYTHONPATH."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    paths = [str(ROOT / one) for one in settings["pythonpath"]]
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+
+
 def run(name: str) -> Outcome:
     seconds, words = GROUPS[name]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, *PYTEST.split(), "--junitxml", str(report), *words]
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True)
         try:
             process.wait(seconds)
             outcome = read(report)
@@ -129,7 +137,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.check:
         command = [sys.executable, *PYTEST.split(), "--collect-only"]
-        runs = [subprocess.run([*command, *GROUPS[name][1]], cwd=ROOT) for name in args.only]
+        runs = [
+            subprocess.run([*command, *GROUPS[name][1]], cwd=ROOT, env=environment())
+            for name in args.only
+        ]
         return max(run.returncode for run in runs)
     if not torch.cuda.is_available():
         raise SystemExit(
