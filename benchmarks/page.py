@@ -60,7 +60,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("async/problems_h200", "The same on an H200: rise of reward, worst seed"),
             Line("async/problems_h200", "… lowest entropy, share of its start", "entropy"),
             Line("async/problems_h200", "… share of truncated answers", "truncated"),
-            Line("async/glm5", "A GLM-5 in FP8 reverses words: reward, lowest of two seeds"),
+            Line("async/glm5", "A GLM-5 in FP8 reverses words: reward, lowest of three seeds"),
             Line(
                 "async/glm5_mismatch",
                 "… mismatch KL with replayed keys, relative to dense attention",
@@ -266,6 +266,10 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line(
                 "trainer/memory_options_qwen3_30b_a3b_16k",
                 "The run with each memory option in turn",
+            ),
+            Line(
+                "trainer/memory_options_qwen3_30b_a3b_16k_one_gpu",
+                "… on one GPU, with 5 layers",
             ),
             Line(
                 "trainer/memory_options_qwen3_30b_a3b_16k_planned",

@@ -54,7 +54,7 @@ local run =
         schedule: { kind: 'constant', warmup_steps: 10 },
         data+: { num_problems: 8192 },
       },
-      rl+: { num_steps: 220 },
+      rl+: { num_steps: 300 },
       evaluate+: { num_problems: 256 },
     },
   };

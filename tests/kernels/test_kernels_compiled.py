@@ -9,6 +9,7 @@ and the interpreter are right.
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -26,7 +27,9 @@ from triton.compiler import ASTSource  # noqa: E402
 from orrery.kernels import sparse_index_triton, sparse_mla_triton  # noqa: E402
 from orrery.kernels.fp8 import quantize_triton  # noqa: E402
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+TRITONS_OWN = Path(triton.__file__).parent / "backends/nvidia/bin"  # not on every GPU host
+CUDA_PATH = os.pathsep.join([str(TRITONS_OWN), os.environ["PATH"], "/usr/local/cuda/bin"])
+CUOBJDUMP = shutil.which("cuobjdump", path=CUDA_PATH) or "cuobjdump"
 SHARED_BYTES = 227 * 1024  # shared memory of a thread block on Hopper
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 BF16, F32, I32, FP8 = "*bf16", "*fp32", "*i32", "*fp8e4nv"
