@@ -163,13 +163,12 @@ def test_recomputed_modules_change_no_bit(tmp_path, model, away, pools):
 
 
 def test_modules_recomputed_in_compiled_blocks_change_no_bit(tmp_path, monkeypatch):
+    """`test_trainer_memory_plan` compiles them for GLM-5."""
     compile_by(monkeypatch, "aot_eager_decomp_partition")
-    for model in (MODELS["moe"], GLM5):
-        kind = {"kind": "modules", "modules": MODULES}
-        torch._dynamo.reset()
-        plain = steps_with(tmp_path, model, compile=True)
-        again = steps_with(tmp_path, model, compile=True, activation_checkpointing=kind)
-        assert_same(again, plain)
+    kind = {"kind": "modules", "modules": MODULES}
+    plain = steps_with(tmp_path, MODELS["moe"], compile=True)
+    again = steps_with(tmp_path, MODELS["moe"], compile=True, activation_checkpointing=kind)
+    assert_same(again, plain)
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["", "away"])
