@@ -30,9 +30,9 @@ from workspace import linked
 
 ROOT = Path(__file__).parents[1]
 NAME = "reverse_text_smoke"
-# The run that breaks: its steps, the steps from one checkpoint to the next, and rollouts a step.
-# Steps must last longer than the launcher takes from a kill to its last words, so batches are whole.
-NUM_STEPS_WITH_LOSSES, INTERVAL, ROLLOUTS = 16, 2, 256
+# The run that breaks: its steps, and the steps from one checkpoint to the next. Steps must last
+# longer than the launcher takes from a kill to its last words, so batches are whole.
+NUM_STEPS_WITH_LOSSES, INTERVAL = 16, 2
 BIN = Path(sys.executable).parent
 TOKEN = "7ab1e5" * 5
 # `orrery` with a known token in its next attempt, as processes never reveal it.
@@ -226,7 +226,6 @@ def broken(request, finished, manifest, tmp_path_factory) -> Broken:
         NUM_STEPS_WITH_LOSSES,
     )
     content["trainer"]["checkpoint"]["interval_steps"] = INTERVAL
-    content["orchestrator"]["rollouts_per_batch"] = ROLLOUTS
     content["transport"]["weights"] = request.param
     lossy = Manifest.model_validate(content)
     workspace = linked(tmp_path_factory.mktemp("broken"))

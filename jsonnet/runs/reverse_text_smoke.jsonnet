@@ -5,7 +5,6 @@
       layout+:: { trainer_ranks: 2, engines: 2 },
       trainer+: { checkpoint+: { interval_steps: 4 } },
       orchestrator+: {
-        rollouts_per_batch: 128,
         admission: { kind: 'adaptive', min_in_flight: 32, max_in_flight: 128 },
         evaluation+: { interval_steps: 8, num_problems: 64 },
       },
