@@ -25,7 +25,7 @@ MAX_DEPTH = 64
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """Return the JSON value of a file. Raise OrreryError with `remedy` if this fails."""
+    """Return a file's JSON value. Raise OrreryError with `remedy` if this fails."""
     try:
         return parse_json(read_regular(path))
     except OSError as error:

@@ -43,12 +43,12 @@ WITHIN_S = 60
 WRITTEN = "Written by `orrery "  # commands replace only files whose first line contains this text
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 MAX_FITS = 3  # limit on rounds of changes that make a run fit into device memory
-CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / GPU memory. True: GPU shared with trainer.
+CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / GPU memory. True: the trainer shares the GPU.
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as `nvidia-smi` reports it. A field is None if `nvidia-smi` does not report it."""
+    """A GPU as `nvidia-smi` reports it. None: not reported."""
 
     name: str
     memory_bytes: int | None
@@ -117,10 +117,7 @@ def _told(found: Sequence[Gpu]) -> str:
 
 
 def gpus() -> dict[str, Gpu]:
-    """Return the visible GPUs by index.
-
-    Raise OrreryError if their types differ or `nvidia-smi` fails.
-    """
+    """Return the visible GPUs by index. Raise OrreryError if types differ or `nvidia-smi` fails."""
     if shutil.which(QUERY[0]) is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return {}
     try:

@@ -2,8 +2,8 @@
 
 - `ends` "itself": the process ends when its work is done. "with_stage": the process is a server. It
   is stopped when all "itself" processes have exited with 0.
-- In a stage of several nodes, each node belongs to one group. The groups in order are inference (or
-  prefill and decode) and trainer. All other roles run on the first node.
+- With several nodes, each node belongs to one group, in the order inference (or prefill and
+  decode), trainer. All other roles run on the first node.
 """
 
 from collections.abc import Iterator
@@ -33,8 +33,7 @@ class ProcessPlan:
     """One process: `python -m <module>` as `role` number `index` on `node`.
 
     - The process has devices `first_device` .. `first_device + num_devices - 1` of the node.
-    - A "headless" process belongs to engine number `engine` and runs on this engine's node number
-      `part`.
+    - A "headless" process runs on node number `part` of engine number `engine`.
     """
 
     role: Role
@@ -49,7 +48,7 @@ class ProcessPlan:
 
     @property
     def whole(self) -> str:
-        """Return the process with which this process starts and ends."""
+        """Return the name of the process with which this process starts and ends."""
         return (
             f"inference.{self.engine}" if self.role == "headless" else f"{self.role}.{self.index}"
         )
@@ -172,7 +171,7 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 
 
 def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
-    """Yield the processes of all engines. If the run has one node, all are on node 0."""
+    """Yield the processes of all engines."""
     hardware = manifest.hardware
     device, num_headless = 0, 0
     for engine in range(manifest.inference.num_replicas):
@@ -194,7 +193,7 @@ def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
             device += num_devices
 
 
-# Support: an unsupported manifest can be rendered and planned, but its run does not start
+# Support: an unsupported manifest can be rendered and planned, but not started
 
 
 def check_supported(manifest: Manifest, stage: StagePlan | None = None) -> None:
@@ -276,7 +275,7 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return notes on why the run cannot start, learn or compile, and on work that it repeats."""
+    """Return why the run cannot start, learn or compile, and which work it repeats."""
     told = refusal(manifest)
     said = [] if told is None else [f"  note: {told}"]
     if told is not None:

@@ -1,8 +1,8 @@
 """Divide the files of a fetched dataset into shards, for `orrery fetch dataset` and the trainer.
 
 - File i of a split, in the order of paths, is in shard i mod num_shards.
-- A folder with some shards has DATA_SUMS, which lists the sha256 of all the dataset's data files.
-  The manifest has the sha256 of DATA_SUMS, so all sites have the same manifest.
+- DATA_SUMS in a folder with some shards lists the sha256 of all the dataset's data files. The
+  manifest has the sha256 of DATA_SUMS, so all sites have the same manifest.
 """
 
 import re
@@ -34,7 +34,7 @@ def split_of(name: str) -> str:
 
 
 def main_split(names: Iterable[str]) -> str:
-    """Return "train" if there is such a split, else the first file's split."""
+    """Return "train" if this split exists, else the first file's split."""
     splits = [split_of(name) for name in sorted(names, key=PurePosixPath)]
     return "train" if "train" in splits else splits[0]
 
@@ -60,7 +60,6 @@ def files_to_fetch(names: Iterable[str], shard: Shard) -> list[str]:
 
 
 def sums_text(digests: Mapping[str, str]) -> str:
-    """Return lines for `sha256sum -c` from digests by path."""
     ordered = sorted(digests, key=PurePosixPath)
     return "".join(f"{digests[name]}  {name}\n" for name in ordered)
 
@@ -74,7 +73,7 @@ def write_data_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def data_sums(folder: Path) -> dict[str, str]:
-    """Return the sha256 in DATA_SUMS of each data file by path. Return {} without DATA_SUMS."""
+    """Return the sha256 in DATA_SUMS by data file, or {} without DATA_SUMS."""
     file = folder / DATA_SUMS
     return read_sums(file.read_text().splitlines()) if file.is_file() else {}
 
@@ -106,7 +105,7 @@ def checked_sha256(path: Path, num_shards: int = 1) -> str:
 
 
 def check_held(path: Path, split: str | None, shard: Shard | None = None) -> None:
-    """Raise OrreryError if the folder lacks a file of the split, or of the given shard of it.
+    """Raise OrreryError if the folder lacks a file of the split, or of its given shard.
 
     Without `split`, check the files of all splits.
     """
@@ -123,7 +122,6 @@ def check_held(path: Path, split: str | None, shard: Shard | None = None) -> Non
 
 
 def fetch_command(folder: Path, shard: Shard | None) -> str:
-    """Return the command that fetches a shard, or without `shard` the whole dataset."""
     option = f" --shard {shard[0]}/{shard[1]}" if shard else ""
     sums = folder / SUMS
     first = sums.read_text().partition("\n")[0] if sums.is_file() else ""

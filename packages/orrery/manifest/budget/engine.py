@@ -2,7 +2,7 @@
 
 - A decode step takes the longer of the times of memory reads and operations (roofline, arXiv
   2402.16363, section 3), plus collectives and host work. Prefill takes the time of operations.
-- An engine is one of `num_replicas` replicas. Each data-parallel rank serves its own sequences.
+- An engine is one of `num_replicas` replicas.
 - GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
   `benchmarks/async/memory_h100.json`.
 """
@@ -21,10 +21,10 @@ from orrery.manifest.schema import Inference, Model
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
-MAX_GRAPH_TOKENS = 4096  # tokens of the largest CUDA graph. Larger steps gain little.
+MAX_GRAPH_TOKENS = 4096  # token limit of CUDA graphs. Larger steps gain little.
 CONTEXT_BYTES = 700 << 20  # bytes of a process's CUDA context and libraries
 NCCL_BYTES = 400 << 20  # bytes of a process's NCCL buffers
-LOGIT_COPIES = 4  # number of float32 copies of a step's logits during sampling
+LOGIT_COPIES = 4  # float32 copies of a step's logits during sampling
 GRAPH_COPIES = 5  # bytes of all graphs / bytes of hidden states of sum(graph_sizes) tokens
 SEQUENCE_S = 20e-6  # host seconds per sampled token (scheduling, log-probs, response)
 LAYER_S = 15e-6  # seconds of short kernels and gaps per layer and decode step
@@ -34,24 +34,24 @@ Bytes = dict[str, int]
 
 
 def graph_sizes(inference: Inference) -> list[int]:
-    """Return the token counts for which vLLM captures a CUDA graph. Steps are padded to them.
+    """Return the token counts of vLLM's CUDA graphs. vLLM pads steps to these counts.
 
-    Most steps of a busy engine also prefill, so they exceed vLLM's default limit of 512 tokens.
-    With data parallelism, all ranks pad to the largest rank, so the limit stays 512.
+    Steps that also prefill exceed vLLM's default limit of 512 tokens. With data parallelism, all
+    ranks pad to the largest rank, so the limit stays 512.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # Full steps, and steps in which all sequences decode, then need no padding.
+    # These steps then need no padding.
     sizes += [inference.max_num_sequences, inference.max_batched_tokens]
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
 
 def weight_bytes(model: Model, inference: Inference) -> tuple[int, int]:
-    """Return one device's bytes of all weights, and of routed experts alone.
+    """Return one device's bytes: (all weights, routed experts).
 
-    Each device holds whole norms, routers, indexers and down-projections of latent attention.
+    Norms, routers, indexers and down-projections of latent attention are whole on each device.
     Routed experts are split over a replica's devices, all other weights over tensor-parallel ranks.
     """
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
@@ -98,7 +98,7 @@ def _value_bytes(model: Model, inference: Inference, weight: BlockWeight) -> flo
 
 
 def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool) -> Bytes:
-    """Return an engine's bytes on one device by use, such as "weights"."""
+    """Return a device's bytes by use, such as "weights"."""
     weights, _ = weight_bytes(model, inference)
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     wide = model.intermediate_size
@@ -126,10 +126,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 
 @dataclass(frozen=True)
 class Serving:
-    """The load of a replica.
-
-    `prompt`, `sampled`: mean tokens of each kind in a rollout. `in_flight`: unfinished rollouts.
-    """
+    """Mean `prompt` and `sampled` tokens of a rollout, and a replica's rollouts `in_flight`."""
 
     prompt: float
     sampled: float
@@ -141,7 +138,7 @@ class Serving:
 
 
 def batch_size(model: Model, inference: Inference, load: Serving) -> float:
-    """Return the number of sequences that a data-parallel rank decodes at a time, at least 1."""
+    """Return the number of sequences in a data-parallel rank's decode step, at least 1."""
     held = inference.kv_cache_bytes / (load.mean_context * token_bytes(model, inference))
     admitted = load.in_flight / inference.data_parallel
     return max(1.0, min(inference.max_num_sequences, admitted, held))
@@ -169,7 +166,7 @@ def decode_s(
 def _read_bytes(model: Model, inference: Inference, context: float) -> float:
     """Return the cache bytes that a decode step reads for one sequence of `context` tokens.
 
-    With more than `top_k` tokens, sparse attention reads all indexer keys but `top_k` latent keys.
+    Sparse attention reads all indexer keys, and at most `top_k` latent keys.
     """
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:

@@ -1,11 +1,10 @@
-"""Find roles that exceed device memory, and options of the manifest that make these roles fit.
+"""Find roles that exceed device memory, and manifest options that make these roles fit.
 
 - An option frees the difference between the planned peaks without and with the option.
-- Options of tier 0 are tried first. Tier 1 moves all trainer state to host memory. Tier 2 adds
-  devices.
-- Data that an option moves to the host must fit into the rank's free host memory.
-- Only roles that certainly do not fit are reported. A trainer's planned peak is therefore lowered
-  by `LARGEST_ERROR`, and for an engine only weights, cache and CUDA context count.
+- Tier 0 is tried first. Tier 1 moves all trainer state to the host. Tier 2 adds devices.
+- Data moved to the host must fit into the rank's free host memory.
+- Only certain misfits are reported: `LARGEST_ERROR` lowers a trainer's planned peak, and for
+  engines only weights, cache and CUDA context count.
 """
 
 import json
@@ -69,7 +68,7 @@ class ChosenOptions:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return new values by field. Return {} if an option changes several fields."""
+        """Return new values by field, or {} if an option changes several fields."""
         if not all(ONE_FIELD.fullmatch(option.field) for option in self.options):
             return {}
         return {option.field: option.value for option in self.options}
@@ -102,7 +101,7 @@ def choose_options(
     counted: ParameterCounts,
     host_bytes: int = sys.maxsize,
 ) -> ChosenOptions:
-    """Return the cheapest option or combination of options that frees `needed_bytes`.
+    """Return the cheapest combination of options that frees `needed_bytes`.
 
     If there is none, return the combination that frees most. `device_bytes`: memory of a device.
     `host_bytes`: free host memory of a rank.
@@ -284,7 +283,7 @@ def _checkpointing(
 
 
 def module_choices(model: Model) -> list[tuple[RecomputedModule, ...]]:
-    """Return two choices of modules to recompute: those without products, and all."""
+    """Return two choices: the modules without products, and all modules."""
     every = tuple(recomputable_modules(model))
     cheap = tuple(name for name in every if name in ("norms", "experts_activation"))
     return [cheap, every]
@@ -306,7 +305,7 @@ def format_value(value: Any) -> str:
 
 
 def jsonnet_of(fields: Mapping[str, Any]) -> str:
-    """Return values by field as Jsonnet: `trainer+: { memory+: { activation_offload: true } }`."""
+    """Return fields as Jsonnet: `trainer+: { memory+: { activation_offload: true } }`."""
     nested: dict[str, Any] = {}
     for field, value in fields.items():
         *parents, last = field.split(".")
@@ -357,7 +356,7 @@ GIB = 2**30
 def memory_misfits(run: Manifest) -> Iterator[str]:
     """Yield a sentence for each role that exceeds device memory.
 
-    Skip the check on a CPU and for family `hugging_face`.
+    Skip CPUs and family `hugging_face`.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
@@ -380,7 +379,7 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 def fitting_fields(run: Manifest) -> dict[str, Any]:
     """Return new values by field that make the engines fit or, if they fit, the trainer.
 
-    Return {} if no change is needed or no change suffices.
+    Return {} if the run fits or no change suffices.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":

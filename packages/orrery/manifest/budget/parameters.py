@@ -26,7 +26,7 @@ Part = Literal["norm", "attention", "indexer", "feed_forward", "router", "expert
 class BlockWeight:
     """A weight of a transformer block.
 
-    - `shape`: (rows, columns). Stacked experts: (experts, rows, columns). A vector: (size,).
+    - `shape`: (rows, columns), for stacked experts (experts, rows, columns), for vectors (size,).
     - `num_matrices`: matrices stacked along the rows, such as 2 for an expert's gate and up.
     - `has_fp8`: whether the product runs in FP8 if `model.fp8` names `part`.
     """
@@ -43,7 +43,7 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Parameter counts of an unsharded FSDP unit, such as a block. FSDP gathers it as a whole.
+    """Parameter counts of an unsharded FSDP unit, such as a block.
 
     `trained` and `frozen` include experts. `adapted`: frozen parameters of layers with adapters.
     """
@@ -59,7 +59,7 @@ class UnitParameters:
         return self.trained + self.frozen
 
     def gathered(self, ep: int) -> int:
-        """Return the parameters that one rank gathers: 1/ep of the experts, all other weights."""
+        """Return the parameters that a rank gathers: 1/ep of the experts, all other weights."""
         experts = self.trained_experts + self.frozen_experts
         return self.total - experts + experts // ep
 
@@ -73,7 +73,7 @@ class ParameterCounts:
 
     - `before`: embedding. `after`: last norm and LM head. With tied embeddings both are empty, and
       `root` counts the embedding and the last norm.
-    - `largest_in_a_layer`: parameters of the largest trained weight of a block.
+    - `largest_in_a_layer`: size of a block's largest trained weight.
     """
 
     before: UnitParameters
@@ -167,7 +167,7 @@ def _feed_forward(hidden: int, width: int) -> Iterator[BlockWeight]:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Return the counts of all units. Raise OrreryError for family `hugging_face`.
+    """Raise OrreryError for family `hugging_face`.
 
     Indexers are frozen. With `adapters`, only adapters are trained.
     """
@@ -244,7 +244,7 @@ def active_parameters(model: Model) -> Flops:
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
     projections, experts = 0, 0
     kinds = [is_sparse(model, layer) for layer in range(model.num_layers)]
-    for kind in set(kinds):  # blocks of a kind differ only in indexers, which do not count here
+    for kind in set(kinds):  # indexers, the only other difference between blocks, do not count here
         for weight in block_weights(model, kinds.index(kind)):
             if weight.part == "experts":
                 moe = model.mixture
@@ -256,7 +256,7 @@ def active_parameters(model: Model) -> Flops:
 
 
 def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> Flops:
-    """Return the FLOPs of a forward and backward pass over documents of `lengths` tokens.
+    """Return the FLOPs of both passes over documents of `lengths` tokens.
 
     The LM head scores every token. `frozen`: whether weights are frozen (LoRA).
     """
@@ -295,7 +295,7 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
-    """Return how many parameters of the layer are in products that are computed again."""
+    """Return the parameters of the layer's products that are computed again."""
     names, heads, total = trainer.memory.recomputed_modules(layer), model.num_heads, 0.0
     if "attention_projections" in names:
         if (mla := model.mla) is None:
@@ -312,7 +312,7 @@ def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
 def _repeated_parameters(model: Model, cp: int) -> float:
     """Return the parameters of all `kv_b_proj`, times how often cp repeats their products.
 
-    Return 0 for networks with indexers.
+    Return 0 with indexers.
     """
     mla = model.mla
     if mla is None or mla.indexer is not None:
@@ -332,7 +332,7 @@ def _attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> flo
 
 
 def _indexers(model: Model, lengths: Sequence[int]) -> float:
-    """Return the forward operations of all indexers. Return 0 if attention is dense."""
+    """Return the forward operations of all indexers, or 0 if attention is dense."""
     mla = model.mla
     if mla is None or (indexer := mla.indexer) is None or not _is_sparse(model, lengths):
         return 0.0

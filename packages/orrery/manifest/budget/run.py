@@ -1,9 +1,9 @@
 """Plan the memory of each role of a run, the time of a step, and the bytes between roles.
 
-- Memory is planned for rollouts of the greatest length (`inference.max_model_len_tokens`). Times
-  are planned for a mean length, by default a quarter of the greatest.
-- Trainer and engines work at the same time, so the slower role sets the time of a step. On shared
-  devices they take turns.
+- Memory is planned for rollouts of `inference.max_model_len_tokens`. Times are planned for a mean
+  length, by default a quarter of this length.
+- Trainer and engines work at the same time, so the slower sets the step's time. On shared devices
+  they take turns.
 - Staleness follows from Little's law. With N rollouts in flight and B rollouts in a batch, a
   rollout lasts N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the
   batch is full.
@@ -66,8 +66,6 @@ class RoleBudget:
 
 @dataclass(frozen=True)
 class RunBudget:
-    """The plan of a run."""
-
     roles: tuple[RoleBudget, ...]
     capacity_bytes: int | None  # usable memory of a device. None on a CPU.
     shares_devices: bool
@@ -77,7 +75,7 @@ class RunBudget:
     engines: dict[str, float]
     step_s: float
     slower: str
-    longest_step_s: float  # seconds of a step if all rollouts have the greatest length
+    longest_step_s: float  # seconds of a step of rollouts of the greatest length
     staleness: float
     update: dict[str, float]
     loading: dict[str, dict[str, float]]  # bytes and seconds to read the start weights, by role
@@ -96,7 +94,7 @@ class RunBudget:
 def plan_run(
     manifest: Manifest, tokens: float | None = None, network: float | None = None
 ) -> RunBudget:
-    """Return the plan. Raise OrreryError for family `hugging_face`.
+    """Raise OrreryError for family `hugging_face`.
 
     `tokens`: mean tokens of a rollout. `network`: bytes per second of a device between nodes.
     """
@@ -140,8 +138,6 @@ def engine_memory(manifest: Manifest, shape: Inference) -> Bytes:
 
 
 class RunPlan:
-    """Plan the memory, times and traffic of a run, which `plan_run` collects."""
-
     def __init__(
         self,
         manifest: Manifest,
@@ -184,7 +180,7 @@ class RunPlan:
         return trainer, *self._engine_roles()
 
     def _engine_roles(self) -> Iterator[RoleBudget]:
-        """Yield one budget for all engines, or two if prefill engines have their own shape."""
+        """Yield one role for all engines, or two if prefill engines have their own shape."""
         one, groups = self.inference, self.manifest.group_devices
         if one.prefill is None:
             yield self._engine_role("inference", one.num_devices, one)
@@ -231,7 +227,7 @@ class RunPlan:
     def engines(self) -> dict[str, float]:
         """Return the engines' speed, with the unit in each key. "step_s" is the time of a batch.
 
-        With `prefill_replicas`, the slower of prefill and decode engines sets the speed.
+        The slower of prefill and decode engines sets the speed.
         """
         inference, model = self.inference, self.model
         prefills = inference.prefill_replicas
@@ -278,10 +274,10 @@ class RunPlan:
         return step_s, slower, min(staleness, float(orchestrator.max_off_policy_steps))
 
     def update(self) -> dict[str, float]:
-        """Return the bytes and seconds of a weight update from trainer to engines.
+        """Return the bytes and seconds of a weight update.
 
-        With 'nccl' or 'nixl', the slower of sending and receiving sets the time. Otherwise engines
-        read files, and for whole weights the time of writing the files is added.
+        With 'nccl' or 'nixl', the slower of sending and receiving counts. Otherwise engines read
+        files, and whole weights add the time of writing the files.
         """
         kind, replicas = self.manifest.transport.weights, self.inference.num_replicas
         value_bytes = DTYPE_BYTES[self.inference.dtype]
@@ -304,8 +300,8 @@ class RunPlan:
     def loading(self) -> dict[str, dict[str, float]]:
         """Return the bytes of start weights that a node reads, and the seconds, by role.
 
-        A node's ranks share the page cache, so the node reads each byte once. Trainer ranks read
-        their slices. Engine ranks read all weights, but with expert parallelism only their experts.
+        A node reads each byte once into its page cache. Trainer ranks read their slices. Engine
+        ranks read all weights, but with expert parallelism only their experts.
         """
         manifest, mesh, counted = self.manifest, self.trainer.mesh, self.counted
         is_whole = manifest.stage_before_rl == "init" and self.model.init.kind == "pretrained"
@@ -328,7 +324,7 @@ class RunPlan:
     def checkpoint(self) -> dict[str, float]:
         """Return the bytes and seconds of a checkpoint, which one `dp_replicate` replica writes.
 
-        "waits_s": seconds that training waits. "writes_s": seconds of writing during training.
+        Training pauses for "waits_s", and continues during "writes_s".
         """
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
@@ -345,7 +341,6 @@ class RunPlan:
         }
 
     def traffic(self) -> dict[str, float]:
-        """Return the bytes that roles exchange in a step, by direction."""
         found = {
             "weights to engines": self.update()["bytes"],
             "batches to trainer": self.batch_tokens * COLUMN_BYTES,
@@ -360,7 +355,6 @@ class RunPlan:
         return found
 
     def collectives(self) -> dict[str, dict[str, float]]:
-        """Return the bytes of the trainer's collectives in a step. See `step_bytes`."""
         micro_batches, lengths = self.work
         per_node = self.manifest.hardware.devices_per_node
         tokens = sum(lengths) / self.trainer.mesh.cp

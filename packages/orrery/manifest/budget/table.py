@@ -1,9 +1,8 @@
 """Format the plan of a run's RL stage as text, and find the fastest layouts that fit into memory.
 
-- The search keeps the numbers of trainer devices, engine devices and rollouts, the model, the
-  optimizer and precisions.
-- For the trainer, it varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For engines, it
-  varies replicas and tensor, data and expert parallelism. The cache fills the remaining memory.
+- The model, the optimizer, precisions and the numbers of devices and rollouts are fixed.
+- For the trainer, the search varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For
+  engines, it varies replicas and parallelism. The cache fills the remaining memory.
 """
 
 import textwrap
@@ -44,8 +43,8 @@ Changes = dict[str, Any]  # new values by field
 class Proposal:
     """A layout of the trainer or of the engines.
 
-    `seconds`: time of a batch. `device_bytes`: memory of a device. `changes`: fields of `manifest`
-    that differ from the run.
+    `seconds`: time of a batch. `device_bytes`: memory of a device. `changes`: changed fields of
+    `manifest`.
     """
 
     seconds: float
@@ -55,9 +54,9 @@ class Proposal:
 
 
 def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest trainer layouts that fit, at most one per mesh and kind of checkpointing.
+    """Return the fastest trainer layouts that fit, at most one per mesh and checkpointing.
 
-    A run's constraints are checked last, because this takes longest.
+    Constraints are checked last, because this takes longest.
     """
     room, now = _room(run), RunPlan(run, tokens)
     if run.hardware.shared_devices:
@@ -80,7 +79,7 @@ def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
 
 
 def _with_trainer(run: Manifest, changes: Changes) -> Manifest:
-    """Return the run with `changes` to its trainer. Constraints are not checked."""
+    """Return the run with `changes` to its trainer, without checking constraints."""
     trainer = run.trainer.model_dump(mode="json")
     for field, value in changes.items():
         _, *section, name = field.split(".")
@@ -185,7 +184,7 @@ def _shapes(run: Manifest) -> Iterator[Changes]:
 
 
 def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
-    """Return the run with engine layout `shape` and the largest cache that fits, or None."""
+    """Return the run with engine layout `shape` and the largest fitting cache, or None."""
     fields = {name.removeprefix("inference."): value for name, value in shape.items()}
     shaped = run.inference.model_copy(
         update={name: value for name, value in fields.items() if name != "router"}

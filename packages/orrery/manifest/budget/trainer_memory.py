@@ -38,7 +38,7 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# Sizes of an optimizer bucket: a rank's bytes of state, or of weights if there is no state.
+# Bytes of an optimizer bucket on a rank: state, or weights if there is no state.
 OFFLOADED_BYTES = 128 << 20  # large enough for the full rate of PCIe
 WHOLE_BYTES = 256 << 20  # for Muon, with and without offload, for equal results
 NUM_SLOTS = 3  # buckets of offloaded state on the device at a time
@@ -55,8 +55,8 @@ Bytes = dict[str, int]
 class ActivationBytes:
     """A block's activation bytes per token.
 
-    `kept`: held from the block's forward pass to its backward pass. `backward`: the most that the
-    backward pass holds in addition.
+    `kept`: held from the forward to the backward pass. `backward`: the most that the backward pass
+    adds.
     """
 
     kept: int
@@ -71,8 +71,8 @@ class _Results:
     - `unread`: other results with these names. No backward pass reads them.
     - `rest`: results without a name.
     - `for_attention`: recomputed results that only attention's backward pass reads.
-    - `of_attention`, `of_feed_forward`: results that the kind `modules` recomputes, one entry a
-      module. The feed-forward's backward pass holds one entry at a time.
+    - `of_attention`, `of_feed_forward`: results that the kind `modules` recomputes, by module. The
+      feed-forward's backward pass holds one at a time.
     """
 
     named: dict[str, int]
@@ -86,10 +86,10 @@ class _Results:
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes under the trainer's checkpointing.
 
-    A block without checkpointing keeps all results. With `modules` it keeps all but `of_attention`
-    and `of_feed_forward`. With `full` it keeps its input (c·D). With `selective` it keeps its input
-    and the `named` results in `keep`. Unless compiled as one graph, it also keeps the `unread`
-    results of these names.
+    Without checkpointing, all results are kept. `modules` keeps all but `of_attention` and
+    `of_feed_forward`. `full` keeps the block's input (c·D). `selective` keeps this input, the
+    `named` results in `keep` and, unless compiled as one graph, the `unread` results of these
+    names.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -151,7 +151,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
     named = {"attention": c * h + 4 * model.num_heads, "experts": 0}
     inputs = c * (h + 2 * g) * copies("attention") + narrow("attention", 3)
-    # With cp, the core keeps exchanged copies of its inputs. These are not recomputed.
+    # With cp, the core keeps exchanged copies of its inputs, which are not recomputed.
     gathered, heads = 0, inputs if trainer.mesh.cp == 1 else 0
     if model.mla is not None:
         named["attention"], inputs, gathered, heads = _latent_results(model, trainer)
@@ -169,12 +169,12 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     if dense:
         named["projections"] += c * 2 * dense * copies("feed_forward") + narrow("feed_forward", 3)
         unread["projections"] += c * hidden
-        # Without the compiler the output of silu is kept too.
+        # Without the compiler, the output of silu is kept too.
         rest += c * dense * (reads_input("feed_forward") + (not trainer.compile))
     modules = trainer.memory.recomputed_modules(layer)
     of_attention = {"norms": norms, "attention_projections": heads}
     if trainer.compile and model.mla is None and "attention_projections" in modules:
-        of_attention["norms"] = 0  # the compiler keeps what one module passes to another
+        of_attention["norms"] = 0  # the compiler keeps values passed between modules
     norms = c * hidden * (reads_input("feed_forward") or not dense)
     rest += norms
     of_feed_forward = {"norms": norms}
@@ -276,9 +276,9 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     """Return the temporary bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    `tokens`: queries of a rank. For symbols, see `_latent_results`. Every pair has a row number of
-    4 bytes. At most SPARSE_PAIRS pairs at a time also have c·(C + R) bytes of the key's gradient
-    and 2·c·H of probabilities and gradients of logits. In float32, the backend holds no pairs.
+    `tokens`: queries of a rank. For symbols, see `_latent_results`. Each pair has a 4-byte row
+    number. At most SPARSE_PAIRS pairs at a time also have c·(C + R) bytes of the key's gradient and
+    2·c·H of probabilities and gradients of logits. In float32, the backend holds no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
@@ -295,8 +295,8 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
 class Workload:
     """The work of a context-parallel (cp) group in a step of `micro_batches` micro-batches.
 
-    `tokens`: tokens of a micro-batch. `document_tokens`: tokens of the longest document.
-    `merged_width`: bytes per value of the merged weights that LoRA runs send by NCCL or NIXL.
+    `tokens`: of a micro-batch. `document_tokens`: of the longest document. `merged_width`: bytes
+    per value of the merged weights that LoRA runs send by NCCL or NIXL.
     """
 
     tokens: int
@@ -306,9 +306,9 @@ class Workload:
 
 
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
-    """Return the trainer and workload of `stage` ("sft" or "rl") for samples of greatest length.
+    """Return the trainer, with the optimizer of `stage` ("sft" or "rl"), and the workload.
 
-    The trainer has the optimizer of the stage.
+    The workload has samples of the greatest length.
     """
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
@@ -370,7 +370,7 @@ def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
 
 
 def state_bytes(trainer: Trainer, counted: ParameterCounts) -> tuple[int, int]:
-    """Return a rank's bytes of optimizer state on the device and on the host."""
+    """Return a rank's bytes of optimizer state: (device, host)."""
     mesh = trainer.mesh
     num_bytes = DTYPE_BYTES[trainer.param_dtype] * num_states(trainer.optimizer, counted)
     num_bytes //= mesh.dp_shard * mesh.cp
@@ -519,7 +519,7 @@ class _StepPlan:
         return total // self.shards
 
     def states(self) -> int:
-        """Return the device bytes of optimizer states: p·n / s for each state."""
+        """Return the device bytes of optimizer states, p·n / s each."""
         if self.on_host:
             return 0
         if not self.trainer.memory.optimizer_offload:
@@ -531,10 +531,10 @@ class _StepPlan:
         return resident + min(offloaded, NUM_SLOTS * bucket)
 
     def host_bytes(self) -> int:
-        """Return a rank's host bytes of offloaded activations, states and weights.
+        """Return a rank's host bytes of offloaded activations, states and weights, and of
+        `elastic`.
 
-        Activations count twice, because their buffers round up to powers of 2. The outer loop of
-        `trainer.elastic` counts too.
+        Activations count twice, because their buffers round up to powers of 2.
         """
         total = 0
         if self.trainer.memory.activation_offload:
@@ -563,7 +563,7 @@ class _StepPlan:
         return self.r * unit.gathered_trained(self.ep) if self.is_sharded else 0
 
     def reduced_gradient(self, unit: UnitParameters) -> int:
-        """Return the device bytes of a unit's reduced gradient: p·n / s or 0 with `cpu_offload`."""
+        """Return p·n / s device bytes, or 0 with `cpu_offload`."""
         return 0 if self.on_host else self.p * unit.trained // self.shards
 
     def earlier_gradient(self, unit: UnitParameters) -> int:

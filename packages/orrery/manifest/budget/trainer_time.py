@@ -1,9 +1,9 @@
 """Estimate the seconds of a trainer's step from operations, bytes and a device's rates.
 
-- FSDP's gathers and reductions overlap with computation. Exchanges of context and expert
-  parallelism do not overlap. Compiled blocks fuse elementwise work.
-- Constants are fitted to the profiled steps in `benchmarks/trainer`, whose `planned.py` prints the
-  error of each planned step.
+- FSDP's gathers and reductions overlap with computation. Exchanges of cp and ep do not. Compiled
+  blocks fuse elementwise work.
+- Constants are fitted to profiled steps. `benchmarks/trainer/planned.py` prints the error of each
+  planned step.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ SHARDING_SHARE = 2 / 3  # share of the memory rate that FSDP's copies reach duri
 LAUNCH_S = 0.7e-3  # least host seconds per block and micro-batch for both passes
 IDLE_SHARE = 0.015  # share of a step without work on the device
 EAGER = 2.5  # elementwise bytes without the compiler / with the compiler
-FORWARD_SHARE = 0.3  # share of a micro-batch's computation in the forward pass
+FORWARD_SHARE = 0.3  # share of the forward pass in a micro-batch's computation
 BOTH_WAYS = 0.75  # share of the host link's rate per direction if copies go both ways
 QUEUED_SHARE = 0.5  # share of computation that hides gathers with cp: exchanges wait for gathers
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of one device in the trainer's collectives, by group of ranks.
+    """Bytes per second of one device in the trainer's collectives.
 
     - `shards`: FSDP's gathers and reductions of weights other than experts.
     - `experts`: FSDP's gathers and reductions of experts.
@@ -50,8 +50,8 @@ class Links:
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
     """Return the rates of collectives. `network`: bytes per second of a device between nodes.
 
-    A ring over nodes uses the network cards of all its ranks on a node. Ranks that shard the same
-    expert are `ep` apart, so their ring has fewer ranks on each node.
+    A ring over nodes uses the network cards of all its ranks on a node. Ranks that shard an expert
+    are `ep` apart, so fewer of them are on each node.
     """
 
     def of(ranks: int) -> float:
@@ -77,8 +77,8 @@ def step_s(
 ) -> dict[str, float]:
     """Return the seconds of a step by kind of work, and their sum as "step".
 
-    "communication" is the part that computation does not hide. "communication in all" adds the
-    hidden part and is not in the sum. Raise OrreryError for family `hugging_face`.
+    "communication" is not hidden by computation. "communication in all" adds the hidden part and is
+    not in the sum. Raise OrreryError for family `hugging_face`.
 
     - `lengths`: tokens of each document of a cp group, over all micro-batches.
     - `link`: rates of collectives, by default on one node. `device_bytes`: memory of a device.
@@ -107,7 +107,6 @@ def step_s(
         num_bytes = 4 * num_states * (1 - trainer.memory.optimizer_offload_resident)
         offloaded_s = _state_copies_s(num_bytes, rooms.arriving[0], *window, rates)
     seconds["optimizer"] = max(computing_s, offloaded_s)
-    # Muon's all-to-alls overlap with copies of offloaded states.
     exposed += max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
     busy = sum(seconds.values()) + exposed
     least = LAUNCH_S * model.num_layers * micro_batches
@@ -139,7 +138,6 @@ def _computation(
 
 
 def _dense_flops(model: Model, rates: Rates) -> float:
-    """Return the operations per second of dense products, averaged over bfloat16 and FP8."""
     weights = [
         weight
         for layer in {0, model.num_layers - 1}
@@ -204,10 +202,10 @@ def _communication(
     computing: float,
     link: Links,
 ) -> tuple[float, float]:
-    """Return a step's seconds of communication: all, and the part that computation does not hide.
+    """Return a step's seconds of communication: (all, the part that computation does not hide).
 
-    `tokens`: tokens of the rank. `computing`: seconds of computation. Gathers and reductions
-    overlap with their pass, exchanges of cp and ep do not. `_optimizer_s` counts Muon's exchanges.
+    `tokens`: tokens of the rank. `computing`: seconds of computation. `_optimizer_s` counts Muon's
+    exchanges.
     """
     moved = traffic(model, trainer, counted, tokens)
     gather = moved.gather / link.shards + moved.gather_experts / link.experts
@@ -277,10 +275,9 @@ def _state_copies_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return the values that Muon updates, the values of split matrices, and the operations.
+    """Return (values that Muon updates, values of matrices that are sharded within, operations).
 
-    Split matrices are sharded within a matrix. The operations are those of one Newton-Schulz
-    iteration over all matrices.
+    Operations: those of one Newton-Schulz iteration over all matrices.
     """
     values, split, operations = 0, 0, 0.0
     for layer in range(model.num_layers):

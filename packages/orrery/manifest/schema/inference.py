@@ -130,7 +130,6 @@ class EngineShape(Record):
 
     @property
     def ranks_per_node(self) -> int:
-        """Return the number of a replica's data-parallel ranks on each of its nodes."""
         return self.data_parallel // self.nodes_per_replica
 
 
@@ -197,7 +196,7 @@ def longest_device_bytes(model: Model, inference: Inference) -> int:
 def longest_host_bytes(model: Model, inference: Inference) -> int:
     """Return the host bytes of the longest sequence's cache, for one data-parallel rank.
 
-    With MLA, the tensor-parallel devices of the rank share one copy.
+    With MLA, tensor-parallel devices share one copy.
     """
     copies = 1 if model.mla is not None else inference.tensor_parallel
     return copies * longest_blocks(inference) * _block_bytes(model, inference)

@@ -345,9 +345,9 @@ class Trainer(Record):
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Return the outputs that are always recomputed, even if `keep` names them.
+        """Return the outputs that are recomputed even if `keep` names them.
 
-        With `cp` or `ep` above 1, the parts of a block around an exchange are compiled. In compiled
-        parts, products have no names, so `keep` cannot select them.
+        With `cp` or `ep`, only the parts around an exchange are compiled. Products in them have no
+        names.
         """
         return ("projections",) if self.compile and self.mesh.has_exchange else ()
