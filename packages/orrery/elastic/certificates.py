@@ -1,10 +1,10 @@
 """Make and load the run's certificates, for mutual TLS between its sites.
 
 - `authority.key` stays on its host. A site needs `authority.pem` and its own certificate and key.
-- Both ends of a connection must present a certificate signed by this authority. Host names are not
-  compared, because a site's address may change.
-- Links ignore certificate dates, so clocks may differ. etcd compares the dates with the clock, so
-  `door.check_clock` checks the clock first.
+- Both ends must present a certificate of this authority. Host names are not compared, because a
+  site's address may change.
+- Links ignore certificate dates, so clocks may differ. etcd compares them with the clock, which
+  `door.check_clock` therefore checks first.
 """
 
 import re
@@ -47,7 +47,7 @@ class Certificates:
 
     @classmethod
     def of(cls, folder: Path, site: str) -> "Certificates":
-        """Return the site's paths in `folder`. Raise ElasticError if a file is missing."""
+        """Return the site's paths. Raise ElasticError if a file is missing."""
         found = cls(folder / f"{AUTHORITY}.pem", folder / f"{site}.pem", folder / f"{site}.key")
         for path in (found.authority, found.certificate, found.key):
             if not path.is_file():
@@ -99,10 +99,10 @@ def make_authority(folder: Path, run: str) -> None:
 
 
 def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
-    """Write the site's certificate, signed by the folder's authority, and its key.
+    """Write the site's key and its certificate, signed by the folder's authority.
 
-    `addresses`: IP addresses or host names of the site, for clients that compare names. Raise
-    ElasticError if a name is invalid or the key exists.
+    `addresses`: IP addresses or host names, for clients that compare names. Raise ElasticError if a
+    name is invalid or the key exists.
     """
     if site == AUTHORITY or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", site):
         raise ElasticError(

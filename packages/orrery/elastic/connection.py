@@ -1,7 +1,7 @@
 """Exchange frames with a peer over one TLS connection, with a reader and a sender thread.
 
-A frame is a header of fixed size and a payload of `length` bytes. A lock guards the non-blocking
-TLS object, because OpenSSL does not allow concurrent calls.
+A frame is a fixed-size header and a payload of `length` bytes. A lock guards the non-blocking TLS
+object, because OpenSSL does not allow concurrent calls.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ Bytes = NDArray[np.uint8]
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # most bytes per hold of the TLS lock, to keep waits for the lock short
+SLICE = 1 << 17  # most bytes per hold of the TLS lock, to keep its waits short
 SLAB = 1 << 23  # bytes per allocation; numpy requests huge pages from 4 MiB up
-FLUSH_S = 5.0  # time limit for sending the queued frames after `close`
+FLUSH_S = 5.0  # time limit for sending queued frames after `close`
 
 
 class BadFrame(Exception):
@@ -34,7 +34,7 @@ class BadFrame(Exception):
 
 
 class Slab:
-    """Cut arrays out of large allocations, to save page faults."""
+    """Large allocations that are cut into arrays, to save page faults."""
 
     def __init__(self) -> None:
         self._free = np.empty(0, np.uint8)
@@ -54,7 +54,7 @@ class Kind(IntEnum):
     READY = 4  # the sender has begun the round
     RELAY = 5  # first frame to a relay; `piece` is the rank to reach
     PROBE = 6  # part of a speed measurement; `hop` is 1 in the last frame
-    PROBED = 7  # answer to PROBE; `piece` is the measured speed in Mb/s
+    PROBED = 7  # answer to PROBE; `piece` is the speed in Mb/s
 
 
 class Header(NamedTuple):
@@ -82,9 +82,8 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, sock: ssl.SSLSocket) -> "Header | None":
-        """Return the next header.
-
-        Return None if the header is invalid, if a payload follows, or if the peer closed `sock`.
+        """Return the next header, or None if it is invalid, has a payload, or the peer closed
+        `sock`.
         """
         data = b""
         while len(data) < LAYOUT.size:
@@ -112,7 +111,7 @@ class FrameSink(Protocol):
 
 
 class Backlog:
-    """The frame queue of all connections to one peer. A slow connection takes fewer frames."""
+    """The frame queue of all connections to a peer. A slow connection takes fewer frames."""
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[bytes | memoryview]] = deque()
@@ -162,7 +161,7 @@ class PeerConnection:
             thread.start()
 
     def send(self, header: Header, payload: Bytes, urgent: bool = False) -> None:
-        """Queue a frame for this connection only. An urgent frame is sent first."""
+        """Queue a frame for this connection only, at the front if urgent."""
         frame = (header._replace(length=len(payload)).pack(), payload.data)
         with self._wake:
             self._queue.appendleft(frame) if urgent else self._queue.append(frame)
@@ -177,7 +176,7 @@ class PeerConnection:
             self._queue.clear()
 
     def close(self) -> None:
-        """Let both threads end once the queued frames are sent, or after FLUSH_S. Do not wait."""
+        """Let both threads end once queued frames are sent, or after FLUSH_S. Do not wait."""
         with self._wake:
             self.is_closed, self._closed_s = True, time.monotonic()
             self._wake.notify_all()

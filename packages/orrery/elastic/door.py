@@ -1,7 +1,7 @@
 """Refuse a site whose terms do not fit the run. The error names the wrong field.
 
-The first site writes the run's terms into the log. Each later site compares its own terms before it
-joins, so an unfit site does not disturb the run.
+The first site writes the run's terms into the log. Later sites compare their terms before they
+join, so an unfit site does not disturb the run.
 """
 
 import time
@@ -15,16 +15,14 @@ NO_ROUND = -1  # no round yet: the first round has number 0
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """A site's versions, memory and state."""
-
     manifest: str  # id of the manifest
     code: str  # digest of the code
     codec: str
-    memory_bytes: int  # free host memory; in the run's terms, the minimum
+    memory_bytes: int  # free host memory; the run's terms have the minimum
     protocol: int = PROTOCOL
-    codecs: tuple[str, ...] = ()  # codecs that this site knows
+    codecs: tuple[str, ...] = ()  # that this site knows
     round: int = NO_ROUND  # last round in this site's state
-    digest: str = ""  # digest of the state after `round`
+    digest: str = ""  # of the state after `round`
     rewinds: bool = False  # whether to set the run back to `round` if no site is live
 
 
@@ -65,7 +63,7 @@ def check_terms(run: Terms, site: Terms) -> None:
 def check_clock(not_before_s: float, not_after_s: float) -> None:
     """Raise ElasticError if this host's clock is outside the certificate's validity.
 
-    Times are Unix seconds. Only etcd compares certificate dates with the wall clock.
+    Times are Unix seconds.
     """
     now_s = time.time()
     if not_before_s <= now_s <= not_after_s:

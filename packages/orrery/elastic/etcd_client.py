@@ -1,6 +1,6 @@
 """Call etcd's v3 API, as JSON over HTTPS with mutual TLS.
 
-- A call tries the endpoints in turn for up to `store_s`. The endpoint that answered last is first.
+- A call tries the endpoints in turn for up to `store_s`, starting with the last to answer.
 - Calls are retried, so they must be idempotent, like a compare-and-swap.
 - Every thread has its own connections.
 """
@@ -27,7 +27,7 @@ BROKEN = (OSError, http.client.HTTPException, ValueError)
 
 
 class EtcdRefused(Exception):
-    """Signal that etcd rejected the request itself."""
+    """etcd rejected the request itself."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class EtcdClient:
         return tuple(self._endpoints)
 
     def use(self, endpoints: Sequence[str]) -> None:
-        """Replace the endpoints unless `endpoints` is empty. Keep the first in place if listed."""
+        """Replace the endpoints unless `endpoints` is empty. Keep the first if it is listed."""
         first = [each for each in self._endpoints[:1] if each in endpoints]
         if endpoints:
             self._endpoints = first + [each for each in endpoints if each not in first]
@@ -65,7 +65,7 @@ class EtcdClient:
     def call(self, path: str, body: dict[str, Any], within_s: float | None = None) -> Any:
         """Return etcd's answer. Raise EtcdRefused if etcd rejects the request.
 
-        Raise ElasticError if no endpoint answers within `within_s`, by default `store_s`.
+        Raise ElasticError if no endpoint answers within `within_s` or `store_s`.
         """
         within_s = self._store_s if within_s is None else within_s
         end_s, reason = time.monotonic() + within_s, ""
@@ -139,7 +139,7 @@ def decode(value: str) -> bytes:
 
 
 def below(prefix: str) -> dict[str, str]:
-    """Return the etcd range of all keys that start with `prefix`, an ASCII text."""
+    """Return the etcd range of all keys with the ASCII prefix `prefix`."""
     return {
         "key": encode(prefix),
         "range_end": encode(prefix[:-1] + chr(ord(prefix[-1]) + 1)),

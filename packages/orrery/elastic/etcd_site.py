@@ -4,7 +4,7 @@
   a time, up to an odd number of at most `coordinators`.
 - All sites derive changes from the same lists of coordinators and live sites, so no site leads. A
   coordinator is replaced if its site is gone for REMOVE_S.
-- etcd is a child process. Its data stay in `folder`, so a crashed site keeps its vote.
+- etcd is a child process with its data in `folder`, so a crashed site keeps its vote.
 """
 
 import json
@@ -67,9 +67,9 @@ def etcd_program() -> str:
 
 
 class EtcdServer:
-    """The etcd server of one coordinator. Raise ElasticError if etcd is missing.
+    """A coordinator's etcd server. Raise ElasticError if etcd is missing.
 
-    `name` is ADDRESS:PORT for clients. The other etcd servers use the next port.
+    `name`: ADDRESS:PORT for clients. Other etcd servers use the next port.
     """
 
     def __init__(self, name: str, folder: Path, certificates: Certificates, run: str) -> None:
@@ -94,7 +94,7 @@ class EtcdServer:
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
         """Start etcd from its data. Without data, join the cluster `names`, or found a cluster.
 
-        Only `is_new` founds a cluster. Otherwise, half-written data could become a new log.
+        Only `is_new` founds a cluster, as half-written data could otherwise become a new log.
         """
         others = set(names) - {self.name}
         files = self._certificates
@@ -150,8 +150,8 @@ def peer_url(name: str) -> str:
 class EtcdSite:
     """Manage this site's membership of `run`, and its coordinator.
 
-    The addresses are ADDRESS:PORT. `name`: this site's coordinator; "" behind NAT. `join`: any
-    other coordinator; "" at the first site. `snapshots`: this site's snapshot server.
+    Addresses are ADDRESS:PORT. `name`: this site's coordinator; "" behind NAT. `join`: any other
+    coordinator; "" at the first site. `snapshots`: this site's snapshot server.
     """
 
     def __init__(
@@ -198,7 +198,6 @@ class EtcdSite:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the run, give up the vote, and stop etcd."""
         self.membership.leave()
         self._stop.set()
         self._steward.join(STOP_S)
@@ -232,7 +231,7 @@ class EtcdSite:
 
     def _step(self) -> None:
         if self.server is not None and self.server.data.exists() and not self.server.is_running:
-            self.server.start()  # before any call, because this may be the only coordinator
+            self.server.start()  # before any call, as this may be the only coordinator
         members = self._members()
         voters = [name for name, (_, is_learner) in members.items() if not is_learner]
         if set(voters) != set(self.client.endpoints):
@@ -262,7 +261,7 @@ class EtcdSite:
             self._remove(members[change.name])
 
     def _keep_own(self, member_id: str, is_learner: bool, names: Iterable[str]) -> None:
-        """Restart etcd if it ended. Otherwise, ask etcd to make an up-to-date learner a voter."""
+        """Restart etcd if it ended, else ask etcd to make an up-to-date learner a voter."""
         assert self.server is not None
         if not self.server.is_running:
             self.server.start(names)
@@ -271,7 +270,7 @@ class EtcdSite:
                 self.client.call("/v3/cluster/member/promote", {"ID": member_id}, 0.0)
 
     def _members(self) -> dict[str, tuple[str, bool]]:
-        """Return each etcd member's id and whether it is a learner, by ADDRESS:PORT."""
+        """Return (id, whether it is a learner) of each etcd member by ADDRESS:PORT."""
         answer = self.client.call("/v3/cluster/member/list", {}, self._heartbeat_s)
         return {
             _name_of(each["peerURLs"][0]): (each["ID"], each.get("isLearner", False))

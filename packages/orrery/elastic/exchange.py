@@ -1,8 +1,8 @@
 """Replace each site's weight change Δᵢ by the mean Σ wᵢΔᵢ / Σ wᵢ, bitwise equal on all W sites.
 
-- `ring`: a chunk is summed over W − 1 hops. Each hop decodes, adds in float32 and encodes. The
+- `ring`: a chunk is summed over W − 1 hops, each of which decodes, adds in float32 and encodes. The
   total then travels W − 1 hops unchanged, so every site decodes the same bytes.
-- `all_to_all`: each rank sums one chunk in a fixed order and sends the sum to all. A value is
+- `all_to_all`: each rank sums one chunk in a fixed order and sends the sum to all. Values are
   encoded twice, for any number of sites.
 - Frames name their piece and hop and are handled on arrival, so all pieces are in flight at once.
 - A site with weight wᵢ = 0 forwards frames but adds no values.
@@ -33,11 +33,11 @@ TIMEOUT_S = 600.0  # longest wait for a frame
 class ExchangeStats:
     bytes_sent: int
     seconds: float
-    codec_s: float  # encoding and decoding, summed over lanes
+    codec_s: float  # summed over lanes
 
 
 class ErrorFeedback:
-    """A rank's encoding errors, f32[n]. The next exchange encodes values + errors.
+    """A rank's encoding errors, f32[n], which the next exchange adds to the values.
 
     Call `commit` once the round is committed. Memory: 8 bytes a parameter.
     """
@@ -62,7 +62,7 @@ def exchange(
     buckets: Sequence[slice] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> ExchangeStats:
-    """Replace `delta`, f32[n], by the weighted mean over sites. The mean is 0 if all weights are 0.
+    """Replace `delta`, f32[n], by the weighted mean over sites, or 0 if all weights are 0.
 
     `buckets` cover `delta` and are equal at all sites. Raise LinkBroken if a peer fails, and
     ElasticError if this site's values cannot be encoded.
@@ -100,7 +100,7 @@ def exchange(
 
 
 def layer_buckets(sizes: Mapping[str, int]) -> list[slice]:
-    """Return one slice per layer, a run of tensors whose names have the same first number."""
+    """Return a slice per layer, a run of tensors whose names have the same first number."""
     buckets: list[slice] = []
     last: object = object()
     end = 0
@@ -122,7 +122,7 @@ class _Piece:
 
 
 def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
-    """Cut each bucket into one chunk per site. Cut chunks into pieces, spread over the lanes."""
+    """Cut each bucket into a chunk per site, and chunks into pieces, spread over the lanes."""
     pieces: list[_Piece] = []
     turn = -1
     for bucket in buckets:
@@ -211,7 +211,7 @@ class _Lane(ABC):
         self.bytes_sent += self.site.links.send(rank, self.lane, hop, number, wire)
 
     def own(self, number: int) -> Floats:
-        """Return a piece of this site's weighted values. The next call overwrites the buffer."""
+        """Return a piece of this site's weighted values, until the next call."""
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:
@@ -220,7 +220,7 @@ class _Lane(ABC):
         return np.multiply(self.site.delta[piece.at], self.site.share, out=out)
 
     def contribute(self, number: int, added: Bytes | None = None) -> Bytes:
-        """Encode a piece of this site's weighted values, plus the values encoded in `added`."""
+        """Encode a piece of this site's weighted values plus the encoded `added`."""
         if self.site.error_feedback is not None:
             values = self.own(number)
             if added is not None:
@@ -335,7 +335,7 @@ def _size(piece: _Piece) -> int:
 
 
 def _in_threads(calls: Sequence[Callable[[], None]]) -> None:
-    """Run all calls in parallel. Raise one of their errors, and prefer any to LinkBroken."""
+    """Run all calls in parallel. Raise one of their errors, preferably not LinkBroken."""
     errors: list[BaseException] = []
 
     def guarded(call: Callable[[], None]) -> None:

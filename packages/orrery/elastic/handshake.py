@@ -1,8 +1,8 @@
 """Dial and accept connections between sites: mutual TLS, then a HELLO frame in each direction.
 
-A site without a listener dials all other sites. Two sites without listeners connect through a
-relay: both dial it, authenticate over TLS, name their pair, and end this TLS session. It joins the
-two TCP connections, and the sites run their own TLS over them.
+A site without a listener dials all others. Two such sites connect through a relay: both dial it,
+authenticate over TLS, name their pair, and end this TLS session. The relay joins the two TCP
+connections, and the sites run their own TLS over them.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0  # time limit of each socket call, scaled
 MAX_STRANGERS = 32  # most accepted connections with an unfinished handshake
-UNSENT = 1 << 17  # most unsent bytes in the kernel, so that other connections can send the rest
+UNSENT = 1 << 17  # most unsent bytes in the kernel, so that other connections send the rest
 CONGESTION = b"bbr"  # TCP congestion control that keeps its rate under random packet loss
 WINDOW = 8 << 20  # bytes of a send buffer, enough for 0.4 Gb/s at a round trip of 100 ms
 KERNEL = Path("/proc/sys/net")
@@ -33,7 +33,7 @@ Pair = tuple[int, int, int, int]  # epoch, lower rank, higher rank, lane
 
 
 class Handshakes:
-    """Call `arrived(tls, hello)` for each accepted connection. `arrived` must answer `hello`."""
+    """Call `arrived(tls, hello)` for each accepted connection, which must answer `hello`."""
 
     def __init__(
         self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]
@@ -68,8 +68,8 @@ class Handshakes:
     ) -> ssl.SSLSocket:
         """Return a connection to rank `peer`. Raise OSError on failure.
 
-        `place` is the peer's address. With `is_relay`, it is the address of a relay that the peer
-        dials too. Wait until `end_s`, because the peer may begin its epoch later.
+        `place`: address of the peer or, with `is_relay`, of a relay that the peer dials too. Wait
+        until `end_s`, because the peer may begin its epoch later.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:
@@ -161,7 +161,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
 
 
 class Relay:
-    """Join connections in pairs. If a waiting site dials again, use only its new connection."""
+    """Join connections in pairs. A waiting site that dials again replaces its connection."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -212,7 +212,7 @@ class Relay:
 
 
 def plain(tls: ssl.SSLSocket) -> socket.socket:
-    """End TLS, as the peer does at the same time. Return the connection's plain socket."""
+    """End TLS, as the peer does at the same time, and return the plain socket."""
     timeout_s = tls.gettimeout()
     tls.unwrap()
     sock = socket.socket(fileno=tls.detach())

@@ -1,11 +1,11 @@
 """Publish and serve snapshots, in a process that outlives the trainer.
 
-python -m orrery.elastic.keeper OPTIONS    OPTIONS: `KeeperOptions` as JSON
+python -m orrery.elastic.keeper OPTIONS OPTIONS: `KeeperOptions` as JSON
 
 - The trainer copies its state into shared memory and writes a line to the keeper's stdin. The
-  keeper hashes the copy, publishes it, and serves it to peers.
+  keeper then hashes, publishes and serves the copy.
 - The keeper outlives the trainer by `linger_s`, or until the folder's next keeper starts.
-- Checkpoints on disk are written by `trainer/saver.py`.
+- `trainer/saver.py` writes checkpoints to disk.
 """
 
 import fcntl
@@ -38,19 +38,19 @@ class KeeperOptions(msgspec.Struct, frozen=True):
     keep: int = 2  # number of snapshots
     host: str = ""  # "" to serve no peers
     port: int = 0
-    certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key
+    certificates: tuple[str, str, str] = ("", "", "")  # authority, certificate, key
     linger_s: float = 3600.0
 
 
 class SnapshotKeeper:
-    """Start the keeper process, which outlives this context, and tell it of new copies."""
+    """Start the keeper, which outlives this context, and tell it of new copies."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
         self.process = _start(options)
 
     def copied(self) -> None:
-        """Announce a copy made by `copy_state`. Restart the keeper if it has ended."""
+        """Announce a copy by `copy_state`. Restart the keeper if it has ended."""
         if self.process.poll() is not None:
             self.__exit__()
             self.process = _start(self._options)
@@ -134,7 +134,7 @@ def _succeeds(work: Callable[[], None]) -> bool:
 
 
 def _take_over(folder: Path) -> Any:
-    """Ask the folder's earlier keeper to end, wait for it, and return the folder's lock."""
+    """End the folder's earlier keeper, and return the folder's lock."""
     successor = folder / ".successor"
     successor.write_text(str(os.getpid()))
     lock = (folder / ".lock").open("a")

@@ -4,7 +4,7 @@
 - `live` has the ids of the sites with a lease. No function reads a clock.
 - A round gathers sites until enough have arrived. Then it exchanges: each member reports a digest
   or the peers that it lost.
-- Each change of members or network paths, and each restart of a round, opens a new epoch.
+- Each change of members or paths, and each restart of a round, opens a new epoch.
 - A round never waits for joining sites, and their arrival alone starts no exchange. Otherwise, a
   round of joining sites would leave all members behind.
 """
@@ -20,7 +20,7 @@ from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, Sit
 
 
 class Behind(LeaseLost):
-    """Signal that a live site's state is older than the last committed round.
+    """A live site's state is older than the last committed round.
 
     The site fetches a snapshot of round `committed`, then arrives in the next round.
     """
@@ -33,7 +33,7 @@ class Behind(LeaseLost):
 
 
 class StateLacking(ElasticError):
-    """Signal that the joining site lacks the newest state and no member is live."""
+    """The joining site lacks the newest state and no member is live."""
 
 
 class JoiningSite(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class JoiningSite(msgspec.Struct, frozen=True):
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
-    """A finished round: one row of the log."""
+    """A row of the log."""
 
     number: int
     epoch: int
@@ -57,9 +57,9 @@ class Ledger(msgspec.Struct, frozen=True):
     members: tuple[SiteMember, ...] = ()
     joining: tuple[JoiningSite, ...] = ()
     is_exchanging: bool = False
-    tokens: dict[str, int] = {}  # tokens by id of each arrived site
+    tokens: dict[str, int] = {}  # by id of each arrived site
     weights: tuple[int, ...] = ()  # tokens by rank, while exchanging
-    digests: dict[str, str] = {}  # reported digest by member id
+    digests: dict[str, str] = {}  # as reported, by member id
     broken: dict[str, tuple[str, ...]] = {}  # ids of lost peers, by reporting member
     strikes: tuple[tuple[str, str], ...] = ()  # site pairs whose link broke in the last attempt
     measured: dict[str, dict[str, int]] = {}  # speeds in Mb/s, by site and peer
@@ -73,7 +73,6 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @property
     def number(self) -> int:
-        """Return the number of the round in progress."""
         return self.last + 1
 
     @property
@@ -98,8 +97,8 @@ class Ledger(msgspec.Struct, frozen=True):
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
     """Add a site as a member or as a joining site.
 
-    The site is a member at once if it holds the newest state, no round is exchanging, and either
-    no round is committed or no member is live. Raise ElasticError if the run refuses the site, or
+    It is a member at once if it holds the newest state, no round is exchanging, and either no round
+    is committed or no member is live. Raise ElasticError if the run refuses the site, or
     StateLacking if no member is live and the site lacks the newest state.
     """
     if ledger.terms is not None:
@@ -151,7 +150,7 @@ def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
 
 
 def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
-    """Record speeds from a site to its peers, in Mb/s. The next epoch uses them."""
+    """Record speeds from a site to its peers, in Mb/s, for the next epoch."""
     own = {**ledger.measured.get(site_id, {}), **found}
     if own == ledger.measured.get(site_id, {}):
         return ledger
@@ -161,7 +160,7 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
     """Return whether the exchange may start.
 
-    At least `quorum` live sites must have arrived, including a member if any member is live.
+    At least `quorum` live sites must have arrived, including a member if any is live.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
@@ -175,14 +174,13 @@ def may_have_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
 
 
 def is_complete(ledger: Ledger, live: Set[str]) -> bool:
-    """Return whether every live member has arrived."""
     return (ledger.ids & live) <= ledger.tokens.keys()
 
 
 def start(ledger: Ledger, live: Set[str]) -> Ledger:
     """Begin the exchange between the live sites that have arrived.
 
-    Live members that have not arrived become joining sites and keep their weight.
+    Other live members become joining sites and keep their weight.
     """
     if ledger.is_exchanging or not ledger.tokens.keys() & live:
         return ledger
@@ -204,7 +202,7 @@ def start(ledger: Ledger, live: Set[str]) -> Ledger:
 
 
 def acknowledge(ledger: Ledger, site_id: str, outer_round: OuterRound, digest: str) -> Ledger:
-    """Record that a member has finished the exchange. Ignore reports of an older epoch."""
+    """Record a member's finished exchange. Ignore reports of an older epoch."""
     if not _is_open(ledger, site_id, outer_round):
         return ledger
     return msgspec.structs.replace(ledger, digests=ledger.digests | {site_id: digest})
@@ -221,9 +219,9 @@ def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable
 def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int = 1) -> Ledger:
     """Commit or restart the exchange once every live member has reported.
 
-    `has_waited` ends the wait for members without a report. If no peer is lost and more than half
-    of the reports agree on a digest, commit it and remove all other members. Otherwise, restart the
-    round in a new epoch with the members that reported. Gather sites again below `quorum` members.
+    `has_waited` ends the wait for reports. If no peer is lost and more than half of the reports
+    agree on a digest, commit it and remove all other members. Otherwise, restart the round in a new
+    epoch with the members that reported. Gather sites again below `quorum` members.
     """
     if not ledger.is_exchanging:
         return ledger
@@ -271,7 +269,7 @@ def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
 
 
 def largest_connected(sites: Set[str], broken: Set[tuple[str, str]]) -> frozenset[str]:
-    """Return the largest subset without a broken pair. Among equal sizes, prefer low ids."""
+    """Return the largest subset without a broken pair, among equal sizes with low ids."""
     involved = sorted({each for pair in broken for each in pair})
     for num_dropped in range(len(involved) + 1):
         for dropped in combinations(reversed(involved), num_dropped):
@@ -301,7 +299,7 @@ def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
 
 
 def _with_better_paths(ledger: Ledger) -> Ledger:
-    """Forget speeds of unknown sites. Open a new epoch if the ring gets faster by factor GAIN."""
+    """Forget speeds of unknown sites. Open a new epoch if the ring gets GAIN times faster."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     kept = {a: {b: m for b, m in row.items() if b in known} for a, row in ledger.measured.items()}
     ledger = msgspec.structs.replace(
@@ -323,9 +321,9 @@ class ShardMap(msgspec.Struct):
     """Assign each site a shard of the data. `holders` maps site ids to shards.
 
     A site keeps its shard while it is a member. A new member gets the shard that its operator asked
-    for. If this shard is taken, or none was asked for, it gets the lowest free shard. `trained[k]`
-    counts the documents of shard k in rounds in which a site held it, even if the site was lost.
-    Hence no document is trained twice before its shard is exhausted.
+    for or, if this is taken or missing, the lowest free shard. `trained[k]` counts the documents of
+    shard k in rounds in which a site held it, even if the site was lost. Hence no document is
+    trained twice before its shard is exhausted.
     """
 
     trained: list[int]

@@ -5,8 +5,8 @@
 - A pair of sites has one connection per lane. A data frame takes any free connection.
 - `begin` waits until both ends of every connection are in the round. Before that and after `end`,
   lost connections are dialled again.
-- During a round, a lost or silent connection breaks the round. The first site that notices tells
-  all others, also on later connections. Idle connections carry a ping every PING_S.
+- During a round, a lost or silent connection breaks the round. The first site to notice tells all
+  others, also on later connections. Idle connections carry a ping every PING_S.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ CONNECT_S = 60.0  # time limit for connecting to all peers; scaled, like the nex
 PING_S = 2.0
 SILENCE_S = 15.0  # longest silence of a live peer
 RETRY_S = 0.2
-QUIET_S = 1.0  # pause between round and speed probe, because other sites may still exchange
-MAX_REFUSALS = 10  # refused dials before a peer counts as dead; a site listens before it joins
+QUIET_S = 1.0  # pause before the speed probe, as other sites may still exchange
+MAX_REFUSALS = 10  # refused dials of a dead peer; a site listens before it joins
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -46,7 +46,7 @@ class LinkPhase(Enum):
 
 
 class PeerLinks:
-    """This process's connections. `port` is the port of shard 0's listener."""
+    """`port`: the port of shard 0's listener."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class PeerLinks:
         host: str,
         port: int = 0,
         shard: int = 0,
-        num_lanes: int = 4,  # connections per peer, because TCP's window limits each
+        num_lanes: int = 4,  # connections per peer, as TCP's window limits each
     ) -> None:
         """Listen on `port` + `shard`, or on any free port if `port` is 0.
 
-        Do not listen if `host` is "". `shard` is this process's rank in the site. Raise
-        ElasticError if the port is taken.
+        Do not listen if `host` is "". `shard`: this process's rank in the site. Raise ElasticError
+        if the port is taken.
         """
         self.num_lanes, self.rank, self.epoch, self.round = num_lanes, -1, -1, -1
         self._run, self._shard = hashlib.sha256(run.encode()).digest()[:16], shard
@@ -247,7 +247,7 @@ class PeerLinks:
         return self._header(Kind.PING, lane)
 
     def admit(self, peer: PeerConnection, header: Header) -> bool:
-        """Return whether to keep the payload. Raise BadFrame if the header is wrong."""
+        """Return whether to keep the payload. Raise BadFrame for a wrong header."""
         with self._changed:
             mine = (self._run, self.epoch, peer.rank, self._shard)
             if (header.run, header.epoch, header.source, header.shard) != mine:
@@ -284,7 +284,7 @@ class PeerLinks:
                 self._inboxes[header.lane].put(frame)
 
     def lost(self, peer: PeerConnection, reason: str, is_bad: bool) -> None:
-        """Forget a closed connection and dial again. Break the round if it is running."""
+        """Forget a closed connection and dial again. Break a running round."""
         with self._changed:
             if self._peers.get((peer.rank, peer.lane)) is not peer:
                 return
@@ -300,8 +300,8 @@ class PeerLinks:
     def _dials(self, rank: int) -> bool:
         """Return whether this site dials `rank`.
 
-        Both sites of a relayed pair dial. Otherwise, the site without a listener dials. If both
-        sites listen, the lower rank dials.
+        Both sites of a relayed pair dial. Otherwise, the site without a listener dials, or the
+        lower rank if both listen.
         """
         assert self._members is not None
         members = self._members.members
@@ -360,7 +360,7 @@ class PeerLinks:
             self._adopt_early()
 
     def _adopt_early(self) -> None:
-        """Use accepted connections of this epoch, and close connections of older epochs."""
+        """Use accepted connections of this epoch, and close those of older epochs."""
         wanted = set(self._wanted()) if self._members else set()
         for key in [key for key in self._early if key[0] <= self.epoch]:
             epoch, rank, lane = key

@@ -29,12 +29,11 @@ class Membership(Protocol):
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
         """Wait for all live members, or for a quorum and then the grace window. Return the round.
 
-        Raise Behind if the round is over, and ElasticError if too few sites are live for a quorum
-        after `deadline_s`.
+        Raise Behind if the round is over, and ElasticError without a quorum after `deadline_s`.
         """
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
-        """Return whether the round is committed with `digest`. Retry the round if not."""
+        """Return whether the round is committed with `digest`. If not, retry the round."""
 
     def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
         """Report the lost ranks. Return the same round in a new epoch without dead sites."""
@@ -74,13 +73,13 @@ class EpochLog(Protocol):
 
 @dataclass(frozen=True)
 class RoundPace:
-    """Quorums and waits, from the fields of `trainer.elastic`."""
+    """Quorums and waits of `trainer.elastic`."""
 
     founders: int = 1  # fewest sites in the first round
-    quorum: int = 1  # fewest sites in a later round
+    quorum: int = 1  # fewest sites in later rounds
     grace_s: float = 600.0  # longest wait for stragglers after the quorum has arrived
     suspect_s: float = 4.0  # longest wait for the report of a member that a peer has lost
-    exchange_s: float = 600.0  # longest wait for the report of any other member
+    exchange_s: float = 600.0  # longest wait for any other member's report
 
 
 class LogMembership:
@@ -174,7 +173,7 @@ class LogMembership:
             self._log.release()
 
     def _arrive(self, view: LedgerView, number: int, tokens: int) -> Ledger:
-        """Return the ledger after this site's arrival. Settle or start an exchange if due."""
+        """Return the ledger after this site's arrival, and after a due settlement or start."""
         ledger = rules.measure(view.ledger, self._id, self.measured())
         ledger = rules.settle(ledger, view.live, quorum=self._pace.quorum)
         ledger = rules.arrive(ledger, self._id, number, tokens)
@@ -192,7 +191,6 @@ class LogMembership:
         return self._pace.quorum if view.ledger.committed else self._pace.founders
 
     def _settled(self, outer_round: OuterRound) -> Ledger:
-        """Wait until the exchange of `outer_round` is committed or restarted."""
         begin_s, accused_s = self._log.now_s(), None
         while True:
             now_s = self._log.now_s()

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) → next (θ, m)
 Fragment = tuple[slice, ...]
-BLOCK = 1 << 15  # values at a time, so that temporary arrays stay in the processor's cache
-DOTTED = 1 << 12  # values per BLAS call; longer calls start threads and become slower
+BLOCK = 1 << 15  # values at a time, so that temporary arrays stay in the cache
+DOTTED = 1 << 12  # values per BLAS call; longer calls start threads and slow down
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return θ_now as the next θ. It is passed in place of Δ, because θ_start − Δ would round."""
+    """Return θ_now, passed in place of Δ, as the next θ. θ_start − Δ would round."""
     return now, momentum
 
 
@@ -73,13 +73,13 @@ class OuterState:
         self._digests[fragment], self._next = self._next, ""
 
     def forget(self) -> None:
-        """Drop the kept digests. Call it after writing to the arrays."""
+        """Drop cached digests. Call this after writing to the arrays."""
         self._digests = [""] * len(self.fragments)
 
     def digest(self, step: Step, fragment: int = 0) -> str:
-        """Return the sha256 that θ and m will have after `step` of a fragment.
+        """Return the sha256 of θ and m after `step` of a fragment, without changing the arrays.
 
-        The arrays do not change. Digests of the other fragments are cached.
+        Digests of the other fragments are cached.
         """
         for other, known in enumerate(self._digests):
             if not known and other != fragment:
@@ -104,7 +104,6 @@ class OuterState:
 
 
 def blocks(part: slice) -> Iterator[slice]:
-    """Cut a slice into slices of at most BLOCK values."""
     for begin in range(part.start, part.stop, BLOCK):
         yield slice(begin, min(begin + BLOCK, part.stop))
 
@@ -121,7 +120,7 @@ def is_within(part: slice, within: Fragment | None) -> bool:
 def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
     """Return Σ wᵢΔᵢ / Σ wᵢ in float32, as a reference for exchanges.
 
-    Skip sites with weight 0. Return zeros if all weights are 0.
+    Skip weights of 0. Return zeros if all weights are 0.
     """
     total, mean = sum(weights), np.zeros_like(deltas[0])
     for delta, weight in zip(deltas, weights, strict=True):
@@ -131,6 +130,6 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product. Sum DOTTED products at a time in float32, the rest in float64."""
+    """Return the inner product, summed in float32 per DOTTED products, then in float64."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)

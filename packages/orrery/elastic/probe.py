@@ -1,7 +1,7 @@
 """Measure the speed to each peer once, between rounds, over the peer's first connection.
 
-The sender sends frames for PROBE_S. The receiver times only the second half, so that TCP's slow
-start and the sender's buffers do not count.
+The sender sends frames for PROBE_S. The receiver times only the second half, to leave out TCP's
+slow start and the sender's buffers.
 """
 
 import time
@@ -14,12 +14,12 @@ from orrery.elastic.connection import Bytes, Header, PeerConnection
 PROBE_S = 0.5
 PROBE_BYTES = 1 << 26  # most bytes sent to one peer
 FRAME = np.zeros(1 << 16, np.uint8)
-ANSWER_S = 5.0  # time limit of the answer; a slow link must empty its buffers first
+ANSWER_S = 5.0  # a slow link must empty its buffers before the answer
 FASTEST = 4000  # highest reported Mb/s; processors limit faster links
 
 
 class SpeedProbe:
-    """`found` has the measured speeds in Mb/s, by site id."""
+    """`found`: measured speeds in Mb/s by site id."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
@@ -28,7 +28,7 @@ class SpeedProbe:
     def measure(
         self, site_id: str, peer: PeerConnection, header: Header, goes_on: Callable[[], bool]
     ) -> None:
-        """Send frames to `peer`, and wait for its answer. Stop once `goes_on` returns False."""
+        """Send frames to `peer` while `goes_on()`, and wait for its answer."""
         end_s, left = time.monotonic() + PROBE_S, PROBE_BYTES // len(FRAME)
         while goes_on() and left and time.monotonic() < end_s:
             if peer.num_queued < 2:
@@ -44,7 +44,7 @@ class SpeedProbe:
             time.sleep(1e-2)
 
     def arrived(self, header: Header, payload: Bytes) -> int | None:
-        """Count a received frame. Return the speed in Mb/s if it is the last, otherwise None."""
+        """Count a received frame. Return the speed in Mb/s after the last, otherwise None."""
         now_s = time.monotonic()
         found = self._arrivals.setdefault(header.source, [])
         found.append((now_s, len(payload)))

@@ -1,8 +1,8 @@
 """Serve snapshots to peers, and fetch a snapshot from several peers at once.
 
-- Over HTTPS with mutual TLS, `/newest` returns the newest snapshot's header, and `/block/SHA256`
-  returns a block.
-- A block can come from any site that holds it. Inner optimizer state exists at one site only.
+- Over HTTPS with mutual TLS, `/newest` returns the newest snapshot's header, and `/block/SHA256` a
+  block.
+- Any site that holds a block can serve it. Inner optimizer state exists at one site only.
 - A client without a certificate occupies one thread for at most HANDSHAKE_S.
 """
 
@@ -110,14 +110,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body or b"")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Do not log requests."""
+        """Log nothing."""
 
 
 class PeerSource:
-    """The snapshots of a peer at ADDRESS:PORT, over one connection."""
+    """The snapshots of the peer at ADDRESS:PORT, over one connection."""
 
     def __init__(self, peer: str, certificates: Certificates) -> None:
-        self.name, self.num_bytes = peer, 0  # bytes of received blocks
+        self.name, self.num_bytes = peer, 0  # of received blocks
         address, _, port = peer.rpartition(":")
         self._connection = http.client.HTTPSConnection(
             address, int(port), timeout=SILENCE_S, context=certificates.client()
@@ -182,10 +182,10 @@ def fetch_state(
     certificates: Certificates,
     deadline_s: float,
 ) -> Path:
-    """Fetch the newest committed state from all peers into `folder`. Return the snapshot's folder.
+    """Fetch the newest committed state from all peers. Return the snapshot's folder.
 
-    `peers` returns the live sites' servers. `wanted` returns the number and digest of the log's
-    last round. Each try calls both, because rounds go on. Raise ElasticError after `deadline_s`.
+    Each try calls `peers` for the live sites' servers, and `wanted` for the number and digest of
+    the log's last round, because rounds go on. Raise ElasticError after `deadline_s`.
     """
     end_s, reason = time.monotonic() + deadline_s, "no peer is live"
     while True:

@@ -1,9 +1,9 @@
 """Choose the ring's order and the relays of pairs from measured speeds.
 
 - Speeds are Mb/s between ranks of an epoch; 0 is unmeasured. All sites read them from the log, so
-  their choices agree. A pair's speed is the lower speed of its two directions.
+  their choices agree. A pair's speed is the lower of its two directions.
 - A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
-  faster. A relay also carries its own frames, so a relayed path counts with half its speed.
+  faster. It counts with half its speed, as a relay also carries its own frames.
 - The ring's order maximises the speed of its slowest edge. Above MOST_EXACT sites, it is greedy.
 """
 
@@ -17,7 +17,7 @@ MOST_EXACT = 10  # most sites for the exact search
 
 @cache
 def relay(epoch: Epoch, a: int, b: int) -> int | None:
-    """Return the rank that relays between ranks a and b, or None for a direct connection."""
+    """Return the rank that relays between a and b, or None for a direct connection."""
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None

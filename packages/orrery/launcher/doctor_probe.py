@@ -1,7 +1,7 @@
 """Print facts about one node as JSON. `orrery doctor` runs this script once on each node.
 
-- This script needs only `python3` (3.6 or newer).
-- Every check has a time limit. At its own time limit, the script prints its results so far.
+- The script needs only Python 3.6.
+- Every check has a time limit. At the script's own limit, it prints its results so far.
 """
 
 import fcntl
@@ -83,7 +83,7 @@ def say(found):
 
 
 def ask(argv, within_s=20):
-    """Return [exit code, output]. The code of a missing or timed-out program is None."""
+    """Return [exit code, output]. The code is None for a missing or timed-out program."""
     try:
         done = subprocess.run(
             argv,
@@ -137,9 +137,6 @@ def free(path):
         return shutil.disk_usage(path).free if os.access(path, os.W_OK) else None
     except OSError:
         return None
-
-
-# Comparison with the other nodes
 
 
 def meet(found, options, rank, size):
@@ -196,7 +193,7 @@ def meet(found, options, rank, size):
 def take_turns(found, folder, rank, wait_s):
     """Set `found["lock"]` to the answer of `try_lock`. On rank 0, return the lock's descriptor.
 
-    Rank 0 takes the lock first and keeps it while the other ranks try to take it.
+    Rank 0 holds the lock while the other ranks try to take it.
     """
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))

@@ -1,9 +1,8 @@
 """Find the process that failed first, write the stage's last message, and restart engines.
 
 - If a process's error names another failing process, the message blames that process.
-- When a process of an engine ends, all processes of that engine restart, as a new incarnation.
-  There is no restart after a user's mistake (exit code 2), or after two incarnations in a row that
-  never served.
+- When an engine's process ends, all its processes restart as a new incarnation. There is no restart
+  after a user's mistake (exit code 2), or after two incarnations in a row that never served.
 - The old endpoint, health file and processes are removed before the restart.
 """
 
@@ -25,18 +24,15 @@ from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # longest wait in seconds until a process named by an error fails
-SETTLE_S = 0.3  # wait in seconds for further failures after the first failure
-EVIDENCE_S = 2.0  # wait in seconds until processes have written their stacks
-RECORDED_S = 10.0  # longest wait in seconds for flight recorder files
-SLURM_SAYS_S = 2.0  # longest wait in seconds for Slurm to report whether it ends the job
+BLAME_S = 5.0  # longest wait until a process named by an error fails
+SETTLE_S = 0.3  # wait for further failures after the first
+EVIDENCE_S = 2.0  # wait until processes have written their stacks
+RECORDED_S = 10.0  # longest wait for flight recorder files
+SLURM_SAYS_S = 2.0  # longest wait for Slurm to report whether it ends the job
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
-    """Return the processes of `names` that `error` mentions.
-
-    In `error`, `engine 0` means `inference.0`, and `router` means `router.0`.
-    """
+    """Return the processes of `names` that `error` mentions, also as `engine 0` or `router`."""
     words = set(re.findall(r"\b[a-z_]+\.\d+\b", error or ""))
     words |= {f"inference.{index}" for index in re.findall(r"\bengine (\d+)\b", error or "")}
     words |= {"router.0"} if re.search(r"\brouter\b", error or "") else set()
@@ -116,7 +112,7 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make all processes write their stacks and trainer ranks write torch's flight recorder.
+    """Make processes write their stacks, and trainer ranks torch's flight recorder.
 
     Return a message with the paths of these files.
     """
@@ -197,11 +193,11 @@ def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome 
     return None
 
 
-WINDOW_S = 24 * 3600.0  # period in seconds in which restarts are counted
+WINDOW_S = 24 * 3600.0  # period in which restarts are counted
 
 
 class Restarts:
-    """The restarts of engines. All engines together restart at most `most` times in WINDOW_S."""
+    """All engines together restart at most `most` times in WINDOW_S."""
 
     def __init__(self, most: int):
         self.most = most
@@ -216,7 +212,7 @@ class Restarts:
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
         """Count a restart of engine `name` and return None, or return why there is no restart.
 
-        The reason is "" if the manifest allows no restarts. `code` is the engine's exit code.
+        The reason is "" if the manifest allows no restarts. `code`: the engine's exit code.
         """
         while self._times_s and self._times_s[0] <= now_s - WINDOW_S:
             self._times_s.popleft()
@@ -278,7 +274,7 @@ class EngineRestarts:
         return True
 
     def _replace(self, process: Process | SlurmTask, has_served: bool) -> None:
-        """Restart all processes of the engine of the ended `process`."""
+        """Restart all processes of the engine of `process`."""
         stage, engine = self.stage, process.plan.whole
         members = [one for one in stage.processes if one.plan.whole == engine]
         why = sentence(stage, process).removeprefix(f"{stage.name}: ")

@@ -1,8 +1,9 @@
 """Fetch a model or a dataset by name, never code: `orrery fetch`.
 
 - A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`.
-- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. File names begin with the
-  split. `jsonnet/tasks/<name>_fetched.libsonnet` has the fields `source` and `held_out` for a spec.
+- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`, with file names that begin with
+  the split. `jsonnet/tasks/<name>_fetched.libsonnet` has the fields `source` and `held_out` for a
+  spec.
 """
 
 import json
@@ -57,7 +58,7 @@ LOST = (
 def fetch_model(word: str, workspace: Workspace, template: Path | None = None) -> list[str]:
     """Fetch the model `word` (OWNER/NAME[@REVISION]). Return lines for the user.
 
-    `template`: a Jinja file that replaces the model's chat template.
+    `template`: a Jinja file that replaces the chat template.
     """
     text = None if template is None else _template_text(template)
     source = hub.find("model", word, (*SETTINGS, WEIGHTS))
@@ -161,9 +162,9 @@ def _examine(
 
 
 def _ask(module: str, *words: str) -> dict[str, Any]:
-    """Run `python -m module` and return the JSON that the module prints.
+    """Run `python -m module` and return the JSON that it prints.
 
-    Raise OrreryError if the module fails, with the message that it prints.
+    If it fails, raise OrreryError with the message that it prints.
     """
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -186,8 +187,8 @@ def fetch_dataset(
 ) -> list[str]:
     """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines for the user.
 
-    `config`: the hub's config to fetch, such as `main` of openai/gsm8k. None: the only config.
-    `shard_word`: K/N, to fetch only the files of shard K. None: all files.
+    `config`: the hub's config, such as `main` of openai/gsm8k. None: the only config. `shard_word`:
+    K/N, to fetch only the files of shard K. None: all files.
     """
     shard = None if shard_word is None else parse_shard(shard_word)
     source = hub.find("dataset", word, (CARD,))
@@ -257,10 +258,7 @@ def _fill(
 def _download(
     source: HubRepository, by_path: dict[str, str], paths: Iterable[str], folder: Path
 ) -> None:
-    """Download the files of `paths` into `folder`.
-
-    `by_path` maps each path in `folder` to the file's name on the hub.
-    """
+    """Download `paths` into `folder`. `by_path`: name on the hub by path in `folder`."""
     placed = hub.download(source, [by_path[path] for path in paths], folder)
     for path in paths:
         placed[by_path[path]].rename(folder / path)

@@ -1,8 +1,7 @@
 """Download files of a Hugging Face repository at one commit, and verify each file.
 
 - `huggingface_hub` downloads, and checks only sizes. It reads `HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`
-  and `HF_HUB_OFFLINE`.
-- Downloads use HTTP. `HF_HUB_DISABLE_XET=0` selects the hub's protocol Xet (untested).
+  and `HF_HUB_OFFLINE`. `HF_HUB_DISABLE_XET=0` selects Xet instead of HTTP (untested).
 - This module checks digests: sha256 of large files, and git's sha1 of all other files.
 - `SHA256SUMS` in the finished folder lists repository, commit and digests, for `sha256sum -c`.
 """
@@ -28,7 +27,7 @@ from orrery.manifest.shards import SUMS, read_sums, sums_text
 constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
-WAITS_S = (1.0, 2.0, 4.0)  # waits in seconds before the retries of a request
+WAITS_S = (1.0, 2.0, 4.0)  # waits before the retries of a request
 LINKED_BYTES = 1 << 20  # least size of a hard-linked file. Users edit smaller files.
 Kind = Literal["model", "dataset"]
 
@@ -93,7 +92,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
-    """Return the files of a snapshot in the cache. A cached file's name is its digest."""
+    """Return the files of a snapshot in the cache, where a file's name is its digest."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)
@@ -102,10 +101,10 @@ def _cached(folder: Path) -> dict[str, HubFile]:
 
 
 def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Download files into `folder`. Return the path of each file by its name on the hub.
+    """Download files into `folder`. Return their paths by name on the hub.
 
-    Large files become hard links to the hub's cache if it is on the same disk. Raise OrreryError
-    if the hub refuses, the disk is too small, or a digest differs.
+    Large files become hard links to the hub's cache if it is on the same disk. Raise OrreryError if
+    the hub refuses, the disk is too small, or a digest differs.
     """
     names = sorted(names)
     _check_disk(source, names, folder)
@@ -256,7 +255,7 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
 def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
     """Yield a temporary folder, add the digests of its files, and rename it to `target`.
 
-    If the `with` block fails, remove the temporary folder instead.
+    After a failure, remove the temporary folder.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):

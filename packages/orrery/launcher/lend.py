@@ -1,7 +1,7 @@
 """Lend an engine of this machine to a run that trains elsewhere.
 
-The engine and its agent are roles in a temporary run directory, with the run's manifest and links
-to this site's weights. The directory is kept after a failure. The agent fetches newer weights.
+The engine and its agent run in a temporary run directory, which is kept after a failure. It has the
+run's manifest and links to this site's weights. The agent fetches newer weights.
 """
 
 import json
@@ -46,7 +46,7 @@ AGENT = ProcessPlan("orchestrator", 0, "orrery.orchestrator.guests.lend", 0, "it
 def lend(
     word: str, address: str, listen: str, name: str, certificates: Path, workspace: Workspace
 ) -> int:
-    """Lend an engine until the run is over, or until a signal. Return the exit code.
+    """Lend an engine until the run ends or a signal. Return the exit code.
 
     Raise OrreryError if the run refuses this site.
     """

@@ -1,6 +1,6 @@
 """Plan a run's stages on this site: as text, as files, and as the Snakefile's pipeline.
 
-In the text, a word in <> stands for a run folder, image or job that does not exist yet.
+In the text, <word> stands for a run folder, image or job that does not exist yet.
 """
 
 import os
@@ -152,7 +152,7 @@ def _srun_line(
 def write_plan(
     run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path
 ) -> list[Path]:
-    """Write the plan into the new folder `folder`. After an error, no folder is left."""
+    """Write the plan into the new folder `folder`. Leave no folder after an error."""
     if folder.exists() or folder.is_symlink():
         raise OrreryError(f"{folder}: exists already. Remove it, or name a new folder")
     described = [
@@ -193,9 +193,9 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The runs that are checked in.
+    """The checked-in runs.
 
-    - `folders`: run folders by target. A target is a run's name or a spec file's stem.
+    - `folders`: run folders by target, a run's name or a spec file's stem.
     - `manifests`: manifests by run folder.
     - `broken`: errors of spec files that do not render.
     - `stale`: errors by target, for manifests that are missing or differ from their specs.
@@ -275,7 +275,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
 def targets_of(argv: Sequence[str]) -> list[str]:
     """Return the targets in Snakemake's command line `argv`.
 
-    Snakemake sets the targets of its `workflow` only after it has parsed the Snakefile.
+    Snakemake sets `workflow`'s targets only after it has parsed the Snakefile.
     """
     from snakemake.cli import get_argument_parser
 

@@ -1,6 +1,6 @@
 """End a stage early: preemption, and `orrery stop`.
 
-The RL stage is preempted by SIGUSR1, or `warning_s` before the end of its Slurm job. The stage then
+SIGUSR1 preempts the RL stage, as does `warning_s` before the end of its Slurm job. The stage then
 writes a checkpoint and ends. If the checkpoint is new, the launcher asks Slurm to requeue the job.
 """
 
@@ -21,8 +21,8 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
-WIND_DOWN_S = 600.0  # longest wait in seconds for the checkpoint, without Slurm
-MARGIN_S = 60.0  # seconds to end the stage in a Slurm job
+WIND_DOWN_S = 600.0  # longest wait for the checkpoint, without Slurm
+MARGIN_S = 60.0  # time to end the stage in a Slurm job
 STOP_S = 30.0
 
 
@@ -53,7 +53,7 @@ class Preemption:
     def poll(self) -> Outcome | None:
         """Request a checkpoint when preemption is due. Return the outcome of a preempted stage.
 
-        Return None until the stage's processes have ended or their time is over.
+        Return None until the stage has ended or its time is over.
         """
         stage = self.stage
         if not stage.is_preempted:
@@ -95,7 +95,7 @@ class Preemption:
         stage.log("winding down")
 
     def _time_left_s(self) -> tuple[float, float]:
-        """Return (seconds to write the checkpoint, seconds to end the stage afterwards)."""
+        """Return the seconds to write the checkpoint and to end the stage afterwards."""
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale, math.inf
         ends_at_s = _job_ends_at_s(self.job)  # an operator may have changed the limit
@@ -131,7 +131,7 @@ def _job_ends_at_s(job: Job) -> float | None:
 def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False) -> str:
     """End the run and return its last message.
 
-    With `checkpoint`, ask the run to write a checkpoint and end, and return without waiting.
+    With `checkpoint`, ask the run to write one and end, and return at once.
     """
     name = run_dir.name
     holder = lock_holder(run_dir)

@@ -1,9 +1,9 @@
 """A local process of a stage, with its CPU cores, devices and environment.
 
-- The process has its own session, so Ctrl-C does not reach it, and its process group can be killed.
+- The process has its own session, so Ctrl-C does not reach it, and its group can be killed.
 - SIGTERM goes to the process alone, because an engine ends its own workers in order.
-- Each trainer or engine is pinned to neighbouring cores. If a stage has both, trainers get half of
-  the cores, and engines get the other half.
+- Trainers and engines are pinned to neighbouring cores. If a stage has both, each role gets half of
+  the cores.
 """
 
 import os
@@ -28,14 +28,14 @@ from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
-PROCESS = "ORRERY_PROCESS"  # environment variable: process and incarnation, such as `inference.0.2`
+PROCESS = "ORRERY_PROCESS"  # variable with process and incarnation, such as `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
-MAX_THREADS = 4  # most threads of a process. More do not speed up a model on CPUs.
+MAX_THREADS = 4  # More threads do not speed up a model on CPUs.
 LOOPBACK = "127.0.0.1,localhost"
 
 
 def require(word: str, *packages: str) -> None:
-    """Raise OrreryError if a package is not installed, as on a login node."""
+    """Raise OrreryError if a package is missing, as on a login node."""
     if lacks := [name for name in packages if find_spec(name) is None]:
         raise OrreryError(
             f"{word}: this Python lacks {', '.join(lacks)}. Type `make setup`, or run this command "
@@ -70,7 +70,7 @@ class Process:
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the fatal signal. None: still running."""
+        """Return the exit code, minus the fatal signal's number, or None while running."""
         return self._popen.poll()
 
     @property
@@ -100,7 +100,7 @@ class Process:
 
 
 def reap(group: int) -> bool:
-    """Reap the ended processes of a process group. Return whether others still run."""
+    """Reap a group's ended processes. Return whether others still run."""
     try:
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
@@ -243,7 +243,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
-        LAUNCHER_PID: "0",  # no parent to watch, because Slurm starts the process
+        LAUNCHER_PID: "0",  # no parent to watch, as Slurm starts the process
     }
 
 

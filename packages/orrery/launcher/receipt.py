@@ -1,10 +1,10 @@
 """`receipt.json`: the nodes, code, software, outputs and metrics of every stage.
 
-- The code is examined before the processes start. Software and images are examined while they run.
-- Attempts are numbered without gaps. If a launcher died, its attempt has the state `unrecorded`.
-- Before a stage starts, `verify` compares the files of earlier stages with the receipt. For weights
-  above WHOLE_BYTES, it compares only sizes and the index.
-- A receipt has no environment variables, no absolute paths, and no secrets such as TOKEN's value.
+- Code is examined before the processes start, software and images while they run.
+- Attempts are numbered without gaps. If a launcher died, its attempt's state is `unrecorded`.
+- Before a stage starts, `verify` compares earlier stages' files with the receipt. For weights above
+  WHOLE_BYTES, it compares only sizes and the index.
+- A receipt has no environment variables, absolute paths, or secrets such as TOKEN's value.
 """
 
 import hashlib
@@ -42,10 +42,10 @@ from orrery.runtime.run_directory import (
 )
 from orrery.runtime.timing import scaled
 
-WITHIN_S = 60.0  # time limit in seconds of git, an image's Python and nvidia-smi
+WITHIN_S = 60.0  # time limit of git, an image's Python and nvidia-smi
 READ_S = 600.0
-KEPT_BYTES = 2**20  # size above which the diff omits an untracked file
-WHOLE_BYTES = 64 * 2**30  # total size of weights above which only their sizes are compared
+KEPT_BYTES = 2**20  # the diff omits larger untracked files
+WHOLE_BYTES = 64 * 2**30  # of larger weights, only sizes are compared
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
 )
@@ -98,9 +98,9 @@ def record(
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
     - `code` and `software` are examined now if None.
-    - `images`: facts about the image of each role, from an `ImageReader`.
-    - `secrets`: further texts to strike out of the receipt, such as the token.
-    - `engine_restarts`: number of restarts, by process.
+    - `images`: facts about each role's image, from an `ImageReader`.
+    - `secrets`: further texts to strike out, such as the token.
+    - `engine_restarts`: number by process.
     - `endings`: "exit code 0" or a signal such as "SIGKILL", by process.
     - `job_script`: the result of `script_facts`, or None outside Slurm.
     """
@@ -189,7 +189,7 @@ def changes(
 def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
     """Return (commit, diffs of changed files), without the diffs of new files.
 
-    If the attempt's diff file is missing, the list ends with the path of the diff file.
+    If the attempt's diff file is missing, its path ends the list.
     """
     file = run_dir / (code.diff or "")
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
@@ -213,7 +213,7 @@ def code_changes(before: CodeState, after: CodeState) -> str:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt's entries by stage. Without a readable receipt, return {}."""
+    """Return the receipt's entries by stage, or {} without a readable receipt."""
     try:
         return read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
@@ -252,7 +252,7 @@ def _so_far(run_dir: Path) -> dict[str, Any]:
 
 
 def code_state(run_dir: Path, root: Path) -> CodeState:
-    """Return the state of the checkout `root`. Store its diff, if any, in the run's folder."""
+    """Return the state of the checkout. Store its diff, if any, in the run's folder."""
     unknown = "neither commit nor diff is known"
     if shutil.which("git") is None:
         return CodeState(None, None, note=f"no git on this machine: {unknown}")
@@ -285,7 +285,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     """Return (diff against HEAD, untracked files that the diff omits).
 
-    Untracked files are added to a copy of git's index. The user's index stays unchanged.
+    Untracked files are added to a copy of git's index, not to the user's index.
     """
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [
@@ -446,11 +446,11 @@ def verify(
 ) -> list[str]:
     """Verify the files that `stage` reads, and write their digests to `inputs.json`.
 
-    Return the earlier stages whose files the receipt does not list. Raise OrreryError for the first
-    file that differs. The message ends with `remedy(STAGE)`, where STAGE wrote the file.
-    Return early once `stop()` is true.
+    Return the earlier stages whose files the receipt does not list. For the first file that
+    differs, raise OrreryError that ends with `remedy(STAGE)`, where STAGE wrote the file. Return
+    early once `stop()` is true.
     """
-    expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote the file, digest)
+    expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
     told, unknown = recorded(run_dir), []
     for maker in stages_read(stage, stages):
         files = told.get(maker, {}).get("outputs")

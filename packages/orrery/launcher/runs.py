@@ -119,7 +119,7 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """Return the manifest in the run folder `path`, or None before the run has begun.
+    """Return the manifest in a run folder, or None before the run has begun.
 
     Raise OrreryError if the manifest was edited.
     """
@@ -145,7 +145,7 @@ def place_site(
     shard: int | None,
     rewinds: bool = False,
 ) -> None:
-    """Write this site's addresses, name and shard into the run's folder, outside the manifest."""
+    """Write this site's settings into the run's folder, outside the manifest."""
     run = find(word)
     if run.manifest.trainer.elastic is None and run.manifest.orchestrator.guests is None:
         raise OrreryError(
@@ -162,7 +162,7 @@ def place_site(
 
 
 def check_shard(word: str, shard: int) -> None:
-    """Raise OrreryError if the data is sharded by file and this machine lacks a file of `shard`."""
+    """Raise OrreryError if data is sharded by file and this machine lacks a file of `shard`."""
     workspace = find_workspace()
     sft = find(word, workspace).manifest.stages.sft
     if sft is None or sft.data.kind != "text" or sft.data.shard_by is None:
@@ -223,7 +223,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
 
 
 def _begin(run: Run) -> None:
-    """Create the run's folder and manifest. After an OSError, remove a folder created here."""
+    """Create the run's folder and manifest. After an OSError, remove a new folder."""
     is_new = not run.path.exists()
     try:
         begin(run.path)
@@ -257,7 +257,7 @@ def lock_of(manifest: Manifest) -> str:
 def resume_command(
     run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local"
 ) -> str:
-    """Return the command that resumes the run. `make demo` sets another by ORRERY_RESUME."""
+    """Return the command that resumes the run. ORRERY_RESUME overrides it, for `make demo`."""
     if given := os.environ.get("ORRERY_RESUME"):
         return given
     checked_in = (workspace or find_workspace()).manifest_path(run.manifest.name)
@@ -277,7 +277,7 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# Files that `adopt` does not copy. They describe the old run or are written again.
+# Files that `adopt` leaves out: they describe the old run or are written again.
 LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}")
 
 

@@ -1,7 +1,7 @@
 """Serve a run's weights, or a Hugging Face folder, by vLLM on this machine. Export checkpoints.
 
-The server is a role in a temporary run directory. The directory is kept after a failure.
-With Slurm, a small job exports, because a login node has no torch and little memory.
+The server runs in a temporary run directory, which is kept after a failure. With Slurm, a small job
+exports, because a login node has no torch and little memory.
 """
 
 import json
@@ -48,8 +48,8 @@ STAGE = "serve"
 MODULE = "orrery.inference.folder"
 CONFIG = "config.json"
 POLL_S = 0.1
-STOP_S = 10.0  # seconds between SIGTERM and SIGKILL
-MAX_EXAMPLE = 2000  # length limit of the example's messages, in characters
+STOP_S = 10.0  # between SIGTERM and SIGKILL
+MAX_EXAMPLE = 2000  # most characters of the example's messages
 CUDA = "CUDA_VISIBLE_DEVICES"
 
 
@@ -241,7 +241,7 @@ def _has_chat_template(folder: Path) -> bool:
     return config.is_file() and bool(read_object(config, "copy it again").get("chat_template"))
 
 
-# Torch leaves caches in /tmp, so the job removes the folder that is the container's /tmp.
+# Torch leaves caches in the container's /tmp, so the job removes that folder.
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
 CPUS, MEMORY_MB = 2, 16_000
 
@@ -286,7 +286,7 @@ def _in_image(
 
 
 def _check_arrived(code: int, to: Path | None) -> int:
-    # List the folder: a network file system may cache that a name is missing.
+    # A network file system may cache that a name is missing, so list the folder.
     if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
         raise OrreryError(
             f"--to {to}: the job wrote it on its node, but this node does not see it. "

@@ -1,6 +1,6 @@
-"""The site file: a TOML file with the settings of a cluster. They do not change a run's id.
+"""The site file (TOML): settings of a cluster, which do not change a run's id.
 
-ORRERY_SITE is its path. The default is `site.toml` in the checkout.
+Its path is ORRERY_SITE, or `site.toml` in the checkout.
 """
 
 import os
@@ -28,7 +28,7 @@ FILE = "site.toml"
 EXAMPLE = "docs/site.example.toml"
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", re.IGNORECASE)
 
-# sbatch options that `extra` may not set, because the manifest or other keys set them.
+# sbatch options that `extra` may not set, because the manifest or other keys do.
 RESERVED = set(
     """
     nodes N ntasks n ntasks-per-node gres gpus-per-node gpus G cpus-per-task c mem time t
@@ -51,7 +51,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # partition for jobs without GPUs. Empty: `partition`.
+    cpu_partition: NoWord = ""  # for jobs without GPUs. Empty: `partition`.
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
@@ -61,7 +61,7 @@ class Slurm(Record):
     poll_s: PositiveInt = 10
     extra: Annotated[tuple[str, ...], Field(strict=False)] = ()
     pre_run: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    template: str = ""  # path of a Jinja2 job script in the checkout. Empty: no template
+    template: str = ""  # path of a Jinja2 job script in the checkout, or empty
 
     @model_validator(mode="after")
     def pre_run_holds_no_secrets(self) -> "Slurm":
@@ -118,14 +118,14 @@ class Containers(Record):
 
 class Network(Record):
     interface: Word
-    gbit_per_s: PositiveFloat = 400.0  # bandwidth of a device to other nodes, for `orrery plan`
+    gbit_per_s: PositiveFloat = 400.0  # a device's bandwidth to other nodes, for `orrery plan`
 
 
 class Roles(Record):
     """Settings of all roles.
 
-    `deadline_scale` multiplies deadlines (`timing.scaled`). Complete checkpoints are copied to the
-    folder `checkpoint_target`, an fsspec URL.
+    `deadline_scale` multiplies deadlines (`timing.scaled`). `checkpoint_target`: folder for copies
+    of complete checkpoints, an fsspec URL.
     """
 
     deadline_scale: PositiveFloat = 1.0
@@ -206,7 +206,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # A misspelt key is also reported as a missing key, so report the misspelt key first.
+    # A misspelt key is also reported as missing, so report it first.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

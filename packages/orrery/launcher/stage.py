@@ -41,16 +41,16 @@ from orrery.runtime.run_directory import (
     weights_path,
 )
 
-KILLED_S = 10.0  # longest wait in seconds for the kernel to end a killed process
-# Exit codes after SIGTERM, sent by Slurm to all ranks of a step when one rank fails.
+KILLED_S = 10.0  # longest wait for the kernel to end a killed process
+# Exit codes after SIGTERM, which Slurm sends to a step's ranks when one fails.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to run. `num_devices` is None on CPUs. `allocation` is None for local processes.
+    """A stage to run. `num_devices` is None on CPUs, `allocation` for local processes.
 
-    `max_restarts` is the limit of engine restarts within a day.
+    `max_restarts`: most engine restarts within a day.
     """
 
     run_dir: Path
@@ -133,7 +133,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # Slurm kills the other ranks of a step some time after one rank has ended.
+        # Slurm kills a role's other ranks some time after one rank has ended.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -174,11 +174,8 @@ class RunningStage:
             log.write(f"{stamp} {self.name}, attempt {self.attempt}: {text}\n")
 
 
-# The end
-
-
 def end_all(stage: RunningStage, grace_s: float) -> str:
-    """Send SIGTERM to all processes. Send SIGKILL after `grace_s` or a second Ctrl-C.
+    """Send SIGTERM to all processes, and SIGKILL after `grace_s` or a second Ctrl-C.
 
     Return a message that names processes which survived SIGKILL, or "".
     """
@@ -209,8 +206,8 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
     """Kill descendants of roles that left their process groups.
 
-    They are descendants of the launcher, with the attempt's `start` in their environment. With
-    `incarnation`, kill only descendants of that incarnation.
+    They descend from the launcher, with `start` in their environment. With `incarnation`, kill only
+    descendants of that incarnation.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -253,10 +250,10 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
     """Save the checkpoints whose copies in shared memory have outlived their trainers or savers.
 
-    Wait for running savers first. Then copy the checkpoint to `target`, unless `target` is "".
+    Wait for running savers first. Then copy the checkpoint to `target`, if not "".
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
-    # Rank 0 waits for the files of the other ranks, so its folder comes last.
+    # Rank 0 waits for other ranks' files, so its folder comes last.
     if not (folders := sorted(map(str, found), reverse=True)):
         return
     log_path(run_dir, "trainer.0").parent.mkdir(exist_ok=True)

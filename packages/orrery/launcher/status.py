@@ -1,7 +1,7 @@
 """Two files in a run's folder: `status.json`, the state of the run, and the run's lock.
 
-A run's launcher holds the lock by flock, and the kernel releases the lock when the launcher ends.
-If `status.json` says `running` and no process holds the lock, the launcher was killed.
+The launcher holds the lock by flock, which the kernel releases when the launcher ends. If
+`status.json` says `running` and no process holds the lock, the launcher was killed.
 """
 
 import fcntl
@@ -22,12 +22,12 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # seconds to retry, as `lock_holder` takes the lock for a moment
+LOOKED_AT_S = 1.0  # time to retry, as `lock_holder` takes the lock for a moment
 
 
 @dataclass
 class RoleStatus:
-    """The state of one process. `pid` is 0 under Slurm. `exit` is None while the process runs."""
+    """A process's state. `pid` is 0 under Slurm. `exit` is None while it runs."""
 
     name: str
     node: str
@@ -133,7 +133,7 @@ def _locked(descriptor: int, kind: int) -> bool:
 
 
 def lock_holder(run_dir: Path) -> Holder | None:
-    """Return the lock's holder. None: the lock is free, or its file names no live launcher."""
+    """Return the lock's holder, or None if the lock is free or its file names no live launcher."""
     try:
         descriptor = os.open(_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):

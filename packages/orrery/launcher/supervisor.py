@@ -1,9 +1,9 @@
 """The supervisor of one stage, from its first process to its marker `DONE`.
 
 - The supervisor holds the run's lock, so two launchers never share a run directory.
-- If a process fails or a server ends early, the supervisor ends all processes within seconds. An
-  engine may be restarted instead (`failure.py`).
-- If the launcher is killed, the roles end by themselves. The next start removes the leftovers.
+- If a process fails or a server ends early, all processes are ended within seconds, or an engine is
+  restarted (`failure.py`).
+- If the launcher is killed, roles end by themselves. The next start removes the leftovers.
 - A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """
 
@@ -71,10 +71,10 @@ from orrery.runtime.run_directory import (
 from orrery.runtime.timing import Pace, duration
 
 POLL_S, LOOK_S = 0.1, 0.5
-HUNG_S = 5.0  # longest wait in seconds until a process ends that has reported its failure
+HUNG_S = 5.0  # longest wait until a process ends that has reported its failure
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
-SAVES_S = 3.0  # wait in seconds before the user is told that savers still run
-RESTART_LOCK_S = 90.0  # longest wait in seconds until a file system frees a dead node's lock
+SAVES_S = 3.0  # wait before the user is told that savers still run
+RESTART_LOCK_S = 90.0  # longest wait until a file system frees a dead node's lock
 
 
 def run_stage(job: Job) -> Outcome:
@@ -204,7 +204,7 @@ class Supervisor:
     def _finish_saves(self, outcome: Outcome) -> Outcome:
         """Wait for savers that have outlived their trainers, until the next Ctrl-C.
 
-        At the end of a Slurm job, stop waiting early enough to requeue the job.
+        In a Slurm job, stop early enough to requeue it.
         """
         stage, received = self.stage, len(self.stage.interrupts.received)
         limit_s = self.preemption.saved_by_s if outcome.requeue == "ask" else math.inf

@@ -34,7 +34,7 @@ def nearest(name: str, among: list[str]) -> str | None:
 
 
 def some_of(name: str, among: list[str]) -> str:
-    """Return a phrase with the number of names in `among` and the three closest to `name`."""
+    """Return a phrase with the number of names and the three closest to `name`."""
     like = difflib.get_close_matches(name, among, n=3, cutoff=0.0)
     return f"there are {len(among)}, such as {', '.join(like)} (`orrery check` lists them)"
 
@@ -96,7 +96,6 @@ def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
 
 
 def misspelt(path: str, given: list[str]) -> str | None:
-    """Return a sentence if a name in `given` looks like a misspelling of the field `path`."""
     *parents, name = path.split(".")
     siblings = _walk((*parents, name))[1]
     unknown = [each for each in given if each not in siblings]
@@ -107,7 +106,7 @@ def misspelt(path: str, given: list[str]) -> str | None:
 
 
 def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], Any]:
-    """Return the path of the field at pydantic's `loc`, the names of its siblings, and its type."""
+    """Return (path of the field at pydantic's `loc`, names of its siblings, its type)."""
     kind: Any = Manifest
     path = ""
     siblings: list[str] = []

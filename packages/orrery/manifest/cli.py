@@ -70,7 +70,7 @@ def manifest_of(run: str) -> Manifest:
 
 
 def named(run: str) -> Named:
-    """Return the manifest and the receipt of RUN. The path of a manifest gives no receipt."""
+    """Return the manifest and receipt of RUN. A manifest's path gives no receipt."""
     path = Path(run)
     if path.is_file() and _is_receipt(path):
         beside = path.with_name("manifest.json")
@@ -107,10 +107,10 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
-    """Run `orrery.tasks.check` on (name, manifest) pairs, and return the notes that it prints.
+    """Run `orrery.tasks.check` on (name, manifest) pairs. Return the notes that it prints.
 
     Raise OrreryError for the first task that cannot be built or does not fit. If one of
-    `TASK_PACKAGES` is missing, note that the init stage checks the tasks.
+    `TASK_PACKAGES` is missing, the init stage checks the tasks.
     """
     if not manifests:
         return []
@@ -332,7 +332,7 @@ def explain(
 
 
 def run_app(program: Callable[[], object]) -> int:
-    """Run a command line. Print an OrreryError as one line on stderr and return its exit code."""
+    """Run a command line. Print an OrreryError as one line, and return its exit code."""
     try:
         program()
     except OrreryError as error:

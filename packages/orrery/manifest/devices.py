@@ -4,7 +4,7 @@
   bytes per second to another device in one direction. `rates/` has measured rates.
 - Other devices get a name from their driver's data: `l40g_sm89_44gb` is an L40G of compute
   capability 8.9 with 44 GiB. Each rate is the lowest in `DEVICES` for this capability, or for the
-  next lower capability that has a row.
+  next lower one in `DEVICES`.
 - Devices without a file in `rates/` are assumed to reach an H200's share of their data sheet.
 """
 
@@ -126,7 +126,7 @@ def accelerator_of(name: str) -> str | None:
 
 
 def told_accelerator(name: str, capability: tuple[int, int], memory_bytes: int) -> str:
-    """Return a name such as "l40g_sm89_44gb" from the driver's data."""
+    """Return a name such as "l40g_sm89_44gb"."""
     major, minor = capability
     return f"{_short(name)}_sm{major}{minor}_{memory_bytes >> 30}gb"
 
@@ -140,7 +140,7 @@ def _short(name: str) -> str:
 def find_device(accelerator: str) -> Device | None:
     """Return the device for a key of `DEVICES` or a name from `told_accelerator`.
 
-    Return None for any other text, and for a device older than all rows.
+    Return None for other texts, and for devices older than all rows.
     """
     if accelerator in DEVICES:
         return DEVICES[accelerator]
@@ -180,12 +180,12 @@ def is_named(accelerator: str, name: str) -> bool:
 # Sizes of tiles that kernels and the memory plan share
 
 SPARSE_PAIRS = 2**22  # (query, chosen key) pairs per chunk of sparse attention's backward pass
-AUTO_SHARE = 16  # logits of an "auto" chunk of the LM head take 1/16 of device memory
-ALIGNMENT = 128  # slice sizes are multiples of 128, the tile size of matrix products
+AUTO_SHARE = 16  # an "auto" chunk's logits take 1/16 of device memory
+ALIGNMENT = 128  # slice sizes are multiples of this tile size of matrix products
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
-    """Return the tokens that the LM head scores at a time if `lm_head_chunk_tokens` is "auto"."""
+    """Return the tokens of an "auto" chunk of the LM head."""
     tokens = device_bytes // (AUTO_SHARE * 6 * vocab_size)
     return max(ALIGNMENT, tokens // ALIGNMENT * ALIGNMENT)
 
@@ -193,7 +193,7 @@ def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
 def blocks(length: int, longest: int) -> list[slice]:
     """Divide range(length) into the fewest slices of at most `longest` elements.
 
-    The size of all slices except the last is a multiple of 128, if `longest` permits.
+    All sizes except the last are multiples of 128 if `longest` permits.
     """
     longest = max(1, longest)
     size = -(-length // max(1, -(-length // longest)))
@@ -203,22 +203,22 @@ def blocks(length: int, longest: int) -> list[slice]:
 
 
 FOLDER = Path(__file__).with_name("rates")
-MEASURED_ON = "h200"  # its measured rates are scaled for devices without measured rates
+MEASURED_ON = "h200"  # whose measured rates are scaled for devices without them
 USABLE = 0.99  # share of memory that a process can allocate. Data sheets write GB for GiB.
 PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5 in one direction
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device: operations per second, and bytes per second.
+    """Rates of a device: operations per second, and bytes per second in one direction.
 
     - `dense_flops`: matrix products in bfloat16.
     - `grouped_flops`: products of routed experts in bfloat16.
     - `attention_flops`: rate that attention approaches in long documents.
-    - `attention_half_tokens`: document length at which attention reaches half of this rate.
-    - `link_bytes`: copies to another device of the same node, in one direction.
-    - `host_link_bytes`: copies to pinned host memory, in one direction.
-    - `collective_bytes`: all-gathers and reduce-scatters while the device computes.
+    - `attention_half_tokens`: document length at half of this rate.
+    - `link_bytes`: copies to another device of the node.
+    - `host_link_bytes`: copies to pinned host memory.
+    - `collective_bytes`: all-gathers and reduce-scatters during computation.
     """
 
     source: str

@@ -1,8 +1,8 @@
 """Explain which file and which axis gave a field its value.
 
-- An axis sets a field if the axis, evaluated alone, contains this field. Run files override axes.
-- `lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if the
-  field's value changes without the axis.
+- An axis sets the fields that it contains when evaluated alone. Run files override axes.
+- `lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if the value
+  changes without the axis.
 """
 
 import json

@@ -56,8 +56,6 @@ class ProcessPlan:
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes `first_node` .. `first_node + num_nodes - 1` of a stage."""
-
     name: str
     first_node: int
     num_nodes: int
@@ -171,7 +169,6 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 
 
 def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
-    """Yield the processes of all engines."""
     hardware = manifest.hardware
     device, num_headless = 0, 0
     for engine in range(manifest.inference.num_replicas):

@@ -25,7 +25,6 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def publish_file(temporary: Path, path: Path) -> None:
-    """Rename `temporary` to `path` in the same folder, durably."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
@@ -56,7 +55,6 @@ def sync_folders(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, durably."""
     if folder.is_dir():
         return
     make_folder(folder.parent)

@@ -159,8 +159,6 @@ def _of_all_files(
 
 
 def file_of(workspace: Workspace, name: str) -> Path | None:
-    """Return the file that defines run `name`, or None. Ignore files that cannot be evaluated."""
-
     def of_file(path: Path) -> dict[str, Path]:
         with suppress(OrreryError):
             return {name: path} if name in _names(workspace, path) else {}

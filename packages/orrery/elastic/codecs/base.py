@@ -1,10 +1,10 @@
 """The contract of codecs: float32 values to bytes and back.
 
 - `wire_bytes(n)` depends only on n. Blocks are independent. The last block may be shorter.
-- Values are finite, and magnitudes are at most 2^100. A lossy codec decodes a block to zeros if its
+- Values are finite, with magnitudes up to 2^100. A lossy codec decodes a block to zeros if its
   largest magnitude, absmax, is below 2^-100.
-- Equal values give equal bytes on every machine, with or without native code: each float32
-  operation rounds once, and only integers are summed.
+- Equal values give equal bytes everywhere, with or without native code: each float32 operation
+  rounds once, and only integers are summed.
 """
 
 import os
@@ -33,7 +33,7 @@ class Codec(ABC):
     block: ClassVar[int]
 
     def __init__(self, num_threads: int = 1, native: Library | bool | None = True) -> None:
-        """Use native code if it can be built. Use numpy if `native` is False or None."""
+        """Use native code if it can be built, or numpy if `native` is False or None."""
         found = library() if native is True else native or None
         self._native = (found.encoder(self.kind), found.decoder(self.kind)) if found else None
         self._encode_sum = found.sum_encoder(self.kind) if found else None
@@ -49,7 +49,7 @@ class Codec(ABC):
     def _values(self, wire: Bytes, n: int) -> Floats: ...
 
     def encode(self, x: Floats, out: Bytes | None = None) -> Bytes:
-        """Return the bytes of x, f32[n]. Write them to `out` if it is given.
+        """Return the bytes of x, f32[n], in `out` if given.
 
         Raise ElasticError for NaN, infinity and magnitudes over 2^100.
         """
@@ -69,7 +69,7 @@ class Codec(ABC):
         return wire
 
     def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
-        """Encode the sum of `share` · x and the decoded `added` into `out`. Return `out`.
+        """Return `out`, with the encoded sum of `share` · x and the decoded `added`.
 
         The result equals separate calls of multiply, `decode_add` and `encode`, bit for bit. If
         `share` is 0, the product is 0 even for NaN.
@@ -159,7 +159,7 @@ def blocks_of(x: Floats, block: int) -> Floats:
 
 
 def scales_of(rows: Floats, steps: int) -> tuple[Floats, Floats]:
-    """Return each row's scale, absmax / steps, and its inverse. Both are 0 if absmax < SMALLEST."""
+    """Return each row's scale, absmax / steps, and its inverse, or zeros if absmax < SMALLEST."""
     absmax = np.abs(rows).max(axis=1)
     absmax[absmax < SMALLEST] = 0
     some = np.where(absmax > 0, absmax, np.float32(1))

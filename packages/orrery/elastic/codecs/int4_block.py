@@ -1,7 +1,7 @@
 """int4_block: 4-bit integers with one scale, absmax / 7, per 256 values. 0.516 bytes a value.
 
-Layout: float32 scales, then ⌈m/2⌉ bytes for a block of m values. The low half of byte i holds
-integer i plus 8. Its high half holds integer i + ⌈m/2⌉ plus 8.
+Layout: float32 scales, then ⌈m/2⌉ bytes per block of m values. Byte i holds integer i plus 8 in its
+low half, and integer i + ⌈m/2⌉ plus 8 in its high half.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """The Slurm job of a stage: its components, its `sbatch` command, and its `srun` steps.
 
-- Each node group is a component. Several components form a heterogeneous job. A component that uses
-  only some GPUs of a node gets the same fraction of the node's CPU cores and memory.
+- Each node group is a component. Several components form a heterogeneous job. A component with only
+  some GPUs of a node gets the same fraction of its CPU cores and memory.
 - Each engine has one step on its first node, and a second step on its further nodes. In a node
   group, each other role has one step.
 - A failed task ends its step (`--kill-on-bad-exit`). A finished task does not (`--wait`), because
@@ -32,7 +32,7 @@ from orrery.manifest.schema import Hardware
 from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
-IN_JOB = "ORRERY_SLURM"  # environment variable set only inside Orrery's jobs
+IN_JOB = "ORRERY_SLURM"  # variable that is set only inside Orrery's jobs
 MEMORY_MB = 6000  # least MB of memory to request per node
 LAUNCHER_CPUS = 2  # least cores per node, for launcher, orchestrator and router
 
@@ -99,7 +99,7 @@ def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
 def batch_job(
     run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path
 ) -> tuple[list[str], str | None]:
-    """Return (sbatch command, stdin). `stdin` is the script of the site's template, or None."""
+    """Return (sbatch command, stdin). `stdin`: the template's script, or None."""
     path = shlex.quote(str(Path(sys.executable).parent))
     modules = site.containers.modules if site.containers else ()
     load = f"module load {shlex.join(modules)} && " if modules else ""
@@ -124,8 +124,8 @@ def batch_job(
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
     """Return the job script that the Jinja2 template at `path` renders from `fields`.
 
-    Further fields: `sbatch` (`#SBATCH` lines) and `components` (a dict of options per component).
-    Raise OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
+    Further fields: `sbatch` (`#SBATCH` lines), `components` (a dict of options each). Raise
+    OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
     """
     import jinja2
 
@@ -165,19 +165,16 @@ def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
     return found
 
 
-# Steps
-
-
 LOOK_S = 0.2
-CTRL_C_S = 0.2  # seconds between two SIGINTs. Two within a second make srun kill the step.
+CTRL_C_S = 0.2  # between two SIGINTs. Two within a second make srun kill the step.
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """The processes of an engine's first node, of its further nodes, or of a role in a node group.
 
-    Each node of a step runs the same number of processes. `devices` is the range of devices that
-    each task sees on its node: (first device, number of devices).
+    Each node runs the same number of processes. `devices`: (first device, number) of each task on
+    its node.
     """
 
     component: int
@@ -200,9 +197,9 @@ class StepPlan:
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
     """Return the stage's steps in the plan's order, servers first.
 
-    Slurm gives overlapping steps the same devices. So each step gets all devices of the job on a
-    node, and `task.sh` selects among them. An engine's task sees the engine's devices. For CUDA
-    IPC, a trainer's task sees the devices of all trainer tasks on the node.
+    Slurm gives overlapping steps the same devices, so each step gets all devices of the job on a
+    node, and `task.sh` selects among them. Engine tasks see the engine's devices. For CUDA IPC,
+    trainer tasks see the devices of all trainer tasks on the node.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -250,7 +247,7 @@ def step_options(
 ) -> list[str]:  # fmt: skip
     """Return srun's options for a step that shares nodes with other steps.
 
-    `component` is None outside a heterogeneous job. `stdin` "all" copies stdin to every task.
+    `component`: None outside a heterogeneous job. `stdin` "all": copy stdin to every task.
     """
     return [
         *("srun", *([f"--het-group={component}"] if component is not None else [])),
@@ -299,7 +296,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Start the step again, with all its tasks, and return the new step."""
+        """Start the step again, with all tasks, and return the new step."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
@@ -358,7 +355,7 @@ class SlurmTask:
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the fatal signal. None: still running."""
+        """Return the exit code, minus the fatal signal's number, or None while running."""
         ended, code = self.step.endings(), self.step.poll()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL
@@ -383,7 +380,7 @@ class SlurmTask:
         self.step.kill()
 
     def abandon(self) -> None:
-        """Stop watching the task. Slurm ends the task with the job."""
+        """Stop watching the task, which Slurm ends with the job."""
         self.step.abandon()
 
     def last_output(self) -> str:
@@ -406,7 +403,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 + signal number. 143 may be a role's own exit code.
+        # Apptainer exits with 128 + signal number. 143 may be a role's own code.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

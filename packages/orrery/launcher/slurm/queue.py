@@ -1,7 +1,7 @@
 """Slurm's queue: a user's jobs and their states.
 
 - `squeue` gives states. `sacct` gives lost nodes, and jobs that `squeue` no longer lists.
-- A job's name contains a hash of the run folder's path, so jobs of two checkouts differ in name.
+- Job names contain a hash of the run folder's path, so they differ between checkouts.
 """
 
 import os
@@ -73,7 +73,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without Slurm's variables. `inside`: keep variables that identify the job."""
+    """Return `env` without Slurm's variables. `inside`: keep those that identify the job."""
 
     def is_kept(name: str) -> bool:
         if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):
@@ -84,7 +84,7 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str, script: str | None = None) -> str:
-    """Run a Slurm command with stdin `script`. Return its stdout. Raise OrreryError if it fails."""
+    """Run a Slurm command with stdin `script` and return its stdout, or raise OrreryError."""
     program = command[0]
     try:
         done = subprocess.run(
@@ -194,8 +194,7 @@ def hostnames(listed: str) -> list[str]:
 def cancel(ids: Sequence[str]) -> None:
     """Send SIGTERM to the launchers of running jobs, wait for their end, then cancel all jobs.
 
-    A launcher removes the scratch folders on all nodes by a Slurm step. Slurm starts no step in a
-    cancelled job.
+    A launcher needs a Slurm step to remove scratch folders, and a cancelled job starts no step.
     """
     if not ids:
         return
@@ -238,7 +237,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Return the seconds of `1-02:03:04`, `2:03:04` or `03:04`. Return None for other texts."""
+    """Return the seconds of `1-02:03:04`, `2:03:04` or `03:04`, or None for other texts."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None

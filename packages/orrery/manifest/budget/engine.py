@@ -177,7 +177,6 @@ def _read_bytes(model: Model, inference: Inference, context: float) -> float:
 
 
 def prefill_s(model: Model, inference: Inference, prompt: float, rates: Rates) -> float:
-    """Return the seconds in which a data-parallel rank prefills `prompt` tokens."""
     heads = 2 * model.num_heads * 2 * model.head_dim * model.num_layers
     top_k = prompt
     if model.mla is not None and model.mla.indexer is not None:

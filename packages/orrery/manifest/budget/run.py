@@ -125,7 +125,6 @@ def plan_run(
 
 
 def trainer_plan(manifest: Manifest, counted: ParameterCounts) -> MemoryPlan:
-    """Return a trainer rank's memory plan in stage rl."""
     trainer, load = stage_workload(manifest, "rl")
     capacity = usable_bytes(manifest.hardware.accelerator) or 0  # a CPU has no device memory
     return plan_memory(manifest.model, trainer, load, capacity, counted)
@@ -206,7 +205,6 @@ class RunPlan:
 
     @cached_property
     def work(self) -> tuple[int, list[int]]:
-        """Return a step's number of micro-batches, and the tokens of each rollout of a cp group."""
         mesh, orchestrator = self.trainer.mesh, self.manifest.orchestrator
         per_group = -(-orchestrator.rollouts_per_batch // mesh.num_data_ranks)
         room = max(1, int(self.trainer.memory.max_tokens_per_micro_batch // self.tokens))

@@ -89,7 +89,6 @@ def _with_trainer(run: Manifest, changes: Changes) -> Manifest:
 
 
 def engine_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest engine layouts, each with the largest cache that fits."""
     room = _room(run)
     if run.hardware.shared_devices:
         room -= RunPlan(run, tokens).roles()[0].total_bytes
@@ -198,7 +197,6 @@ def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
 
 
 def _changed(run: Manifest, changes: Changes) -> Manifest | None:
-    """Return the run with `changes`, or None if a constraint or `check_built` forbids them."""
     try:
         changed = with_values(run, changes)
         check_built(changed)

@@ -47,8 +47,8 @@ class Elastic(Record):
       the first round.
     - An exchange starts when all live members have arrived, or `grace_s` after `quorum` sites
       (including a member) have arrived. A site that arrives later adds its Δ to the next round.
-    - `heartbeat_s`: a site renews its lease twice in this time.
-    - `dead_after_s`: a site without a heartbeat for this time is dead.
+    - `heartbeat_s`: time in which a site renews its lease twice.
+    - `dead_after_s`: time without a heartbeat after which a site is dead.
     - `voters`: at most this many sites keep the log of rounds.
     - `fragments` F: layer i belongs to fragment i mod F. After every `inner_steps` / F steps the
       sites exchange one fragment, in turn (Streaming DiLoCo, arXiv 2501.18512).

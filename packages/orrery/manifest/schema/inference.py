@@ -27,8 +27,8 @@ class VllmRouter(Record):
     """`vllm-router` spreads requests over the replicas.
 
     "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine, chosen by
-    the rollout's name. "cache_aware" chooses the engine by the prefix that the turns share. Only
-    "cache_aware" uses the thresholds.
+    the rollout's name. "cache_aware" chooses by the turns' shared prefix. Only it uses the
+    thresholds.
     """
 
     kind: Literal["vllm_router"]
@@ -103,8 +103,7 @@ class EngineShape(Record):
 
     - A replica has `data_parallel` · `tensor_parallel` devices, divided evenly among
       `nodes_per_replica` nodes.
-    - `expert_parallel`: each device holds whole experts. Otherwise each expert is sharded over the
-      devices.
+    - `expert_parallel`: devices hold whole experts instead of slices of each expert.
     - `all2all_backend`: vLLM's backend for exchanging tokens between data-parallel ranks.
     - `dual_batch_overlap`: exchange one half of a batch while the other half computes.
     - `environment`: environment variables of the engine. Orrery's own values take precedence.
@@ -171,7 +170,6 @@ class Inference(EngineShape):
 
 
 def token_bytes(model: Model, inference: Inference) -> int:
-    """Return the KV cache bytes of a token on one device."""
     if (mla := model.mla) is None:  # keys and values of this device's heads
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
     else:  # latent vector, rotary part and indexer key

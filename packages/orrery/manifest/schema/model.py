@@ -124,8 +124,8 @@ class Llama3RopeScaling(Record):
 class YarnRopeScaling(Record):
     """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn"): scaling of low frequencies.
 
-    - Frequencies with more than `fast_turns` turns in the original context are unchanged.
-      Frequencies with fewer than `slow_turns` turns are divided by `factor`.
+    - Frequencies with more than `fast_turns` turns in the original context are unchanged. Those
+      with fewer than `slow_turns` are divided by `factor`.
     - Let s(x) = 0.1 · x · log(factor) + 1. Attention scores are multiplied by s(score_scale)².
       Cosines and sines are multiplied by s(angle_scale) / s(score_scale).
     """
@@ -145,8 +145,8 @@ RopeScaling = Annotated[Llama3RopeScaling | YarnRopeScaling, Field(discriminator
 class Indexer(Record):
     """DeepSeek sparse attention: a query attends to the `top_k` tokens with the best scores.
 
-    `types`: one value per layer. A "full" layer has an indexer. A "shared" layer attends to the
-    tokens that the layer before it attends to (GLM-5.1). Null: each layer has an indexer.
+    `types` by layer: "full" layers have an indexer, "shared" layers attend to the tokens of the
+    layer before (GLM-5.1). Null: all layers are "full".
     """
 
     num_heads: PositiveInt
@@ -185,13 +185,12 @@ Family = Literal[
 class Model(Record):
     """The architecture.
 
-    - `head_dim`: width of queries and keys. Rotary embeddings rotate the share `rotary_fraction` of
-      this width.
+    - `head_dim`: width of queries and keys, of which the share `rotary_fraction` is rotated.
     - `family` "glm5": GLM-5 (transformers' `glm_moe_dsa`). "glm4_moe": GLM-4.5. "kimi_k2":
       DeepSeek-V3's network without groups of experts. "hugging_face": any causal language model of
       transformers, with its `config.json` as `hf_config`.
-    - `num_mtp_layers`: number of layers for multi-token prediction, stored after the last layer.
-      Exports copy these layers from `init`, untrained. Engines can draft tokens with them.
+    - `num_mtp_layers`: layers for multi-token prediction, stored after the last layer. Exports copy
+      these layers from `init`, untrained. Engines can draft tokens with them.
     - `fp8`: layers that trainer and engines compute in block-scaled FP8. Shared experts count as
       "feed_forward". Routers, LM head, embedding and norms are never in FP8.
     """

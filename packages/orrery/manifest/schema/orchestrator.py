@@ -224,8 +224,6 @@ class Validation(Record):
 
 
 class Sft(Record):
-    """Supervised fine-tuning on messages whose role is in `trained_roles`."""
-
     num_steps: Steps
     examples_per_batch: PositiveInt
     optimizer: Optimizer
@@ -251,8 +249,6 @@ class Evaluate(Record):
 
 
 class Stages(Record):
-    """The pipeline init → sft → rl → evaluate → report. `sft` may be null."""
-
     sft: Sft | None
     rl: Rl
     evaluate: Evaluate

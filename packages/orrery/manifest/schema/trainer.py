@@ -21,15 +21,13 @@ from orrery.manifest.schema.model import (
 class Mesh(Record):
     """The trainer's device mesh of dp_replicate · dp_shard · cp ranks. `ep` divides dp_shard · cp.
 
-    - Weights are sharded over dp_shard · cp ranks. The ranks of one cp group train the same
-      documents together.
+    - Weights are sharded over dp_shard · cp ranks. A cp group's ranks share its documents.
     - `cp_style` "ulysses": an all-to-all exchanges tokens for heads. "ring": keys and values pass
       around a ring, with tokens in zig-zag order. "dsa": ranks gather the keys of latent attention
       (`model.mla`), also with tokens in zig-zag order.
     - `ep_backend` "torch": an all-to-all of torch.distributed. "deepep": the library DeepEP.
     - `deepep_num_sms`: streaming multiprocessors that DeepEP occupies. Null: DeepEP's default.
-    - `deepep_token_chunk_size`: limit on a rank's tokens that DeepEP moves at a time, to save
-      memory. Null: all tokens.
+    - `deepep_token_chunk_size`: most tokens of a rank that DeepEP moves at a time. Null: all.
     """
 
     dp_replicate: Count
@@ -60,11 +58,10 @@ class Mesh(Record):
 class Fsdp(Record):
     """The options of FSDP2.
 
-    - `reshard_after_forward`: free gathered weights after the forward pass, and gather them again
-      for the backward pass.
-    - `reduce_gradients` "step": reduce whole gradients once a step. "micro_batch": reduce and shard
-      gradients after each micro-batch.
-    - `cpu_offload`: keep weights, gradients and optimizer state on the host, and run the optimizer
+    - `reshard_after_forward`: free gathered weights between the forward and backward passes.
+    - `reduce_gradients` "step": reduce whole gradients once a step. "micro_batch": reduce gradients
+      into shards after each micro-batch.
+    - `cpu_offload`: keep weights, gradients and optimizer state on the host. The optimizer runs
       there.
     """
 
@@ -220,13 +217,13 @@ class ModuleCheckpointing(Record):
 
 
 class Memory(Record):
-    """Options that save the trainer's device memory, but cost computation or host memory.
+    """Options that save device memory, but cost computation or host memory.
 
     - `activation_checkpointing_every` n: recompute only in blocks 0, n, 2·n, …
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
     - `activation_offload_max_in_flight`: limit on blocks that are copied at a time.
     - `optimizer_offload`: keep optimizer state in pinned host memory. Copies overlap with
-      computation and use device memory that activations leave free.
+      computation and use free device memory.
     - `optimizer_offload_resident`: share of the optimizer state that stays on the device.
     - `lm_head_chunk_tokens`: tokens whose logits are in memory at a time. "auto" depends on
       vocabulary and device.
@@ -292,10 +289,10 @@ class Trainer(Record):
 
     - `attention`: preferred kernel. "auto": the fastest kernel for device and layout.
     - `indexer` "train": indexers of sparse attention learn to predict the attention of their layers
-      (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
-    - `indexer_choice` "own": the trainer's indexers choose the keys. "replay": batches contain the
-      keys that engines chose, and the trainer attends to these keys. "compare": batches contain
-      these keys too, and the trainer counts where its own indexers choose other keys.
+      (`kernels/sparse_index_loss.py`). "frozen": they keep their initial weights.
+    - `indexer_choice` "own": the trainer's indexers choose the keys. "replay": the trainer attends
+      to the keys that engines chose, which batches contain. "compare": batches contain these keys,
+      and the trainer counts where its own choice differs.
     - `expert_bias_rate`: after each step, routers' biases move by this value towards an equal load
       of all experts (`trainer/expert_load.py`). Null: biases are frozen.
     - `elastic`: several sites train one model. Null: one site trains it.
