@@ -7,8 +7,8 @@ T tokens · K experts a token · M = T·K routed rows · E experts · D hidden �
     act_MI = swiglu_rows(grouped_matmul(x_MD, gate_up_E2ID, rows.ends_E), score_M)
     out_TD = combine_rows(grouped_matmul(act_MI, down_EDI, rows.ends_E), rows)
 
-Backends: `aten` for Inductor to fuse, or `triton` on a GPU. There are no host syncs or atomics.
-Sums are in float32 in a fixed order, and rounded once.
+Backends: `aten` for Inductor to fuse, or `triton` on a GPU. No host syncs or atomics. Sums are in
+float32 in a fixed order, rounded once.
 """
 
 import os
@@ -28,19 +28,19 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class RowOrder(NamedTuple):
-    """Slot t·K + k is the k-th choice of token t. A row is a position in the order of experts."""
+    """Slot t·K + k is the k-th choice of token t. Rows are in the order of experts."""
 
     row_M: Tensor  # i64: each row's slot, 0 in padding
     place_TK: Tensor  # i64: each slot's row, the inverse of row_M
     ends_E: Tensor  # i32: the end of each expert's rows, rising
-    counts_E: Tensor  # i32: the number of each expert's slots
+    counts_E: Tensor  # i32: each expert's number of slots
 
 
 def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:
     """Sort slots by expert, stably. `expert_TK` holds integers in [0, num_experts].
 
-    Slots with the integer `num_experts` have no expert. Their rows come last, from `ends_E[-1]` on.
-    Each expert's rows begin at a multiple of `block`, after padding.
+    Slots with `num_experts` have no expert. Their rows come last, from `ends_E[-1]` on. Padding
+    makes each expert's rows begin at a multiple of `block`.
     """
     # Narrow keys, because a radix sort passes once over each byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
@@ -64,7 +64,7 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOr
 
 
 def gather_rows(x_TD: Tensor, order: RowOrder, backend: Backend | None = None) -> Tensor:
-    """Return x_MD: each row's token. A token's gradient is the sum over its K rows."""
+    """Return x_MD, each row's token, whose gradient is the sum over its K rows."""
     return _Gather.apply(x_TD, order.row_M, order.place_TK, backend or _choose_backend(x_TD))
 
 
@@ -102,7 +102,7 @@ def sum_rows(y_MD: Tensor, place_TK: Tensor, backend: Backend | None = None) -> 
 def swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate_up and score from `grad_MI`, the result's gradient."""
+    """Return the gradients of gate_up and score. `grad_MI`: the result's gradient."""
     tensors = (grad_MI, gate_up_M2I, score_M)
     if (backend or _choose_backend(gate_up_M2I)) == "triton":
         return _swiglu_rows_backward(*(x.contiguous() for x in tensors))
@@ -181,7 +181,6 @@ class _Swiglu(torch.autograd.Function):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -219,7 +218,7 @@ def _triton(rows: Tensor) -> Any:
 
 @torch.library.custom_op("orrery::spread_rows", mutates_args=())
 def _spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
-    """Return [M, D] with x[t] in row place_TK[t, k]. If slots share a row, any slot may win."""
+    """Return [M, D] with x[t] in row place_TK[t, k]. If slots share a row, any may win."""
     if kernels := _triton(x_TD):
         return kernels.spread_rows(x_TD, place_TK, num_rows)
     out_MD = x_TD.new_empty(num_rows, x_TD.shape[1])

@@ -1,6 +1,6 @@
 """Load FlashMLA and run its sparse forward pass on Hopper GPUs.
 
-- The library is the file `_flashmla_C` of vLLM's wheel. vLLM itself is not imported.
+- The library is `_flashmla_C` in vLLM's wheel. vLLM itself is not imported.
 - `load` makes a test call, because releases differ in the base of the log-sum-exp: e or 2.
 - The backward pass runs in Triton (`sparse_mla_triton.py`).
 """
@@ -29,7 +29,7 @@ class FlashMLA(NamedTuple):
 
 @cache
 def load() -> FlashMLA | None:
-    """Return FlashMLA, or None without the library or a Hopper GPU, or if the test call fails."""
+    """Return FlashMLA, or None without library or Hopper GPU, or if the test call fails."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     vllm = importlib.util.find_spec("vllm")
@@ -64,7 +64,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H]. Call only if `supports` is true.
 
-    `length_T` is `sparse_mla_triton.lengths(indices_TK)`.
+    `length_T`: `sparse_mla_triton.lengths(indices_TK)`.
     """
     library = load()
     assert library is not None
@@ -77,7 +77,7 @@ def forward(
 def lse_factor(lse: float, num_keys: int) -> float:
     """Return the factor that converts log-sum-exps to base e. Raise ValueError if none fits.
 
-    `lse` is the log-sum-exp of `num_keys` zeros, in base e or 2.
+    `lse`: the log-sum-exp of `num_keys` zeros, in base e or 2.
     """
     for factor in (1.0, math.log(2.0)):
         if abs(lse * factor - math.log(num_keys)) < 1e-3:

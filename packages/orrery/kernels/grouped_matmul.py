@@ -68,7 +68,7 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 def reference_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return `grouped_matmul`'s result by a loop. Rows of no group are zero."""
     ends = [0, *ends_E.tolist()]
-    # `unbind` makes one gradient, but each `select` would make a gradient of full size.
+    # `unbind` makes one gradient, each `select` one of full size.
     weights = enumerate(weight_ENK.unbind(0))
     outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in weights]
     return torch.cat([*outputs, x_MK.new_zeros(x_MK.shape[0] - ends[-1], weight_ENK.shape[1])])
@@ -93,7 +93,7 @@ def product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def weight_gradient(grad_MN: Tensor, x_MK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return [E, N, K]: grad[rows of group e]ᵀ @ x[rows of group e], zero for an empty group."""
+    """Return [E, N, K]: grad[rows of group e]ᵀ @ x[rows of group e], 0 for an empty group."""
     num_groups, n, k = ends_E.shape[0], grad_MN.shape[1], x_MK.shape[1]
     if x_MK.shape[0] and _is_fused(x_MK, n, k):
         with _carveout():
@@ -133,7 +133,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
     x_MK, weight_ENK, ends_E = ctx.saved_tensors
-    grad_MN = grad_MN.contiguous()  # a sum's gradient has stride 0, which the grouped GEMM refuses
+    grad_MN = grad_MN.contiguous()  # the grouped GEMM refuses stride 0, as of a sum's gradient
     grad_x_MK = grad_weight_ENK = None
     if ctx.needs_input_grad[0]:
         grad_x_MK = _product(grad_MN, weight_ENK.transpose(1, 2), ends_E)
@@ -199,7 +199,7 @@ def _(
 
 @torch.library.custom_op("orrery::narrow_grouped_matmul", mutates_args=())
 def _narrow(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return x a[e]ᵀ [M, R], the second output of `_adapted`, alone."""
+    """Return x a[e]ᵀ [M, R], the second output of `_adapted`."""
     x_MK = x_MK.contiguous()
     if low_rank := _low_rank(x_MK, a_ERK.shape[1]):
         return low_rank.narrow_product(x_MK, a_ERK, ends_E)

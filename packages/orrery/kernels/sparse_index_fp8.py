@@ -4,8 +4,8 @@ T queries · S keys · H indexer heads · D indexer width, 128 · R rotated widt
 
 - q and k are rotated and quantized in float32. A query's head, or a key, has one scale, a power of
   two. Source: vLLM 0.32, `models/deepseek_v32/common/kernels.py`.
-- `pack` puts a key's D bytes and its scale into one row, so that context parallelism gathers both.
-- cuDNN's top-k chooses the best keys, or Triton where cuDNN's front end is not installed.
+- `pack` puts a key's D bytes and its scale into one row, so context parallelism gathers both.
+- cuDNN's top-k chooses the best keys, or Triton without cuDNN's front end.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,9 +23,9 @@ HEADS, WIDTH = (32, 64), 128  # numbers of heads, and width, that DeepGEMM accep
 MIN_AMAX = 1e-4  # smallest amax of a head or key, as in vLLM
 SCALE_BYTES = 4
 MOST_CHOSEN = 2048  # largest top_k that cuDNN accepts
-CHUNK_ELEMENTS = 2**26  # most scores of a chunk: 256 MiB
+CHUNK_ELEMENTS = 2**26  # most scores: 256 MiB
 CHOICES = 3  # calls of top-k a chunk: cuDNN's buffer, 8 bytes a score, then covers a third of it
-QUANTIZED = 2**24  # most numbers that are quantized at a time: 64 MiB in float32
+QUANTIZED = 2**24  # most numbers quantized at a time: 64 MiB in float32
 
 
 def has_library() -> bool:
@@ -47,15 +47,15 @@ def quantize_index(
 ) -> tuple[Tensor, Tensor]:
     """Return x rotated and quantized: float8_e4m3fn [T, H, D], and scales f32 [T, H].
 
-    `angles` are cosines and sines [T, 1, R], with equal halves. The first R columns are rotated in
-    pairs (0, 1), (2, 3), … if `turns_pairs`, else in pairs (i, i + R/2). Columns keep their places,
-    as in vLLM. There is no gradient.
+    `angles`: cosines and sines [T, 1, R], with equal halves. The first R columns are rotated in
+    pairs (0, 1), (2, 3), … if `turns_pairs`, else (i, i + R/2). Columns keep their places, as in
+    vLLM. There is no gradient.
     """
     return torch.ops.orrery.quantize_index(x_THD.detach(), *angles, turns_pairs)
 
 
 def pack(key_T1D: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bytes of quantized keys and of their scales as rows of `dtype`."""
+    """Return rows of `dtype` with the bytes of quantized keys and their scales."""
     key, scale = key_T1D.flatten(1).view(torch.uint8), scale_T1.view(torch.uint8)
     return torch.cat((key, scale), dim=1).view(dtype)
 
@@ -78,8 +78,8 @@ def select_keys(
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], in rising order, then −1.
 
-    Arguments are as in `sparse_index.select_keys`, for q from `quantize_index` and keys from
-    `pack`. `top_keys` replaces the choice by cuDNN.
+    q is from `quantize_index`, keys from `pack`, other arguments as in `sparse_index.select_keys`.
+    `top_keys` replaces the choice by cuDNN.
     """
     (key_SD, scale_S), num_queries = unpack(packed), q_THD.shape[0]
     num_keys = key_SD.shape[0]
@@ -94,7 +94,7 @@ def select_keys(
     for start in range(0, num_queries, step):
         rows = slice(start, start + step)
         ranges = begin_T[rows].contiguous(), end_T[rows].contiguous()
-        # Column j of a query's row is its key begin + j. Later columns are undefined.
+        # Column j of a row is the query's key begin + j. Later columns are undefined.
         score_CS = library.fp8_mqa_logits(
             q_THD[rows], (key_SD, scale_S), weights_TH[rows], *ranges,
             clean_logits=False, max_seqlen_k=num_keys,
@@ -111,7 +111,7 @@ def select_keys(
 
 @cache
 def cudnn_top_keys() -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """Return a function like `triton_top_keys` that calls cuDNN, or None without its front end."""
+    """Return `triton_top_keys` by cuDNN, or None without its front end."""
     try:
         from cudnn.deepseek_sparse_attention.indexer_top_k.api import indexer_top_k_wrapper
     except (ImportError, RuntimeError):
@@ -129,7 +129,7 @@ def cudnn_top_keys() -> Callable[[Tensor, Tensor, int], Tensor] | None:
 def triton_top_keys(score_CS: Tensor, count_C: Tensor, top_k: int) -> Tensor:
     """Return the columns of each row's best scores: i32 [C, top_k], in rising order, then −1.
 
-    Only the first `count_C` columns of a row count. Among equal scores the first columns win.
+    Only a row's first `count_C` columns count. Among equal scores the first columns win.
     """
     from orrery.kernels import sparse_index_triton as kernels
 

@@ -3,11 +3,10 @@
 T queries · S keys · H indexer heads · D indexer width · C queries of a chunk · K chosen keys
 
 1. `_score` writes scores [C, S]. It skips tiles in which no query may choose any key.
-2. `_choose` reads a query's scores in key order and appends keys above a threshold to the query's
-   buffer. A bitwise search cuts a full buffer to its K best keys, and the K-th best score becomes
-   the threshold.
+2. `_choose` reads a query's scores in key order and appends keys above a threshold to its buffer. A
+bitwise search cuts a full buffer to the K best keys, and the K-th score becomes the threshold.
 
-Equal inputs give equal bits: the buffer stays in key order, and among equal scores the lowest keys
+Equal inputs give equal bits: the buffer stays in key order, and of equal scores the lowest keys
 stay.
 """
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 
 class IndexTiles(NamedTuple):
-    """Sizes of tiles and chunks, and launch options. The first five fields belong to `_score`."""
+    """Sizes of tiles and chunks, and launch options. The first five belong to `_score`."""
 
     rows: int = 256  # queries × heads in a score tile
     keys: int = 64  # keys in a score tile
@@ -54,7 +53,7 @@ def select_keys(
     top_k: int,
     tiles: IndexTiles = TILES,
 ) -> Tensor:
-    """Return the `top_k` best keys of each query: i32 [T, top_k], in rising order, then −1."""
+    """See `sparse_index.select_keys`. Keys are in rising order, then −1."""
     num_queries, num_keys = q_THD.shape[0], k_SD.shape[0]
     indices_TK = q_THD.new_full((num_queries, top_k), -1, dtype=torch.int32)
     step = max(1, tiles.chunk_elements // max(1, num_keys))
@@ -93,7 +92,7 @@ def choose(
 ) -> None:
     """Write each query's best K keys of first_c to last_c to `indices_CK`, in rising order.
 
-    If there are fewer than K, the row's last entries keep their content.
+    With fewer than K, the last entries keep their content.
     """
     num_queries, top_k = indices_CK.shape
     size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))
@@ -180,7 +179,7 @@ def _rank(value):
 def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
     """Cut a query's buffer from `count` entries to the K best. Return the K-th best rank.
 
-    `ranks` and `places` hold the entries' ranks and keys. The first of equal ranks stay.
+    `ranks` and `places`: the entries' ranks and keys. The first of equal ranks stay.
     """
     tl.debug_barrier()
     at = tl.arange(0, SIZE)

@@ -1,6 +1,6 @@
 """Compute log-probabilities of given tokens and entropies, from hidden states and the LM head.
 
-    z_tv = (hidden_t · weight_v) / temperature_t        in float32 (float64 for float64 inputs)
+    z_tv = (hidden_t · weight_v) / temperature_t in float32 (float64 for float64 inputs)
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
     entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
 
@@ -8,7 +8,7 @@
   Triton tiles span all tokens and some words, plain tiles some tokens and all words.
 - The backward pass recomputes the tiles bitwise, or with `keep_logits` reads them. Gradients that
   several tiles share are summed in float32.
-- Only hidden and weight get gradients, without second derivatives. There are no host syncs.
+- Only hidden and weight get gradients, without second derivatives. No host syncs.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,6 @@ def token_logprob(
 def reference_token_logprob(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `token_logprob`'s result from all logits at once, with plain autograd."""
     dtype = _wide(hidden_TD)
     logits_TV = hidden_TD.to(dtype) @ weight_VD.to(dtype).T / temperature_T.to(dtype)[:, None]
     log_softmax_TV = torch.log_softmax(logits_TV, dim=-1)
@@ -80,7 +79,7 @@ def reference_token_logprob(
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Return 256 tokens on a CPU, or as many as fill 1/16 of a GPU's memory at 6 bytes a logit."""
+    """Return 256 on a CPU, or as many tokens as fill 1/16 of a GPU's memory at 6 bytes a logit."""
     if device.type != "cuda":
         return AUTO_CPU_TOKENS
     device_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -147,7 +146,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         state_4T = initial_state(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
         for tokens, words in ctx.tiles:
             logits_CB = wide_matmul(hidden_TD[tokens], weight_VD[words].T)
-            if keep_logits:  # a copy, because the plain pass overwrites the logits
+            if keep_logits:  # a copy, as the plain pass overwrites the logits
                 ctx.logits.append(logits_CB.clone() if backend == "plain" else logits_CB)
             rows = (target_T[tokens], temperature_T[tokens])
             update(state_4T[:, tokens], logits_CB, *rows, words.start)
@@ -205,7 +204,7 @@ def _passes(backend: Backend) -> tuple[Callable[..., None], Callable[..., Tensor
 
 
 def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the first state [4, T]: `update_state`'s m, s and w, and the target's z."""
+    """Return the state [4, T]: `update_state`'s m, s and w, and the target's z."""
     state_4T = torch.zeros(4, num_tokens, dtype=dtype, device=device)
     state_4T[0] = -1e38  # finite: −∞ would make the first update 0 · ∞ = NaN
     return state_4T

@@ -54,7 +54,7 @@ def runs_on(q: Tensor) -> bool:
 class CudnnDense(AttentionBackend):
     """Attend in documents of equal length, usually one, through torch's operator.
 
-    Torch takes about 100 ms to plan each new shape. Lengths must be multiples of 256, because such
+    Torch takes about 100 ms to plan a new shape. Lengths must be multiples of 256, because such
     lengths are configured and recur in every step.
     """
 
@@ -101,7 +101,7 @@ def _packed(x_NHLD: Tensor) -> Tensor:
 
 @cache
 def load_library() -> Any:
-    """Return the `cudnn` package, or None if it is missing or has no packed backward pass."""
+    """Return the `cudnn` package, or None if it is missing or lacks the packed backward pass."""
     try:
         import cudnn
 
@@ -118,8 +118,8 @@ def load_library() -> Any:
 class CudnnPacked(AttentionBackend):
     """Attend in packed documents of any lengths, through NVIDIA's optional `cudnn` package.
 
-    Up to torch 2.13, torch's operator spends about 40 ms a call on a plan. This backend caches
-    plans, and rounds sizes up to need few plans.
+    Up to torch 2.13, torch's operator plans for about 40 ms a call. This backend caches plans, and
+    rounds sizes up to need few plans.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -189,13 +189,13 @@ class PlanShape(NamedTuple):
 
 
 def round_up(count: int) -> int:
-    """Return the smallest of 128, 192, 256, 384, 512, 768, … that holds `count`."""
+    """Return the smallest of 128, 192, 256, 384, 512, 768, … that is at least `count`."""
     power = max(128, 1 << max(count - 1, 0).bit_length())
     return power * 3 // 4 if power > 128 and count <= power * 3 // 4 else power
 
 
 def _without_keys(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_q: int) -> Tensor:
-    """Return bool [T]: queries of documents without keys. cuDNN leaves their outputs undefined."""
+    """Return bool [T]: queries of documents without keys, whose outputs cuDNN leaves undefined."""
     empty_N = cu_seqlens_k.diff() == 0
     return empty_N.repeat_interleave(cu_seqlens_q.diff(), output_size=num_q)
 
@@ -335,7 +335,6 @@ def _pad_documents(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tens
 
 @cache
 def _elements(device: torch.device, *elements: int) -> Tensor:
-    """Return `elements`, numbers of elements per token, as i64 [len(elements), 1]."""
     return torch.tensor(elements, dtype=torch.int64, device=device)[:, None]
 
 

@@ -82,9 +82,8 @@ def varlen_attention(
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
     q is [T, H, D]. k and v are [T, G, D], and head h of H reads group h // (H / G). Scores are
-    scaled by D^-1/2. `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`. With `documents_k`,
-    k and v are [S, G, D], packed by these documents. A document's last query sees all its keys, and
-    each earlier query one key less.
+    scaled by D^-1/2. `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`. `documents_k` packs
+    k and v [S, G, D]. A document's last query sees all its keys, each earlier query one key less.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
@@ -96,7 +95,6 @@ def varlen_attention(
 def reference_varlen_attention(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None
 ) -> Tensor:
-    """Return `varlen_attention`'s result, document by document."""
     dtype = lse_dtype(q_THD)
     heads_per_group = q_THD.shape[1] // k_TGD.shape[1]
     outputs = [q_THD[:0]]
@@ -123,7 +121,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return out [T, H, D], differentiable, and log-sum-exp float32 [T, H], without gradient.
 
-    See `Layout`. A query without keys gets zeros and −∞. Raise ValueError unless G divides H.
+    A query without keys gets zeros and −∞. Raise ValueError unless G divides H.
     """
     num_heads, num_groups = q_THD.shape[1], k_SGD.shape[1]
     if num_heads % num_groups:
@@ -154,8 +152,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v.
 
-    `out` and `lse` [T, H] may cover more keys than k, as in ring attention. Then sum the parts of
-    dq in float32.
+    `out` and `lse` [T, H] may cover more keys than k, as in ring attention, whose parts of dq are
+    summed in float32.
     """
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
     sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
@@ -279,7 +277,7 @@ def _tell_first_use(name: str, q: Tensor, k: Tensor) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether another backend may succeed: False for out of memory and device faults."""
+    """Return whether another backend may succeed, unlike out of memory and device faults."""
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 
 

@@ -1,4 +1,4 @@
-"""Run torch's FlashAttention 2, or FlashAttention 4 from a package."""
+"""Run FlashAttention 2 of torch, or FlashAttention 4 from a package."""
 
 import contextlib
 import inspect
@@ -34,7 +34,7 @@ _FLASH2_SIGNATURES = {
 
 
 class Flash2(AttentionBackend):
-    """Run torch's FlashAttention 2, for half precision on a GPU and any layout."""
+    """Run FlashAttention 2, for half precision on a GPU and any layout."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         return (
@@ -73,7 +73,7 @@ _FLASH4_PARAMETERS = {
 
 @cache
 def load_flash4() -> Any:
-    """Return FlashAttention 4's interface, or None if it is missing, broken or incompatible."""
+    """Return FlashAttention 4's interface, or None if it is missing or unusable."""
     _set_compile_cache()
     try:
         from flash_attn.cute import interface
@@ -93,9 +93,10 @@ def load_flash4() -> Any:
 
 
 def _set_compile_cache() -> None:
-    """Cache compiled kernels in a private folder, before the import.
+    """Cache compiled kernels in a private folder.
 
-    The package executes cached files, and any user can create its default folder.
+    Set it before the import: the package executes cached files, and any user can create its default
+    folder.
     """
     folder = Path(tempfile.gettempdir()) / f"orrery-flash4-{os.getuid()}"
     try:
@@ -132,8 +133,8 @@ class Flash4(AttentionBackend):
     """Run FlashAttention 4 on Hopper, if the package `flash-attn-4` is installed.
 
     - Gradients are summed in no fixed order, so deterministic runs use FlashAttention 2.
-    - Supports only the cases of benchmarks/kernels/attention.json. Short documents, or more than
-      256 documents, would compile further kernels.
+    - Only the cases of benchmarks/kernels/attention.json are supported. Short documents, or more
+      than 256 documents, would compile further kernels.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:

@@ -15,7 +15,7 @@ class Documents:
     """Packed documents, built once a forward pass. Document i: `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
     `cu_seqlens` i32 [n + 1] rises from 0 to the number of tokens. `max_seqlen` bounds the lengths.
-    Without it the constructor syncs the device, so compiled code must give it. `is_padding`, bool
+    Compiled code must give it, as the constructor otherwise syncs the device. `is_padding`, bool
     [T], marks this device's tokens that no loss counts.
     """
 
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Return whether queries and keys share one tensor of offsets, without a device sync."""
+        """Return whether queries and keys share their offsets, without a device sync."""
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
@@ -71,11 +71,11 @@ class Layout(NamedTuple):
 
 Output = tuple[Tensor, Tensor]  # out [T, H, D] and the natural log-sum-exp [H, T]
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q [T, H, D], k, v [S, G, D], out, lse
-Gradients = tuple[Tensor, Tensor, Tensor]  # gradients of q, k and v, in their dtypes
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v, in their dtypes
 
 
 class AttentionBackend(Protocol):
-    """Both passes over contiguous tensors. Forward and backward may use different backends."""
+    """Both passes over contiguous tensors. The passes may use different backends."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...
 
@@ -85,7 +85,6 @@ class AttentionBackend(Protocol):
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
-    """Return the dtype of log-sum-exps: float32, or float64 for float64 queries."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 

@@ -21,9 +21,9 @@ from orrery.kernels.attention.layout import (
 )
 
 _BLOCK_QUERIES = 512  # queries in a block of `Plain`
-_SHORTEST_SHARE = 0.75  # smallest ratio of the shortest to the longest document of a grid
+_SHORTEST_SHARE = 0.75  # smallest ratio of shortest to longest document of a grid
 _MAX_LENGTH = 1024  # longest document of `Batched`, in tokens
-_MAX_SCORES = 1 << 26  # scores at a time: three tensors of 256 MiB in float32
+_MAX_SCORES = 1 << 26  # at a time: three tensors of 256 MiB in float32
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -36,8 +36,8 @@ _SIGNATURES = {
 class Plain(AttentionBackend):
     """Use plain products, one document and one block of queries at a time, for any inputs.
 
-    The backward pass takes the log-sum-exp over *all* keys, so it may run on a part of the keys
-    (ring attention, arXiv 2310.01889).
+    The backward pass takes the log-sum-exp over *all* keys, so it may run on a part of them (ring
+    attention, arXiv 2310.01889).
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -90,7 +90,7 @@ def _heads(x_SGD: Tensor, part: slice, q_THD: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _groups(x_HSD: Tensor, like_SGD: Tensor) -> Tensor:
-    """Sum over the query heads of each group: [S, G, D]."""
+    """Sum over each group's query heads: [S, G, D]."""
     return x_HSD.unflatten(0, (like_SGD.shape[1], -1)).sum(1).transpose(0, 1)
 
 
@@ -117,7 +117,7 @@ def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
 
 
 class Grids:
-    """Documents of similar lengths as rows of padded grids, longest first, without empty documents.
+    """Documents of similar lengths as rows of padded grids, longest first, without empty ones.
 
     `sources[b]` i64 [N_b, L_b]: each cell's packed token. Padding repeats the document's last one.
     `place` i64 [T]: each token's cell over all grids. None if one grid holds all in order.
@@ -218,7 +218,7 @@ class Padded(AttentionBackend):
 
 
 def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
-    """Return one grid's [N, H, L, D]. Repeat key heads, because the kernel has no groups."""
+    """Return a grid's [N, H, L, D], with repeated key heads, as the kernel has no groups."""
     x_NLHD = grids.gather(x, grid)
     if x.shape[1] != num_heads:
         x_NLHD = x_NLHD.repeat_interleave(num_heads // x.shape[1], dim=2)

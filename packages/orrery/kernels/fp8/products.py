@@ -4,10 +4,10 @@
   columns, so the forward pass keeps x's columns in FP8.
 - Backends: DeepGEMM on a Hopper GPU (the engine's products, bit for bit), or float32 products of
   dequantized operands, the slow reference.
-- The operators are opaque to torch.compile. They skip work for unwanted gradients.
+- The operators are opaque to torch.compile, and skip unwanted gradients.
 - `fp8_experts` fuses permutation and SwiGLU into quantization. Its results equal bitwise those of
   `gather_rows`, `fp8_grouped_matmul`, `swiglu_rows`, `fp8_grouped_matmul` and `combine_rows`.
-- Without `parts` each pass quantizes the weight, because a gathered weight is freed after a pass.
+- Without `parts` each pass quantizes the weight, as a gathered weight is freed after a pass.
 """
 
 import importlib
@@ -48,7 +48,7 @@ def load() -> ModuleType | None:
     """Return DeepGEMM, or None without DeepGEMM or a Hopper GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
-    # vLLM's default folder, so that the trainer and engines of a host share compiled kernels.
+    # vLLM's default folder, so that a host's trainer and engines share compiled kernels.
     root = os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(root).expanduser() / "deep_gemm"))
     try:
@@ -61,7 +61,7 @@ def load() -> ModuleType | None:
     folder = Path(vllm.origin).parent / "third_party" / "deep_gemm"
     if not (folder / "__init__.py").is_file():
         return None
-    # Register it as `deep_gemm`, because its submodules import that name.
+    # Its submodules import the name `deep_gemm`.
     spec = importlib.util.spec_from_file_location(
         "deep_gemm", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -131,8 +131,8 @@ def weight_parts(weight: Tensor) -> Parts:
 def fp8_linear(x_MK: Tensor, weights: Sequence[Tensor], parts: Parts | None = None) -> list[Tensor]:
     """Return x times each weight [N, K] transposed: [M, N] each, in x's dtype, from one product.
 
-    `parts` is `weight_parts(torch.cat(weights))`. Raise ValueError if 128 does not divide K and
-    every N.
+    `parts`: `weight_parts(torch.cat(weights))`. Raise ValueError if 128 does not divide K and every
+    N.
     """
     sizes = [weight.shape[0] for weight in weights]
     if bad := [size for size in sizes if size % BLOCK]:
@@ -149,8 +149,7 @@ def fp8_grouped_matmul(
     """Return rows of group e times weight[e] transposed: [M, N] in x's dtype.
 
     Padding rows may hold any numbers in x, and are undefined in the result and x's gradient.
-    `parts` is `weight_parts(weight)`. M must be a multiple of 128. Raise ValueError if N or K is
-    not.
+    `parts`: `weight_parts(weight)`. M must be a multiple of 128. Raise ValueError if N or K is not.
     """
     keeps = torch.is_grad_enabled() and weight_ENK.requires_grad
     return _grouped(x_MK, weight_ENK, parts or [], *groups, keeps)[0]
@@ -183,7 +182,7 @@ def _linear_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dx in grad's dtype and dw in float32. Unwanted gradients are empty.
 
-    `weight` is the plain weight, or value and scale of its transpose.
+    `weight`: the plain weight, or value and scale of its transpose.
     """
     rows, grad_columns = quantize(grad_MN, None, wants_x, wants_weight)
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0, dtype=torch.float32)
@@ -236,7 +235,7 @@ def _grouped(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y [M, N], and values and scales of x's columns, empty unless `keeps`.
 
-    For `token_M` and `score_M` see `quantize`. With either, this operator has no autograd.
+    With `token_M` or `score_M` (see `quantize`), this operator has no autograd.
     """
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
@@ -276,7 +275,7 @@ def _grouped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dx [M, K] and dw [E, N, K] as `_linear_gradients` does.
 
-    `columns` are x's. dy is grad, or grad[token_M].
+    `columns`: x's. dy is grad, or grad[token_M].
     """
     groups = RowGroups(ends_E, counts_E)
     rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight, token_M)
@@ -325,7 +324,7 @@ _grouped.register_autograd(_grouped_backward, setup_context=_keep_for_grouped)
 
 
 def _keep(ctx: Any, weight: Tensor, parts: Parts, output: tuple[Tensor, ...]) -> None:
-    """Save x's columns. Save the weight if x needs a gradient."""
+    """Save x's columns, and the weight if x needs a gradient."""
     ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
     ctx.num_parts, ctx.dtype = len(parts), weight.dtype
@@ -404,10 +403,10 @@ def fp8_experts(
 ) -> Tensor:
     """Return [T, D]: each token's sum of score · output over its K experts.
 
-    `rows` is from `sort_by_expert` with block 128. `weights` are gate-up [E, 2·I, D] and down [E,
-    D, I]. `parts` are the `weight_parts` of each, or two empty lists. With `has_spare`, the last
-    128 rows have zero outputs and gradients, and take all slots without an expert. Raise ValueError
-    if 128 does not divide the number of rows.
+    `rows`: from `sort_by_expert` with block 128. `weights`: gate-up [E, 2·I, D] and down [E, D, I].
+    `parts`: the `weight_parts` of each, or two empty lists. With `has_spare`, the last 128 rows
+    have zero outputs and gradients, and take all slots without an expert. Raise ValueError if 128
+    does not divide the number of rows.
     """
     if rows.row_M.shape[0] % BLOCK:
         raise ValueError(f"experts in FP8 take a multiple of 128 rows, not {rows.row_M.shape[0]}")

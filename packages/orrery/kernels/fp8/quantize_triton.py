@@ -65,9 +65,9 @@ def quantize(
 
 
 def _tiles(groups, num_tiles: int) -> Tensor:
-    """Return i32 [tiles, 3]: each tile's number of real rows, its group's first row and row count.
+    """Return i32 [tiles, 3]: number of real rows, the group's first row and row count with padding.
 
-    The row count includes padding. Tiles after the last group have −1 real rows.
+    Tiles after the last group have −1 real rows.
     """
     first_T = torch.arange(num_tiles, device=groups.ends_E.device, dtype=torch.int32) * BLOCK
     group_T = torch.searchsorted(groups.ends_E, first_T, right=True)
@@ -173,11 +173,8 @@ def _tile(
     HAS_TOKENS: tl.constexpr,
     HAS_SCORES: tl.constexpr,
 ):
-    """Return `row` × `column` of a tile, read from x, x[token] or swiglu_rows(x, score).
-
-    Padding rows are zero.
-    """
-    # Offsets of tiles need 64 bits. Offsets inside a tile have 32 bits, to save registers.
+    """Return `row` × `column` of a tile of x, x[token] or swiglu_rows(x, score), 0 in padding."""
+    # Offsets of tiles need 64 bits. Those inside a tile have 32 bits, to save registers.
     is_real = row < num_real
     if HAS_TOKENS:
         token_row = tl.load(token + tile * 128 + row, mask=is_real, other=0).to(tl.int64)
