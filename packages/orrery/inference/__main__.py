@@ -1,6 +1,6 @@
 """Run one vLLM server, replica `index` of the stage: `python -m orrery.inference`.
 
-If a replica spans several nodes, only the first runs the server. The others run `headless`.
+Only the first node of a replica runs the server. Its other nodes run `headless`.
 """
 
 import gc

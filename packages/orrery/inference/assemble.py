@@ -1,6 +1,6 @@
 """Build vLLM's command line and environment from the manifest. Imports no vLLM.
 
-`manifest.inference` has the flags that influence results. The other flags are fixed here.
+`manifest.inference` has the flags that influence results. The others are fixed here.
 """
 
 import json
@@ -32,10 +32,10 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 from orrery.wire.weight_wire import check_library, served_model
 
-PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
-BACKEND = "orrery"  # name of our weight receiver in vLLM
+PLUGIN = "orrery"  # our entry point in `vllm.general_plugins`
+BACKEND = "orrery"  # our weight receiver in vLLM
 ADAPTER_BACKEND = "orrery_adapters"
-# The class's full name, because vLLM on CPU would replace "uni" by "mp".
+# The full name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600  # time limit for vLLM's engine core to load and compile, scaled
 HEAD, MEET_S = "engine_head", 0.1  # endpoint of an engine's first node, and poll interval
@@ -49,7 +49,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of --max-lora-ra
 
 
 def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
-    """Return the weights folder of the stage before RL. Raise OrreryError without weights."""
+    """Return the weights of the stage before RL. Raise OrreryError without weights."""
     stage = manifest.stage_before_rl
     path = weights_path(run_dir, stage)
     if not (path / "config.json").is_file():
@@ -62,9 +62,8 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
 def check_release(manifest: Manifest, weights: Path, known: Collection[str], release: str) -> None:
     """Raise OrreryError if vLLM lacks the architecture that `weights`/config.json names.
 
-    - `known`: vLLM's architectures.
-    - `release`: vLLM's version, for the error.
-    - Models of the family `hugging_face` are not checked.
+    `known`: vLLM's architectures. `release`: vLLM's version, for the error. Models of the family
+    `hugging_face` are not checked.
     """
     (name,) = json.loads((weights / "config.json").read_text())["architectures"]
     if manifest.model.family != "hugging_face" and name not in known:
@@ -100,7 +99,7 @@ def server_arguments(
         "--uvicorn-log-level": "warning",
     }
     flags = [
-        "--tokens-only",  # no tokenizer, because the orchestrator renders chats
+        "--tokens-only",  # no tokenizer, as the orchestrator renders chats
         "--enable-prompt-tokens-details",  # answers report cached_tokens
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
@@ -145,13 +144,13 @@ def _adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
     ]
 
 
-# Model part → vLLM layers that stay in bfloat16 if `model.fp8` lacks the part.
+# Model part → vLLM layers in bfloat16 if `model.fp8` lacks the part.
 _NOT_FP8 = {
     "attention": r"re:.*\.self_attn\..*",
     "feed_forward": r"re:.*\.(mlp|shared_experts?)\.(gate|up|down|gate_up)_proj$",
     "experts": r"re:.*\.mlp\.experts(\..*)?$",
 }
-# vLLM's latent-attention layers that stay in bfloat16 under `model.fp8`.
+# vLLM's latent-attention layers in bfloat16 under `model.fp8`.
 _NARROW = r"re:.*\.self_attn\.(fused_qkv_a_proj|q_a_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\..*)$"
 
 
@@ -174,7 +173,7 @@ def _spread(manifest: Manifest) -> dict[str, str]:
 
 
 def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
-    """Return the engine's index, and the number of this node within the engine."""
+    """Return the engine's index, and this node's number within the engine."""
     if ctx.role == "inference":
         return ctx.index, 0
     for process in stage(ctx.manifest, ctx.stage).processes:
@@ -209,7 +208,7 @@ def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
 def node_arguments(inference: Inference, part: int, host: str, port: int) -> list[str]:
     """Return the `vllm serve` arguments that differ between an engine's nodes.
 
-    `part` is the node's number. The ranks meet at `host` and `port`. Only node 0 has a server.
+    `part`: the node's number; only node 0 has a server. The ranks meet at `host` and `port`.
     """
     ranks = inference.ranks_per_node
     where = ["--data-parallel-size-local", str(ranks), "--data-parallel-address", host]
@@ -220,7 +219,7 @@ def node_arguments(inference: Inference, part: int, host: str, port: int) -> lis
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> Path | None:
     """Return a folder with a LoRA adapter of zeros in PEFT's format, or None without LoRA.
 
-    All engines of a stage share the folder, because a cached block's key contains the path.
+    All engines of a stage share it, because a cached block's key contains the path.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -274,7 +273,7 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set the environment variables. Keep the user's timeout, log level and CPU options."""
+    """Set the variables. Keep the user's timeout, log level and CPU options."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()

@@ -1,4 +1,4 @@
-"""Check credentials in front of vllm-router. Without this check any caller could add engines.
+"""Check credentials in front of vllm-router. Otherwise any caller could add engines.
 
 - Forward `ROUTES` to vllm-router on loopback, with the headers in `ASKED` and the credential
   `generate`. Stream the answers back, with the headers in `PASSED`.
@@ -254,7 +254,7 @@ class _Caller(asyncio.Protocol):
             self.transport.close()
 
     def fail(self, error: Exception) -> None:
-        """Answer 502. After a partial answer, disconnect instead, so that it looks incomplete."""
+        """Answer 502. Disconnect instead after a partial answer, so that it looks incomplete."""
         self.upstream = None
         if self.is_answered:
             return self.transport.abort()
@@ -367,7 +367,7 @@ def _answer(status: int, text: str, more: str = "") -> bytes:
     return f"{head}Content-Length: {len(text.encode())}\r\n{more}\r\n{text}".encode()
 
 
-OPEN = ("/health", "/metrics")  # paths without a credential, for the router and monitors
+OPEN = ("/health", "/metrics")  # need no credential, for the router and monitors
 GENERATE = "/inference/v1/generate"
 UNAUTHORIZED = "this engine serves one run's roles only: the run's token is missing or another's\n"
 UNKNOWN_KEY = "the token that `orrery serve` printed is missing or another's\n"
@@ -377,9 +377,9 @@ INDEX = "ORRERY_ENGINE"
 class RequireToken:
     """ASGI middleware: answer 401 without the path's credential, before the body is read.
 
-    GENERATE needs the credential `generate`. Paths in OPEN need none. Others need `administer`.
-    Without a token, an engine under a launcher refuses all requests. An engine started by hand
-    accepts all. For clients behind a router, a header of GENERATE's answers names the engine.
+    GENERATE needs the credential `generate`, paths in OPEN none, others `administer`. Without a
+    token, an engine under a launcher refuses all requests, and an engine started by hand accepts
+    all. For clients behind a router, a header of GENERATE's answers names the engine.
     """
 
     def __init__(self, app: ASGIApp) -> None:

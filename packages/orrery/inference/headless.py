@@ -1,4 +1,4 @@
-"""Run an engine's data-parallel ranks on a node that is not its first, without a server."""
+"""Run an engine's data-parallel ranks, without a server, on a node after its first."""
 
 from orrery.inference.__main__ import run
 

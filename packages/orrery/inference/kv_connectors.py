@@ -1,14 +1,14 @@
 """Configure vLLM's KV transfers and KV tiers from `manifest.inference`. Imports no vLLM.
 
-- Transfer: the first `prefill_replicas` engines produce KV blocks, other engines read the blocks.
-  A block's lease outlasts any request, because NIXL could later send another request's cache.
+- Transfer: other engines read KV blocks of the first `prefill_replicas` engines. A block's lease
+  outlasts any request, because NIXL could later send another request's cache.
 - vLLM loads from the first connector with a request's tokens, so the transfer connector is first.
 - Tiers: KV blocks and routes on disk together take at most `disk_bytes`. vLLM recomputes a block
   that is unreadable, or lacks routes that must be returned.
 - `BoundedFolder` removes the least recently used files before a write. Readers expect missing
   files. Each process counts only its own files, so a shared folder may reach the sum of all limits.
 - A block's hash includes the policy version at a group's dispatch. A resumed attempt repeats
-  version numbers, so earlier attempts' files are removed.
+  versions, so earlier attempts' files are removed.
 """
 
 import json
@@ -38,7 +38,7 @@ from orrery.wire.rendezvous import request_s
 
 LEASE_MARGIN_S = 300.0  # time by which a lease outlasts a client's timeout, scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
-HASH_SEED = "0"  # gives all engines equal block hashes, also after restarts
+HASH_SEED = "0"  # gives engines equal block hashes, also after restarts
 STORE_DEADLINE_S = 120.0
 DISK_TIER = "orrery_disk"
 
@@ -68,7 +68,7 @@ def _transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if index < inference.prefill_replicas else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "engine_id": f"{index}-{uuid.uuid4()}",  # new at each start, because old blocks are lost
+        "engine_id": f"{index}-{uuid.uuid4()}",  # new at each start, as old blocks are lost
     }
     if transfer.kind == "nixl":
         return config | {
@@ -168,7 +168,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
         return {}  # a manifest with routes and a Mooncake Store is refused
-    # Twice the host tier's blocks, because blocks and routes are evicted in different orders.
+    # Twice the host tier's blocks, as blocks and routes are evicted in different orders.
     # `host_bytes` is per engine, `kv_cache_bytes` per device.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
@@ -181,7 +181,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
 
 
 def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
-    """Split a rank's disk bytes into cache bytes and route bytes for equally many blocks."""
+    """Split a rank's disk bytes into cache and route bytes for equally many blocks."""
     cache, routes = disk_block_bytes(manifest.model, manifest.inference, manifest.route_bytes)
     caches = disk_bytes * cache // (cache + routes)
     return caches, disk_bytes - caches
@@ -195,7 +195,6 @@ def prepare_disk(disk: Path) -> None:
 
 
 def remove_disk(disk: Path) -> None:
-    """Remove an engine's folder, and the run's empty folders above it."""
     shutil.rmtree(disk, ignore_errors=True)
     with suppress(OSError):
         disk.parent.rmdir()
@@ -239,7 +238,7 @@ def refuse_open_interfaces(what: str) -> None:
 
 
 def refuse_missing_rdma(field: str, protocol: str) -> None:
-    """Raise OrreryError if RDMA has no device. Mooncake would use TCP without a warning."""
+    """Raise OrreryError without RDMA, instead of which Mooncake would silently use TCP."""
     if protocol == "rdma" and not network.rdma_devices():
         raise OrreryError(
             f"{field}.protocol 'rdma': {socket.gethostname()} has no device in "
@@ -283,7 +282,7 @@ class BoundedFolder:
                     self._sizes.move_to_end(path)
 
     def _enter(self, paths: Iterable[str], num_bytes: int) -> list[str]:
-        """Add new files to the total. Return the evicted files, for the caller to remove."""
+        """Add new files to the total. Return the evicted files, for removal by the caller."""
         size, removed = on_disk_bytes(num_bytes), []
         with self._lock:
             for path in paths:

@@ -14,7 +14,7 @@ from orrery.runtime.parent_watch import die_with_parent
 from orrery.runtime.role_context import role_process
 from orrery.wire import rendezvous
 
-# Mooncake's system libraries → Debian packages that contain them.
+# Mooncake's system libraries → Debian packages
 LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4"}
 
 
@@ -78,7 +78,7 @@ def _listens(host: str, port: int) -> bool:
 def _loads(library: str) -> bool:
     """Return whether the library loads in a subprocess.
 
-    NIXL brings its own rdma-core, and a process with two copies of rdma-core crashes at exit.
+    NIXL brings its own rdma-core, and a process with two copies crashes at exit.
     """
     probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"
     command = [sys.executable, "-S", "-c", probe, library]

@@ -1,8 +1,8 @@
 """Limit the size of vLLM's disk tier for KV blocks, and make all tiers work on CPU.
 
 If a file disappears between lookup and load, vLLM recomputes its blocks. vLLM 0.32 refuses to
-offload on CPU, so `_stand_in` replaces device copies by memory copies. Remove this module when
-vLLM does both.
+offload on CPU, so `_stand_in` replaces device copies by memory copies. Remove this module when vLLM
+does both.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ SecondaryTierFactory.register_tier(DISK_TIER, __name__, BoundedFiles.__name__)
 
 
 class _Event:
-    """A stream event that is always complete, because CPU copies are synchronous."""
+    """A stream event that is always complete, as CPU copies are synchronous."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at_s = 0.0

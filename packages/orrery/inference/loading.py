@@ -2,8 +2,8 @@
 
 - `learn` runs the model's `load_weights` once on parameters without storage, and records its copies
   as boxes. (vLLM's `sharded_rdt` needs Ray, and its `nccl_m2n` sends fused parameters whole.)
-- `Loading` passes each complete layer to vLLM's layerwise reload, which repacks or quantizes the
-  layer at the addresses that CUDA graphs use. Only one layer at a time exists twice.
+- `Loading` passes each complete layer to vLLM's layerwise reload, which repacks or quantizes it at
+  the addresses that CUDA graphs use. Only one layer at a time exists twice.
 """
 
 import math
@@ -68,7 +68,7 @@ class Filling:
 
 @dataclass
 class Needs:
-    """The destinations of each tensor, and the fillings of each layer, by name."""
+    """Destinations by tensor name, and fillings by layer name."""
 
     destinations: dict[str, list[Destination]] = field(default_factory=dict)
     fillings: dict[str, list[Filling]] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # Sources by storage address. The tensor is kept, so that the address is not reused.
+        # Sources by storage address. Keeping the tensor prevents reuse of the address.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:
@@ -190,7 +190,7 @@ def as_box(
 ) -> tuple[Box, tuple[int, ...]]:
     """Return the view `of` as a box of a dense tensor of `shape`, and `into`'s stride by box dim.
 
-    Raise ValueError if the view is not a box.
+    Raise ValueError if it is not a box.
     """
     full: list[int] = []
     stride = 1
@@ -239,7 +239,7 @@ class Run(NamedTuple):
 
     @property
     def in_words(self) -> "Run":
-        """Return the copy in 8-byte words if possible, because GPUs copy by element."""
+        """Return the copy in 8-byte words if possible, as GPUs copy by element."""
         size = WORD.itemsize // self.dtype.itemsize
         numbers = (
             self.begin // self.dtype.itemsize,

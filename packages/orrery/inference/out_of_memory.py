@@ -1,4 +1,4 @@
-"""Explain vLLM's memory errors: name the manifest field to change, and a value that fits.
+"""Explain vLLM's memory errors: name a manifest field to change, and a value that fits.
 
 The KV cache may take the device's capacity − other processes' memory − weights − reserve.
 """
@@ -9,8 +9,8 @@ from pathlib import Path
 from orrery.manifest.schema import Inference, Manifest
 from orrery.manifest.schema.inference import longest_blocks, longest_device_bytes
 
-RESERVE = 0.06  # fraction of a device's memory to keep free
-CPU_RESERVE = 0.1  # fraction of the free host memory to keep free
+RESERVE = 0.06  # share of a device's memory to keep free
+CPU_RESERVE = 0.1  # share of the free host memory to keep free
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 GIB, ROUND = 1 << 30, 1 << 20
 
@@ -28,12 +28,12 @@ WHERE = "set it in the hardware axis or the run file"
 
 
 def explain(cause: str, manifest: Manifest, weights: Path) -> str | None:
-    """Return advice on vLLM's error `cause`, or None if the error is not about memory."""
+    """Return advice on vLLM's error `cause`, or None if it is not about memory."""
     inference = manifest.inference
     if found := CPU_CACHE.search(cause):
         free = int(float(found[1]) * GIB)
         head = f"{_size(free)} of host memory were free for it"
-        # A host's engines start together, so all of them see the same free memory.
+        # A host's engines start together, so all see the same free memory.
         engines = -(-inference.num_replicas // manifest.hardware.num_nodes)
         if engines > 1:
             head += f", to be shared by {engines} engines"

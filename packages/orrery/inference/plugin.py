@@ -1,7 +1,7 @@
-"""Provide vLLM's plugin entry point, and an extension of vLLM's worker class.
+"""vLLM's plugin entry point, and an extension of vLLM's worker class.
 
 `AttestingWorker` fingerprints weights, and cancels KV transfers whose other engine has ended.
-`/collective_rpc` calls the methods of `AttestingWorker` on every worker of an engine.
+`/collective_rpc` calls its methods on every worker of an engine.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ def register() -> None:
 class AttestingWorker:
     """A mixin for vLLM's worker class (`--worker-extension-cls`).
 
-    - An engine has a weight version only if all its workers have loaded the version.
-    - `keep_no_longer` and `read_no_more` free KV blocks before the blocks' lease ends. Only
-      Mooncake needs `read_no_more`, because NIXL's reader notices a lost producer.
+    - An engine has a weight version only if all its workers have loaded it.
+    - `keep_no_longer` and `read_no_more` free KV blocks before their lease ends. Only Mooncake
+      needs `read_no_more`, because NIXL's reader notices a lost producer.
     """
 
     weight_transfer_engine: Any
@@ -105,7 +105,7 @@ class AttestingWorker:
 
 
 def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
-    """Return the receiver's `held`. A function cannot clash with methods of vLLM's worker."""
+    """Return the receiver's `held`. A method could clash with those of vLLM's worker."""
     return getattr(worker.weight_transfer_engine, "held", None) or {}
 
 

@@ -1,9 +1,9 @@
 """Load a published version into the running model, and fingerprint its tensors.
 
-- `transport.weights` 'files' sends whole tensors, 'adapters' sends LoRA factors. Direct transports
-  send only this rank's slices (`loading`).
+- `transport.weights` 'files' sends whole tensors, 'adapters' LoRA factors, and direct transports
+  only this rank's slices (`loading`).
 - A tensor is fingerprinted on arrival ("as_consumed"), and again in the model ("resident") unless
-  the engine repacks or slices the tensor.
+  the engine repacks or slices it.
 - An update fails if it lacks a tensor of the first load. The error names the tensor.
 - Workers never raise, because vLLM 0.32 would mix up their results. The client then asks each
   worker for its error (`plugin.py`). If any failed, all discard the update.
@@ -55,13 +55,13 @@ from orrery.wire.weight_wire.transfer import Round, WeightReceiver
 log = logging.getLogger(__name__)
 
 RESIDENT, AS_CONSUMED = "resident", "as_consumed"
-# vLLM does not repack these modules' weights. ParallelLMHead is a VocabParallelEmbedding.
+# vLLM does not repack these. ParallelLMHead is a VocabParallelEmbedding.
 UNCHANGED = (RMSNorm, VocabParallelEmbedding)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    num_ranks: int | None = None  # the engine's data-parallel × tensor-parallel ranks
+    num_ranks: int | None = None  # data-parallel × tensor-parallel ranks of the engine
 
 
 @dataclass
@@ -90,7 +90,7 @@ class RoundRuns(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The parameter of the loaded model that holds a published tensor unchanged."""
+    """The loaded model's parameter that holds a published tensor unchanged."""
 
     module: torch.nn.Module
     parameter: str
@@ -301,7 +301,7 @@ class Receiver(Backend):
         return names
 
     def _resident(self, name: str, consumed: Consumed) -> torch.Tensor | None:
-        """Return the tensor in the processed model, or None if the model repacks or slices it."""
+        """Return the tensor in the processed model, or None if it is repacked or sliced."""
         if name not in self._places:
             self._places[name] = self._place(name)
         place = self._places[name]
@@ -337,7 +337,7 @@ class AdapterReceiver(Backend):
 
     - An update overwrites the adapter's factors while the engine is paused. vLLM's `load_inplace`
       would read old files again at each step of an old request.
-    - A factor that fits its buffer is "resident". A sliced or cast factor is "as_consumed".
+    - A factor that fits its buffer is "resident", a sliced or cast factor "as_consumed".
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -411,7 +411,7 @@ def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
 def damage(folder: Path) -> str | None:
     """Return a message about a damaged safetensors file, or None.
 
-    The message names no folders, because vLLM removes paths from error answers.
+    It names no folders, because vLLM removes paths from error answers.
     """
     for shard in sorted(folder.glob("*.safetensors")):
         size = shard.stat().st_size

@@ -32,7 +32,7 @@ from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
 ENGINES_DEADLINE_S = 600.0  # time limit for all engines to load and compile, scaled
-CLIENT_FIRST_S = 60.0  # added to the router's timeout: clients time out first
+CLIENT_FIRST_S = 60.0  # the router's timeout exceeds the clients' by this
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_program as run; run()")
@@ -45,7 +45,7 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # The router answers 429 above this limit. Old requests may overlap with new requests.
+    # Above this limit the router answers 429. Old requests may overlap with new requests.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
@@ -72,7 +72,7 @@ def router_arguments(
 def router_program() -> None:
     """Run vllm-router. The first command-line argument is the URL that checks keys.
 
-    vllm-router 0.1.17 has no option for the URL. If the URL is empty, every call is accepted.
+    vllm-router 0.1.17 has no option for it. If it is empty, every call is accepted.
     """
     from vllm_router.launch_router import launch_router, parse_router_args
 

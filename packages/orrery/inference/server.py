@@ -1,8 +1,8 @@
 """Run one vLLM server in this process: start it, publish its address, end its processes.
 
 - The rendezvous endpoint is published once /health answers and any weight receiver is set up.
-- Each data-parallel rank has an engine-core process, and a worker process for each further GPU.
-  All end with this process (`plugin.py`). An engine core ends with its workers.
+- Each data-parallel rank has an engine-core process, and a worker process for each further GPU. All
+  end with this process (`plugin.py`). An engine core ends with its workers.
 - With `--headless`, this process runs engine cores for a server on another node.
 - This process ends within WATCH_S of an engine core's death.
 - SIGTERM ends all processes within STOP_S, and deletes cache blocks on disk. Failures keep them.
@@ -41,11 +41,11 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 
 WATCH_S = 0.25
-STOP_S = 2.0  # time from SIGTERM to SIGKILL
+STOP_S = 2.0  # from SIGTERM to SIGKILL
 HANG_UP_S = 0.3  # time to send answers after the engine has stopped
 START_DEADLINE_S = 300.0
 
-POINTER = "root cause"  # vLLM's "See root cause above." names no cause
+POINTER = "root cause"  # "See root cause above." in vLLM names no cause
 HANDLED = "During handling of the above exception, another exception occurred:"
 END_BYTES = 1 << 18
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
@@ -65,8 +65,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM, then remove the folder `disk`.
 
-    Raise RunFailed if the engine fails to start or dies. `explain` returns advice on a cause, or
-    None. If the start fails with advice, raise OutOfMemory.
+    Raise RunFailed if the engine fails to start or dies, or OutOfMemory if the start fails and
+    `explain` returns advice on the cause.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -109,14 +109,14 @@ class Left:
     scratch: Path
     start: str
     shared: str
-    disk: Path | None  # folder of cache blocks, removed only by an orderly end
+    disk: Path | None  # cache blocks, removed only by an orderly end
     pid: (
         int  # process id of the server. Forks inherit its signal handler, but must not remove files
     )
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
-        """Return the leftovers of this engine. Call this before TMPDIR changes."""
+        """Return this engine's leftovers. Call this before TMPDIR changes."""
         tempfile.tempdir = None
         name = ctx.index if ctx.role == "inference" else ctx.name
         start = run_directory.start_prefix(ctx.run_dir, name)
@@ -124,7 +124,7 @@ class Left:
         return Left(Path(tempfile.gettempdir()), start, shared, disk, os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
-        """Remove temporary files and shared memory. If the engine `ended`, also remove `disk`."""
+        """Remove temporary files and shared memory, and `disk` if the engine `ended`."""
         if os.getpid() != self.pid:
             return
         run_directory.remove_folders(self.start, self.scratch)
@@ -192,7 +192,7 @@ async def _serve(
 
 
 async def _run_ranks(ctx: RoleContext, args: Namespace, death: Callable[[], str | None]) -> None:
-    """Run ranks of another node's server until a rank dies, then raise. SIGTERM ends all ranks."""
+    """Run ranks of another node's server until one dies, then raise. SIGTERM ends all."""
     from vllm import AsyncEngineArgs
     from vllm.utils.network_utils import get_tcp_uri
     from vllm.v1.engine.utils import CoreEngineProcManager
@@ -229,7 +229,7 @@ def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
     """Return an event that is set once vLLM handles SIGTERM.
 
-    From then on, an engine core may end. After STOP_S, hanging processes are killed.
+    From then on, engine cores may end. After STOP_S, hanging processes are killed.
     """
     stopping = threading.Event()
     shutdown = engine.shutdown
@@ -300,8 +300,8 @@ def root_cause(error: Exception, log: Path, begin: int) -> str:
     """Return the cause of a failed start from `log` after byte `begin`, or else `error`.
 
     A cause is a line `name` or `name: text`. In vLLM's stack traces, any dotted name counts.
-    Elsewhere, the name must end in Error or Exception. Prefer, in this order: causes logged as
-    ERROR, other causes, handled exceptions, consequences of another process's end.
+    Elsewhere, it must end in Error or Exception. Prefer, in this order: causes logged as ERROR,
+    other causes, handled exceptions, consequences of another process's end.
     """
     if POINTER not in str(error):
         return str(error)

@@ -1,6 +1,6 @@
 """List and apply the patches of vLLM, each with its target, reason and test. No file is changed.
 
-`python -m orrery.inference.patches.registry` prints each patch as a line of JSON, without vLLM.
+`python -m orrery.inference.patches.registry` prints a line of JSON per patch, without vLLM.
 """
 
 import json
@@ -14,9 +14,9 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
-# Environment variable: size of the route store, as a multiple of the device's KV blocks.
+# Environment variable: size of the route store / the device's KV blocks.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: tokens of the longest sequence. Unset unless key choices are reported.
+# Environment variable: tokens of the longest sequence, if key choices are reported.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -246,7 +246,7 @@ PATCHES = (
 
 
 def environment(manifest: Manifest) -> dict[str, str]:
-    """Return the variables that choose vLLM's model runner and the patches of its processes."""
+    """Return the variables that choose vLLM's model runner and its processes' patches."""
     if manifest.hardware.accelerator == "cpu":
         return {}
     chosen = {}

@@ -1,4 +1,4 @@
-"""Patch vLLM's start, processes, reloads, sampling, adapters, KV connectors (see `registry`)."""
+"""Patch vLLM (see `registry`)."""
 
 import asyncio
 import contextlib
@@ -26,10 +26,10 @@ MESSAGE_S = 2e-4
 
 
 def import_without_compiler() -> None:
-    """Import vLLM without torch's compiler. Later imports of the compiler still work."""
+    """Import vLLM without torch's compiler, which can still be imported later."""
     if "vllm" in sys.modules or "torch._inductor" in sys.modules:
         return
-    # With this entry an import raises ImportError.
+    # This entry makes an import raise ImportError.
     sys.modules["torch._inductor"] = None  # type: ignore[assignment]
     try:
         import vllm  # noqa: F401
@@ -228,7 +228,7 @@ def _all_gatherv(
     dim: int = 0,
     sizes: list[int] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Return all ranks' rows, `sizes[i]` from rank i. Pad, because Gloo needs equal parts."""
+    """Return all ranks' rows, `sizes[i]` from rank i, padded because Gloo needs equal parts."""
     if isinstance(input_, list):
         return [_all_gatherv(self, each, dim, sizes) for each in input_]  # type: ignore[misc]
     if dim != 0:
@@ -246,7 +246,7 @@ def _all_gatherv(
 def _reduce_scatterv(
     self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
 ) -> torch.Tensor:
-    """Return this rank's rows, summed over the ranks in rank order."""
+    """Return this rank's rows, summed in rank order."""
     if dim not in (0, -input_.dim()):
         raise NotImplementedError(f"reduce_scatterv on CPU takes dim 0, not {dim}")
     rows = sizes or [len(input_) // self.world_size] * self.world_size
@@ -323,7 +323,7 @@ def name_shared_memory(name: str) -> None:
 def unlink_host_tiers(name: str) -> None:
     """Unlink each host tier's shared memory, once all processes have opened it.
 
-    The kernel frees the memory when the last process ends. An empty file keeps the name.
+    The kernel frees it when the last process ends. An empty file keeps the name.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with contextlib.suppress(FileNotFoundError):  # the engine may be ending
@@ -411,7 +411,7 @@ def pulls_that_end_with_their_engine() -> None:
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
     """Fail current and later reads from an ended engine. Call this in the receiver loop.
 
-    Never call this for a live engine, which could write into the blocks.
+    A live engine could write into the blocks.
     """
     _end_of(worker, engine_id).set()
 

@@ -1,10 +1,10 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
-- `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token, because
-  these objects delay requests that end together. It omits top log-probs, which repeat the token's.
+- `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token, which
+  would delay requests that end together. It omits top log-probs, which repeat the token's.
 - `stream_samples`: a streamed answer has one line of JSON per sample, sent when the sample ends.
-- `hold_outputs`: the engine core sends a FINAL_ONLY request's first and last outputs at once. Other
-  outputs go out every CHUNK tokens, and before a pause, weight update or abort, so that weight
+- `hold_outputs`: the engine core sends a FINAL_ONLY request's first and last outputs at once.
+  Others go out every CHUNK tokens, and before a pause, weight update or abort, so that weight
   versions are exact. Outputs with other fields pass unchanged and in order.
 - An aborted answer may lack its last tokens.
 """
@@ -72,7 +72,7 @@ def write_answers() -> None:
 
 
 def stream_samples() -> None:
-    """Stream each sample of a request as one line of JSON when the sample ends.
+    """Stream each sample of a request as a line of JSON when it ends.
 
     Call in the API server before the server is made.
     """
@@ -228,7 +228,7 @@ def _telling(handle: Any) -> Any:
 
 @dataclass
 class Held:
-    """Held outputs by request id, with the index of the client."""
+    """Held outputs by request id, with the client's index."""
 
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
@@ -247,7 +247,7 @@ class Held:
             elif before is not None:
                 parts = before[1]
                 if output.routed_experts is not None:
-                    # Copy, because a view would keep the whole step's array alive.
+                    # A view would keep the whole step's array alive.
                     output.routed_experts = output.routed_experts.copy()
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:

@@ -1,7 +1,7 @@
 """Report the keys that sparse attention's indexers chose, within vLLM's rows of routed experts.
 
-- A token's row becomes bytes u8 [1, bytes]: the routes of all layers, then for each indexer one bit
-  for each position. Choices are thus stored, cached and sent with the routes.
+- A token's row becomes bytes u8 [1, bytes]: the routes of all layers, then for each indexer a bit
+  per position. Choices are thus stored, cached and sent with the routes.
 - For a prompt of at most `top_k` tokens, vLLM attends densely and the bits are unset.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orrery.inference.patches.registry import CHOICE_TOKENS
 
-CHUNK_ROWS = 1024  # number of tokens expanded to bits at a time
+CHUNK_ROWS = 1024  # tokens expanded to bits at a time
 
 
 def capture() -> None:
@@ -65,7 +65,7 @@ def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
 def _with_choices(capturer: type) -> type:
     class RoutesAndChoices(capturer):
         def add_indexers(self, prefixes: list[str], num_bits: int) -> None:
-            """Widen the rows. `prefixes` name the indexers' caches, in the order of layers."""
+            """Widen the rows. `prefixes`: names of the indexers' caches, in the order of layers."""
             self._index = {prefix: index for index, prefix in enumerate(prefixes)}
             self._num_bits, routes = num_bits, self.device_buffer
             self._choices = routes.new_zeros(
