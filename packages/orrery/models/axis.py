@@ -1,7 +1,7 @@
 """Describe a Hugging Face folder as a Jsonnet model axis: `python -m orrery.models.axis FOLDER …`.
 
-- A model gets our own family of its type if `hf_folder.check_config` passes. Every other causal
-  model gets the family `hugging_face`, and the output gives the reason.
+- A model gets our own family of its type if `hf_folder.check_config` passes. Other causal models
+  get the family `hugging_face`, and the output gives the reason.
 - If the folder has weights, their names and shapes are checked.
 - The output is JSON: the axis, family, number of parameters, vocabulary size, and a reason or null.
 """
@@ -32,7 +32,7 @@ OWN_TYPES = {  # our families, by transformers' model types
     "glm_moe_dsa": "glm5",
 }
 NO_DIGEST = "0" * 64
-# Defaults of lib/run.libsonnet. An axis omits fields with these values.
+# Defaults of lib/run.libsonnet, which an axis omits.
 DEFAULTS = {
     "rotary_fraction": 1.0,
     "rope_scaling": None,
@@ -60,7 +60,7 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return the folder's model, and the reason why it has no network of our own, or None.
+    """Return the folder's model, and why it has no network of our own, or None.
 
     Raise OrreryError if the weights are quantized other than in FP8 blocks, or if transformers
     lacks the model type.
@@ -93,7 +93,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Return the number of MTP layers in the weights. `config.json` may state more layers."""
+    """Return the MTP layers in the weights. `config.json` may state more."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated

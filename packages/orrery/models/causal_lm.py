@@ -63,7 +63,7 @@ class CausalLm(nn.Module):
     layers: nn.ModuleList
     lm_head: Any
     names: Names | None = None  # None: `families.hf_names` decides
-    # Results of the latest forward pass (see `Router` and `RouteCounts`):
+    # Of the latest forward pass (see `Router` and `RouteCounts`):
     num_routes_differ: Tensor | None = None  # i64 []
     expert_load_LE: Tensor | None = None  # i64
     choices_differ: Tensor | None = None  # i64 [2], `ChosenKeys.differ` after the last layer
@@ -75,7 +75,7 @@ class CausalLm(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """Return the weight [V, D] of the LM head. If tied, it is the embedding."""
+        """Return the weight [V, D] of the LM head, or the tied embedding."""
         raise NotImplementedError
 
     def forward(
@@ -92,10 +92,10 @@ class CausalLm(nn.Module):
 
         - `token_ids`, `positions`: i64 [T].
         - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
-        - `routed_experts`: integers [T, L, K], an engine's routes to replay (see `Router`).
-        - `engine_keys`: u8 [T, I, B], B bytes with the keys that an engine chose, for each of I
-          indexers (see `key_bits`).
-        - `is_padding`: bool [T], tokens that the indexers' loss and the experts' load exclude.
+        - `routed_experts`: integers [T, L, K], routes to replay (see `Router`).
+        - `engine_keys`: u8 [T, I, B], an engine's chosen keys for each of I indexers (see
+          `key_bits`).
+        - `is_padding`: bool [T], tokens that the indexers' loss and experts' load exclude.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
         replayed = routed_experts_TLK, engine_keys_TIB
@@ -115,7 +115,7 @@ class CausalLm(nn.Module):
         """Fill the non-persistent buffers, which must have storage."""
 
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """Return the whole initial tensor on the CPU, or None to use the default distribution."""
+        """Return the whole initial tensor on the CPU, or None for the default distribution."""
         return None
 
     def log_probs(
@@ -128,7 +128,7 @@ class CausalLm(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the log-prob of each target token and the entropy of its distribution.
 
-        Both are f32 [T] and differentiable. `target` is i64 [T], `temperature` f32 [T] > 0.
+        Both are f32 [T], differentiable. `target` is i64 [T], `temperature` f32 [T] > 0.
         """
         rows = (target_T, temperature_T)
         if self.lm_head is not None:
@@ -145,7 +145,7 @@ class CausalLm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward. From block `num_dense_layers` on, use experts."""
+    """Pre-norm attention and feed-forward, with experts from block `num_dense_layers` on."""
 
     def __init__(self, config: Model, index: int) -> None:
         super().__init__()

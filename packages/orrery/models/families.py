@@ -4,8 +4,8 @@
 - `llama`: Llama 2 to 3.3 and SmolLM2 (https://arxiv.org/abs/2407.21783).
 - `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471). Dense blocks precede mixtures of experts
   with shared experts and biased sigmoid scores.
-- `glm5`: GLM-5, 5.1 and 5.2 (https://arxiv.org/abs/2602.15763). Latent attention reads keys that an
-  indexer chooses. Experts are as in GLM-4.5.
+- `glm5`: GLM-5, 5.1 and 5.2 (https://arxiv.org/abs/2602.15763). An indexer chooses the keys of
+  latent attention. Experts are as in GLM-4.5.
 - `deepseek_v3` (https://arxiv.org/abs/2412.19437), `deepseek_v32` with an indexer, `kimi_k2`.
 - `hugging_face`: any causal language model of transformers, built from `hf_config`.
 """
@@ -40,7 +40,7 @@ _NAMES: Names = {
         "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
     ),
 }
-# transformers' fields of rope_type "llama3" → fields of `model.rope_scaling`.
+# Fields of rope_type "llama3" → fields of `model.rope_scaling`.
 LLAMA3_FIELDS = {
     "factor": "factor",
     "low_freq_factor": "low_frequency_factor",
@@ -52,7 +52,7 @@ LLAMA3_FIELDS = {
 _GLM4_ONLY = ("partial_rotary_factor", "use_qk_norm")
 
 
-# transformers' fields of rope_type "yarn" → fields of `model.rope_scaling`.
+# Fields of rope_type "yarn" → fields of `model.rope_scaling`.
 YARN_FIELDS = {
     "factor": "factor",
     "beta_fast": "fast_turns",
@@ -140,7 +140,7 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "qk_rope_head_dim": mla.rope_head_dim,
         "qk_head_dim": config.head_dim,
         "v_head_dim": mla.value_head_dim,
-        "head_dim": mla.rope_head_dim,  # width of the rotated part
+        "head_dim": mla.rope_head_dim,  # of the rotated part
         "rope_interleave": True,
         # vLLM chooses its router by the next two fields
         "topk_method": "noaux_tc",
@@ -216,8 +216,8 @@ class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
     - `ignored`: regular expressions of HF names that loading skips.
-    - `fsdp_units`: groups of modules, with one `fully_shard` call per group, in order, before the
-      root. `layers.*` means one group per layer. `trainer/parallel` disables `cast_forward_inputs`,
+    - `fsdp_units`: groups of modules, each for a `fully_shard` call, in order, before the root.
+      `layers.*` means one group per layer. `trainer/parallel` disables `cast_forward_inputs`,
       because temperatures must stay float32.
     - `expert_modules`: name patterns of modules whose parameters have experts as dimension 0.
     """
@@ -232,7 +232,7 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# Tied embeddings belong to the root, because the first and the last module read them.
+# The first and the last module read tied embeddings, so these belong to the root.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
 # Old checkpoints store rotary frequencies.
@@ -256,8 +256,8 @@ def build(
 ) -> CausalLm:
     """Return the manifest's network with NaN parameters, or without storage on "meta".
 
-    Fill it by `orrery.models.weights.initialize` or `.load`. Raise OrreryError if transformers is
-    needed but missing, or if the model is not supported.
+    Fill it by `weights.initialize` or `.load`. Raise OrreryError if a needed transformers is
+    missing, or if the model is not supported.
     """
     with torch.device("meta"):
         module = _network(model)

@@ -1,7 +1,7 @@
 """Quantize weights to FP8 once per optimizer step, with the values that engines receive.
 
-A layer that `model.fp8` selects has lists `<name>_fp8` of quantized weights, in the format of
-`kernels/fp8`. If a list is empty, each forward pass quantizes the weight anew.
+Layers in `model.fp8` have lists `<name>_fp8` of quantized weights, as in `kernels/fp8`. If a list
+is empty, each forward pass quantizes the weight anew.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ from orrery.wire.weight_wire.fp8_blocks import SCALE, in_blocks
 
 
 def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
-    """Yield each FP8 matrix product: its list of quantized weights, and its plain weights."""
+    """Yield the list of quantized weights and the plain weights of each FP8 product."""
     for module in network.modules():
         found: list[tuple[Parts | None, list[Tensor]]] = []
         if isinstance(module, Attention):

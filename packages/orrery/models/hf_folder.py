@@ -4,7 +4,7 @@
 - Tensors are read lazily, after a check of all names and shapes.
 - FP8 matrices (e4m3, as published for DeepSeek-V3 and GLM-5) are multiplied by scales of 128 × 128
   blocks in float32, then rounded to the parameter's dtype.
-- `check_config` compares `config.json` with the manifest's model, because tensor shapes do not show
+- `check_config` compares `config.json` with the manifest, because tensor shapes do not show
   rotations, epsilons or routing. Engines get a `config.json` made from the manifest.
 - Layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2), from
   `model.layers.<num_layers>.…` on, are not trained, only copied to new checkpoints for the engines.
@@ -39,15 +39,14 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 TIED_HEAD = "lm_head.weight"
-FP8 = "F8_E4M3"  # safetensors' name
+FP8 = "F8_E4M3"
 
 
 @dataclass(frozen=True)
 class HfTensor:
     """One tensor of a checkpoint: the part `box` of our parameter `parameter_name`.
 
-    The tensor of one expert lacks the expert dimension of our parameter. MTP tensors have an empty
-    `parameter_name`.
+    An expert's tensor lacks our expert dimension. MTP tensors have an empty `parameter_name`.
     """
 
     name: str
@@ -78,8 +77,8 @@ def open_tensors(
 ) -> Iterator[dict[str, Any]]:
     """Yield {tensor name: open file} of the folder's tensors, for `read`.
 
-    Besides `wanted`, the folder may have scales of FP8 tensors and tensors whose name `is_expected`
-    accepts. If `tied`, an LM head is ignored. Raise OrreryError for other differences.
+    The folder may also have scales of FP8 tensors and tensors whose name `is_expected` accepts. If
+    `tied`, an LM head is ignored. Raise OrreryError for other differences.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)
@@ -191,7 +190,7 @@ def check_digest(directory: Path, expected: str) -> None:
 
 
 def assign_files(tensors: Sequence[HfTensor], max_file_bytes: int) -> dict[str, list[HfTensor]]:
-    """Return {file name: tensors}, in order. A tensor above the limit gets a separate file."""
+    """Return {file name: tensors}, in order. Tensors above the limit get their own files."""
     groups: list[list[HfTensor]] = [[]]
     used = 0
     for hf in tensors:
@@ -290,7 +289,7 @@ def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list
     return tensors
 
 
-# Field of `config.json` → field of the manifest's model. The family fixes other fields.
+# Field of `config.json` → field of `model`. The family fixes other fields.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -402,7 +401,7 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
 
 def rotation(settings: Any) -> dict[str, Any]:
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    # Nested values mean that each layer type has a separate rotation.
+    # Nested values mean a separate rotation per layer type.
     if not rope or any(isinstance(one, dict) for one in rope.values()):
         return rope
     rope.pop("type", None)  # older name of rope_type

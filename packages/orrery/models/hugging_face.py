@@ -1,7 +1,7 @@
 """Give any causal language model of transformers the interface of our own networks.
 
-- A pack of documents becomes a padded batch and back. This is exact for causal models. Other models
-  are refused.
+- A pack of documents becomes a padded batch and back, which is exact for causal models. Other
+  models are refused.
 - Context parallelism, expert parallelism and router replay are not supported. Only the LM head uses
   our kernels.
 - Files may have one tensor per expert where the network stacks them. Other differences are refused.
@@ -35,7 +35,7 @@ from orrery.models.causal_lm import CausalLm, Names
 
 # transformers lists these types as causal, but their tokens attend to later tokens.
 NOT_CAUSAL = ("cpmant", "xlnet")
-# Field of the manifest's model → names in configs. A type of config has at most one of them.
+# Field of `model` → names in configs. A type of config has at most one of them.
 FIELDS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -115,7 +115,7 @@ def check_type(config: PreTrainedConfig) -> None:
 
 
 def find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
-    """Return the first of `names` that the type of `config` defines and that is not None."""
+    """Return the first of `names` that the config's type defines and that is not None."""
     known = {*dir(type(config)), *config.attribute_map, *(one.name for one in fields(config))}
     found = (name for name in names if name in known and getattr(config, name) is not None)
     return next(found, None)
@@ -145,7 +145,7 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network cannot compute `max_positions`.
 
-    A network without a rotation may have a table of positions. Beyond some length, `longrope` and
+    Networks without a rotation may have a table of positions. Beyond some length, `longrope` and
     `dynamic` rotations depend on the longest row of a batch.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
@@ -323,10 +323,10 @@ class _PassthroughHead(nn.Identity):
 
 
 class Head(nn.Module):
-    """Map hidden states to log-probs and entropies, with the interface of `LmHead`.
+    """Map hidden states to log-probs and entropies, like `LmHead`.
 
-    If the network changes logits, transformers' own `forward` processes chunks of logits, and does
-    so again in the backward pass.
+    If the network changes logits, its own `forward` processes chunks of logits, again in the
+    backward pass.
     """
 
     def __init__(
@@ -458,7 +458,7 @@ def _as_linear(head: Head) -> nn.Linear:
 
 
 def _nan_copy(owner: nn.Module) -> nn.Module:
-    """Return a copy with NaN parameters and buffers on the CPU. Share the child modules."""
+    """Return a copy with NaN parameters and buffers on the CPU, and shared child modules."""
     filled = copy.copy(owner)
     filled._parameters, filled._buffers = {}, {}
     for key, one in owner._parameters.items():

@@ -1,15 +1,15 @@
 """Multi-head latent attention (MLA), dense, or sparse over the keys that an indexer chooses.
 
-T queries · S keys (S = T without context parallelism) · D hidden · H heads · C latent width
-N unrotated width of a head · R rotated width · V value width · W = C + R width of a latent key
-K number of chosen keys, or the head width N + R · J indexer heads · I width of an indexer's keys
+T queries · S keys (S = T without context parallelism) · D hidden · H heads · C latent width N
+unrotated width of a head · R rotated width · V value width · W = C + R width of a latent key K
+number of chosen keys, or the head width N + R · J indexer heads · I width of an indexer's keys
 
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
   https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
 - If no document is longer than the indexer's `top_k`, a query attends to all keys up to its own.
   With indexers and context parallelism, keys stay latent, so no rank expands the keys of all ranks.
 - Indexers are frozen. With `train_indexers` they learn the mean attention of the layers that share
-  their choice. Their loss has no gradient in other weights. The choice itself has no gradient.
+  their choice. Their loss has no gradient in other weights, the choice none at all.
 """
 
 from collections.abc import Sequence
@@ -48,9 +48,9 @@ class ChosenKeys(NamedTuple):
     """
 
     chosen_TK: Tensor  # i32 indices of keys, −1 for none
-    score_TK: Tensor | None = None  # f32, the indexer's scores of the chosen keys
-    kl: Tensor | None = None  # f32 [], sum of the losses so far
-    differ: Tensor | None = None  # i64 [2], sum of the counts of `engine_keys`
+    score_TK: Tensor | None = None  # f32, the chosen keys' scores
+    kl: Tensor | None = None  # f32 [], sum of losses
+    differ: Tensor | None = None  # i64 [2], sum of `engine_keys`' counts
 
 
 class KeyIndexer(nn.Module):
@@ -78,7 +78,7 @@ class KeyIndexer(nn.Module):
         return self.wk.weight.requires_grad and torch.is_grad_enabled()
 
     def in_fp8(self, x_TD: Tensor) -> bool:
-        """Return whether keys are chosen in FP8, with the arithmetic of vLLM's engines."""
+        """Return whether keys are chosen in FP8, as in vLLM's engines."""
         return sparse_index_fp8.supports(x_TD, self.indexer.num_heads, self.indexer.head_dim)
 
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
@@ -110,12 +110,12 @@ class KeyIndexer(nn.Module):
         longest: int,
         engine_keys_TB: Tensor | None = None,
     ) -> ChosenKeys:
-        """Choose at most K = min(`top_k`, `longest`) keys for each query, then −1.
+        """Choose at most K = min(`top_k`, `longest` document's tokens) keys per query, then −1.
 
         - `q_TC`: output of `q_a_layernorm`.
         - `keys`: results of the method `keys`, gathered from all ranks.
         - `ranges`: first and last key that each query may choose, i32 [T] each.
-        - `longest`: tokens of the longest document.
+
         - `engine_keys`: an engine's choice, compared with this one if `longest` > `top_k`. If
           `replays`, its valid rows replace this choice.
         """
@@ -145,7 +145,7 @@ class KeyIndexer(nn.Module):
 
 
 class LocalKeys(nn.Module):
-    """Provide the keys of this device. Context parallelism replaces this module.
+    """The keys of this device. Context parallelism replaces this module.
 
     Queries are computed between `send` and `receive`. `is_gathered`: keys come from several ranks.
     """
@@ -155,7 +155,7 @@ class LocalKeys(nn.Module):
     def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
         """Start to gather `keys`, tensors [T, ·]. `receive` turns the result into tensors [S, ·].
 
-        `is_latent`: sparse attention to latent keys follows. Otherwise, dense attention to expanded
+        `is_latent`: sparse attention to latent keys follows, otherwise dense attention to expanded
         keys.
         """
         return keys
@@ -166,7 +166,7 @@ class LocalKeys(nn.Module):
     def ranges(self, documents: Documents, num_queries: int) -> tuple[Tensor, Tensor]:
         """Return the first and last key that each query may see, i32 [T] each.
 
-        These are the document's first token and the query's own token.
+        They are the document's first token and the query's own token.
         """
         last_T = torch.arange(num_queries, dtype=torch.int32, device=documents.cu_seqlens.device)
         document_T = torch.searchsorted(documents.cu_seqlens, last_T, right=True) - 1
@@ -220,8 +220,8 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, ChosenKeys | None]:
         """Return the output [T, D] and the `choice` for the next layer.
 
-        `choice` comes from the previous layer, or is None. A layer with an indexer replaces it if
-        attention is sparse or the indexer learns. Sparse attention reads the returned choice.
+        A layer with an indexer replaces the previous layer's `choice` if attention is sparse or the
+        indexer learns. Sparse attention reads the returned choice.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -296,9 +296,8 @@ class LatentAttention(nn.Module):
         return out_THK[..., : self.mla.value_head_dim]
 
     def expand(self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, and each head's keys and values from latent ones.
-
-        Zeros pad all three to one width.
+        """Return queries, and each head's keys and values from latent ones, zero-padded to one
+        width.
         """
         mla = self.mla
         latent_SC, k_SR = kv_SW.split((mla.kv_lora_rank, mla.rope_head_dim), dim=-1)
@@ -317,8 +316,7 @@ class LatentAttention(nn.Module):
     def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
         """Return queries [T, H, W] for latent keys.
 
-        The first C columns are q_THN times the key part of `kv_b_proj`. The other columns are
-        q_THR.
+        The first C columns are q_THN times the key part of `kv_b_proj`, the others q_THR.
         """
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
@@ -339,7 +337,7 @@ class LatentAttention(nn.Module):
 def num_served(types: Sequence[str], index: int) -> int:
     """Return the number of layers that share the choice of layer `index`.
 
-    A "full" layer has an indexer. The "shared" layers after it read its choice.
+    A "full" layer has an indexer, whose choice the following "shared" layers read.
     """
     first = max(i for i in range(index + 1) if types[i] == "full")
     after = (i for i in range(first + 1, len(types)) if types[i] == "full")

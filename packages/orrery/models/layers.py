@@ -35,8 +35,7 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
     """Return each linear layer's output.
 
-    `fp8` holds the layers' quantized weights. If it is empty, this call quantizes them. If it is
-    None, the products are not in FP8.
+    `fp8`: quantized weights. If empty, this call quantizes. None: the products are not in FP8.
     """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
@@ -48,7 +47,7 @@ def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate x) · up x).
 
-    `gate_up_fp8`, `down_fp8`: quantized weights (`fp8.py`), or None if the layer is not in FP8.
+    `gate_up_fp8`, `down_fp8`: quantized weights (`fp8.py`), or None outside FP8.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, is_fp8: bool = False) -> None:
@@ -80,7 +79,7 @@ class Adapter(nn.Module):
         return F.linear(F.linear(x, a), b)
 
     def scaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return a and the scaled b. Scaling the output instead would cost more."""
+        """Return a and the scaled b. Scaling the output would cost more."""
         return self.a.to(dtype), (self.b * self.scale).to(dtype)
 
 
@@ -112,7 +111,7 @@ def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
 
 
 def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """Divide low frequencies by `factor` (YaRN). Interpolate linearly in the frequency's index."""
+    """Divide low frequencies by `factor` (YaRN), with linear interpolation in the index."""
     half = frequency.shape[0]
 
     def index(turns: float) -> float:
@@ -127,7 +126,7 @@ def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> T
 
 
 def _scale_frequencies(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`. Keep high frequencies. Interpolate between them."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between them."""
     turns = scaling.original_max_positions * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -184,8 +183,8 @@ class Attention(nn.Module):
 class Router(nn.Module):
     """Choose each token's top K experts and score them.
 
-    - Scores are probabilities times `scale`. With `normalize_top_k`, the K probabilities are first
-      divided by their sum.
+    - Scores are probabilities times `scale`. `normalize_top_k` first divides the K probabilities by
+      their sum.
     - "softmax" is over all experts. "sigmoid" is per expert, and `expert_bias` affects only the
       choice (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equation 16).
     - `groups` (n, k) limits the choice to the best k of n groups of experts (DeepSeek-V3).
@@ -217,9 +216,8 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
 
-        `replayed_TK` sets the ids (router replay). The router still gives scores and gradients.
-        The number, i64 [], counts replayed ids that the router did not choose. It is None without
-        replay.
+        `replayed_TK` sets the ids (router replay). The router still gives scores and gradients. The
+        number, i64 [], counts replayed ids that the router did not choose. None: no replay.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -258,7 +256,7 @@ def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tens
 class Experts(nn.Module):
     """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has gate rows before up rows.
 
-    In FP8, each expert's input rows begin at a multiple of 128 (`row_block`).
+    In FP8, each expert's rows begin at a multiple of 128 (`row_block`).
     """
 
     def __init__(
@@ -280,7 +278,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return [T, D]: each token's sum of score · output over its experts.
 
-        `rows` comes from `sort_by_expert` with block `row_block`. `has_spare`: see `fp8_experts`.
+        `rows`: from `sort_by_expert` with block `row_block`. `has_spare`: see `fp8_experts`.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
@@ -316,8 +314,6 @@ class LocalExchange(nn.Module):
 
 
 class RouteCounts(NamedTuple):
-    """Counts of one mixture in one forward pass."""
-
     load_E: Tensor  # i64, number of tokens of each expert, without padding
     num_differing: Tensor | None  # i64 [], see `Router.forward`
 

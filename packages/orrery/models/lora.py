@@ -1,6 +1,6 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A, W frozen.
 
-- A projection's adapter is `lora`. Stacked experts have `gate_up_lora` and `down_lora`.
+- A projection has the adapter `lora`, stacked experts `gate_up_lora` and `down_lora`.
 - Merging computes in float32 and rounds once.
 - A is initially uniform in ±1/√(inputs), B is zero. Draws depend only on seed and adapter name.
 """
@@ -81,7 +81,7 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
 def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
     """Return this rank's shard of `weight` merged with its adapter, on the shard's device.
 
-    This is a collective unless weight and adapter are sharded alike.
+    A collective unless both are sharded alike.
     """
     *stack, rows, columns = local_box(weight)
     rank, local = (0, adapter.a.shape[-2]), local_tensor(weight.detach())

@@ -20,7 +20,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole tensor. This is a collective if the tensor is sharded."""
+    """Return the whole tensor. A collective if it is sharded."""
     if not isinstance(parameter, DTensor):
         return parameter
     mesh, local = parameter.device_mesh, parameter.to_local()
@@ -61,8 +61,8 @@ def local_box(parameter: Tensor) -> Box:
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
     """Split `shape` by mesh axes (strided, dim, number of parts, this part) like `torch.chunk`.
 
-    Apply axes from left to right, strided axes last. FSDP's axis is strided if a later mesh axis,
-    for expert or tensor parallelism, has already split the same dimension.
+    Apply axes from left to right, strided axes last. FSDP's axis is strided if a later mesh axis
+    (expert or tensor parallelism) has already split the dimension.
     """
     box = [(0, size) for size in shape]
     for _, dim, num_parts, part in sorted(axes, key=lambda axis: axis[0]):

@@ -2,7 +2,7 @@
 
 - `load` and `initialize` read or draw only tensors that overlap this rank's shards.
 - On a sharded module, `save` and `named_hf_tensors` are collectives. All ranks iterate to the end.
-- Each drawn tensor has a separate generator, seeded by the manifest's seed and the tensor's name.
+- Each drawn tensor has its own generator, seeded by the manifest's seed and the tensor's name.
 - A Hugging Face ("HF") tensor is a box of a parameter or buffer. Checkpoints have no adapters.
 """
 
@@ -44,7 +44,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @torch.no_grad()
 def initialize(module: CausalLm, model: Model) -> None:
-    """Fill the module from a folder, or draw normal weights, with norms one and biases zero."""
+    """Fill the module from a folder, or draw normal weights, with norms 1 and biases 0."""
     if model.init.kind == "pretrained":
         with _open_pretrained(module, model, model.init) as files:
             _fill(module, files)
@@ -71,12 +71,12 @@ def _seed(init: RandomInit, name: str) -> int:
 
 @torch.no_grad()
 def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
-    """Draw shards on their device. This is fast, but the weights depend on the mesh."""
+    """Draw shards on their device: fast, but the weights depend on the mesh."""
     _allocate(module)
     device = local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
     generator = torch.Generator(device).manual_seed(seed + rank)
-    # Draw stacked experts at once, because drawing each expert would take minutes.
+    # Drawing experts one by one would take minutes.
     for name, tensor in module.state_dict().items():
         local = local_tensor(tensor.detach())
         if tensor.ndim == 1:
@@ -148,8 +148,7 @@ def load(
 ) -> None:
     """Fill the module from a Hugging Face folder, in the module's dtype.
 
-    Call `on_tensor` after every tensor. If the folder does not match the module, raise OrreryError
-    before any change.
+    Call `on_tensor` after every tensor. Raise OrreryError before any change if they do not match.
     """
     with open_checkpoint(module, Path(directory)) as files:
         _fill(module, files, on_tensor)
@@ -187,8 +186,8 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
 
-    Copy MTP layers from the folder `start`. Keep other files in `directory`. This is a collective
-    if sharded: ranks write in parallel, and each holds at most one file in host memory.
+    Copy MTP layers from the folder `start`. Keep other files in `directory`. A collective if
+    sharded: ranks write in parallel, and each holds at most one file in host memory.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -250,7 +249,7 @@ def unwrapped_name(parameter_name: str) -> str:
 
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
-    """Return the checkpoint's tensors in writing order. This is no collective."""
+    """Return the checkpoint's tensors in writing order. No collective."""
     tensors = []
     for name, tensor in _checkpoint_state(module).items():
         key, layer = unwrapped_name(name), ""
@@ -280,7 +279,6 @@ def _split(hf_name: str, name: str, tensor: Tensor, part: int, num_parts: int) -
 
 
 def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
-    """Return the parameters without adapters, then the persistent buffers."""
     adapting = {parameter for _, adapter in adapters(module) for parameter in adapter.parameters()}
     named = module.named_parameters()
     state: dict[str, Tensor] = {name: one for name, one in named if one not in adapting}
@@ -295,10 +293,10 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, detached tensor) in the order of `hf_tensors`.
 
-    This is a collective on a sharded module. Otherwise, tensors are views of parameters.
+    A collective on a sharded module. Otherwise, tensors are views of parameters.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
-    # Tensors of one parameter are adjacent, so only one gathered parameter is in memory.
+    # One parameter's tensors are adjacent, so only one gathered parameter is in memory.
     for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):
         whole = full_tensor(state[parameter_name].detach())
         if (adapter := adapter_of.get(parameter_name)) is not None:
@@ -310,7 +308,7 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (PEFT name, tensor in `dtype`) of all adapters. This is a collective if sharded.
+    """Yield (PEFT name, tensor in `dtype`) of all adapters. A collective if sharded.
 
     `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale. If one parameter is several HF
     tensors, they get the same `lora_A`. Experts are not supported.
@@ -329,7 +327,7 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
 def named_hf_slices(
     module: CausalLm, replacements: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-    """Yield (HF tensor, box in it, this rank's data). This is no collective and makes no copy.
+    """Yield (HF tensor, box in it, this rank's data). No collective and no copy.
 
     Replicas yield equal boxes. `replacements`: shards to yield instead, by our parameter name.
     """

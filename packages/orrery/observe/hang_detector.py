@@ -1,7 +1,7 @@
 """Find stalls: processes that will make no more progress.
 
-`find_stall` reads the health of all processes of a stage. A wait's text names the awaited roles, or
-a thing outside the stage. Stalls are:
+`find_stall` reads the health of a stage's processes. A wait's text names the awaited roles, or a
+thing outside the stage. Stalls are:
 
 - hung: an event loop sent no heartbeat within its limit.
 - overdue: a wait or activity of a living process is GRACE_S past its deadline.
@@ -27,14 +27,14 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
-STILL_S = 40.0  # limit on time without progress. Then a stall ends a stage within a minute
+STILL_S = 40.0  # without progress. Then a stall ends a stage within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A stall, and the names of the processes that cause it."""
+    """A stall, and the names of its cause."""
 
     blamed: tuple[str, ...]
     sentence: str
@@ -101,7 +101,7 @@ def _abandoned(
 ) -> Stall | None:
     """Return the stall of processes that wait only for done processes for over `deadlock_s`.
 
-    The limit is long, because messages may arrive after their sender's end.
+    Messages may arrive long after their sender's end.
     """
     quiet = {name for name, health in processes.items() if now_s - health.time_s > deadlock_s}
     done = {name: health for name, health in processes.items() if health.doing == DONE}
@@ -119,14 +119,14 @@ def _abandoned(
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """Return the seconds since the event loop's last heartbeat. Return None within its limit."""
+    """Return the seconds since the event loop's last heartbeat, or None within its limit."""
     beats = health.loop_beats
     for_s = 0.0 if beats is None else now_s - beats.time_s
     return for_s if beats is not None and for_s > beats.within_s else None
 
 
 def awaited(health: Health, living: Mapping[str, Health]) -> list[set[str]]:
-    """Return, for each open wait, the awaited living processes."""
+    """Return the awaited living processes by open wait."""
     return [_named(wait.what, living) for wait in health.waits]
 
 
@@ -147,10 +147,7 @@ def deadlocked(living: Mapping[str, Health]) -> set[str]:
 def _ended_sources(
     health: Health, living: Mapping[str, Health], done: Mapping[str, Health]
 ) -> set[str]:
-    """Return the done processes that the waits name.
-
-    Return an empty set if any wait names a living process or no done process.
-    """
+    """Return the done processes that the waits name, if each wait names only such."""
     gone = [
         set() if _named(wait.what, living) else _named(wait.what, done) for wait in health.waits
     ]
@@ -168,7 +165,7 @@ def _deadline(health: Health) -> float | None:
 
 
 def _chain(start: str, living: Mapping[str, Health]) -> tuple[str, ...]:
-    """Return the chain of waits from `start`, up to a process that awaits no further process."""
+    """Return the chain of waits from `start`."""
     chain = [start]
     while True:
         wait = living[chain[-1]].wait
@@ -193,7 +190,7 @@ def _clause(health: Health, now_s: float) -> str:
 
 @dataclass
 class _SeenRank:
-    """A rank's health, and times of its last progress (`moved_s`) and last change (`heard_s`)."""
+    """A rank's health, and times of its last progress (`moved_s`) and change (`heard_s`)."""
 
     health: Health
     moved_s: float
@@ -211,7 +208,7 @@ class RankStallDetector:
     - late: still waits for data `behind_s` after the role's last progress, while a rank is held.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
-    that are silent for `hang_s` are blamed even if their role has not stalled.
+    silent for `hang_s` are blamed even without a stall of their role.
 
     Progress is any change of the health except heartbeats.
     """
@@ -321,8 +318,8 @@ class _SeenHealth:
 class HealthView:
     """Convert health to the reader's monotonic clock, because wall clocks differ and can be set.
 
-    - A change's time is when the reader first saw it. A deadline keeps its distance from the start
-      of its wait or activity. The clock stops while the host is suspended.
+    - A change's time is when the reader first saw it. A deadline keeps its distance from its wait's
+      or activity's start. The clock stops while the host is suspended.
     - A gap of more than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
     - `changed_s` orders changes of processes. It shifts a host's clock by the smallest delay seen.
     """

@@ -1,7 +1,6 @@
 """Show a running stage as a live panel or one line, and pass its metric rows to sinks.
 
-- TensorBoard files lie in `metrics/tensorboard/<stage>/<process>`. W&B needs the site's
-  WANDB_PROJECT.
+- TensorBoard files lie in `metrics/tensorboard/<stage>/<process>`. W&B needs WANDB_PROJECT.
 - A value is named `<event>/<value>`, in nested dicts `<event>/<name>/<value>`. A role's name
   replaces a missing event. SUBJECTS follow the event: `evaluation/<task>/reward_mean`.
 - TensorBoard's step is the row's `step`, else its `version`, else seconds since the first row.
@@ -81,7 +80,7 @@ class Progress:
 
 
 def line(progress: Progress, health: Mapping[str, Health], now_s: float) -> str:
-    """Return one log line: `rl 12/40 · reward 0.43 · … · trainer.0 waiting 1 s for batch 13 …`."""
+    """Return a log line: `rl 12/40 · reward 0.43 · … · trainer.0 waiting 1 s for batch 13 …`."""
     parts = [f"{progress.stage} {_steps(progress)}"]
     parts += [f"{name} {value}" for name, value in _numbers(progress)]
     talking = {name: one for name, one in health.items() if one.role != "router"}
@@ -176,7 +175,7 @@ STAMPS = ("time_s", "stage", "attempt", "step", "event", "version", *SUBJECTS)
 
 
 def scalars(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    """Yield the named numbers of a row. Skip texts, lists and nulls."""
+    """Yield a row's named numbers. Skip texts, lists and nulls."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from scalars(value, f"{prefix}/{name}")
@@ -204,7 +203,7 @@ class TensorBoardSink:
         self._first_s = self._first_s or row["time_s"]
         if not values:
             return
-        # Import late: these imports are slow, and not every stage writes rows.
+        # These imports are slow, and not every stage writes rows.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -1,7 +1,7 @@
 """Render chats as tokens for any Hugging Face tokenizer folder, without transformers.
 
-- `prompt` renders a chat up to the assistant's turn. `next_turn` renders the messages after an
-  assistant turn. Sampled tokens are never decoded and encoded again.
+- `prompt` renders a chat up to the assistant's turn, `next_turn` the messages after an assistant
+  turn. Sampled tokens are never decoded and encoded again.
 - `example` joins the same parts, so SFT trains on the same tokens as RL. It finds a message's text
   by rendering the chat with a marker as the message's content.
 """
@@ -120,7 +120,7 @@ class Renderer:
     ) -> list[Example]:
         """Return the `example` of each (place, messages, tools), encoded on all CPU cores.
 
-        An OrreryError begins with the chat's place, such as `problems.jsonl:7`.
+        An OrreryError begins with the place, such as `problems.jsonl:7`.
         """
         parts = []
         for place, messages, tools in chats:
@@ -148,7 +148,7 @@ class Renderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, including named special tokens, or raise OrreryError."""
+        """Return a text's token ids, including named special tokens, or raise OrreryError."""
         return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:

@@ -31,7 +31,7 @@ from orrery.tasks.tokenizer import write_tokenizer
 NUM_PROBLEMS = 16
 MAX_CPU_S = 3.0
 BYTES_PER_S = 1_000_000  # a tenth of the reading speed of the slowest file format
-NUM_MEASURED = 256  # answers of a task to tokenize for the note on long answers
+NUM_MEASURED = 256  # answers to tokenize for the note on long answers
 NOTE = "  note: "
 
 
@@ -47,7 +47,7 @@ def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """Return one line per task, then notes for the user. Raise OrreryError for an invalid task."""
+    """Return a line per task, then notes. Raise OrreryError for an invalid task."""
     renderer, sft = _renderer(manifest.model), manifest.stages.sft
     lines: list[str] = []
     notes: list[str] = []
@@ -76,7 +76,7 @@ def check(manifest: Manifest) -> list[str]:
 
 
 def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequence[Role]) -> int:
-    """Check a task's first problems. Return the number of tokens of the longest prompt."""
+    """Check a task's first problems. Return the tokens of the longest prompt."""
     try:
         with _limited(use):
             return _longest_prompt_tokens(use, renderer, roles)
@@ -114,7 +114,7 @@ def _long_answers(
 ) -> Iterator[str]:
     """Yield a note if answers of a training task have more than `turn` tokens."""
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    # With these two verdicts the answer is not a reply, so its length does not matter.
+    # With these verdicts the answer is not a reply, so its length does not matter.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]
@@ -133,7 +133,7 @@ def _verdict(use: TaskUse) -> str | None:
 
 
 def _repeated_problems(manifest: Manifest, num_rows: int) -> Iterator[str]:
-    """Yield a note for each evaluation with more problems than the task's `num_rows` rows."""
+    """Yield a note for each evaluation with more problems than the task's `num_rows`."""
     if len(manifest.tasks.evaluation) > 1:
         return
     evaluation = manifest.orchestrator.evaluation
@@ -176,12 +176,12 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """The CPU time is over. This is no Exception, because a task may catch Exceptions."""
+    """The CPU time is over. No Exception, because a task may catch Exceptions."""
 
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError after the task's limit of CPU time. This works only in the main thread."""
+    """Raise OrreryError after the task's limit of CPU time. Only in the main thread."""
     limit_s = MAX_CPU_S + _file_bytes(use.args) / BYTES_PER_S
 
     def stop(*_: Any) -> None:
@@ -214,7 +214,7 @@ def _file_bytes(args: dict[str, Any]) -> int:
 
 @cache
 def _task(use: str) -> Task:
-    """Return the task. Cached, because its problems are slow to draw."""
+    """Cached, because a task's problems are slow to draw."""
     return make(TaskUse.model_validate_json(use))
 
 

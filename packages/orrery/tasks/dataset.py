@@ -2,7 +2,7 @@
 
 - `prompt` and `answer` are templates over columns, such as `{question}`. A prompt that is a single
   column may hold chat messages. `answer_pattern` extracts the answer from a longer text.
-- `held_out` divides rows into two sides, training and evaluation. `split` chooses the side.
+- `held_out` divides rows into training and evaluation. `split` chooses the side.
 - The order of rows is a random function of (seed, epoch).
 - A reply that cannot be judged gets the reward 0 (metric `unscorable`).
 """
@@ -43,10 +43,10 @@ from orrery.tasks.verdicts import Verdict, compiled, scorer_of, told
 
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
-SHOWN = 3  # number of rows in an error message
-TRIED = 16  # number of rows to try a user's function on
+SHOWN = 3  # rows in an error message
+TRIED = 16  # rows to try a user's function on
 LONG_ANSWER = 4  # words from which an answer may be a whole solution
-KEPT = 8192  # number of cached problems, more than rollouts in flight
+KEPT = 8192  # cached problems, more than rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -54,7 +54,7 @@ def columns_of(template: str) -> list[str]:
 
 
 def filled(template: str, row: dict[str, Any]) -> str:
-    """Replace the columns in a template by a row's values. Doubled braces become single."""
+    """Replace a template's columns by a row's values. Doubled braces become single."""
 
     def fill(found: re.Match[str]) -> str:
         if not found[1]:
@@ -65,8 +65,6 @@ def filled(template: str, row: dict[str, Any]) -> str:
 
 
 class ProblemFile(Record):
-    """A file of problems, or the `split` of a folder."""
-
     kind: Literal["source"]
     path: str
     sha256: Sha256
@@ -92,7 +90,7 @@ class ProblemFile(Record):
 
 
 class Fraction(Record):
-    """Hold out rows by the hash of their prompts, so that equal prompts are on the same side."""
+    """Hold out rows by the hash of their prompts, so equal prompts are on the same side."""
 
     kind: Literal["fraction"]
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -237,7 +235,7 @@ class Dataset(SingleTurn):
     def _request(self, at: int, answer: str) -> dict[str, Any]:
         verdict, row = self.args.verdict.model_dump(), None
         if self.args.verdict.kind == "python":
-            # The scorer has another working directory, so make the path absolute.
+            # The scorer has another working directory.
             verdict["path"], row = str(Path(self.args.verdict.path).absolute()), self._row(at)
         return {"verdict": verdict, "answer": answer, "row": row}
 
@@ -246,7 +244,7 @@ class Dataset(SingleTurn):
         return [*self._messages(row), Message("assistant", filled(self.args.answer, row))]
 
     def check_rows(self, tokens: Callable[[Problem], int] | None, most_tokens: int) -> int:
-        """Check all rows of the side. Return the number of rows.
+        """Check all rows of the side. Return their number.
 
         `tokens` returns the number of tokens of a problem's prompt. Raise OrreryError if:
 
@@ -284,7 +282,7 @@ class Dataset(SingleTurn):
     ) -> tuple[str, str] | None:
         """Return (kind of the row's error, advice), or None for a valid row.
 
-        `answers` maps the prompts of earlier rows to answers. This row is added.
+        `answers`: answers by prompt of earlier rows, to which this row is added.
         """
         try:
             problem = self._problem(at, at)
@@ -332,7 +330,7 @@ class Dataset(SingleTurn):
         return None if right else f"the first is {answer[-60:]!r}; {remedy}"
 
     def _cut(self, answer: str) -> str | None:
-        """Return advice to set `answer_pattern`. Return None if it is set or `answer` is short."""
+        """Return advice to set `answer_pattern`, or None if it is set or `answer` is short."""
         if self.args.answer_pattern is not None or len(answer.split()) < LONG_ANSWER:
             return None
         mark = "#### " if "####" in answer else "answer is "
@@ -370,14 +368,14 @@ class Dataset(SingleTurn):
 
 @lru_cache(2**16)
 def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
-    """Return whether a reply scores 1. Cached, because rows share answers and parsing is slow."""
+    """Return whether a reply scores 1. Cached, as rows share answers and parsing is slow."""
     request = {"verdict": verdict.model_dump(), "answer": answer, "row": None}
     return scorer_of(request)(reply) == 1.0
 
 
 # Rows are checked in a fork, so that SIGALRM can end even C code.
 
-ROW_S = 10.0  # time limit of a row in seconds, scaled
+ROW_S = 10.0  # time limit of a row, scaled
 
 
 class RowFailed(Exception):
@@ -394,8 +392,7 @@ def watched(
     """Call `check` on each row in a fork. Return the results by row, except None.
 
     A result must be a JSON value other than a string. Raise RowFailed if a row takes longer than
-    `limit_s` or ends the fork. Raise an OrreryError of `check` again. The fork may allocate
-    MEMORY_BYTES.
+    `limit_s` or ends the fork, and any OrreryError of `check`. The fork may allocate MEMORY_BYTES.
     """
     limit_s = scaled(limit_s)
     reader, writer = os.pipe()
@@ -421,7 +418,7 @@ def watched(
 
 
 def _serve(check: Callable[[int], Any], rows: Sequence[int], limit_s: float, writer: int) -> None:
-    """Write each row's result as a line of JSON. Stop after an OrreryError and write its text."""
+    """Write each row's result as a line of JSON, or an OrreryError's text and stop."""
     os.dup2(2, 1)  # a user's function may print
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

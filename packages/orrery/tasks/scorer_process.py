@@ -1,9 +1,9 @@
 """Score answers, each in its own fork: `python -m orrery.tasks.scorer_process`.
 
 - In: a line `[number, kind, request, text, limit_s]` per answer.
-- Out: an empty line when ready, then a line `[number, score, note]` per answer. A score is null
-  after a failure of the scorer, and a sentence after a wrong request. The note is null, or the
-  exception of a user's reward function.
+- Out: an empty line when ready, then a line `[number, score, note]` per answer. The score is null
+  if the scorer fails, and a sentence after a wrong request. The note is null, or the exception of a
+  user's reward function.
 - This process never interprets an answer. It has no secrets, no capabilities, and no open file
   except its socket.
 - A fork scores one answer in a deleted folder, without output. It has MEMORY_BYTES of address space
@@ -33,9 +33,9 @@ KINDS = {  # kind -> module:function that returns the scorer of a request
 }
 LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
-MAX_BYTES = 256  # size limit of the text of a score or a note
+MAX_BYTES = 256  # size limit of a score's or note's text
 NOTE = b"note "
-KEPT_SCORERS = 64  # number of cached scorers, as answers to one problem arrive together
+KEPT_SCORERS = 64  # cached scorers, as answers to one problem arrive together
 MAX_SENTENCE = 500
 
 

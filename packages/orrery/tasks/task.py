@@ -26,14 +26,14 @@ HELD_OUT = 1 / 8
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool. A call in free text has the arguments `{"input": text}`."""
+    """A call in free text has the arguments `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An assistant's message may have `tool_calls`. A tool's message has the tool's `name`."""
+    """An assistant's message may have `tool_calls`. A tool's has the tool's `name`."""
 
     role: Role
     content: str
@@ -50,7 +50,7 @@ class Tool(msgspec.Struct, frozen=True):
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     """A chat that ends before the assistant's turn, and the reference answer (JSON).
 
-    `exact_tokens`: number of tokens of every assistant turn. None: a stop token ends a turn.
+    `exact_tokens`: tokens of every assistant turn. None: a stop token ends a turn.
     """
 
     index: int
@@ -66,7 +66,7 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgeBroken(RunFailed):
-    """The judge gives wrong rewards. This ends the run. Other exceptions fail one rollout."""
+    """The judge gives wrong rewards, which ends the run. Other exceptions fail one rollout."""
 
 
 @runtime_checkable
@@ -102,7 +102,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return the judgement for `score`, clipped to [0, 1]. None is a reply without a score."""
+    """Return the judgement for `score`, clipped to [0, 1]. None: a reply without a score."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)
@@ -110,7 +110,7 @@ def scored(score: float | None) -> Judgement:
 
 
 def split_of(text: str, held_out: float = HELD_OUT) -> Split:
-    """Return a text's side by the text's BLAKE2b digest. `held_out`: fraction of held-out texts."""
+    """Return a text's side by its BLAKE2b digest. `held_out`: share of held-out texts."""
     first = int.from_bytes(hashlib.blake2b(text.encode()).digest()[:4], "big")
     return "held_out" if first < held_out * 2**32 else "train"
 

@@ -59,7 +59,7 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-# Variables that the renderer sets in a chat template.
+# The renderer sets these variables in a chat template.
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 GIVEN |= {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception", "strftime_now"}
 
@@ -74,7 +74,7 @@ def write_tokenizer(model: Model, folder: Path) -> None:
 
     `chat_template_kwargs` become defaults in the written template, so that training, serving and
     exported models make equal prompts. Raise OrreryError if a pretrained tokenizer's files do not
-    match its `sha256`, or if its template lacks a variable of `chat_template_kwargs`.
+    match its `sha256`, or if its template lacks one of these variables.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

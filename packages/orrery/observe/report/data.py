@@ -1,7 +1,7 @@
 """Read a report's data once from a run directory.
 
 - If several attempts trained a step, the newest row counts. Spans come from the newest attempt.
-- Rows are stored as columns with eight bytes per number, so that a run of weeks fits into memory.
+- Rows are columns with eight bytes per number, so a run of weeks fits into memory.
 - A line with more than POINTS points is cut into equal pieces. Each piece is drawn as its mean
   (rates and shares), its extremes (single values) or its largest value.
 """
@@ -33,7 +33,7 @@ from orrery.runtime.run_directory import (
     result_path,
 )
 
-NOTHING = {"d": nan, "q": -(2**63), None: None}  # values stored for None, by array type
+NOTHING = {"d": nan, "q": -(2**63), None: None}  # values for None, by array type
 TYPE_CODES = {float: "d", int: "q"}
 POINTS = 1000
 
@@ -101,7 +101,7 @@ class Table(Sequence[Row]):
 
 class _Column:
     def __init__(self) -> None:
-        self._code: str | None = None  # type code of the array, or None for a list
+        self._code: str | None = None  # of the array, or None for a list
         self._values: Any = []
 
     @property
@@ -231,7 +231,7 @@ class RunData:
     engines: Mapping[int, Table]  # load of each engine
     usage: Sequence[Row]
     processors: Mapping[str, Table]  # CPU use of each process in the RL stage
-    spans: Sequence[Span]  # spans of the RL stage's newest attempt
+    spans: Sequence[Span]  # of the RL stage's newest attempt
     result: Row
     evaluated: list[Row]
 
@@ -267,7 +267,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def same_weights(run: RunData) -> list[tuple[int, float]]:
-    """Return pairs (version, max log-prob difference of trainer and engine with equal weights)."""
+    """Return (version, max log-prob difference of trainer and engine with equal weights)."""
     key = "logprob_max_abs_diff_same_weights"
     found = [(step - 1, value) for step, value in run.rl.each("step", key) if value is not None]
     return found + [(row["version"], row[key]) for row in run.compared[-1:] if row[key] is not None]
@@ -316,7 +316,7 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of work of all attempts at finished stages, except stages `left_out`."""
+    """Return the seconds of all attempts at finished stages, except stages `left_out`."""
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [
         row["last_s"] - row["first_s"]
@@ -412,7 +412,7 @@ def overlap_s(left: list[Interval], right: list[Interval]) -> float:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of time in the RL stage's newest attempt, from the first work to the last training."""
+    """Shares of time in RL's newest attempt, from the first work to the last training."""
 
     window_s: float
     trainer_busy: float  # share with `trainer.0` in forward, backward or optimizer

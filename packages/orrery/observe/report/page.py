@@ -219,15 +219,15 @@ def render(run: RunData, wall_s: float) -> str:
 
 # Planned speed and memory of the RL stage (`orrery plan`) beside the measurements
 
-WARM = 2  # number of first rows to leave out, because their steps compile
-# Planned memory that torch's peak of allocated bytes does not count.
+WARM = 2  # first rows to leave out, as their steps compile
+# Planned memory outside torch's peak of allocated bytes.
 NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
 def comparison(run: RunData) -> list[tuple[str, str, str]]:
     """Return rows (name, planned figure, measured figure) as text.
 
-    The plan assumes rollouts of the run's mean length. Measured figures are medians over steps or
+    The plan assumes the run's mean rollout length. Measured figures are medians over steps or
     weight updates. Return [] without a plan, or with at most WARM steps.
     """
     tokens = _values(run.rl, "num_tokens")
