@@ -118,7 +118,6 @@ class Backlog:
         self.wake = threading.Condition()
 
     def put(self, header: Header, payload: Bytes) -> int:
-        """Queue a frame. Return its size in bytes."""
         frame = (header._replace(length=len(payload)).pack(), payload.data)
         with self.wake:
             self.frames.append(frame)

@@ -42,8 +42,6 @@ class JoiningSite(msgspec.Struct, frozen=True):
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
-    """A row of the log."""
-
     number: int
     epoch: int
     members: tuple[SiteMember, ...]
@@ -68,7 +66,6 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @property
     def last(self) -> int:
-        """Return the number of the last committed round, or NO_ROUND."""
         return self.committed.number if self.committed else NO_ROUND
 
     @property
@@ -168,7 +165,6 @@ def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
 
 
 def may_have_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
-    """Return whether at least `quorum` members and joining sites are live."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     return len(known & live) >= quorum
 
@@ -290,7 +286,6 @@ def _is_open(ledger: Ledger, site_id: str, outer_round: OuterRound) -> bool:
 
 
 def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
-    """Set the members. Open a new epoch if they change."""
     ordered = tuple(sorted(members))
     if ordered == ledger.members:
         return ledger

@@ -60,8 +60,6 @@ class Exchange(Protocol):
 
 
 class Rounds(Protocol):
-    """The methods of `Membership` that a round needs."""
-
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound: ...
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool: ...
@@ -141,7 +139,6 @@ class OuterLoop:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens trained since the last round of `fragment`."""
         return self.fragment_tokens[self.fragment_of(self.round)]
 
     @property

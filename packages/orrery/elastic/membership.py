@@ -73,8 +73,6 @@ class EpochLog(Protocol):
 
 @dataclass(frozen=True)
 class RoundPace:
-    """Quorums and waits of `trainer.elastic`."""
-
     founders: int = 1  # fewest sites in the first round
     quorum: int = 1  # fewest sites in later rounds
     grace_s: float = 600.0  # longest wait for stragglers after the quorum has arrived

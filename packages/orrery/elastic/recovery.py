@@ -124,7 +124,6 @@ class PeerSource:
         )
 
     def newest(self) -> StateSnapshot | None:
-        """Return the header of the peer's newest snapshot, or None."""
         body = self._get("/newest", MAX_HEADER_BYTES)
         if body is None:
             return None
@@ -160,7 +159,6 @@ class PeerSource:
 
 @contextmanager
 def _limited(sock: socket.socket) -> Iterator[None]:
-    """Shut down `sock` if the `with` block takes ANSWER_S."""
     timer = threading.Timer(ANSWER_S, _shut, (sock,))
     timer.daemon = True
     timer.start()

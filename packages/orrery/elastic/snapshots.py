@@ -88,7 +88,6 @@ def snapshot_dir(folder: Path, number: int) -> Path:
 
 
 def published(folder: Path) -> list[Path]:
-    """Return the complete snapshots, oldest first."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted(path for path in found if _PUBLISHED.fullmatch(path.name))
 
@@ -273,8 +272,6 @@ def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]
 
 
 class _BlockQueue:
-    """The blocks to fetch, shared by the sources' threads."""
-
     def __init__(self, blocks: list[Block]) -> None:
         self._todo, self._num_open = blocks[::-1], 0
         self._changed = threading.Condition()

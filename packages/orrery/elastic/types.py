@@ -32,8 +32,6 @@ class LinkBroken(Exception):
 
 
 class SiteMember(msgspec.Struct, frozen=True, order=True):
-    """A member and the address of its exchange listener."""
-
     id: str  # 32 hexadecimal digits, drawn when the site starts
     address: str
     port: int  # 0 if the site accepts no connections

@@ -238,7 +238,7 @@ def refuse_open_interfaces(what: str) -> None:
 
 
 def refuse_missing_rdma(field: str, protocol: str) -> None:
-    """Raise OrreryError without RDMA, instead of which Mooncake would silently use TCP."""
+    """Raise OrreryError if RDMA has no device. Mooncake would use TCP without a warning."""
     if protocol == "rdma" and not network.rdma_devices():
         raise OrreryError(
             f"{field}.protocol 'rdma': {socket.gethostname()} has no device in "

@@ -68,8 +68,6 @@ class Filling:
 
 @dataclass
 class Needs:
-    """Destinations by tensor name, and fillings by layer name."""
-
     destinations: dict[str, list[Destination]] = field(default_factory=dict)
     fillings: dict[str, list[Filling]] = field(default_factory=dict)
 

@@ -289,7 +289,6 @@ class Receiver(Backend):
                 )
 
     def _expected_names(self) -> set[str]:
-        """Return the tensor names of the first checkpoint, without a tied head."""
         from safetensors import safe_open
 
         names: set[str] = set()

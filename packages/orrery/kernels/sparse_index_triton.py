@@ -38,7 +38,6 @@ TILES = IndexTiles()
 
 
 def supports(q_THD: Tensor) -> bool:
-    """Return whether H and D are powers of two, with H ≤ 128 and D ≥ 16."""
     _, num_heads, width = q_THD.shape
     sizes = (num_heads, width)
     return width >= 16 and num_heads <= 128 and all(n & (n - 1) == 0 for n in sizes)

@@ -126,7 +126,6 @@ def accelerator_of(name: str) -> str | None:
 
 
 def told_accelerator(name: str, capability: tuple[int, int], memory_bytes: int) -> str:
-    """Return a name such as "l40g_sm89_44gb"."""
     major, minor = capability
     return f"{_short(name)}_sm{major}{minor}_{memory_bytes >> 30}gb"
 
@@ -185,7 +184,6 @@ ALIGNMENT = 128  # slice sizes are multiples of this tile size of matrix product
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
-    """Return the tokens of an "auto" chunk of the LM head."""
     tokens = device_bytes // (AUTO_SHARE * 6 * vocab_size)
     return max(ALIGNMENT, tokens // ALIGNMENT * ALIGNMENT)
 

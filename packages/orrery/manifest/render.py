@@ -139,7 +139,6 @@ def _names(workspace: Workspace, path: Path) -> list[str]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
-    """Return the values of `of_file` by run name. Refuse two runs of one name."""
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:

@@ -34,7 +34,6 @@ def split_of(name: str) -> str:
 
 
 def main_split(names: Iterable[str]) -> str:
-    """Return "train" if this split exists, else the first file's split."""
     splits = [split_of(name) for name in sorted(names, key=PurePosixPath)]
     return "train" if "train" in splits else splits[0]
 
@@ -45,7 +44,6 @@ def files_of(names: Iterable[str], split: str, shard: Shard = (0, 1)) -> list[st
 
 
 def files_to_fetch(names: Iterable[str], shard: Shard) -> list[str]:
-    """Return the shard's files of the main split, and all files of other splits."""
     names = list(names)
     split = main_split(names)
     if (count := len(files_of(names, split))) < shard[1]:
@@ -73,7 +71,6 @@ def write_data_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def data_sums(folder: Path) -> dict[str, str]:
-    """Return the sha256 in DATA_SUMS by data file, or {} without DATA_SUMS."""
     file = folder / DATA_SUMS
     return read_sums(file.read_text().splitlines()) if file.is_file() else {}
 

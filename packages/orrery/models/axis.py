@@ -101,7 +101,6 @@ def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
 
 
 def _is_readable(quantization: Any) -> bool:
-    """Return whether `hf_folder.read` supports the weights: plain, or in FP8 blocks."""
     blocks = [FP8_BLOCK, FP8_BLOCK]
     return not quantization or (
         quantization.get("quant_method") == "fp8"

@@ -78,7 +78,6 @@ class KeyIndexer(nn.Module):
         return self.wk.weight.requires_grad and torch.is_grad_enabled()
 
     def in_fp8(self, x_TD: Tensor) -> bool:
-        """Return whether keys are chosen in FP8, as in vLLM's engines."""
         return sparse_index_fp8.supports(x_TD, self.indexer.num_heads, self.indexer.head_dim)
 
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
@@ -110,11 +109,12 @@ class KeyIndexer(nn.Module):
         longest: int,
         engine_keys_TB: Tensor | None = None,
     ) -> ChosenKeys:
-        """Choose at most K = min(`top_k`, `longest` document's tokens) keys per query, then −1.
+        """Choose at most K = min(`top_k`, `longest`) keys for each query, then −1.
 
         - `q_TC`: output of `q_a_layernorm`.
         - `keys`: results of the method `keys`, gathered from all ranks.
-        - `ranges`: first and last key that each query may choose, i32 [T] each.
+        - `ranges`: first and last key that each query may choose, i32 [T] each. `longest`: tokens
+          of the longest document.
 
         - `engine_keys`: an engine's choice, compared with this one if `longest` > `top_k`. If
           `replays`, its valid rows replace this choice.
@@ -351,7 +351,6 @@ def train_indexers(module: nn.Module) -> None:
 
 
 def replay_choices(module: nn.Module) -> None:
-    """Let each indexer use an engine's keys, if given, instead of its choice."""
     for one in module.modules():
         if isinstance(one, KeyIndexer):
             one.replays = True

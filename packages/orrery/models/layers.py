@@ -319,8 +319,6 @@ class RouteCounts(NamedTuple):
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts, and all shared experts as one feed-forward."""
-
     def __init__(
         self,
         hidden_size: int,

@@ -131,7 +131,6 @@ def _open_pretrained(
 
 
 def _allocate(module: CausalLm) -> None:
-    """Allocate a module on "meta" on its mesh's device, or on the CPU if not sharded."""
     parameters = list(module.parameters())
     if not any(parameter.is_meta for parameter in parameters):
         return

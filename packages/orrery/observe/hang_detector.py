@@ -34,7 +34,7 @@ ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
 @dataclass(frozen=True)
 class Stall:
-    """A stall, and the names of its cause."""
+    """A stall, and the names of the processes that cause it."""
 
     blamed: tuple[str, ...]
     sentence: str
@@ -126,7 +126,6 @@ def hung_s(health: Health, now_s: float) -> float | None:
 
 
 def awaited(health: Health, living: Mapping[str, Health]) -> list[set[str]]:
-    """Return the awaited living processes by open wait."""
     return [_named(wait.what, living) for wait in health.waits]
 
 
@@ -147,7 +146,10 @@ def deadlocked(living: Mapping[str, Health]) -> set[str]:
 def _ended_sources(
     health: Health, living: Mapping[str, Health], done: Mapping[str, Health]
 ) -> set[str]:
-    """Return the done processes that the waits name, if each wait names only such."""
+    """Return the done processes that the waits name.
+
+    Return an empty set if any wait names a living process or no done process.
+    """
     gone = [
         set() if _named(wait.what, living) else _named(wait.what, done) for wait in health.waits
     ]
@@ -165,7 +167,6 @@ def _deadline(health: Health) -> float | None:
 
 
 def _chain(start: str, living: Mapping[str, Health]) -> tuple[str, ...]:
-    """Return the chain of waits from `start`."""
     chain = [start]
     while True:
         wait = living[chain[-1]].wait

@@ -175,7 +175,6 @@ STAMPS = ("time_s", "stage", "attempt", "step", "event", "version", *SUBJECTS)
 
 
 def scalars(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    """Yield a row's named numbers. Skip texts, lists and nulls."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from scalars(value, f"{prefix}/{name}")

@@ -106,7 +106,6 @@ class Calculator:
 
 
 def text_calls(text: str) -> list[str]:
-    """Return each line's text between the first `calculator(` and the last `)`."""
     calls = []
     for line in text.split("\n"):
         _, opened, behind = line.partition(f"{TOOL.name}(")

@@ -379,8 +379,6 @@ ROW_S = 10.0  # time limit of a row, scaled
 
 
 class RowFailed(Exception):
-    """The fork ended while it checked `row`."""
-
     def __init__(self, row: int, how: str):
         super().__init__(how)
         self.row = row
@@ -418,7 +416,7 @@ def watched(
 
 
 def _serve(check: Callable[[int], Any], rows: Sequence[int], limit_s: float, writer: int) -> None:
-    """Write each row's result as a line of JSON, or an OrreryError's text and stop."""
+    """Write each row's result as a line of JSON. Stop after an OrreryError and write its text."""
     os.dup2(2, 1)  # a user's function may print
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

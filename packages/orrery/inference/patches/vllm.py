@@ -411,7 +411,7 @@ def pulls_that_end_with_their_engine() -> None:
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
     """Fail current and later reads from an ended engine. Call this in the receiver loop.
 
-    A live engine could write into the blocks.
+    Never call this for a live engine, which could write into the blocks.
     """
     _end_of(worker, engine_id).set()
 

@@ -228,8 +228,6 @@ def _telling(handle: Any) -> Any:
 
 @dataclass
 class Held:
-    """Held outputs by request id, with the client's index."""
-
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
     def pass_on(self, client: int, outputs: list[Any], requests: dict[str, Any]) -> list[Any]:
@@ -301,7 +299,6 @@ def _one_after_the_other(logprobs: list[Any]) -> Any:
 
 @cache
 def _others(fields: tuple[str, ...]) -> tuple[Callable[[Any], Any], Any]:
-    """Return a getter of the fields outside MERGED and LAST, and its result if all are None."""
     names = [name for name in fields if name not in (*MERGED, *LAST)]
     return attrgetter(*names), (None,) * len(names)
 

@@ -226,7 +226,6 @@ varlen_attention_forward.register_autograd(_backward, setup_context=_setup_conte
 
 
 def candidates(q: Tensor, k: Tensor, layout: Layout) -> list[str]:
-    """Return the backends for these inputs, best first and `plain` last."""
     names = [name for name in _order if name not in _failed]
     return [name for name in names if BACKENDS[name].supports(q, k, layout)]
 

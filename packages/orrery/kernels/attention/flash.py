@@ -34,8 +34,6 @@ _FLASH2_SIGNATURES = {
 
 
 class Flash2(AttentionBackend):
-    """Run FlashAttention 2, for half precision on a GPU and any layout."""
-
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         return (
             q.is_cuda

@@ -45,7 +45,6 @@ BY_CHANNEL = (1, 1, BLOCK)  # recipe of 1 × 128 blocks on both sides
 
 @cache
 def load() -> ModuleType | None:
-    """Return DeepGEMM, or None without DeepGEMM or a Hopper GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     # vLLM's default folder, so that a host's trainer and engines share compiled kernels.
@@ -324,7 +323,6 @@ _grouped.register_autograd(_grouped_backward, setup_context=_keep_for_grouped)
 
 
 def _keep(ctx: Any, weight: Tensor, parts: Parts, output: tuple[Tensor, ...]) -> None:
-    """Save x's columns, and the weight if x needs a gradient."""
     ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
     ctx.num_parts, ctx.dtype = len(parts), weight.dtype
@@ -343,7 +341,6 @@ def _transposed(weight: list[Tensor]) -> Quantized:
 
 
 def _width(weight: list[Tensor]) -> int:
-    """Return K of a plain weight [.., N, K], or of its transpose in parts."""
     return weight[0].shape[-1] if len(weight) == 1 else weight[0].shape[-2]
 
 

@@ -68,7 +68,6 @@ class ChosenOptions:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return new values by field, or {} if an option changes several fields."""
         if not all(ONE_FIELD.fullmatch(option.field) for option in self.options):
             return {}
         return {option.field: option.value for option in self.options}

@@ -79,7 +79,6 @@ def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
 
 
 def _with_trainer(run: Manifest, changes: Changes) -> Manifest:
-    """Return the run with `changes` to its trainer, without checking constraints."""
     trainer = run.trainer.model_dump(mode="json")
     for field, value in changes.items():
         _, *section, name = field.split(".")

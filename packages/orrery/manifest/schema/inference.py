@@ -159,7 +159,6 @@ class Inference(EngineShape):
     router: Annotated[NoRouter | VllmRouter, Field(discriminator="kind")]
 
     def of_engine(self, index: int) -> "Inference":
-        """Return these settings with the shape of engine `index`."""
         if self.prefill is None or index >= self.prefill_replicas:
             return self
         return self.model_copy(update=dict(self.prefill))

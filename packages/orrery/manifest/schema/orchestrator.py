@@ -61,8 +61,6 @@ class Sampling(Record):
 
 
 class FixedAdmission(Record):
-    """A constant limit on rollouts in flight."""
-
     kind: Literal["fixed"]
     max_in_flight: PositiveInt
 
