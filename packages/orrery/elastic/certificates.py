@@ -3,8 +3,8 @@
 - `authority.key` stays on its host. A site needs `authority.pem` and its own certificate and key.
 - Both ends must present a certificate of this authority. Host names are not compared, because a
   site's address may change.
-- Links ignore certificate dates, so clocks may differ. etcd compares them with the clock, which
-  `door.check_clock` therefore checks first.
+- Links ignore certificate dates, so clocks may differ. etcd compares the dates with the clock, so
+  `door.check_clock` checks the clock first.
 """
 
 import re

@@ -20,9 +20,9 @@ class Terms(msgspec.Struct, frozen=True):
     codec: str
     memory_bytes: int  # free host memory; the run's terms have the minimum
     protocol: int = PROTOCOL
-    codecs: tuple[str, ...] = ()  # that this site knows
+    codecs: tuple[str, ...] = ()  # codecs that this site knows
     round: int = NO_ROUND  # last round in this site's state
-    digest: str = ""  # of the state after `round`
+    digest: str = ""  # digest of the state after `round`
     rewinds: bool = False  # whether to set the run back to `round` if no site is live
 
 

@@ -33,11 +33,11 @@ TIMEOUT_S = 600.0  # longest wait for a frame
 class ExchangeStats:
     bytes_sent: int
     seconds: float
-    codec_s: float  # summed over lanes
+    codec_s: float  # encoding and decoding, summed over lanes
 
 
 class ErrorFeedback:
-    """A rank's encoding errors, f32[n], which the next exchange adds to the values.
+    """A rank's encoding errors, f32[n]. The next exchange encodes values + errors.
 
     Call `commit` once the round is committed. Memory: 8 bytes a parameter.
     """

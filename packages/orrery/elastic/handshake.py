@@ -33,7 +33,7 @@ Pair = tuple[int, int, int, int]  # epoch, lower rank, higher rank, lane
 
 
 class Handshakes:
-    """Call `arrived(tls, hello)` for each accepted connection, which must answer `hello`."""
+    """Call `arrived(tls, hello)` for each accepted connection. `arrived` must answer `hello`."""
 
     def __init__(
         self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]

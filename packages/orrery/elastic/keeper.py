@@ -38,7 +38,7 @@ class KeeperOptions(msgspec.Struct, frozen=True):
     keep: int = 2  # number of snapshots
     host: str = ""  # "" to serve no peers
     port: int = 0
-    certificates: tuple[str, str, str] = ("", "", "")  # authority, certificate, key
+    certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key
     linger_s: float = 3600.0
 
 

@@ -117,7 +117,7 @@ class PeerSource:
     """The snapshots of the peer at ADDRESS:PORT, over one connection."""
 
     def __init__(self, peer: str, certificates: Certificates) -> None:
-        self.name, self.num_bytes = peer, 0  # of received blocks
+        self.name, self.num_bytes = peer, 0  # bytes of received blocks
         address, _, port = peer.rpartition(":")
         self._connection = http.client.HTTPSConnection(
             address, int(port), timeout=SILENCE_S, context=certificates.client()

@@ -43,7 +43,7 @@ class StateSnapshot(msgspec.Struct, frozen=True):
     digest: str
     block_bytes: int
     parts: dict[str, SnapshotPart]
-    facts: dict[str, Any] = {}  # such as the step
+    facts: dict[str, Any] = {}  # for example the step
 
     def blocks(self) -> Iterator["Block"]:
         for name, part in self.parts.items():

@@ -367,7 +367,7 @@ def _answer(status: int, text: str, more: str = "") -> bytes:
     return f"{head}Content-Length: {len(text.encode())}\r\n{more}\r\n{text}".encode()
 
 
-OPEN = ("/health", "/metrics")  # need no credential, for the router and monitors
+OPEN = ("/health", "/metrics")  # paths without a credential, for the router and monitors
 GENERATE = "/inference/v1/generate"
 UNAUTHORIZED = "this engine serves one run's roles only: the run's token is missing or another's\n"
 UNKNOWN_KEY = "the token that `orrery serve` printed is missing or another's\n"

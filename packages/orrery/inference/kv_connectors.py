@@ -38,7 +38,7 @@ from orrery.wire.rendezvous import request_s
 
 LEASE_MARGIN_S = 300.0  # time by which a lease outlasts a client's timeout, scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
-HASH_SEED = "0"  # gives engines equal block hashes, also after restarts
+HASH_SEED = "0"  # gives all engines equal block hashes, also after restarts
 STORE_DEADLINE_S = 120.0
 DISK_TIER = "orrery_disk"
 

@@ -41,7 +41,7 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 
 WATCH_S = 0.25
-STOP_S = 2.0  # from SIGTERM to SIGKILL
+STOP_S = 2.0  # time from SIGTERM to SIGKILL
 HANG_UP_S = 0.3  # time to send answers after the engine has stopped
 START_DEADLINE_S = 300.0
 

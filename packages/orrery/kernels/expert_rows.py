@@ -64,7 +64,7 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOr
 
 
 def gather_rows(x_TD: Tensor, order: RowOrder, backend: Backend | None = None) -> Tensor:
-    """Return x_MD, each row's token, whose gradient is the sum over its K rows."""
+    """Return x_MD: each row's token. A token's gradient is the sum over its K rows."""
     return _Gather.apply(x_TD, order.row_M, order.place_TK, backend or _choose_backend(x_TD))
 
 

@@ -143,11 +143,11 @@ def _image(role: str) -> Image:
     return known[role]
 
 
-CODE = "/orrery/code"  # the copy of the code in a container
+CODE = "/orrery/code"  # path of the copied code in a container
 APPTAINER_OPTIONS = (
     r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # variables of the user to remove
 )
-CACHES = {  # in /tmp, because containers have no home folder
+CACHES = {  # caches are in /tmp, because containers have no home folder
     "XDG_CACHE_HOME": "/tmp/.cache",
     "XDG_CONFIG_HOME": "/tmp/.config",
     "TRITON_HOME": "/tmp",

@@ -1,7 +1,7 @@
 """Check whether a run can start on this machine and the site's cluster.
 
-Slurm's commands and one small job (`doctor_probe.py`) collect facts, which `doctor_judge.py` turns
-into findings.
+Slurm's commands and one small job (`doctor_probe.py`) collect facts. `doctor_judge.py` turns the
+facts into findings.
 """
 
 import json

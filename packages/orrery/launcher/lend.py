@@ -1,7 +1,7 @@
 """Lend an engine of this machine to a run that trains elsewhere.
 
-The engine and its agent run in a temporary run directory, which is kept after a failure. It has the
-run's manifest and links to this site's weights. The agent fetches newer weights.
+The engine and its agent run in a temporary run directory with the run's manifest and links to this
+site's weights. The directory is kept after a failure. The agent fetches newer weights.
 """
 
 import json

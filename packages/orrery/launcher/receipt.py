@@ -45,7 +45,7 @@ from orrery.runtime.timing import scaled
 WITHIN_S = 60.0  # time limit of git, an image's Python and nvidia-smi
 READ_S = 600.0
 KEPT_BYTES = 2**20  # the diff omits larger untracked files
-WHOLE_BYTES = 64 * 2**30  # of larger weights, only sizes are compared
+WHOLE_BYTES = 64 * 2**30  # larger weights are compared by size only
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
 )

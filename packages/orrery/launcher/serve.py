@@ -1,7 +1,7 @@
 """Serve a run's weights, or a Hugging Face folder, by vLLM on this machine. Export checkpoints.
 
-The server runs in a temporary run directory, which is kept after a failure. With Slurm, a small job
-exports, because a login node has no torch and little memory.
+The server runs in a temporary run directory. The directory is kept after a failure. With Slurm, a
+small job exports, because a login node has no torch and little memory.
 """
 
 import json
@@ -48,7 +48,7 @@ STAGE = "serve"
 MODULE = "orrery.inference.folder"
 CONFIG = "config.json"
 POLL_S = 0.1
-STOP_S = 10.0  # between SIGTERM and SIGKILL
+STOP_S = 10.0  # wait between SIGTERM and SIGKILL
 MAX_EXAMPLE = 2000  # most characters of the example's messages
 CUDA = "CUDA_VISIBLE_DEVICES"
 

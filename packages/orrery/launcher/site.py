@@ -1,4 +1,4 @@
-"""The site file (TOML): settings of a cluster, which do not change a run's id.
+"""The site file (TOML): settings of a cluster. They do not change a run's id.
 
 Its path is ORRERY_SITE, or `site.toml` in the checkout.
 """
@@ -51,7 +51,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # for jobs without GPUs. Empty: `partition`.
+    cpu_partition: NoWord = ""  # partition for jobs without GPUs. Empty: `partition`.
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300

@@ -42,7 +42,7 @@ from orrery.runtime.run_directory import (
 )
 
 KILLED_S = 10.0  # longest wait for the kernel to end a killed process
-# Exit codes after SIGTERM, which Slurm sends to a step's ranks when one fails.
+# Exit codes after SIGTERM, sent by Slurm to a step's ranks when one rank fails.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 

@@ -1,6 +1,6 @@
 """Two files in a run's folder: `status.json`, the state of the run, and the run's lock.
 
-The launcher holds the lock by flock, which the kernel releases when the launcher ends. If
+The launcher holds the lock by flock, and the kernel releases the lock when the launcher ends. If
 `status.json` says `running` and no process holds the lock, the launcher was killed.
 """
 

@@ -201,7 +201,7 @@ def blocks(length: int, longest: int) -> list[slice]:
 
 
 FOLDER = Path(__file__).with_name("rates")
-MEASURED_ON = "h200"  # whose measured rates are scaled for devices without them
+MEASURED_ON = "h200"  # its rates are scaled for devices without measured rates
 USABLE = 0.99  # share of memory that a process can allocate. Data sheets write GB for GiB.
 PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5 in one direction
 

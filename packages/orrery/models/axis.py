@@ -32,7 +32,7 @@ OWN_TYPES = {  # our families, by transformers' model types
     "glm_moe_dsa": "glm5",
 }
 NO_DIGEST = "0" * 64
-# Defaults of lib/run.libsonnet, which an axis omits.
+# Defaults of lib/run.libsonnet. An axis omits fields with these values.
 DEFAULTS = {
     "rotary_fraction": 1.0,
     "rope_scaling": None,

@@ -63,7 +63,7 @@ class CausalLm(nn.Module):
     layers: nn.ModuleList
     lm_head: Any
     names: Names | None = None  # None: `families.hf_names` decides
-    # Of the latest forward pass (see `Router` and `RouteCounts`):
+    # Results of the latest forward pass (see `Router` and `RouteCounts`):
     num_routes_differ: Tensor | None = None  # i64 []
     expert_load_LE: Tensor | None = None  # i64
     choices_differ: Tensor | None = None  # i64 [2], `ChosenKeys.differ` after the last layer

@@ -140,7 +140,7 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "qk_rope_head_dim": mla.rope_head_dim,
         "qk_head_dim": config.head_dim,
         "v_head_dim": mla.value_head_dim,
-        "head_dim": mla.rope_head_dim,  # of the rotated part
+        "head_dim": mla.rope_head_dim,  # width of the rotated part
         "rope_interleave": True,
         # vLLM chooses its router by the next two fields
         "topk_method": "noaux_tc",

@@ -1,7 +1,7 @@
 """Give any causal language model of transformers the interface of our own networks.
 
-- A pack of documents becomes a padded batch and back, which is exact for causal models. Other
-  models are refused.
+- A pack of documents becomes a padded batch and back. This is exact for causal models. Other models
+  are refused.
 - Context parallelism, expert parallelism and router replay are not supported. Only the LM head uses
   our kernels.
 - Files may have one tensor per expert where the network stacks them. Other differences are refused.

@@ -337,7 +337,7 @@ class LatentAttention(nn.Module):
 def num_served(types: Sequence[str], index: int) -> int:
     """Return the number of layers that share the choice of layer `index`.
 
-    A "full" layer has an indexer, whose choice the following "shared" layers read.
+    A "full" layer has an indexer. The "shared" layers after it read its choice.
     """
     first = max(i for i in range(index + 1) if types[i] == "full")
     after = (i for i in range(first + 1, len(types)) if types[i] == "full")

@@ -27,7 +27,7 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
-STILL_S = 40.0  # without progress. Then a stall ends a stage within a minute
+STILL_S = 40.0  # limit on time without progress. Then a stall ends a stage within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 

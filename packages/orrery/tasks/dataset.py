@@ -282,7 +282,7 @@ class Dataset(SingleTurn):
     ) -> tuple[str, str] | None:
         """Return (kind of the row's error, advice), or None for a valid row.
 
-        `answers`: answers by prompt of earlier rows, to which this row is added.
+        `answers` maps the prompts of earlier rows to answers. This row is added.
         """
         try:
             problem = self._problem(at, at)

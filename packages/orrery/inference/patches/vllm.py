@@ -26,7 +26,7 @@ MESSAGE_S = 2e-4
 
 
 def import_without_compiler() -> None:
-    """Import vLLM without torch's compiler, which can still be imported later."""
+    """Import vLLM without torch's compiler. Later imports of the compiler still work."""
     if "vllm" in sys.modules or "torch._inductor" in sys.modules:
         return
     # This entry makes an import raise ImportError.

@@ -1,7 +1,7 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
-- `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token, which
-  would delay requests that end together. It omits top log-probs, which repeat the token's.
+- `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token, because
+  these objects delay requests that end together. It omits top log-probs, which repeat the token's.
 - `stream_samples`: a streamed answer has one line of JSON per sample, sent when the sample ends.
 - `hold_outputs`: the engine core sends a FINAL_ONLY request's first and last outputs at once.
   Others go out every CHUNK tokens, and before a pause, weight update or abort, so that weight

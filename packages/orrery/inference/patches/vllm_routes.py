@@ -2,8 +2,8 @@
 
 - `routes_on_cpu`: `RoutedCPUModelRunner` drives `vllm.distributed.aux_output_connector` from Model
   Runner V1. vLLM's store keeps rows by block hash. CPU steps do not speculate.
-- `keep`: the store also holds routes of blocks in tiers, which load only blocks with known routes.
-  The worker's store reports its changes with each step's output.
+- `keep`: the store also holds routes of blocks in tiers. A tier loads only blocks with known
+  routes. The worker's store reports its changes with each step's output.
 - `beside_transfer`: a decode engine has routes only from the prompt's last token on.
 - An unknown route is a row of the dtype's largest value (`orrery.wire.routed_experts`).
 """

@@ -152,8 +152,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v.
 
-    `out` and `lse` [T, H] may cover more keys than k, as in ring attention, whose parts of dq are
-    summed in float32.
+    `out` and `lse` [T, H] may cover more keys than k, as in ring attention. Then sum the parts of
+    dq in float32.
     """
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
     sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)

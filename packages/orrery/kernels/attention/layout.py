@@ -71,7 +71,7 @@ class Layout(NamedTuple):
 
 Output = tuple[Tensor, Tensor]  # out [T, H, D] and the natural log-sum-exp [H, T]
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q [T, H, D], k, v [S, G, D], out, lse
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v, in their dtypes
+Gradients = tuple[Tensor, Tensor, Tensor]  # gradients of q, k and v, in their dtypes
 
 
 class AttentionBackend(Protocol):

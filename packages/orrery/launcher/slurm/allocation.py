@@ -1,6 +1,6 @@
 """The Slurm job that this launcher runs in: its nodes and the stage's steps.
 
-The launcher writes the run's token to srun's stdin, which srun copies to each task.
+The launcher writes the run's token to srun's stdin. srun copies the token to each task's stdin.
 """
 
 import os

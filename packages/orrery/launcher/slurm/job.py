@@ -166,7 +166,7 @@ def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
 
 
 LOOK_S = 0.2
-CTRL_C_S = 0.2  # between two SIGINTs. Two within a second make srun kill the step.
+CTRL_C_S = 0.2  # wait between two SIGINTs. Two within a second make srun kill the step.
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class SlurmTask:
         self.step.kill()
 
     def abandon(self) -> None:
-        """Stop watching the task, which Slurm ends with the job."""
+        """Stop watching the task. Slurm ends the task with the job."""
         self.step.abandon()
 
     def last_output(self) -> str:

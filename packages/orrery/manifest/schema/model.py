@@ -185,7 +185,7 @@ Family = Literal[
 class Model(Record):
     """The architecture.
 
-    - `head_dim`: width of queries and keys, of which the share `rotary_fraction` is rotated.
+    - `head_dim`: width of queries and keys. The share `rotary_fraction` of this width is rotated.
     - `family` "glm5": GLM-5 (transformers' `glm_moe_dsa`). "glm4_moe": GLM-4.5. "kimi_k2":
       DeepSeek-V3's network without groups of experts. "hugging_face": any causal language model of
       transformers, with its `config.json` as `hf_config`.

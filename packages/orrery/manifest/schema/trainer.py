@@ -290,9 +290,9 @@ class Trainer(Record):
     - `attention`: preferred kernel. "auto": the fastest kernel for device and layout.
     - `indexer` "train": indexers of sparse attention learn to predict the attention of their layers
       (`kernels/sparse_index_loss.py`). "frozen": they keep their initial weights.
-    - `indexer_choice` "own": the trainer's indexers choose the keys. "replay": the trainer attends
-      to the keys that engines chose, which batches contain. "compare": batches contain these keys,
-      and the trainer counts where its own choice differs.
+    - `indexer_choice` "own": the trainer's indexers choose the keys. "replay": batches contain the
+      keys that engines chose, and the trainer attends to them. "compare": batches contain these
+      keys, and the trainer counts where its own choice differs.
     - `expert_bias_rate`: after each step, routers' biases move by this value towards an equal load
       of all experts (`trainer/expert_load.py`). Null: biases are frozen.
     - `elastic`: several sites train one model. Null: one site trains it.

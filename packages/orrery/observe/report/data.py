@@ -33,7 +33,7 @@ from orrery.runtime.run_directory import (
     result_path,
 )
 
-NOTHING = {"d": nan, "q": -(2**63), None: None}  # values for None, by array type
+NOTHING = {"d": nan, "q": -(2**63), None: None}  # values stored for None, by array type
 TYPE_CODES = {float: "d", int: "q"}
 POINTS = 1000
 
@@ -101,7 +101,7 @@ class Table(Sequence[Row]):
 
 class _Column:
     def __init__(self) -> None:
-        self._code: str | None = None  # of the array, or None for a list
+        self._code: str | None = None  # type code of the array, or None for a list
         self._values: Any = []
 
     @property
@@ -231,7 +231,7 @@ class RunData:
     engines: Mapping[int, Table]  # load of each engine
     usage: Sequence[Row]
     processors: Mapping[str, Table]  # CPU use of each process in the RL stage
-    spans: Sequence[Span]  # of the RL stage's newest attempt
+    spans: Sequence[Span]  # spans of the RL stage's newest attempt
     result: Row
     evaluated: list[Row]
 
