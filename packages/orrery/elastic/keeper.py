@@ -1,6 +1,6 @@
 """Publish and serve snapshots, in a process that outlives the trainer.
 
-python -m orrery.elastic.keeper OPTIONS OPTIONS: `KeeperOptions` as JSON
+python -m orrery.elastic.keeper OPTIONS (`KeeperOptions` as JSON)
 
 - The trainer copies its state into shared memory and writes a line to the keeper's stdin. The
   keeper then hashes, publishes and serves the copy.

@@ -35,7 +35,7 @@ PING_S = 2.0
 SILENCE_S = 15.0  # longest silence of a live peer
 RETRY_S = 0.2
 QUIET_S = 1.0  # pause before the speed probe, as other sites may still exchange
-MAX_REFUSALS = 10  # refused dials of a dead peer; a site listens before it joins
+MAX_REFUSALS = 10  # refused dials before a peer counts as dead; a site listens before it joins
 NOTHING = np.empty(0, np.uint8)
 
 

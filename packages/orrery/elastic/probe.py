@@ -14,7 +14,7 @@ from orrery.elastic.connection import Bytes, Header, PeerConnection
 PROBE_S = 0.5
 PROBE_BYTES = 1 << 26  # most bytes sent to one peer
 FRAME = np.zeros(1 << 16, np.uint8)
-ANSWER_S = 5.0  # a slow link must empty its buffers before the answer
+ANSWER_S = 5.0  # time limit of the answer; a slow link must empty its buffers first
 FASTEST = 4000  # highest reported Mb/s; processors limit faster links
 
 

@@ -3,7 +3,7 @@
 - Speeds are Mb/s between ranks of an epoch; 0 is unmeasured. All sites read them from the log, so
   their choices agree. A pair's speed is the lower of its two directions.
 - A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
-  faster. It counts with half its speed, as a relay also carries its own frames.
+  faster. A relayed path counts with half its speed, as a relay also carries its own frames.
 - The ring's order maximises the speed of its slowest edge. Above MOST_EXACT sites, it is greedy.
 """
 

@@ -49,7 +49,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of --max-lora-ra
 
 
 def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
-    """Return the weights of the stage before RL. Raise OrreryError without weights."""
+    """Return the weights folder of the stage before RL. Raise OrreryError without weights."""
     stage = manifest.stage_before_rl
     path = weights_path(run_dir, stage)
     if not (path / "config.json").is_file():

@@ -116,7 +116,7 @@ class Left:
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
-        """Return this engine's leftovers. Call this before TMPDIR changes."""
+        """Return the leftovers of this engine. Call this before TMPDIR changes."""
         tempfile.tempdir = None
         name = ctx.index if ctx.role == "inference" else ctx.name
         start = run_directory.start_prefix(ctx.run_dir, name)

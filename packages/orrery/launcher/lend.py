@@ -46,7 +46,7 @@ AGENT = ProcessPlan("orchestrator", 0, "orrery.orchestrator.guests.lend", 0, "it
 def lend(
     word: str, address: str, listen: str, name: str, certificates: Path, workspace: Workspace
 ) -> int:
-    """Lend an engine until the run ends or a signal. Return the exit code.
+    """Lend an engine until the run is over, or until a signal. Return the exit code.
 
     Raise OrreryError if the run refuses this site.
     """

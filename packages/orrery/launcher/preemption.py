@@ -1,6 +1,6 @@
 """End a stage early: preemption, and `orrery stop`.
 
-SIGUSR1 preempts the RL stage, as does `warning_s` before the end of its Slurm job. The stage then
+The RL stage is preempted by SIGUSR1, or `warning_s` before the end of its Slurm job. The stage then
 writes a checkpoint and ends. If the checkpoint is new, the launcher asks Slurm to requeue the job.
 """
 

@@ -124,8 +124,8 @@ def batch_job(
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
     """Return the job script that the Jinja2 template at `path` renders from `fields`.
 
-    Further fields: `sbatch` (`#SBATCH` lines), `components` (a dict of options each). Raise
-    OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
+    Further fields: `sbatch` (`#SBATCH` lines), `components` (a dict of options per component).
+    Raise OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
     """
     import jinja2
 
@@ -173,8 +173,8 @@ CTRL_C_S = 0.2  # wait between two SIGINTs. Two within a second make srun kill t
 class StepPlan:
     """The processes of an engine's first node, of its further nodes, or of a role in a node group.
 
-    Each node runs the same number of processes. `devices`: (first device, number) of each task on
-    its node.
+    Each node runs the same number of processes. `devices`: (first device, number of devices) of
+    each task on its node.
     """
 
     component: int

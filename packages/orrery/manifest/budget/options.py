@@ -3,8 +3,8 @@
 - An option frees the difference between the planned peaks without and with the option.
 - Tier 0 is tried first. Tier 1 moves all trainer state to the host. Tier 2 adds devices.
 - Data moved to the host must fit into the rank's free host memory.
-- Only certain misfits are reported: `LARGEST_ERROR` lowers a trainer's planned peak, and for
-  engines only weights, cache and CUDA context count.
+- Only roles that certainly do not fit are reported: `LARGEST_ERROR` lowers a trainer's planned
+  peak, and for engines only weights, cache and CUDA context count.
 """
 
 import json

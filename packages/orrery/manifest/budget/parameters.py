@@ -256,7 +256,7 @@ def active_parameters(model: Model) -> Flops:
 
 
 def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> Flops:
-    """Return the FLOPs of both passes over documents of `lengths` tokens.
+    """Return the FLOPs of a forward and backward pass over documents of `lengths` tokens.
 
     The LM head scores every token. `frozen`: whether weights are frozen (LoRA).
     """
