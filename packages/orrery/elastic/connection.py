@@ -82,7 +82,7 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, sock: ssl.SSLSocket) -> "Header | None":
-        """Return the next header. None: it is invalid or has a payload, or the peer closed `sock`."""
+        """Return the next header. None: invalid, or with a payload, or the peer closed `sock`."""
         data = b""
         while len(data) < LAYOUT.size:
             if not (more := sock.recv(LAYOUT.size - len(data))):

@@ -531,10 +531,10 @@ class _StepPlan:
         return resident + min(offloaded, NUM_SLOTS * bucket)
 
     def host_bytes(self) -> int:
-        """Return a rank's host bytes of offloaded activations, states and weights, and of
-        `elastic`.
+        """Return a rank's host bytes of offloaded activations, states and weights.
 
-        Activations count twice, because their buffers round up to powers of 2.
+        Activations count twice, because their buffers round up to powers of 2. The outer loop of
+        `trainer.elastic` counts too.
         """
         total = 0
         if self.trainer.memory.activation_offload:

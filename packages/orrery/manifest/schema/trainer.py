@@ -21,7 +21,8 @@ from orrery.manifest.schema.model import (
 class Mesh(Record):
     """The trainer's device mesh of dp_replicate · dp_shard · cp ranks. `ep` divides dp_shard · cp.
 
-    - Weights are sharded over dp_shard · cp ranks. A cp group's ranks share its documents.
+    - Weights are sharded over dp_shard · cp ranks. A cp group's ranks train the same documents
+      together.
     - `cp_style` "ulysses": an all-to-all exchanges tokens for heads. "ring": keys and values pass
       around a ring, with tokens in zig-zag order. "dsa": ranks gather the keys of latent attention
       (`model.mla`), also with tokens in zig-zag order.
