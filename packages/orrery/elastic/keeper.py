@@ -1,11 +1,11 @@
 """Publish and serve snapshots, in a process that outlives the trainer.
 
-python -m orrery.elastic.keeper OPTIONS (`KeeperOptions` as JSON)
+python -m orrery.elastic.keeper OPTIONS    OPTIONS: `KeeperOptions` as JSON
 
 - The trainer copies its state into shared memory and writes a line to the keeper's stdin. The
-  keeper then hashes, publishes and serves the copy.
+  keeper hashes the copy, publishes it, and serves it to peers.
 - The keeper outlives the trainer by `linger_s`, or until the folder's next keeper starts.
-- `trainer/saver.py` writes checkpoints to disk.
+- Checkpoints on disk are written by `trainer/saver.py`.
 """
 
 import fcntl

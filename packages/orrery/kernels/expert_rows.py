@@ -7,8 +7,8 @@ T tokens · K experts a token · M = T·K routed rows · E experts · D hidden �
     act_MI = swiglu_rows(grouped_matmul(x_MD, gate_up_E2ID, rows.ends_E), score_M)
     out_TD = combine_rows(grouped_matmul(act_MI, down_EDI, rows.ends_E), rows)
 
-Backends: `aten` for Inductor to fuse, or `triton` on a GPU. No host syncs or atomics. Sums are in
-float32 in a fixed order, rounded once.
+Backends: `aten` for Inductor to fuse, or `triton` on a GPU. There are no host syncs or atomics.
+Sums are in float32 in a fixed order, and rounded once.
 """
 
 import os

@@ -3,11 +3,11 @@
 T queries · H heads · S keys · K chosen keys a query · D key width · V value width
 
     p_thk = softmax over k of scale · (q_th · kv_j), j = indices_tk, without k where j = −1
-    out_th = Σ_k p_thk kv_j[:V] lse_th = log Σ_k exp(scale · (q_th · kv_j))
+    out_th = Σ_k p_thk kv_j[:V]                lse_th = log Σ_k exp(scale · (q_th · kv_j))
 
 All heads share the keys, and the first V columns of a key are its value (DeepSeek-V2,
 https://arxiv.org/abs/2405.04434, section 2.1; DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
-Queries are taken in chunks, so gathered keys [T, K, D] are never all in memory.
+Queries are taken in chunks, so that gathered keys [T, K, D] are never all in memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,6 +1,6 @@
 """Compute log-probabilities of given tokens and entropies, from hidden states and the LM head.
 
-    z_tv = (hidden_t · weight_v) / temperature_t in float32 (float64 for float64 inputs)
+    z_tv = (hidden_t · weight_v) / temperature_t        in float32 (float64 for float64 inputs)
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
     entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
 
@@ -8,7 +8,7 @@
   Triton tiles span all tokens and some words, plain tiles some tokens and all words.
 - The backward pass recomputes the tiles bitwise, or with `keep_logits` reads them. Gradients that
   several tiles share are summed in float32.
-- Only hidden and weight get gradients, without second derivatives. No host syncs.
+- Only hidden and weight get gradients, without second derivatives. There are no host syncs.
 """
 
 from collections.abc import Callable

@@ -1,15 +1,15 @@
 """Multi-head latent attention (MLA), dense, or sparse over the keys that an indexer chooses.
 
-T queries · S keys (S = T without context parallelism) · D hidden · H heads · C latent width N
-unrotated width of a head · R rotated width · V value width · W = C + R width of a latent key K
-number of chosen keys, or the head width N + R · J indexer heads · I width of an indexer's keys
+T queries · S keys (S = T without context parallelism) · D hidden · H heads · C latent width
+N unrotated width of a head · R rotated width · V value width · W = C + R width of a latent key
+K number of chosen keys, or the head width N + R · J indexer heads · I width of an indexer's keys
 
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
   https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
 - If no document is longer than the indexer's `top_k`, a query attends to all keys up to its own.
   With indexers and context parallelism, keys stay latent, so no rank expands the keys of all ranks.
 - Indexers are frozen. With `train_indexers` they learn the mean attention of the layers that share
-  their choice. Their loss has no gradient in other weights, the choice none at all.
+  their choice. Their loss has no gradient in other weights. The choice itself has no gradient.
 """
 
 from collections.abc import Sequence
@@ -296,9 +296,7 @@ class LatentAttention(nn.Module):
         return out_THK[..., : self.mla.value_head_dim]
 
     def expand(self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, and each head's keys and values from latent ones, zero-padded to one
-        width.
-        """
+        """Return queries, and each head's keys and values from latent ones, padded to one width."""
         mla = self.mla
         latent_SC, k_SR = kv_SW.split((mla.kv_lora_rank, mla.rope_head_dim), dim=-1)
         expanded = self.kv_b_proj(latent_SC).unflatten(-1, (q_THN.shape[1], -1))

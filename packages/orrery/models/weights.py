@@ -147,7 +147,8 @@ def load(
 ) -> None:
     """Fill the module from a Hugging Face folder, in the module's dtype.
 
-    Call `on_tensor` after every tensor. Raise OrreryError before any change if they do not match.
+    Call `on_tensor` after every tensor. If the folder does not match, raise OrreryError before any
+    change.
     """
     with open_checkpoint(module, Path(directory)) as files:
         _fill(module, files, on_tensor)

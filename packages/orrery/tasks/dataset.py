@@ -235,7 +235,7 @@ class Dataset(SingleTurn):
     def _request(self, at: int, answer: str) -> dict[str, Any]:
         verdict, row = self.args.verdict.model_dump(), None
         if self.args.verdict.kind == "python":
-            # The scorer has another working directory.
+            # The scorer has another working directory, so make the path absolute.
             verdict["path"], row = str(Path(self.args.verdict.path).absolute()), self._row(at)
         return {"verdict": verdict, "answer": answer, "row": row}
 

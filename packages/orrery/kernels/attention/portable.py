@@ -23,7 +23,7 @@ from orrery.kernels.attention.layout import (
 _BLOCK_QUERIES = 512  # queries in a block of `Plain`
 _SHORTEST_SHARE = 0.75  # smallest ratio of shortest to longest document of a grid
 _MAX_LENGTH = 1024  # longest document of `Batched`, in tokens
-_MAX_SCORES = 1 << 26  # at a time: three tensors of 256 MiB in float32
+_MAX_SCORES = 1 << 26  # scores at a time: three tensors of 256 MiB in float32
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"

@@ -60,7 +60,7 @@ def load() -> ModuleType | None:
     folder = Path(vllm.origin).parent / "third_party" / "deep_gemm"
     if not (folder / "__init__.py").is_file():
         return None
-    # Its submodules import the name `deep_gemm`.
+    # Register it as `deep_gemm`, because its submodules import that name.
     spec = importlib.util.spec_from_file_location(
         "deep_gemm", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
