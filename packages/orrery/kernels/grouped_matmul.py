@@ -133,7 +133,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
     x_MK, weight_ENK, ends_E = ctx.saved_tensors
-    grad_MN = grad_MN.contiguous()  # the grouped GEMM refuses stride 0, as of a sum's gradient
+    grad_MN = grad_MN.contiguous()  # a sum's gradient has stride 0, which the grouped GEMM refuses
     grad_x_MK = grad_weight_ENK = None
     if ctx.needs_input_grad[0]:
         grad_x_MK = _product(grad_MN, weight_ENK.transpose(1, 2), ends_E)

@@ -111,7 +111,7 @@ def select_keys(
 
 @cache
 def cudnn_top_keys() -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """Return `triton_top_keys` by cuDNN, or None without its front end."""
+    """Return cuDNN's counterpart of `triton_top_keys`, or None without cuDNN's front end."""
     try:
         from cudnn.deepseek_sparse_attention.indexer_top_k.api import indexer_top_k_wrapper
     except (ImportError, RuntimeError):

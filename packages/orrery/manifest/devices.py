@@ -208,14 +208,14 @@ PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5 in one direct
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device: operations per second, and bytes per second in one direction.
+    """Rates of a device: operations per second, and bytes per second.
 
     - `dense_flops`: matrix products in bfloat16.
     - `grouped_flops`: products of routed experts in bfloat16.
     - `attention_flops`: rate that attention approaches in long documents.
     - `attention_half_tokens`: document length at half of this rate.
-    - `link_bytes`: copies to another device of the node.
-    - `host_link_bytes`: copies to pinned host memory.
+    - `link_bytes`: copies to another device of the node, in one direction.
+    - `host_link_bytes`: copies to pinned host memory, in one direction.
     - `collective_bytes`: all-gathers and reduce-scatters during computation.
     """
 

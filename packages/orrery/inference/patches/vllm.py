@@ -1,4 +1,4 @@
-"""Patch vLLM (see `registry`)."""
+"""Patch vLLM's start, processes, reloads, sampling, adapters and connectors (see `registry`)."""
 
 import asyncio
 import contextlib

@@ -276,7 +276,7 @@ def _tell_first_use(name: str, q: Tensor, k: Tensor) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether another backend may succeed, unlike out of memory and device faults."""
+    """Return whether another backend may succeed: False for out of memory and device faults."""
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 
 
