@@ -38,8 +38,7 @@ SERVERS_START_S = 600.0  # time limit for engines to import vLLM and compile, sc
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
     """Wait until all engines and any router listen. Return their pool.
 
-    If the stage is preempted meanwhile, raise Preempted with the newest checkpoint's step. The step
-    is 0 without a checkpoint.
+    If the stage is preempted meanwhile, raise Preempted with the newest checkpoint's step, or 0.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -74,7 +73,7 @@ async def guests(ctx: RoleContext, pool: EnginePool) -> AsyncIterator[None]:
 
 
 async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
-    """Wait in a thread until `count` servers of `role` listen. Cancelling ends the thread."""
+    """Wait in a thread. Cancelling ends the thread."""
     request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
@@ -122,7 +121,7 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """Return a scheduler, with the state of the newest checkpoint if there is a checkpoint.
+    """Restore the newest checkpoint, if any.
 
     Remove incomplete checkpoints, and the checkpoints of SFT.
     """
@@ -144,9 +143,9 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 def _first_problem(ctx: RoleContext) -> int:
-    """Return the index of this site's first problem. The index is 0 if the run is not elastic.
+    """Return the index of this site's first problem, or 0 if the run is not elastic.
 
-    The index is a hash of the site's name, so that sites draw different problems.
+    It is a hash of the site's name, so that sites draw different problems.
     """
     if ctx.manifest.trainer.elastic is None:
         return 0

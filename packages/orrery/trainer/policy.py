@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 class Policy(nn.Module):
-    """A `network` (tokens to hidden states) and its LM head.
+    """Logits of at most `chunk_tokens` tokens exist at once.
 
-    Logits of at most `chunk_tokens` tokens exist at once. With `keep_logits`, all logits exist
-    until the backward pass.
+    With `keep_logits`, all logits exist until the backward pass.
     """
 
     def __init__(
