@@ -52,7 +52,6 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Return the rollout's name, unique in a run."""
         return f"{self.group.key}-{self.member}"
 
     @property
