@@ -38,7 +38,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class Location(msgspec.Struct, frozen=True):
-    """GPU ranks of one host can map each other's memory."""
+    """A rank's host and device. GPU ranks of one host can map each other's memory."""
 
     host: str
     device: str  # "cpu" or "cuda"
@@ -352,7 +352,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before`: the boxes of each lower rank. Boxes in it are not counted again."""
+        """`held_before`: the boxes of each lower rank. Only the lowest rank with a box counts it."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0
