@@ -194,7 +194,7 @@ def test_groups_without_signal_obey_the_staleness_bound_and_their_loss_makes_roo
     buffer.add(whole(0, EQUAL, version=1))
     buffer.add(whole(1, EQUAL, version=2))
     assert buffer.room(1) == 0
-    assert buffer.take_batch(2) is None and buffer.dropped == {"stale_in_queue": 4}
+    assert buffer.take_batch(2) is None and buffer.dropped == {"zero_advantage": 4}
     assert buffer.room(1) == 4, "no batch would ever be whole"
     buffer.add(whole(2, MIXED, version=2))
     assert [sample.group_id for sample in buffer.take_batch(2)] == [2] * 4 + [1] * 4

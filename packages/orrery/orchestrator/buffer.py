@@ -78,13 +78,13 @@ class RolloutBuffer:
         return has_signal
 
     def sweep(self, oldest_version: int) -> None:
-        for groups in (self.queue, self.spare):
+        for groups, reason in ((self.queue, "stale_in_queue"), (self.spare, "zero_advantage")):
             fresh = []
             for group in groups:
                 if min(rollout.oldest_version for rollout in group) >= oldest_version:
                     fresh.append(group)
                 else:
-                    self.count("stale_in_queue", len(group))
+                    self.count(reason, len(group))
             if len(fresh) < len(groups):
                 groups.clear()
                 groups.extend(fresh)
