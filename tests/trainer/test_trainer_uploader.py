@@ -89,6 +89,22 @@ def test_an_upload_writes_no_block_twice_and_removes_those_of_old_checkpoints(ru
     assert set(target._sizes()) == blocks
 
 
+def test_the_next_upload_removes_a_half_written_header_and_keeps_whole_ones(run_dir, tmp_path):
+    url = f"file://{tmp_path}/far"
+    target = uploader.target_of(url, run_dir, "rl")
+    uploader.upload(target, run_dir, "rl", 2)
+    whole = target._headers()
+    half = whole[0].replace("_000000002", "_000000003")
+    target._files.pipe_file(half, target._files.cat_file(whole[0])[:40])
+    assert saver.finish(offered(run_dir, 4))
+    uploader.upload(target, run_dir, "rl", 2)
+    assert [path.rpartition("_")[2] for path in target._headers()] == [
+        "000000002.json",
+        "000000004.json",
+    ]
+    assert fetched(url, run_dir) == 4
+
+
 def test_a_checkpoint_that_the_trainer_removes_meanwhile_is_uploaded(
     run_dir, tmp_path, monkeypatch
 ):

@@ -67,10 +67,14 @@ class FsspecTarget:
                 self._files.pipe_file(f"{self._root}/blocks/{block.sha256}", data)
         name = snapshot_dir(Path(), header.round).name
         self._files.pipe_file(f"{self._root}/{name}.json", msgspec.json.encode(header))
-        headers = self._headers()
-        for path in headers[:-keep]:
-            self._files.rm_file(path)
-        used = {b.sha256 for path in headers[-keep:] for b in self._header(path).blocks()}
+        kept: dict[str, StateSnapshot] = {}
+        for path in reversed(self._headers()):
+            with suppress(msgspec.MsgspecError, ElasticError):  # a killed upload left a part
+                if len(kept) < keep:
+                    kept[path] = self._header(path)
+            if path not in kept:
+                self._files.rm_file(path)
+        used = {block.sha256 for each in kept.values() for block in each.blocks()}
         for sha in self._sizes().keys() - used:
             self._files.rm_file(f"{self._root}/blocks/{sha}")
 
