@@ -352,7 +352,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before`: the boxes of each lower rank. Only the lowest holder counts a box."""
+        """`held_before`: the boxes of each lower rank. Only the lowest rank with a box counts it."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0
