@@ -174,7 +174,7 @@ class Loop:
             now_s = time.monotonic()
             expired = self.scheduler.expired(now_s, self.pool.is_serving)
             self.runner.end_expired(expired, self.timeouts, now_s)
-            # During a preemption no rollout starts, but rollouts in flight may finish.
+            # During a preemption, rollouts in flight may finish.
             if not self._preemption.is_requested and self.pool.is_serving:
                 self.runner.start(self.scheduler.start(time.monotonic()))
             if not self._is_routed:
@@ -199,7 +199,7 @@ class Loop:
             is_due = checkpoints.is_due(batch.step, self.manifest)
             kept = scheduler.snapshot() if is_due else None
             row = batching.row(batch, self.manifest, time.monotonic())
-            self.changed.notify_all()  # taking a batch may allow new groups
+            self.changed.notify_all()  # new groups may be allowed
             if kept is not None:
                 where = self.ctx.run_dir, batch.step, self.ctx.attempt
                 await asyncio.to_thread(snapshot.write, *where, kept, self.temperature)

@@ -185,7 +185,7 @@ class Clock:
     max_off_policy_steps: int
     num_batches: int
     next_batch: int = 1
-    version: int = NO_VERSION  # policy version that the engines have loaded
+    version: int = NO_VERSION  # loaded by the engines
 
     def oldest_version(self, batch: int) -> int:
         return batch - 1 - self.max_off_policy_steps
@@ -248,7 +248,7 @@ class Scheduler:
         self.dispatch = Dispatch(Admission(settings.admission, max_model_len_tokens))
         self.groups = Groups()
         self.buffer = RolloutBuffer(settings)
-        self.wanted = 0  # number of the newest batch that the trainer has asked for
+        self.wanted = 0  # newest batch that the trainer has asked for
         self.updating = False
         self.digests = dict(snapshot.digests) if snapshot else {}
         self.tally = Tally(list(snapshot.rewards)) if snapshot else Tally()
@@ -365,7 +365,7 @@ class Scheduler:
     def ended(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Record a rollout's end. Return the evaluation's result after its last rollout."""
+        """Return the evaluation's result after its last rollout."""
         is_train = request.group.purpose == "train"
         reason = outcome.reason if isinstance(outcome, Failed) else None
         if reason == ENGINE_GONE and not is_train:
@@ -403,7 +403,7 @@ class Scheduler:
         return [request for group in dropped for request in group.in_flight]
 
     def snapshot(self) -> Snapshot:
-        """Return the state. A resumed run restarts groups in flight and an active evaluation."""
+        """Groups in flight and an active evaluation restart when a run resumes."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),

@@ -368,7 +368,7 @@ class StageCheckpoints:
 def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
     """Load the newest complete checkpoint, if any, and return its folder. A collective."""
     world = learner.world
-    # In RL the orchestrator discards incomplete checkpoints.
+    # In RL the orchestrator does this.
     if stage != "rl" and world.is_first:
         checkpoints.discard_incomplete(ctx.run_dir, stage)
     newest = checkpoints.latest(ctx.run_dir, stage) or (0, 0)

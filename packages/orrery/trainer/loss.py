@@ -121,7 +121,7 @@ def loss(
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
-    # Tokens outside a component may have infinite values, and 0 · inf is NaN.
+    # Values outside a component may be infinite, and 0 · inf is NaN.
     engine = torch.where(in_rl, targets.engine_logprob, constant)
     rl, keep = policy_gradient(logprob, engine, targets.advantage, spec)
     kl_advantage = torch.where(
@@ -139,7 +139,7 @@ def loss(
     with torch.no_grad():
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
-        log_ratio = constant - engine  # 0 for tokens outside rl
+        log_ratio = constant - engine  # 0 outside rl
         # mean(kl) estimates KL(engine || trainer). A masked token's ratio may overflow float32.
         kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl

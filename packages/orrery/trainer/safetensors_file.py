@@ -124,7 +124,7 @@ class SharedCopy:
                 with self._path.open("xb+") as file:
                     self._buffer, error = host_block(num_bytes, self._device, file.fileno())
                 return error
-            except OSError as full:  # another process took the space meanwhile
+            except OSError as full:  # another process took the space
                 if full.errno != errno.ENOSPC:
                     raise
                 self._path.unlink()

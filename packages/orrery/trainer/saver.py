@@ -98,7 +98,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
 
 def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
     if (partial / (note := checksum_file(job.rank))).exists():
-        return  # an earlier process saved it, and the first rank may rename `partial` now
+        return  # saved earlier, and the first rank may rename `partial` now
     tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
     with copy.open("rb") as file:
         mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)
@@ -280,7 +280,7 @@ def _ask(process: "subprocess.Popen[bytes]") -> bytes:
         process.stdin.write(b"\n")
         process.stdin.flush()
         return process.stdout.readline()
-    except (OSError, ValueError):  # ValueError: `close` was called
+    except (OSError, ValueError):  # ValueError: closed
         return b""
 
 
@@ -307,7 +307,7 @@ def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
     uploads.note(memory)
     if error := failure(memory, lambda: False):
         print(f"checkpoint: {error}", file=sys.stderr, flush=True)
-    else:  # free the copy, because an upload may take long
+    else:  # free the copy before a long upload
         for descriptor in inherited(memory):
             os.close(descriptor)
         (memory / COPY).unlink(missing_ok=True)
@@ -338,7 +338,7 @@ class Uploads:
 
     def finish(self) -> None:
         if self._process is not None:
-            self._process.wait()  # this upload may lack the newest checkpoint
+            self._process.wait()  # it may lack the newest checkpoint
         self.begin()
         if self._process is not None:
             self._process.wait()

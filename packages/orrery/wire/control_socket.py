@@ -26,7 +26,7 @@ PROTOCOL = 3
 MAX_ASK_BYTES = 4096
 MAX_HEAD_BYTES = 64 << 20
 HANDSHAKE_S = 5.0
-# Errors of decoding. Deep nesting raises RecursionError. Bad UTF-8 raises ValueError.
+# Deep nesting raises RecursionError. Bad UTF-8 raises ValueError.
 NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

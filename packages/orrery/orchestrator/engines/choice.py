@@ -42,7 +42,7 @@ class EngineChoice:
         self.addresses = [Address(e, r) for e, ranks in enumerate(num_ranks) for r in range(ranks)]
         self.owed_tokens = [0] * len(self.addresses)
         self._is_decoding = is_decoding
-        self._holders: OrderedDict[int, int] = OrderedDict()  # block → bit set of ranks with it
+        self._holders: OrderedDict[int, int] = OrderedDict()  # block → bit set of ranks
 
     @contextmanager
     def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Chosen]:

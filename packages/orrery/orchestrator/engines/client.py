@@ -54,7 +54,7 @@ QUERY_TIMEOUT_S = 10.0  # health, metrics and aborts
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
 SAMPLING: dict[str, Any] = {
-    "logprobs": 0,  # return only the log-prob of the sampled token
+    "logprobs": 0,  # only the sampled token's log-prob
     "detokenize": False,
     "skip_special_tokens": False,
 }
@@ -163,7 +163,7 @@ class EngineClient:
                     *(chosen, take),
                 )
         except EngineGone as error:
-            # Ask for health: a healthy server also closes a kept connection after an error 500.
+            # A healthy server also closes a kept connection after an error 500.
             if await self.health():
                 raise GenerationFailed(
                     f"{self.name} closed the connection of {what}, but is healthy"

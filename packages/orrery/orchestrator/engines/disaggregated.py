@@ -26,7 +26,7 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Suffixes of a salt. ARRIVED: blocks that a decode engine surely holds. COMPUTED: its own blocks.
+# Suffixes of a salt: blocks that a decode engine surely holds, and its own blocks.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0  # time limit to free blocks, scaled
@@ -318,7 +318,7 @@ class DisaggregatedEngines:
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()
-            # Free no blocks of a live reader, because it would read another request's data.
+            # A live reader would read another request's data in freed blocks.
             if not self._is_up(consumer) and self._is_up(producer):
                 name = str(where.get("transfer_id") or where.get("remote_request_id"))
                 self._keep_no_longer(producer.client, name)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Limit, to be scaled, for updating an engine after another's transfer was interrupted.
+# For updating an engine after another's transfer was interrupted, scaled.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -198,7 +198,7 @@ class EnginePool:
             self.registry.listens(index, incarnation)
             self.registry.took(index, incarnation, START_VERSION)
             self.registry.serves(index, incarnation)
-        self.version = START_VERSION  # the last version that all engines attested
+        self.version = START_VERSION  # attested by every engine
         self.published: Published | None = None  # the version that engines must hold
         self.is_version_gone = False  # whether the trainer has stepped past `published`
         self.updating = asyncio.Lock()

@@ -47,7 +47,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# Limit on graphs of one function. Kinds of blocks × gradients × routes exceed torch's limit of 8.
+# Kinds of blocks × gradients × routes exceed torch's limit of 8 graphs of one function.
 MAX_GRAPHS = 64
 
 

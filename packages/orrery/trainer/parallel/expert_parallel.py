@@ -91,7 +91,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         with _local_shares(experts):
             return forward(*args, **options)
 
-    # Replace `forward` alone: FSDP's hooks run outside it and need the DTensor parameters.
+    # FSDP's hooks run outside `forward` and need the DTensor parameters.
     experts.forward = on_local_shares
 
 

@@ -201,7 +201,7 @@ def serve_store(
     """Open the store on `host` and write its address into `folder`. Keep the returned store."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # By default the store would listen on all interfaces.
+    # By default the store listens on all interfaces.
     store = dist.TCPStore(
         host,
         port,

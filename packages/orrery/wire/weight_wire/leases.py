@@ -34,7 +34,7 @@ STOP_S = 0.2
 
 
 class WireFailed(RunFailed):
-    """A failed transfer of weights. The message names the transfer, peer or tensor."""
+    """The message names the transfer, peer or tensor."""
 
 
 class TransferFailed(WireFailed):
@@ -74,7 +74,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
 class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
     session: str = ""
     number: int = 0
-    transfer: int = 0  # number of the transfer. 0: none
+    transfer: int = 0  # 0: none
     refusal: str = ""
 
 
@@ -91,7 +91,7 @@ class LeaseTable:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._open: int | None = None  # version that transfers may read
+        self._open: int | None = None  # open to transfers
         self._is_accepting = False
         self._request = LeaseRequest("", 0)
         self._report = LeaseReport()

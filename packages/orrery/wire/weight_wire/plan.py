@@ -38,7 +38,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class Location(msgspec.Struct, frozen=True):
-    """A rank's host and device. GPU ranks of one host can map each other's memory."""
+    """GPU ranks of one host can map each other's memory."""
 
     host: str
     device: str  # "cpu" or "cuda"
@@ -352,7 +352,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before`: the boxes of each lower rank. Only the lowest rank with a box counts it."""
+        """`held_before`: the boxes of each lower rank. Boxes in it are not counted again."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0

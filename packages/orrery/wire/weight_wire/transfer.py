@@ -103,7 +103,7 @@ class WeightSender:
         else:
             self.address = find_wire(folder)
         self._store = connect(self.address)
-        self.leases = LeaseTable()  # used by rank 0 only
+        self.leases = LeaseTable()  # rank 0
         self._listener: LeaseListener | None = None
         if rank == 0:
             self._lease_store = connect(self.address)
@@ -190,7 +190,7 @@ class WeightSender:
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """End the sending thread. Rank 0 must close last, because it serves the store."""
+        """Rank 0 must close last, because it serves the store."""
         if self._listener is not None:
             self._listener.close()
         if self._sending is not None:
@@ -262,8 +262,8 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # Paused engines wait for this stream, so it has priority over the trainer's.
-                # The weights are complete, because `publish` has waited for the step's end.
+                # Paused engines wait for this stream, so it precedes the trainer's.
+                # The weights are complete, because `publish` has waited for the step.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -376,14 +376,14 @@ class Round:
     messages: dict[int, SliceMessage]
     slices: list[Slice]
     fingerprints: SliceFingerprints
-    piece: torch.Tensor  # i64 [slices], index of the rank's box that contains each slice
+    piece: torch.Tensor  # i64 [slices], index of the rank's box
 
 
 @dataclass
 class Pieces:
     """The distinct boxes of one engine's ranks."""
 
-    tensor_of: np.ndarray  # i64 [pieces], index of the tensor
+    tensor_of: np.ndarray  # i64 [pieces]
     of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of its fingerprints
 
     @classmethod
@@ -433,7 +433,7 @@ class WeightReceiver:
     def receive(
         self, transfer: int, parts: PartTimer
     ) -> Generator[tuple[Round, torch.Tensor], None, None]:
-        """Yield each round with its bucket. Raise TransferFailed if the transfer fails."""
+        """Fingerprint and yield each round with its bucket. May raise TransferFailed."""
         begin = time.perf_counter()
         self._store.forget(f"{self._attested}/{self.rank}")
         self._transfer, self._attested = transfer, f"attest/{transfer}/{self.engine}"
