@@ -100,6 +100,7 @@ class Groups:
         return group
 
     def drop_engine(self, engine: int) -> int:
+        """Remove finished rollouts of this engine from incomplete groups. Return their number."""
         before = self.num_rollouts
         for group in self._groups.values():
             group.survivors = [each for each in group.survivors if each.engine != engine]

@@ -60,7 +60,7 @@ class RolloutBuffer:
         return min(lacking, max(unspent, missing))
 
     def add(self, group: Group) -> bool:
-        """Return whether any advantage differs from 0."""
+        """Keep or drop the group. Return whether any advantage differs from 0."""
         num_survivors = len(group.survivors)
         if not num_survivors or num_survivors + group.num_zeros < 2:
             self.count("too_few_survivors", num_survivors)
@@ -90,6 +90,7 @@ class RolloutBuffer:
                 groups.extend(fresh)
 
     def drop_engine(self, engine: int) -> int:
+        """Drop all groups with a rollout of this engine. Return how many rollouts were dropped."""
         num_dropped = 0
         for groups in (self.queue, self.spare):
             kept = [group for group in groups if all(each.engine != engine for each in group)]

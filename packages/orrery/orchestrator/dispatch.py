@@ -52,6 +52,7 @@ class Request:
 
     @property
     def name(self) -> str:
+        """Return the rollout's name, unique in a run."""
         return f"{self.group.key}-{self.member}"
 
     @property

@@ -318,7 +318,7 @@ async def _beat(health: HealthFile) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names with index ranges: `trainer.0-7, router.0`."""
+    """Join process names, with index ranges: `trainer.0-7, router.0`."""
     by_role: dict[str, list[int]] = {}
     for name in names:
         role, _, index = name.rpartition(".")

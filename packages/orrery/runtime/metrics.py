@@ -170,6 +170,7 @@ class Attempts:
 
 
 def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that no newer attempt replaces, sorted by time."""
     all_rows = [row for row in all_rows if "time_s" in row or "start_s" in row]
     attempts = Attempts()
     for row in all_rows:

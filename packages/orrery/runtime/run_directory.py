@@ -87,6 +87,7 @@ def log_path(run_dir: Path, process: str) -> Path:
 
 
 def flight_recorder_dir(run_dir: Path) -> Path:
+    """Return the folder of torch's flight-recorder files, `rank_<n>`."""
     return logs_dir(run_dir) / "flight_recorder"
 
 
@@ -116,6 +117,7 @@ def report_page(run_dir: Path) -> Path:
 
 
 def code_dir(run_dir: Path) -> Path:
+    """Return the folder of code snapshots, named by digest."""
     return Path(run_dir) / "code"
 
 

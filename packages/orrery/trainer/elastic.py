@@ -125,6 +125,7 @@ class SiteTraining:
 
     @property
     def next_round_step(self) -> int:
+        """Return the step after which the next round is finished."""
         sent = (self._learner.step // self._phase + 1) * self._phase
         return sent + self._delay(sent)
 

@@ -40,6 +40,7 @@ def io_stall_s(num_ranks: int) -> float:
 
 
 def warms_up(trainer: Trainer, device: torch.device) -> bool:
+    """Return whether the first step may compile blocks or GPU kernels."""
     return trainer.compile or device.type == "cuda"
 
 

@@ -57,6 +57,7 @@ def member_weights(columns: Columns) -> dict[str, np.ndarray]:
 
 
 def count_members(columns: Columns) -> dict[str, int]:
+    """Return `num_tokens` and N_c of each loss component in these columns."""
     if not columns.num_samples:
         return dict.fromkeys(TOTALS, 0)
     weights = member_weights(columns).items()

@@ -81,7 +81,7 @@ def describe_error(
     load: Workload,
     ranks_here: int,
 ) -> str:
-    """`step` is None before training."""
+    """Return a sentence for an out-of-memory error. `step` is None before training."""
     capacity, available = device_bytes(), available_bytes()
     is_torchs = isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error)
     pinning = " or ".join(
@@ -107,6 +107,7 @@ def describe_error(
 def predict_out_of_memory(
     manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize
 ) -> str | None:
+    """Return a warning if the stage's memory plan exceeds `capacity` device bytes."""
     if not capacity:
         return None
     model = manifest.model

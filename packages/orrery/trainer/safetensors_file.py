@@ -100,7 +100,7 @@ class SharedCopy:
         return self._buffer.numel() >= num_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Grow the buffer. Raise RunFailed if memory does not suffice."""
+        """Raise RunFailed if memory does not suffice."""
         if self.has_room(num_bytes):
             return
         if not self._buffer.numel():
@@ -135,7 +135,7 @@ class SharedCopy:
         return error
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> int:
-        """Copy the tensors. Return the file's size in bytes."""
+        """Return the file's size in bytes."""
         found = layout(pieces)
         self.reserve(found.file_bytes)
         header = torch.frombuffer(bytearray(found.header), dtype=torch.uint8)

@@ -94,6 +94,7 @@ class Texts:
 
     @cached_property
     def _parts_by_file(self) -> dict[str, DataRows]:
+        """Return the rows of each local file, by file name, in index order."""
         path, split = Path(self._data.path), self._data.split
         if split is None or not path.is_dir():
             raise OrreryError(

@@ -79,6 +79,7 @@ class FsspecTarget:
             self._files.rm_file(f"{self._root}/blocks/{sha}")
 
     def newest(self) -> StateSnapshot | None:
+        """Return the newest readable header, or None."""
         for path in reversed(self._headers()):
             with suppress(OSError, msgspec.MsgspecError, ElasticError):
                 return self._header(path)
@@ -125,6 +126,7 @@ def _kept(folder: Path, links: Path) -> Iterator[Path]:
 
 
 def describe(folder: Path, checkpoint: Checkpoint) -> StateSnapshot:
+    """Return the header of a complete checkpoint."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     parts = {
         path.relative_to(folder).as_posix(): SnapshotPart(

@@ -86,6 +86,7 @@ class Columns:
         return np.diff(self.offsets)
 
     def select(self, samples: Sequence[int] | np.ndarray) -> "Columns":
+        """Return a copy of these samples, in this order."""
         samples = np.asarray(samples, dtype=np.int64)
         lengths = self.lengths[samples]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -99,6 +99,7 @@ def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 
 
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Put each sample, longest first, into the fullest bin that holds it."""
     bins = np.empty(len(lengths), dtype=np.int64)
     # Sorted (free tokens) · stride + bin. Bisection finds the fullest bin with enough space.
     rooms: list[int] = []

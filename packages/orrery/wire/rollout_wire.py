@@ -136,7 +136,7 @@ class RolloutSender:
     """The orchestrator's end, for one event loop. `control` also carries leases of weights."""
 
     def __init__(self, host: str, port: int, num_ranks: int) -> None:
-        """With `port` 0, choose a free port."""
+        """Listen at `host`. With `port` 0, choose a free port."""
         self.num_ranks = num_ranks
         self.control = ControlSocket(host, port)
         for kind in (BatchAsk, Acknowledgement):
@@ -361,6 +361,7 @@ class RolloutReceiver:
     def _await(
         self, ask: BatchAsk, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
     ) -> Any:
+        """Wait for the answer to `ask`. Skip answers to older asks."""
         start = last_asked = time.monotonic()
         while True:
             frame = self._next(ask, min(start + deadline_s, last_asked + ASK_AGAIN_S))

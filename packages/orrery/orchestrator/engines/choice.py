@@ -68,6 +68,7 @@ class EngineChoice:
         self._hold(_blocks(token_ids, salt), self.addresses.index(address))
 
     def forget(self, engine: int) -> None:
+        """Forget the caches of an engine that has ended."""
         lost = sum(1 << i for i, address in enumerate(self.addresses) if address.engine == engine)
         for block, holders in self._holders.items():
             self._holders[block] = holders & ~lost

@@ -63,12 +63,13 @@ def own_terms(manifest: Any) -> Terms:
 
 
 def engine_release() -> dict[str, str]:
+    """Return the versions of this process's engine packages, if any."""
     found = versions(PACKAGES)
     return found if len(found) > 1 else {}
 
 
 def newest_version(folder: Path) -> int:
-    """Return −1 without snapshots."""
+    """Return the version of the newest snapshot, or −1."""
     newest = next(reversed(published(folder)), None)
     return -1 if newest is None else int(newest.name.rpartition("_")[2])
 

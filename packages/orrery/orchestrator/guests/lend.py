@@ -190,6 +190,7 @@ class Lender:
         raise self._failure
 
     async def _until_changed(self) -> None:
+        """Wait until a slot is free, for at most POLL_S."""
         try:
             async with asyncio.timeout(POLL_S):
                 await self._changed.wait()

@@ -91,6 +91,7 @@ class Noted(msgspec.Struct, frozen=True):
 
 
 def max_body_bytes(max_tokens: int) -> int:
+    """Return the size of MAX_ANSWERS answers of `max_tokens` tokens."""
     return MAX_ANSWERS * (8 * max_tokens + 1024) + (64 << 10)
 
 

@@ -104,7 +104,7 @@ class BenchRequest:
 
 
 def make_request(manifest: Manifest, options: Options) -> BenchRequest:
-    """Fit `manifest` to `options`, or raise OrreryError."""
+    """Raise OrreryError if `manifest` and `options` do not fit."""
     model = _fit_layers(manifest.model, options)
     base = _stage_trainer(manifest, options)
     trainer = _merge_options(manifest, base, model, options)

@@ -181,7 +181,7 @@ def timed_steps(
 def profiled_step(
     learner: Learner, request: BenchRequest, folder: Path, world: World
 ) -> dict[str, Any]:
-    """Write FOLDER/trace.json on rank 0."""
+    """Profile one step on rank 0 and return its times. Write FOLDER/trace.json."""
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -353,7 +353,7 @@ def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
 
 
 def kind_of(name: str, around: Iterable[str]) -> str:
-    """`around` are the host ranges open at the kernel's launch."""
+    """Return a kernel's kind. `around` are the host ranges open at its launch."""
     around = tuple(around)
     for kind, own, outer in _RULES:
         if own is not None and not re.search(own, name):

@@ -122,7 +122,7 @@ def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
-    """Return the `tokens` of `batch`. Only the first rank keeps the batch's counts."""
+    """Only the first rank keeps the batch's counts."""
     source = torch.from_numpy(tokens.source)
     place = np.full(len(batch.token_id), -1, dtype=np.int64)
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)

@@ -149,7 +149,7 @@ def _divide_multiprocessors() -> None:
 
 
 def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
-    """Raise RunFailed if the group's size is not the mesh's. A collective."""
+    """A collective. Raise RunFailed if the group's size is not the mesh's."""
     if (found := dist.get_world_size()) != mesh.world_size:
         size = f"dp_replicate·dp_shard·cp = {mesh.world_size}"
         raise RunFailed(f"trainer.mesh: {size}, but {found} ranks are here")

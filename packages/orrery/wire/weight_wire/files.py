@@ -86,7 +86,7 @@ class WeightPublisher:
         named_tensors: "Iterable[tuple[str, torch.Tensor]]",
         canary: Sequence[float] = (),
     ) -> Published:
-        """Publish tensors of any device, copied one at a time."""
+        """Tensors may be on any device and are copied one at a time."""
         return self._publish(
             version, lambda aside: self._write_shards(aside, named_tensors), canary
         )
@@ -198,6 +198,7 @@ class WeightWatch:
         self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:
+        """Decode each marker only once."""
         for version in sorted(_versions(self.folder), reverse=True):
             file = nfs.identity(self.folder / f"version_{version}.json")
             if file is None:
