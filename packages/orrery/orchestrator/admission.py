@@ -46,7 +46,7 @@ class AdaptiveLimit:
         """Update share and limit from one poll.
 
         `loads` excludes prefill engines. `num_ended`: rollouts that ended since the last poll.
-        `was_full`: whether all permits were taken at some time since then.
+        `was_full`: whether all permits were taken at some time since the last poll.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
@@ -129,7 +129,7 @@ class Admission:
 async def poll_engines(
     ctx: RoleContext, pool: Any, admission: Admission, pace: Pace | None = None
 ) -> dict[int, EngineMetrics]:
-    """Return each engine's load by index, or {} if an engine does not answer in time.
+    """Return each engine's load by index. Return {} if an engine does not answer in time.
 
     Write metrics rows if `pace` is None or due.
     """
@@ -150,7 +150,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # Rollouts in flight do not fill the caches of prefill engines, which come first.
+    # Skip the prefill engines, which come first: rollouts in flight fill the other engines' caches.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})

@@ -57,7 +57,7 @@ def advantages(rewards: np.ndarray, algorithm: Algorithm) -> np.ndarray:
 
 @dataclass
 class Group:
-    """Finished rollouts, and the number of failed members with a reward of 0."""
+    """The finished rollouts of a group, and the number of failed members with a reward of 0."""
 
     request: GroupRequest
     survivors: list[Rollout] = field(default_factory=list)

@@ -38,7 +38,8 @@ SERVERS_START_S = 600.0  # time limit for engines to import vLLM and compile, sc
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
     """Wait until all engines and any router listen. Return their pool.
 
-    If the stage is preempted meanwhile, raise Preempted with the newest checkpoint's step, or 0.
+    If the stage is preempted meanwhile, raise Preempted with the newest checkpoint's step. The step
+    is 0 without a checkpoint.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -73,7 +74,7 @@ async def guests(ctx: RoleContext, pool: EnginePool) -> AsyncIterator[None]:
 
 
 async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
-    """Wait in a thread. Cancelling ends the thread."""
+    """Wait in a thread until `count` servers of `role` listen. Cancelling ends the thread."""
     request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
@@ -121,7 +122,7 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """Restore the newest checkpoint, if any.
+    """Return a scheduler, with the state of the newest checkpoint if there is a checkpoint.
 
     Remove incomplete checkpoints, and the checkpoints of SFT.
     """
@@ -143,9 +144,9 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 def _first_problem(ctx: RoleContext) -> int:
-    """Return the index of this site's first problem, or 0 if the run is not elastic.
+    """Return the index of this site's first problem. The index is 0 if the run is not elastic.
 
-    It is a hash of the site's name, so that sites draw different problems.
+    The index is a hash of the site's name, so that sites draw different problems.
     """
     if ctx.manifest.trainer.elastic is None:
         return 0

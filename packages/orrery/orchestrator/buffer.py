@@ -27,7 +27,7 @@ class RolloutBuffer:
     def __init__(self, settings: Orchestrator):
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
-        # Rollouts to sample for a batch before it uses spare groups.
+        # Number of rollouts to sample for a batch before it uses spare groups.
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
         # Number of spare rollouts to keep: as many as generation may be ahead of the trainer.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch

@@ -24,12 +24,12 @@ from orrery.runtime.timing import scaled
 Purpose = Literal["train", "evaluation"]
 
 TIMEOUT = "timeout"
-PROOF_S = 30.0  # limit for an engine with requests to make a token, scaled
+PROOF_S = 30.0  # time limit for an engine with requests to make a token, scaled
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """Rollouts of one problem. Training and evaluation number groups separately."""
+    """A request for rollouts of one problem. Training and evaluation number groups separately."""
 
     purpose: Purpose
     group_id: int

@@ -5,8 +5,8 @@
     follow         load new versions into the engines, and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-At a preemption, `train` writes the orchestrator's half of a checkpoint. Then it sends all trainer
-ranks an empty batch marked `wind_down`, so that all complete the same step's checkpoint.
+At a preemption, `train` writes the orchestrator's half of a checkpoint. Then `train` sends all
+trainer ranks an empty batch marked `wind_down`, so that all complete the same step's checkpoint.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ from orrery.wire.rollout_wire import Batch, RolloutSender
 TICK_S = 0.5
 POLL_S = 0.03
 GATHER_S = 0.01  # wait before new rollouts start, so that whole groups start together
-FIRST_VERSION_S = 600.0  # limit for the trainer to publish its first version, scaled
+FIRST_VERSION_S = 600.0  # time limit for the trainer to publish its first version, scaled
 NUM_SAMPLES = 4
 MANY_TRUNCATED = 0.5  # share of truncated replies from which a warning advises a longer limit
 PREEMPTION_POLL_S = 1.0
-TAKE_S = 900.0  # limit for a trainer that starts or writes a checkpoint, scaled
+TAKE_S = 900.0  # time limit of a trainer that starts or writes a checkpoint, scaled
 
 
 class PreemptionWatch:
@@ -69,8 +69,8 @@ async def update_engines(
 ) -> bool:
     """Load the newest version into all engines. Return whether a version was loaded.
 
-    Load none during an evaluation. Stale rollouts are cancelled before, because a paused engine
-    handles no aborts.
+    During an evaluation, load no version. Stale rollouts are cancelled before the update, because
+    a paused engine handles no aborts.
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -92,7 +92,7 @@ async def update_engines(
         deadline_s=manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S + return_s),
     ):
         report = await pool.update(published)
-    if report is None:  # the trainer has published a newer version
+    if report is None:  # the trainer has already published a newer version
         scheduler.updating = False
         return False
     scheduler.updated(version)
@@ -174,7 +174,7 @@ class Loop:
             now_s = time.monotonic()
             expired = self.scheduler.expired(now_s, self.pool.is_serving)
             self.runner.end_expired(expired, self.timeouts, now_s)
-            # During a preemption, rollouts in flight may finish.
+            # During a preemption no rollout starts, but rollouts in flight may finish.
             if not self._preemption.is_requested and self.pool.is_serving:
                 self.runner.start(self.scheduler.start(time.monotonic()))
             if not self._is_routed:
@@ -199,7 +199,7 @@ class Loop:
             is_due = checkpoints.is_due(batch.step, self.manifest)
             kept = scheduler.snapshot() if is_due else None
             row = batching.row(batch, self.manifest, time.monotonic())
-            self.changed.notify_all()  # new groups may be allowed
+            self.changed.notify_all()  # taking a batch may allow new groups
             if kept is not None:
                 where = self.ctx.run_dir, batch.step, self.ctx.attempt
                 await asyncio.to_thread(snapshot.write, *where, kept, self.temperature)

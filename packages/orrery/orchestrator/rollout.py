@@ -2,8 +2,8 @@
 
 - Prompt and tool tokens are untrained and have NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, and is still judged.
-- If the engine, task or judge fails, or a generation is empty, `RolloutFailed(reason)` is raised,
-  and there is no reward. A broken judge (`JudgeBroken`) ends the run.
+- If the engine, task or judge fails, or a generation is empty, `RolloutFailed(reason)` is raised.
+  A broken judge (`JudgeBroken`) ends the run.
 """
 
 import asyncio
@@ -57,15 +57,12 @@ class WorkerThread:
                     future.set_exception(error)
 
 
-PROBLEMS = WorkerThread("problems")  # a thread, because hard puzzles take seconds to make
+PROBLEMS = WorkerThread("problems")  # hard puzzles take seconds
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A failed rollout. Metrics count failures by `reason`.
-
-    If `is_zero`, it counts as a reward of 0 in an evaluation and in its group's mean reward.
-    """
+    """If `is_zero`, it counts as a reward of 0 in an evaluation and in its group's mean reward."""
 
     reason: str
     detail: str
@@ -81,7 +78,7 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# Exceptions that pass through a task unchanged, because the task has not caused them.
+# Exceptions that the task has not caused.
 NOT_THE_TASKS = (
     RolloutFailed,
     JudgeBroken,
@@ -94,7 +91,7 @@ NOT_THE_TASKS = (
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished episode. The arrays have one entry per token of the conversation.
+    """One finished episode. Token arrays cover the conversation.
 
     Fields from `group_id` on come from the request. `advantage` is set when the group is complete.
     """
@@ -108,7 +105,7 @@ class Rollout:
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None  # [n, layers, top_k], or None if not replayed
-    engine: int = UNKNOWN_ENGINE  # index of the engine that sampled all turns
+    engine: int = UNKNOWN_ENGINE  # the sampler of all turns
     advantage: float | None = None
     group_id: int = -1
     member: int = -1
@@ -247,7 +244,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # no answer fits after this reply, so drop the reply
+            truncated = True  # no answer fits after this reply
             break
         messages.extend(reply)
         tokens.append(turn_tokens)

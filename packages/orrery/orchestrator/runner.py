@@ -36,7 +36,7 @@ GONE_PAUSE_S = 1.0
 
 
 class Notifier:
-    """A task must not `await` between its check and its wait."""
+    """Wake all waiting tasks. A task must not `await` between its check and its wait."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -62,7 +62,7 @@ class RolloutRunner:
         on_ended: Callable[[Request, Rollout | Failed], None],
         is_compared: Callable[[int], bool] = lambda version: False,
     ):
-        """`tasks`: by purpose, in the manifest's order.
+        """Take the built tasks by purpose, in the manifest's order.
 
         `is_compared(version)` returns whether the trainer may compare log-probs of that version's
         evaluation.
@@ -109,7 +109,7 @@ class RolloutRunner:
     def _opened(self, opening: "asyncio.Future[Opening]") -> None:
         self._openings.discard(opening)
         if not opening.cancelled():
-            opening.exception()  # otherwise asyncio logs it
+            opening.exception()  # read the exception, else asyncio logs it
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)
@@ -180,7 +180,7 @@ class RolloutRunner:
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """All policy versions use the same seed."""
+    """Return the seed of an evaluation rollout. All policy versions use the same seed."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

@@ -213,7 +213,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Batch `step` of exactly `rollouts_per_batch` rollouts, and statistics of its sampling."""
+    """`rollouts` are exactly `rollouts_per_batch`."""
 
     step: int
     rollouts: list[Rollout]
@@ -231,7 +231,7 @@ class Snapshot:
     evaluated: int
     num_evaluation_groups: int
     digests: dict[int, str]
-    num_batches: int  # number of RL batches, which an early end lowers
+    num_batches: int  # lowered by an early end
     rewards: list[tuple[int, float, bool]]
 
 

@@ -27,7 +27,7 @@ FORMAT = 4
 
 
 class _QueuedRollout(msgspec.Struct):
-    group: int  # spare groups follow the queued groups
+    group: int  # index of the group. Spare groups follow the queued groups
     member: int
     advantage: float
     reward: float

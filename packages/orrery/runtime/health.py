@@ -34,7 +34,7 @@ HANG_S = 90.0  # limit between heartbeats, scaled. NFS may show a heartbeat a mi
 
 @dataclass(frozen=True)
 class Wait:
-    """`what` names the awaited thing and its role: "batch 4 from orchestrator".
+    """An open wait. `what` names the awaited thing and its role: "batch 4 from orchestrator".
 
     The rank is late `behind_s` seconds after its role's last progress (`RankStallDetector`).
     """
@@ -55,7 +55,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LoopBeats:
-    """The event loop hangs if `count` stays equal for `within_s`."""
+    """Heartbeats of an event loop. The loop hangs if `count` stays equal for `within_s`."""
 
     count: int
     time_s: float
@@ -154,7 +154,7 @@ class HealthFile:
             self._write(changed=False)
 
     def beat_loop(self, within_s: float | None) -> None:
-        """The next heartbeat is due within `within_s`. None: no more are due."""
+        """Count one heartbeat. The next is due within `within_s`. None: no more are due."""
         with self._lock:
             count = self._loop_beats.count + 1 if self._loop_beats else 1
             beats = None if within_s is None else LoopBeats(count, time.time(), within_s)

@@ -61,14 +61,16 @@ class MetricsFile:
 
 
 class _Lines:
+    """An append-only JSONL file. The first row begins a new line after an incomplete row."""
+
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
         self._file: int | None = None
-        self._is_torn = False  # ends with an incomplete row
+        self._is_torn = False  # whether the file ends with an incomplete row
         self._end: weakref.finalize | None = None
 
     def append(self, row: Row) -> None:
-        """Raise OSError if the row is not written completely."""
+        """Append a row. Raise OSError if it is not written completely."""
         line = json.dumps(_plain(row), separators=(",", ":")).encode() + b"\n"
         with self._lock:
             if self._file is None:
@@ -95,7 +97,7 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert arrays to lists, NaN and infinities to null, other values to text."""
+    """Convert to JSON types: arrays to lists, NaN and infinities to null, other values to text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -108,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def rows(path: Path | str) -> Iterator[Row]:
-    """Yield the complete rows of all attempts. A missing file has no rows."""
+    """Yield the complete rows of all attempts in file order. A missing file has no rows."""
     try:
         file = open_regular(Path(path))
     except FileNotFoundError:
@@ -127,7 +129,7 @@ STAMPS: dict[str, type | UnionType] = {
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Return None if the line or a value of STAMPS is invalid."""
+    """Parse a row. Return None if the line or a value of STAMPS is invalid."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -246,7 +248,7 @@ class Stat:
 
 
 def parse_stat(stat: str) -> Stat:
-    """The process's name in /proc/<pid>/stat may contain spaces and brackets."""
+    """Parse /proc/<pid>/stat. The process's name may contain spaces and brackets."""
     fields = stat.rpartition(")")[2].split()
     return Stat((int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES)
 
@@ -285,7 +287,7 @@ class Sampler:
 
 
 class UsageRows:
-    """Write rows with CPU use (100 % is one core) and memory of this process tree.
+    """Write rows with CPU use (100 % is one core) and memory of this process and its descendants.
 
     A row is `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}`.
     """

@@ -84,7 +84,7 @@ def adjoining_ports(count: int, host: str) -> int:
 
 
 def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> list[int]:
-    """Return distinct free ports. Raise RunFailed if there are too few."""
+    """Return distinct free ports on `host`. Raise RunFailed if there are too few."""
     found: list[int] = []
     with ExitStack() as held:
         for port in random.Random(seed).sample(PORTS, k=len(PORTS)):

@@ -83,7 +83,7 @@ class ParentWatch:
         self._stop.set()
 
     def on_orphaned(self, callback: Callable[[], object]) -> None:
-        """Run a callback after the parent's end, before this process is killed."""
+        """Add a callback to run after the parent's end, before this process is killed."""
         self._callbacks.append(callback)
 
     def _watch(self) -> None:

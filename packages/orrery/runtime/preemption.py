@@ -1,8 +1,8 @@
 """Stop a stage at a checkpoint before its job ends, and end single engines.
 
 - Preemption: near the end of the job's time, the launcher writes `stages/<stage>/wind_down`. The
-  orchestrator tells all trainer ranks over the rollout wire, so that they stop at the same step.
-  Both roles raise `Preempted` and exit with EXIT_PREEMPTED.
+  orchestrator reads it and tells all trainer ranks over the rollout wire, so that they stop at the
+  same step. Both roles raise `Preempted` and exit with EXIT_PREEMPTED.
 - Only STAGES are preempted. Other stages are short, or resume from their own checkpoints.
 - Fence: if an engine does not answer, the orchestrator writes
   `stages/<stage>/fenced/<name>.<attempt>.<incarnation>`. The launcher kills that incarnation.

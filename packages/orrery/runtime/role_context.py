@@ -99,7 +99,7 @@ class RoleContext:
         what: str,
         answers: Callable[[], bool],
     ) -> None:
-        """Raise RunFailed if `process` ends before `answers()`, or after scaled PROGRAM_S.
+        """Wait until `answers()`. Raise RunFailed if `process` ends, or after scaled PROGRAM_S.
 
         `what` is the verb of the error, such as "listen".
         """
@@ -197,6 +197,7 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 
 
 def stacks_on_signal(chain: bool = False) -> None:
+    """Write all threads' stacks to stderr at SIGUSR1."""
     faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True, chain=chain)
 
 

@@ -100,7 +100,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return the weights of a stage, an export (`step_<n>`) or policy versions (WIRE)."""
+    """Return the folder of weights of a stage, an export (`step_<n>`) or policy versions (WIRE)."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -192,7 +192,7 @@ def last_attempt(run_dir: Path) -> int:
 
 
 class Checkpoint(NamedTuple):
-    """Ordered by step, then by attempt."""
+    """One attempt's checkpoint of a step. The order is by step, then by attempt."""
 
     step: int
     attempt: int
@@ -226,7 +226,7 @@ SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
 
 
-# fsspec URL of the folder for copies of complete checkpoints
+# Variable with the fsspec URL of the folder for copies of complete checkpoints.
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -267,7 +267,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's cache folders. Raise FileNotFoundError without a manifest.
 
-    It has the manifest's inode and time, because a run begun anew repeats version numbers.
+    The prefix has the manifest's inode and time, because a run begun anew repeats version numbers.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"

@@ -15,7 +15,7 @@ SHARE_OF_AGE = 1e-3
 
 
 def scaled(seconds: float) -> float:
-    """Constants marked "scaled" pass through here."""
+    """Return `seconds` · ORRERY_DEADLINE_SCALE. Constants marked "scaled" pass through here."""
     text = os.environ.get(SCALE, "1")
     try:
         scale = float(text)
@@ -34,7 +34,7 @@ def period_s(age_s: float, shortest_s: float) -> float:
 
 
 class Pace:
-    """Call `due` at least every `shortest_s`."""
+    """Decide when a series' next row is due. Call `due` at least every `shortest_s`."""
 
     def __init__(self, shortest_s: float, now_s: float):
         self._shortest_s, self._begin_s, self._next_s = shortest_s, now_s, now_s

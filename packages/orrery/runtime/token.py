@@ -5,6 +5,7 @@
 - ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
   secret of Kubernetes.
 - A process with the token hides its memory from its user's other processes.
+- Requests carry a credential derived from the token, for generation or for administration.
 """
 
 import hmac
@@ -21,7 +22,7 @@ from orrery.runtime.timing import scaled
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
 STANDARD_INPUT = "-"
 MAX_BYTES = 256
-TAKE_S = 60.0  # limit for srun to pass on standard input, scaled
+TAKE_S = 60.0  # time limit for srun to pass on standard input, scaled
 
 _kept = ""
 
@@ -85,7 +86,7 @@ def _from_file(path: str) -> str:
 
 
 def run_token() -> str:
-    """Return "" without a launcher. Raise RunFailed if the launcher gave no token."""
+    """Return the token, or "" without a launcher. Raise RunFailed if the launcher gave no token."""
     token = take()
     if not token and WAS_LAUNCHED:
         raise RunFailed(
@@ -107,7 +108,7 @@ def credential(token: str, purpose: Purpose) -> str:
 
 
 def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
-    """Return the HTTP header, or {} without a token."""
+    """Return the HTTP header with a credential, or {} without a token."""
     return {"Authorization": f"Bearer {credential(token, purpose)}"} if token else {}
 
 

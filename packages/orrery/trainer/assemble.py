@@ -42,8 +42,8 @@ from orrery.wire.weight_wire import (
     weight_dir,
 )
 
-STEP_DEADLINE_S = 600.0  # limit for a batch, added to four rollout timeouts
-ORCHESTRATOR_DEADLINE_S = 900.0  # limit for the orchestrator to start while engines load
+STEP_DEADLINE_S = 600.0  # time limit for a batch, added to four rollout timeouts
+ORCHESTRATOR_DEADLINE_S = 900.0  # time limit for the orchestrator to start while engines load
 
 
 @contextmanager

@@ -65,8 +65,10 @@ class CheckpointWriter:
     """Call `copy` and `write` for each checkpoint, and `check` at every step.
 
     Waits run inside `waiting(what, deadline_s, behind_s)`. Leaving the `with` block waits for the
-    last checkpoint, except after an exception. The saver may upload for hours, so `World.at_end`
-    waits for it after the last collective.
+    last
+    checkpoint, except after an exception. The saver may upload for hours, so `World.at_end` waits
+    for
+    it after the last collective.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class CheckpointWriter:
         """
         begin_s = time.monotonic()
         self._await_complete()
-        (self._memory / JOB).unlink(missing_ok=True)  # the job of a copy that was never saved
+        (self._memory / JOB).unlink(missing_ok=True)  # of a copy that was never saved
         _check_finite(learner)
         if self._world.is_first:
             shutil.rmtree(partial_of(folder), ignore_errors=True)
@@ -259,7 +261,7 @@ def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -
 
 @torch.no_grad()
 def fingerprint(weights: Iterable[torch.Tensor]) -> int:
-    """Return a hash of the local shards' bits, mixed from the integer sum of each shard."""
+    """Return a hash of the local shards' bits."""
     sums = []
     for weight in weights:
         shard = local_tensor(weight.detach())

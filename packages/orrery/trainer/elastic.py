@@ -48,9 +48,9 @@ from orrery.trainer.optim import named_state
 from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
-FETCH_S = 60.0  # time limit of one attempt, scaled
-PHASE_S = 24 * 3600.0  # time limit for the steps of other sites, scaled
-ROUNDS = "rounds.json"  # file of a checkpoint that holds a `HeldRound`
+FETCH_S = 60.0  # one attempt, scaled
+PHASE_S = 24 * 3600.0  # the steps of other sites, scaled
+ROUNDS = "rounds.json"  # holds a `HeldRound`
 T = TypeVar("T")
 
 
@@ -59,7 +59,7 @@ class HeldRound(msgspec.Struct, frozen=True):
 
     round: int
     shards: ShardMap
-    tokens: list[int] = []  # tokens or steps since each fragment's last round
+    tokens: list[int] = []  # or steps since each fragment's last round
 
 
 class SiteTraining:

@@ -4,9 +4,10 @@
 
 `orrery export RUN …` runs this module on one CPU, even during a stage.
 
-- A folder appears only when it is complete. Memory holds the tensors of at most one output file.
+- A folder appears only when it is complete.
 - An exported checkpoint has the exact weights of its step. Merged adapters may differ, because
   devices round differently.
+- Memory holds the tensors of at most one output file.
 - Frozen weights and buffers come from the stage's start weights. Router biases that
   `expert_bias_rate` trains come from the checkpoint.
 """

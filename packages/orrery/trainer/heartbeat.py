@@ -25,8 +25,8 @@ from orrery.runtime.timing import scaled
 from orrery.trainer.parallel.world import World
 
 PERIOD_S = 3.0
-WARM_UP_STALL_S = 600.0  # limit for a step that compiles, connects or has a single rank
-IO_STALL_S = 300.0  # limit for one tensor or file on a shared file system
+WARM_UP_STALL_S = 600.0  # time limit for a step that compiles, connects or has a single rank
+IO_STALL_S = 300.0  # time limit for one tensor or file on a shared file system
 
 
 def step_stall_s(world: World, trainer: Trainer, is_first: bool = False) -> float:

@@ -93,7 +93,7 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """`__del__` unregisters the pages from CUDA before they are freed.
+    """Memory pages. `__del__` unregisters them from CUDA before they are freed.
 
     `weakref.finalize` would run too late.
     """
@@ -116,7 +116,7 @@ def host_block(num_bytes: int, device: torch.device, file: int | None = None) ->
     if file is None:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        os.posix_fallocate(file, 0, num_bytes)  # raises without memory, to avoid a SIGBUS
+        os.posix_fallocate(file, 0, num_bytes)  # without memory, raise here to avoid a SIGBUS
         pages = _Pages(file, num_bytes)
     # Zeroing maps the pages with many threads. Registration would use one thread.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()

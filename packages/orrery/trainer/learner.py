@@ -244,7 +244,7 @@ class Learner:
         return self.world.sum(found)[1:].tolist()
 
     def check_weights(self) -> None:
-        """Raise RunFailed if a weight is not finite. A collective."""
+        """A collective."""
         if name := self._not_finite():
             raise RunFailed(
                 f"step {self.step}: after its update the weight {name} is not finite; "
@@ -349,7 +349,7 @@ class Learner:
 
     def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            if not hidden.requires_grad:  # frozen embedding: only observe the gradient
+            if not hidden.requires_grad:  # frozen embedding
                 hidden.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)
             self._watch(hidden)
 

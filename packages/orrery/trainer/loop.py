@@ -74,7 +74,7 @@ class RlLoop:
         return self.ctx.manifest.stages.rl.num_steps
 
     def receive(self, step: int) -> ReceivedBatch:
-        """Raise Preempted after a checkpoint if the batch is marked `wind_down`."""
+        """Wait for batch `step`. Raise Preempted after a checkpoint if it is marked `wind_down`."""
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
             deadline_s=self.batch_deadline_s,

@@ -31,7 +31,7 @@ class Targets:
     rl_weight: torch.Tensor
     cross_entropy_weight: torch.Tensor
     reference_kl_weight: torch.Tensor
-    same_weights: torch.Tensor  # bool [M]: the current weights sampled the whole document
+    same_weights: torch.Tensor  # bool [M]: the current weights sampled this token's whole document
 
 
 @dataclass
@@ -117,11 +117,12 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of L (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M]. `totals[c]` is N_c. `StepSums.count` adds the last nine sums.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c. `StepSums.count`
+    adds the last nine sums.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
-    # Values outside a component may be infinite, and 0 · inf is NaN.
+    # Tokens outside a component may have infinite values, and 0 · inf is NaN.
     engine = torch.where(in_rl, targets.engine_logprob, constant)
     rl, keep = policy_gradient(logprob, engine, targets.advantage, spec)
     kl_advantage = torch.where(
@@ -139,7 +140,7 @@ def loss(
     with torch.no_grad():
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
-        log_ratio = constant - engine  # 0 outside rl
+        log_ratio = constant - engine  # 0 for tokens outside rl
         # mean(kl) estimates KL(engine || trainer). A masked token's ratio may overflow float32.
         kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl

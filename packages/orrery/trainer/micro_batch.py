@@ -28,7 +28,7 @@ class MicroBatch:
     """
 
     token_id: torch.Tensor  # i64 [T]
-    position: torch.Tensor  # i64 [T], from 0 in each document
+    position: torch.Tensor  # i64 [T], counted from 0 in each document
     cu_seqlens: torch.Tensor  # i32 [documents + 1]
     max_seqlen: int
     row: torch.Tensor  # i64 [M], the hidden rows that predict the targets
@@ -140,7 +140,7 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
 
 
 def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return i64 [T, 2]: each token's engine and age in versions, −1 if unknown."""
+    """Return i64 [T, 2]: each token's engine and age in versions. Unknown values are −1."""
     engine, version = columns.sample.get("engine"), columns.token.get("version")
     unknown = np.full(columns.num_tokens, -1, dtype=np.int64)
     age = unknown if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)
@@ -208,7 +208,7 @@ def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy through pinned memory, so that the host does not wait."""
+    """Copy to `device` through pinned memory, so that the host does not wait."""
     if device.type != "cuda":
         return tensor.to(device)
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

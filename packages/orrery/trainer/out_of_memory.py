@@ -24,7 +24,7 @@ from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
 
 MARGIN = 0.02  # fraction of device memory assumed lost to fragmentation
-END_S = 10.0  # limit for an orderly end, which may hang in collectives
+END_S = 10.0  # time limit for an orderly end, which may hang in collectives
 # Without a GPU, host memory counts as device memory.
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class Policy(nn.Module):
-    """Logits of at most `chunk_tokens` tokens exist at once.
+    """A `network` (tokens to hidden states) and its LM head.
 
-    With `keep_logits`, all logits exist until the backward pass.
+    Logits of at most `chunk_tokens` tokens exist at once. With `keep_logits`, all logits exist
+    until the backward pass.
     """
 
     def __init__(

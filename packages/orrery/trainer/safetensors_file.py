@@ -100,7 +100,7 @@ class SharedCopy:
         return self._buffer.numel() >= num_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Raise RunFailed if memory does not suffice."""
+        """Grow the buffer to `num_bytes`. Raise RunFailed if memory does not suffice."""
         if self.has_room(num_bytes):
             return
         if not self._buffer.numel():
@@ -124,7 +124,7 @@ class SharedCopy:
                 with self._path.open("xb+") as file:
                     self._buffer, error = host_block(num_bytes, self._device, file.fileno())
                 return error
-            except OSError as full:  # another process took the space
+            except OSError as full:  # another process took the space meanwhile
                 if full.errno != errno.ENOSPC:
                     raise
                 self._path.unlink()
@@ -135,7 +135,7 @@ class SharedCopy:
         return error
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> int:
-        """Return the file's size in bytes."""
+        """Copy the tensors. Return the file's size in bytes."""
         found = layout(pieces)
         self.reserve(found.file_bytes)
         header = torch.frombuffer(bytearray(found.header), dtype=torch.uint8)

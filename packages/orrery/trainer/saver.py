@@ -116,7 +116,7 @@ def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], b
             return
         now = 0
         for name in found:
-            with suppress(OSError):  # `write_note` renamed the file meanwhile
+            with suppress(OSError):
                 now += (partial / name).stat().st_size
         if now != size:
             size, grown_s = now, time.monotonic()
@@ -149,7 +149,7 @@ def _is_listed(path: Path) -> bool:
 
 
 def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write and sync a file. Return (number of bytes, sha256). Remove the file on failure.
+    """Write and sync a file. Return (number of bytes, sha256).
 
     Sync every SYNC_BYTES, so that unwritten pages do not fill memory.
     """

@@ -154,7 +154,7 @@ class Texts:
         return found, len(files_of(names, split))
 
     def columns(self, documents: Iterable[int]) -> Columns:
-        """Raise OrreryError if a row has no text."""
+        """Tokenise documents. Raise OrreryError if a row has no text."""
         parts = [part for index in documents for part in self._parts(index)]
         offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
         trained = np.ones(offsets[-1], dtype=bool)

@@ -5,10 +5,10 @@
     python -m orrery.trainer.uploader restore TARGET RUN_DIR STAGE
 
 - TARGET is an fsspec URL, such as `s3://bucket/runs`. Files lie below `<run>/<stage>`.
-- `blocks/<sha256>` is a block of a file. The header `round_<step>.json` lists a checkpoint's
-  blocks.
-- The header is written last. So a killed upload can resume, and the previous checkpoint stays
-  valid.
+- `blocks/<sha256>` is a block of a file. The header `round_<step>.json` lists a
+  checkpoint's blocks.
+- An upload writes the missing blocks, then the header. So a killed upload can resume, and
+  the previous checkpoint stays valid.
 """
 
 import hashlib

@@ -26,7 +26,7 @@ from orrery.wire.weight_wire import read_weights
 from orrery.wire.weight_wire.fp8_blocks import decoded
 
 NUM_NETWORKS = 2
-ROWS = 64  # tokens whose logits exist at once
+ROWS = 64  # number of tokens whose logits exist at once
 
 
 class Networks:
@@ -37,7 +37,7 @@ class Networks:
         prefer("auto")
 
     def at(self, folder: str) -> CausalLm:
-        """Raise OrreryError if the weights in `folder` cannot be read."""
+        """Return the network with the weights in `folder`. Raise OrreryError if that fails."""
         if folder not in self._loaded:
             while len(self._loaded) >= NUM_NETWORKS:
                 self._loaded.popitem(last=False)

@@ -57,7 +57,7 @@ class BulkSender:
         self.port: int = self._listener.getsockname()[1]
         self.num_foreign = 0
         self._ticketed: dict[int, list[_TicketedBatch]] = {}
-        # Connections without a ticket, oldest first.
+        # Tasks of connections without a ticket, oldest first.
         self._unknown: dict[asyncio.Task[None], None] = {}
         self._streams: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None

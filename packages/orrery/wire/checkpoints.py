@@ -6,7 +6,7 @@
 - SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
 - If attempt k is preempted before the next checkpoint, `later.attempt_<k>/`, with a separate
   marker, is added to the complete folder.
-- To discard a folder, remove its marker, rename the folder, then remove its files.
+- A folder is discarded in this order: its marker, its name, its files.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MARKER = COMPLETE
 FILES = "files.json"
 LATER = "later"  # prefix of folders with the orchestrator's state at a later preemption
-PUBLISHED = "published.json"  # digests of all versions that the trainer published, by version
+PUBLISHED = "published.json"  # digests of published versions
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders that are being removed
 
@@ -108,7 +108,8 @@ def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
     `notes` are paths of notes in `folder`. Their files are not hashed again. Raise RunFailed if
-    such a file is missing or its size differs.
+    such a
+    file is missing or its size differs.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -151,7 +152,7 @@ def verify(
         if name not in found:
             raise OrreryError(f"{folder / name}: is in {FILES} but missing; {remedy}")
     index, count = share
-    # Sort by suffix, so that every part has equally many large files.
+    # Sorting by suffix gives all parts equally many large files.
     own = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]
     with ThreadPoolExecutor() as pool:
         digests = pool.map(lambda name: _sha256(folder / name, each), own)
@@ -267,7 +268,7 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
 
 
 def _size(path: Path) -> int:
-    """Return the size in bytes. Open the file, because NFS may show a stale size in `stat`."""
+    """Open the file, because NFS may show a stale size in `stat`."""
     with path.open("rb") as file:
         return file.seek(0, 2)
 

@@ -29,7 +29,7 @@ TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
     "logprob": np.dtype("float32"),  # by the engine, at the sampling temperature
-    "version": np.dtype("int32"),  # policy version that sampled the token. −1: not sampled
+    "version": np.dtype("int32"),  # −1: token not sampled
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
     "cross_entropy_weight": np.dtype("float32"),
@@ -38,7 +38,7 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # version when the group began, the cache salt
+    "dispatch_version": np.dtype("int32"),  # when the group began, the cache salt
     "engine": np.dtype("int32"),  # −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
@@ -126,7 +126,7 @@ class Columns:
 
 MicroBatch = Columns | Sequence[Columns]
 
-COALESCE_BYTES = 64 * 1024  # smaller segments are joined into one chunk
+COALESCE_BYTES = 64 * 1024  # smaller segments are joined
 _KINDS = ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
 DTYPES = {dtype.str: dtype for dtype in map(np.dtype, _KINDS)}
 

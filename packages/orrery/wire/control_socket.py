@@ -26,7 +26,7 @@ PROTOCOL = 3
 MAX_ASK_BYTES = 4096
 MAX_HEAD_BYTES = 64 << 20
 HANDSHAKE_S = 5.0
-# Deep nesting raises RecursionError. Bad UTF-8 raises ValueError.
+# Errors of decoding. Deep nesting raises RecursionError. Bad UTF-8 raises ValueError.
 NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -59,7 +59,7 @@ def authenticate(socket: Any, is_sender: bool) -> None:
 
 
 def dealer(context: zmq.Context, url: str) -> zmq.Socket:
-    """Return a trainer rank's socket. Messages may be lost."""
+    """Return a trainer rank's socket, connected to `url`. Messages may be lost."""
     socket = context.socket(zmq.DEALER)
     authenticate(socket, is_sender=False)
     socket.connect(url)

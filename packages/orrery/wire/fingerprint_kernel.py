@@ -22,7 +22,7 @@ import triton.language as tl
 from orrery.wire.fingerprint import FACTORS, FIRST, GOLDEN, GROUP, MASK, SECOND
 
 BLOCK, STEPS = 4096, 8  # elements per block, blocks per program
-WARPS, WARPS_BY_ELEMENT = 2, 8  # per program, fastest on an H200
+WARPS, WARPS_BY_ELEMENT = 2, 8  # number of warps per program, fastest on an H200
 WORD_BYTES, LOAD_BYTES = 4, 16
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -20,7 +20,7 @@ POLL_S = 0.1
 
 
 def read(path: Path) -> bytes | None:
-    """Return None if the file is missing or was replaced during the read."""
+    """Return the content. Return None if the file is missing or was replaced during the read."""
     return _if_there(path.read_bytes)
 
 

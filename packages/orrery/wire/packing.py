@@ -1,6 +1,6 @@
 """Pack samples into micro-batches, one for each rank and micro-step.
 
-- All ranks have equally many micro-steps.
+- No micro-batch exceeds `max_tokens`, padding included. All ranks have equally many micro-steps.
 - Without padding, best-fit decreasing makes the micro-batches ("bins"). It needs at most 11/9 of
   the fewest possible bins, plus one. Empty bins then fill the last micro-step.
 - A micro-step lasts as long as its slowest rank, so its micro-batches get similar costs.
@@ -43,9 +43,9 @@ def pack(
 ) -> Plan:
     """Return each micro-batch's sample indices, `[rank][micro_step]`, int64, ascending.
 
-    A micro-batch may be empty. It has at most `max_tokens`, padding included.
+    A micro-batch may be empty.
 
-    - `lengths`: tokens per sample, int64 [num_samples].
+    - `lengths`: number of tokens per sample, int64 [num_samples].
     - `quadratic`: a sample of n tokens costs n + quadratic · n².
     - `attention`: cost per sample that replaces quadratic · n², float64 [num_samples].
     - `padded`: the model pads samples to the longest in the micro-batch.
@@ -101,7 +101,7 @@ def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
     """Put each sample, longest first, into the fullest bin that holds it."""
     bins = np.empty(len(lengths), dtype=np.int64)
-    # Sorted (free tokens) · stride + bin. Bisection finds the fullest bin with enough space.
+    # Sorted keys, (free tokens) · stride + bin. Bisection finds the fullest bin with enough space.
     rooms: list[int] = []
     stride = len(lengths)
     num_bins = 0
@@ -154,7 +154,7 @@ def _lock_step(
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """Return a plan's cost, its bins from costliest to cheapest, and each sample's bin.
 
-    The cost is the sum over micro-steps of the costliest bin. Memory use peaks early.
+    The plan's cost is the sum over micro-steps of the costliest bin. Memory use peaks early.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
@@ -195,7 +195,7 @@ def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
     """
     mla, n = model.latent, lengths.astype(np.float64)
     indexer = mla.indexer
-    assert indexer is not None  # else use `quadratic_cost`
+    assert indexer is not None  # otherwise, use `quadratic_cost`
     num_indexers = (indexer.types or ["full"] * model.num_layers).count("full")
     scores = num_indexers * indexer.num_heads * indexer.head_dim * n**2 / 2
     most = np.minimum(n, indexer.top_k)
@@ -229,7 +229,7 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 
 
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
-    """Return `[rank][micro_step]`, lists of documents, without copies.
+    """Return micro-batches, `[rank][micro_step]`, as lists of documents, without copies.
 
     An empty micro-batch has all columns, with length 0.
     """

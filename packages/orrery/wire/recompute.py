@@ -18,7 +18,7 @@ MODULE = "orrery.trainer.verifier"
 
 
 class Recompute(msgspec.Struct, frozen=True):
-    """Sampled `token_ids` i32 [n] after `prompt` i32 [p], and the weights' folder."""
+    """A request: sampled `token_ids` i32 [n] after `prompt` i32 [p], and the weights' folder."""
 
     folder: str
     prompt: bytes
@@ -27,9 +27,9 @@ class Recompute(msgspec.Struct, frozen=True):
 
 
 class Recomputed(msgspec.Struct, frozen=True):
-    """Each token's log-prob, and its distribution's entropy and variance of log p.
+    """The answer: each token's log-prob, and its distribution's entropy and variance of log p.
 
-    Each is f32 [n], or empty if the folder has been removed.
+    Each is f32 [n]. All are empty if the folder has been removed.
     """
 
     logprob: bytes = b""

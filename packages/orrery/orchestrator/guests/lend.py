@@ -3,8 +3,8 @@
 - This site opens all connections: to the run's door at the port P, and for blocks to the port P + 1
   and to other sites. With `listen`, this site serves its blocks too.
 - This site fetches a new version while it samples. Then it asks for no more jobs. When the open
-  request is answered and all samples have ended, the engine loads and attests the version, so each
-  sample is of one known version.
+  request is answered and all samples have ended, the engine loads and attests the version. Each
+  sample is thus of one known version.
 - Only the door's certificate is compared with its address. Blocks are checked by their hashes.
 """
 
@@ -55,7 +55,7 @@ from orrery.wire.weight_wire import Published
 
 T = TypeVar("T")
 START_S = 600.0  # time limit for the engine's start, scaled
-AWAY_S = 120.0  # limit for the door to answer, with retries, scaled
+AWAY_S = 120.0  # time limit for the door to answer, with retries, scaled
 RETRY_S = 1.0
 CALL_S = 60.0
 
@@ -254,6 +254,7 @@ class Lender:
     # Weights
 
     async def _renew(self, peers: Sequence[str]) -> None:
+        """Fetch, load and attest the newest version."""
         attempt = self._attempt
         body = await self._request("GET", WEIGHTS_PATH)
         header = msgspec.json.decode(body, type=StateSnapshot)

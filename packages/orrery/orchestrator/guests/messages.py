@@ -29,7 +29,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     terms: Terms
     release: dict[str, str]  # versions of the engine's packages
-    num_slots: int  # samples drawn at a time
+    num_slots: int  # samples that the engine draws at a time
     listen: str = ""
 
 
@@ -91,7 +91,7 @@ class Noted(msgspec.Struct, frozen=True):
 
 
 def max_body_bytes(max_tokens: int) -> int:
-    """Return the size of MAX_ANSWERS answers of `max_tokens` tokens."""
+    """Return the size of a site's longest message: MAX_ANSWERS answers of `max_tokens` tokens."""
     return MAX_ANSWERS * (8 * max_tokens + 1024) + (64 << 10)
 
 

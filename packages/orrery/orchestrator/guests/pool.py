@@ -47,10 +47,10 @@ from orrery.orchestrator.guests.sites import CHANCE, GuestJob, GuestSite, SiteTa
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # least number of jobs to give at a time, unless fewer wait
-TAKE_S = 2.0  # time after which the own engines draw a job that no site took
-MAX_OWN_CHECKS = 2  # limit of own samples in verification, once the spread is known
-SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which own engines draw a job
+LEAST = 8  # least jobs to give at a time, unless fewer wait
+TAKE_S = 2.0  # then own engines draw a job that no site took
+MAX_OWN_CHECKS = 2  # own samples in verification, once the spread is known
+SHARE_OF_TIMEOUT = 0.5  # of a rollout's timeout, then own engines draw its job
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 
@@ -76,7 +76,7 @@ class GuestPool:
         self.first_index = manifest.inference.num_replicas
         self.refused = {} if refused is None else refused
         self.on_refused: Callable[[int], int] = lambda index: 0  # drops an engine's rollouts
-        self.publish: Callable[[Published], None] = lambda version: None  # publishes to the sites
+        self.publish: Callable[[Published], None] = lambda version: None
         self.digests: dict[int, str] = {}
         self.spread, self.is_over = HonestSpread(spec), False
         self.error: Exception | None = None
@@ -109,7 +109,8 @@ class GuestPool:
         """Return a sample from another site, or None if the own engines have to draw it.
 
         All consecutive calls with one `share` get the same choice, so that few engines compute
-        their prompt.
+        their
+        prompt.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()

@@ -17,7 +17,7 @@ from orrery.orchestrator.engines.pool import EngineRegistry, Phase
 from orrery.orchestrator.guests.evidence import SiteEvidence
 from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused, SampleJob
 
-MAX_CANCELLED = 4096  # cancelled jobs' ids kept for a site
+MAX_CANCELLED = 4096  # number of cancelled jobs' ids to keep for a site
 FETCH_S = 10.0
 OPEN_S = 2.5  # time after a request for which a site counts as open
 CHANCE = random.SystemRandom()  # sites must not foresee which answers are recomputed
@@ -56,7 +56,7 @@ class GuestSite:
 
 
 class SiteTable:
-    """A site's index in `registry` stays when the site enters again."""
+    """Sites by name. A site's index in `registry` stays when the site enters again."""
 
     def __init__(self, manifest: Manifest, terms: Terms, release: dict[str, str]) -> None:
         spec = manifest.orchestrator.guests

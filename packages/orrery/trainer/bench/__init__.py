@@ -31,6 +31,7 @@ from orrery.wire.columns import Columns
 from orrery.wire.packing import is_padded
 from orrery.wire.routed_experts import route_shape
 
+# Default options by the run's name.
 SFT = {"loss": "sft"}
 ROWS: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_16k": SFT,
@@ -104,7 +105,7 @@ class BenchRequest:
 
 
 def make_request(manifest: Manifest, options: Options) -> BenchRequest:
-    """Raise OrreryError if `manifest` and `options` do not fit."""
+    """Fit `manifest` to `options`. Raise OrreryError if they do not fit."""
     model = _fit_layers(manifest.model, options)
     base = _stage_trainer(manifest, options)
     trainer = _merge_options(manifest, base, model, options)
@@ -250,7 +251,7 @@ def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Colu
 
 
 def _document_lengths(request: BenchRequest, rng: np.random.Generator) -> np.ndarray:
-    """Return document lengths that fill one micro-batch, including any padding.
+    """Return document lengths that fill one micro-batch, including padding if the model pads.
 
     Variable lengths are log-uniform in [longest / 16, longest].
     """
@@ -283,7 +284,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.options.loss == "rl":
-        # A new network's log-prob keeps importance ratios finite.
+        # Use the log-prob of a new network, so that importance ratios stay finite.
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),

@@ -160,7 +160,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """A step ends when the host continues, perhaps before the device stops."""
+    """Time `count` steps. A step ends when the host continues, perhaps before the device stops."""
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
     totals = [count_totals(each, world) for each in batches]
@@ -223,7 +223,7 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """If there is a GPU, fill the dict on exit with the means of CLOCK_FIELDS."""
+    """Yield a dict. If there is a GPU, fill the dict on exit with the means of CLOCK_FIELDS."""
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
@@ -257,7 +257,7 @@ def clock_reader(command: str, uuid: str, output: int) -> Iterator["subprocess.P
 
 
 def mean_clocks(text: str) -> dict[str, float] | None:
-    """Return each field's mean over complete lines, or None if a line or number is missing."""
+    """Return the mean of each field over complete lines, or None if a line or number is missing."""
     rows = [line.split(", ") for line in text.splitlines(keepends=True) if line.endswith("\n")]
     try:
         columns = zip(*([float(value) for value in row] for row in rows), strict=True)
@@ -328,7 +328,7 @@ def divide_step(events: list[Event], step: str) -> Phases:
 
 
 def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
-    """Return the step's copies by direction, or {} without GPU kernels."""
+    """Return the step's copies by direction. Return {} for a trace without GPU kernels."""
     begin, end = _step_window(events, step)
 
     def union(found: list[Event]) -> Spans:
@@ -364,7 +364,7 @@ def kind_of(name: str, around: Iterable[str]) -> str:
 
 
 def _stage_of(around: tuple[str, ...]) -> str:
-    """Recomputation counts as backward, and the loss as forward."""
+    """Return the pass. Recomputation counts as backward, and the loss as forward."""
     if any("ptimizer.step" in one for one in around):
         return "optimizer"
     return "backward" if any(one.startswith("autograd::engine") for one in around) else "forward"

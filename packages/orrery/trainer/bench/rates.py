@@ -36,7 +36,7 @@ NUM_LINKED = 2
 @dataclass(frozen=True)
 class Sizes:
     tokens: int
-    shapes: tuple[tuple[int, int], ...]  # (outputs, inputs)
+    shapes: tuple[tuple[int, int], ...]  # (outputs, inputs) of products
     experts: tuple[int, int, int]  # (experts, outputs, inputs)
     lengths: tuple[int, int]  # document lengths in attention
     heads: int
@@ -124,7 +124,7 @@ def write(path: Path, rates: Rates) -> None:
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median time in seconds, after two warm-up runs."""
+    """Return the median time of `run` in seconds, after two warm-up runs."""
     found = []
     for _ in range(REPEATS + 2):
         if device.type == "cuda":

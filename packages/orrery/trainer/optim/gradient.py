@@ -73,9 +73,9 @@ def clip(norm: Tensor, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
-    """Return the index of the last tensor with a local NaN or infinity, or −1.
+    """Return the index of the last tensor with a local NaN or infinity. Synchronize the device.
 
-    Synchronize the device.
+    Return −1 if all tensors are finite.
     """
     positions: dict[torch.device, list[int]] = {}
     extremes: dict[torch.device, list[Tensor]] = {}

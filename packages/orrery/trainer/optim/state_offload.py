@@ -5,8 +5,9 @@ direction on its own stream. `StateStream` copies in during the backward pass of
 micro-batch, and out during the next step's first micro-batch. The memory plan
 (`manifest/budget/state_rooms.py`) gives the device memory for slots.
 
-Copies are faster than an AdamW step on the host, because a node's GPUs share host memory. Copies
-move 16 bytes a weight through host memory and 8 over PCIe each way, the step 30 and 6.
+An AdamW step on the host would move 30 bytes a weight through host memory and 6 over PCIe. Copies
+move 16 through host memory and 8 over PCIe each way. Copies are faster, because a node's GPUs share
+host memory.
 """
 
 from collections import deque
@@ -49,8 +50,8 @@ class StateOffload:
         self.drains_late = False  # whether slots stay after the step, until `drain`
         self._limit = NUM_SLOTS
         self._slots: dict[int, Tensor] = {}  # bucket → slot, until its copy out is queued
-        self._leaving: deque[tuple[int, Tensor]] = deque()  # (bucket, slot), oldest first
-        self._num_fetched = 0  # buckets copied in since the last step or `settle`
+        self._leaving: deque[tuple[int, Tensor]] = deque()  # (bucket, slot), the oldest first
+        self._num_fetched = 0  # number of buckets copied in since the last step or `settle`
         self._cuda = self.device.type == "cuda"
         if self._cuda:
             self._inward = torch.cuda.Stream(self.device)
@@ -73,7 +74,7 @@ class StateOffload:
     def drain(self, room_bytes: int = 0) -> None:
         """Free slots of updated state until all slots fit into `room_bytes`.
 
-        The current stream waits until they are copied out.
+        The current stream waits until the freed slots are copied out.
         """
         while self._leaving and self.held_bytes > room_bytes:
             index, _ = self._leaving.popleft()
@@ -94,7 +95,7 @@ class StateOffload:
             self.drain()
 
     def settle(self) -> None:
-        """Wait until the host has the newest state. Discard prefetched state."""
+        """Wait until the host has the newest state. Discard state prefetched to the device."""
         if self._cuda:
             self._inward.synchronize()
             self._outward.synchronize()
@@ -105,7 +106,7 @@ class StateOffload:
         while self._num_fetched < len(self._buckets):
             if len(self._slots) + len(self._leaving) < self._limit:
                 slot = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.device)
-                if self._cuda:  # queued kernels may still use the slot
+                if self._cuda:  # queued kernels may still use the slot's memory
                     self._inward.wait_stream(torch.cuda.current_stream(self.device))
             elif self._leaving:
                 index, slot = self._leaving.popleft()
@@ -164,7 +165,7 @@ class StateOffload:
 class StateStream:
     """Call `fill` and `drain` in hooks of `blocks`, with the free device memory of the plan.
 
-    `one`: plan of steps with one micro-batch. `many`: with several.
+    `one`: plan of steps with one micro-batch. `many`: plan of steps with several micro-batches.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class StateStream:
             block.register_forward_hook(partial(self._after_forward, index))
 
     def begin(self, index: int, count: int) -> None:
-        """Prepare for micro-batch `index` (from 0) of `count` in a step."""
+        """Prepare for micro-batch `index` (from 0) of a step with `count` micro-batches."""
         self._is_first, self._is_last = index == 0, index == count - 1
         self._rooms = self._one if count == 1 else self._many
         if not self._is_first:
@@ -206,7 +207,7 @@ class StateStream:
 def stream_state(
     offload: StateOffload | None, network: CausalLm, trainer: Trainer
 ) -> StateStream | None:
-    """Return None without offloaded state or a memory plan."""
+    """Return the stream of offloaded state. Return None without a memory plan."""
     if offload is None or network.config.family == "hugging_face":
         return None
     capacity = 0

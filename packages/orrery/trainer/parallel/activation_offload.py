@@ -34,7 +34,7 @@ def apply(policy: Policy, world: World, trainer: Trainer, min_bytes: int = MIN_B
 
 
 class HostBufferPool:
-    """Host buffers whose sizes are powers of two. `num_bytes` is their total."""
+    """Reusable host buffers whose sizes are powers of two. `num_bytes` is their total."""
 
     def __init__(self, pinned: bool):
         self._pinned = pinned
@@ -54,7 +54,7 @@ class HostBufferPool:
 
 
 class OffloadedTensor:
-    """`device_tensor` is None while only the host has the data."""
+    """A saved tensor. `device_tensor` is None while only the host has the data."""
 
     def __init__(self, owner: "BlockActivations", tensor: Tensor):
         self.owner, self.dtype = owner, tensor.dtype

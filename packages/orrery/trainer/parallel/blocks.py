@@ -1,14 +1,13 @@
 """Run blocks under activation checkpointing and torch.compile.
 
-- A checkpointed block keeps its input, and with `selective` results of named operations. Other
-  blocks keep all, or all but some modules'.
-- Equal blocks share one compilation. The checkpoint wraps one graph (`fullgraph`), or several if
-  ranks exchange tokens or keys inside a block.
+- A checkpointed block keeps its input. With `selective` it also keeps results of named operations.
+  Other blocks keep all, or all but some modules'.
+- Equal blocks share one compilation. The checkpoint wraps one graph (`fullgraph`). If ranks
+  exchange tokens or keys inside a block, the checkpoint wraps several graphs instead.
 - torch compiles the first micro-batch length as a constant, and the second as a symbol.
 - `keep` stores numbers that the host read from the device. `recall` returns them, so recomputation
-  does not wait for the device.
-- `_Run` keeps results of named operations, because FSDP's hooks break torch's selective
-  checkpointing.
+  does not wait for the device. `_Run` keeps results of named operations, because FSDP's hooks break
+  torch's selective checkpointing.
 """
 
 import textwrap
@@ -47,7 +46,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# Kinds of blocks × gradients × routes exceed torch's limit of 8 graphs of one function.
+# Limit on graphs of one function. Kinds of blocks × gradients × routes exceed torch's limit of 8.
 MAX_GRAPHS = 64
 
 
@@ -112,7 +111,7 @@ def _checkpoint(policy: Policy, trainer: Trainer) -> None:
 
 
 def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
-    """Return the arguments of torch's `checkpoint` that select the kept operations.
+    """Return the keyword arguments of torch's `checkpoint` that select the kept operations.
 
     In a block of one graph, they also stop torch 2.11's partitioner from keeping rows of experts.
     """
@@ -131,7 +130,7 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
 
 
 def _called_by_graphs(trainer: Trainer, model: Model) -> frozenset[Any]:
-    """Return the operators that compiled graphs call.
+    """Return the operators that compiled graphs call: attention, experts, both or none.
 
     Graphs contain attention if it is latent or `mesh.cp` = 1, and experts if `mesh.ep` = 1.
     """

@@ -8,7 +8,7 @@
     dsa       pieces as in ring. Each rank gathers all ranks' latent keys (latent attention only)
 
 The rank that predicts a token computes its loss. All ranks get equally many tokens. Padding repeats
-a real token. It is not scored, and real tokens do not attend to it.
+a real token. Padding is not scored, and real tokens do not attend to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -122,7 +122,7 @@ def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
-    """Only the first rank keeps the batch's counts."""
+    """Return the `tokens` of `batch`. Only the first rank keeps the batch's counts."""
     source = torch.from_numpy(tokens.source)
     place = np.full(len(batch.token_id), -1, dtype=np.int64)
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)

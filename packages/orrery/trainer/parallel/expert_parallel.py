@@ -80,7 +80,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # Each rank cuts its share, because "meta" tensors have no data to send.
+            # Each rank cuts its own share, because "meta" tensors have no data to send.
             share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(
                 name, nn.Parameter(share, requires_grad=parameter.requires_grad)
@@ -91,7 +91,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         with _local_shares(experts):
             return forward(*args, **options)
 
-    # FSDP's hooks run outside `forward` and need the DTensor parameters.
+    # Replace `forward` alone: FSDP's hooks run outside it and need the DTensor parameters.
     experts.forward = on_local_shares
 
 

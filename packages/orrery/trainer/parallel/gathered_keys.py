@@ -33,10 +33,10 @@ class KeyOrder(NamedTuple):
     in an entry, so adding gradients needs no atomics.
     """
 
-    row: Tensor  # i64 [K], each key's row of the all-gather's result
+    row: Tensor  # i64 [K], rows of the all-gather's result
     parts: list[tuple[Tensor, Tensor | None]]  # (rows, indices in `row`). None: all of `row`
-    first: Tensor  # i32 [t], each query's first key, as an index of the padded stream
-    last: Tensor  # i32 [t], each query's last key, which is its own
+    first: Tensor  # i32 [t], each query's first key in the padded stream
+    last: Tensor  # i32 [t], each query's own key
     queries: Documents  # each document's two pieces as two sequences
     keys: Documents  # prefixes of the pieces. Whole documents if keys stay latent
 
@@ -52,7 +52,7 @@ class KeyOrder(NamedTuple):
         if is_latent:
             parts: list[tuple[Tensor, Tensor | None]] = [(row_S, None)]
             return cls(row_S, parts, first.int(), place_Rt[rank].int(), queries, documents)
-        early, late = rank + 1, 2 * size - rank  # number of key pieces that each query piece reads
+        early, late = rank + 1, 2 * size - rank  # key pieces that each query piece reads
         keys = _side(piece, (early, late), longest)
         row = row_S.new_empty((early + late) * (t // 2))  # t / 2 tokens: one piece of each document
         parts = []
@@ -221,7 +221,8 @@ class _Send(torch.autograd.Function):
     """Begin the all-gather of the keys. Return a scalar zero, the ticket for `_Receive`.
 
     The ticket orders the backward passes: `_Receive` begins the all-to-all of gradients, then
-    `_Send` waits for its end.
+    `_Send`
+    waits for its end.
     """
 
     @staticmethod

@@ -45,7 +45,7 @@ class Halves(NamedTuple):
 
 
 class RingCore(nn.Module):
-    """A rank has two equally long pieces of each document (`Halves`)."""
+    """Attention over `group`. A rank has two equally long pieces of each document (`Halves`)."""
 
     eager = ("forward",)  # not compiled (`blocks.py`)
 
@@ -67,7 +67,7 @@ _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
 class RingStep(NamedTuple):
-    """Indices of queries and keys among a rank's tokens. None means all."""
+    """Indices of the queries and keys of one step among a rank's tokens. None means all."""
 
     queries: Tensor | None
     keys: Tensor | None

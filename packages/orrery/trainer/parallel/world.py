@@ -36,7 +36,7 @@ COLLECTIVE_BLOCKS = 16  # default of NCCL_MAX_CTAS
 
 @dataclass(frozen=True)
 class World:
-    """With a single rank, every collective is the identity."""
+    """A rank and its meshes. With a single rank, every collective is the identity."""
 
     rank: int
     size: int
@@ -149,7 +149,7 @@ def _divide_multiprocessors() -> None:
 
 
 def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
-    """A collective. Raise RunFailed if the group's size is not the mesh's."""
+    """Build the meshes. A collective. Raise RunFailed if the group's size is not the mesh's."""
     if (found := dist.get_world_size()) != mesh.world_size:
         size = f"dp_replicate·dp_shard·cp = {mesh.world_size}"
         raise RunFailed(f"trainer.mesh: {size}, but {found} ranks are here")

@@ -31,13 +31,13 @@ from orrery.wire import nfs
 from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
 from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
-ADDRESS = "wire.json"  # file with the store's address, on direct wires only
+ADDRESS = "wire.json"  # on direct wires only
 CURRENT = "current"  # key of the current transfer's number. 0: none
-MEET_S = 120.0  # limit for a value of another rank
-FOREVER_S = 10.0**7  # limit for waits that end only with the store
-ARRIVAL_S = 120.0  # time limit from the arrival of one engine rank to the next
-DONE_S = 300.0  # limit for the result of a trainer rank
-LOOK_S = 0.5  # time limit of a blocking wait, before polling, in a transfer
+MEET_S = 120.0  # for a value of another rank
+FOREVER_S = 10.0**7  # for waits that end only with the store
+ARRIVAL_S = 120.0  # from the arrival of one engine rank to the next
+DONE_S = 300.0  # for the result of a trainer rank
+LOOK_S = 0.5  # blocking wait before polling, in a transfer
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 class WireAddress(msgspec.Struct):
     host: str
     port: int
-    name: str  # unique name of the wire, not secret
+    name: str  # unique, not secret
     secret: str  # authenticates the store's values
     kind: str
     num_sources: int
@@ -55,14 +55,14 @@ class WireAddress(msgspec.Struct):
 
 
 class Arrival(msgspec.Struct):
-    """An engine rank is ready for a transfer. A negative `transfer` ends the sender's thread."""
+    """A negative `transfer` ends the sender's thread."""
 
     transfer: int
     engine: str
     rank: int
     world_size: int
     member: str
-    generation: int  # number of the rank's process group, or −1
+    generation: int  # the rank's process group, or −1
 
 
 class TransferOrder(msgspec.Struct):
@@ -92,7 +92,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """A connection to the store for a single thread, because a wait blocks the connection."""
+    """For a single thread, because a wait blocks the connection."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store

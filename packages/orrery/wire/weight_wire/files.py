@@ -170,7 +170,7 @@ class WeightPublisher:
 
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
     fingerprints: dict[str, int] = {}
-    # Do not resolve symlinks, because a container mounts the folder under this name.
+    # A container mounts the folder under this name, so keep symlinks.
     for path in sorted(folder.absolute().glob("*.safetensors")):
         (aside / path.name).symlink_to(path)
         fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
@@ -194,7 +194,7 @@ class WeightWatch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        # Identity and content of the newest marker file.
+        # of the newest marker file
         self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:

@@ -28,7 +28,7 @@ SCALE = "_scale_inv"  # suffix of a scale's name, as in FP8 checkpoints
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
 LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines raise smaller block maxima to 1e-4
-CHUNK_ROWS = 1024  # decoded at a time, in float32
+CHUNK_ROWS = 1024  # number of rows decoded at a time, in float32
 
 
 def in_blocks(box: Box) -> Box:

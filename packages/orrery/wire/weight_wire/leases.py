@@ -24,11 +24,11 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
 from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-# vLLM passes on only the text of a worker's error, so these phrases identify the error.
+# vLLM passes on only the text of a worker's error.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # time limit of one round of messages, before scaling
-LEASE_S = 120.0  # time limit of the trainer's answer, before scaling
+ROUND_S = 60.0  # one round of messages, scaled
+LEASE_S = 120.0  # the trainer's answer, scaled
 REPEAT_S = 1.0
 STOP_S = 0.2
 
@@ -218,7 +218,7 @@ class LeaseClient:
     """The orchestrator's end, for one event loop."""
 
     def __init__(self, send: Callable[[LeaseRequest], object]) -> None:
-        """`send` passes a request to the trainer, and may lose it."""
+        """`send` may lose the request."""
         self._send = send
         self._request = LeaseRequest(secrets.token_hex(8), 0)
         self._report = LeaseReport()

@@ -32,7 +32,7 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.plan import Location, TransferPlan
 
-FORM_S = 30.0  # limit for a group's ranks to connect, scaled
+FORM_S = 30.0  # for a group's ranks to connect, scaled
 POLL_S = 0.0002
 NEVER = timedelta(days=30)  # nccl's watchdog would end the process after a timeout
 

@@ -27,7 +27,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # alignment of slices, so that any dtype can view them
+ALIGNMENT_BYTES = 16  # of slices, so that any dtype can view them
 PIECES_A_BUCKET = 4  # slices of at most 1/4 bucket waste little space
 
 

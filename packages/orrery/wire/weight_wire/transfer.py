@@ -2,8 +2,8 @@
 
 - A thread sends a version while the weights stay unchanged. `settle` waits for its lease
   (`leases.py`) before the optimizer step.
-- The receiver must use a round's bucket before it requests the next round, because the request lets
-  its bytes be overwritten.
+- The receiver must use a round's bucket before it requests the next round, because the request
+  lets its bytes be overwritten.
 - A failed transfer closes its process group, so no process waits for a failed rank. A trainer rank
   whose thread failed raises WireFailed at its next `publish`, and rank 0 also in `settle`.
 """
@@ -384,7 +384,7 @@ class Pieces:
     """The distinct boxes of one engine's ranks."""
 
     tensor_of: np.ndarray  # i64 [pieces]
-    of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of its fingerprints
+    of_rank: dict[int, np.ndarray]  # in the order of the rank's fingerprints
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
@@ -488,7 +488,7 @@ class WeightReceiver:
         return dict(zip(self.tensors, total.tolist(), strict=True))
 
     def _shares_of(self, rank: int) -> np.ndarray:
-        """Return the fingerprints of `rank`, u64 [pieces]. A failed rank publishes empty bytes."""
+        """Return u64 [pieces]. A failed rank publishes empty bytes."""
         name = f"{self.engine} (rank {rank})"
         try:
             shares = self._store.raw(f"{self._attested}/{rank}", f"the fingerprints of {name}")
