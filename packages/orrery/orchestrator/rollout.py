@@ -2,8 +2,8 @@
 
 - Prompt and tool tokens are untrained and have NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, and is still judged.
-- If the engine, task or judge fails, or a generation is empty, `RolloutFailed(reason)` is raised.
-  A broken judge (`JudgeBroken`) ends the run.
+- If the engine, task or judge fails, or a generation is empty, `RolloutFailed(reason)` is raised,
+  and there is no reward. A broken judge (`JudgeBroken`) ends the run.
 """
 
 import asyncio
@@ -57,12 +57,15 @@ class WorkerThread:
                     future.set_exception(error)
 
 
-PROBLEMS = WorkerThread("problems")  # hard puzzles take seconds
+PROBLEMS = WorkerThread("problems")  # a thread, because hard puzzles take seconds to make
 
 
 @dataclass(frozen=True)
 class Failed:
-    """If `is_zero`, it counts as a reward of 0 in an evaluation and in its group's mean reward."""
+    """A failed rollout. Metrics count failures by `reason`.
+
+    If `is_zero`, it counts as a reward of 0 in an evaluation and in its group's mean reward.
+    """
 
     reason: str
     detail: str
@@ -78,7 +81,7 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# Exceptions that the task has not caused.
+# Exceptions that pass through a task unchanged, because the task has not caused them.
 NOT_THE_TASKS = (
     RolloutFailed,
     JudgeBroken,
@@ -91,7 +94,7 @@ NOT_THE_TASKS = (
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished episode. Token arrays cover the conversation.
+    """One finished episode. The arrays have one entry per token of the conversation.
 
     Fields from `group_id` on come from the request. `advantage` is set when the group is complete.
     """
@@ -105,12 +108,12 @@ class Rollout:
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None  # [n, layers, top_k], or None if not replayed
-    engine: int = UNKNOWN_ENGINE  # the sampler of all turns
+    engine: int = UNKNOWN_ENGINE  # index of the engine that sampled all turns
     advantage: float | None = None
     group_id: int = -1
     member: int = -1
     task_index: int = -1
-    problem_index: int = -1  # not kept in snapshots
+    problem_index: int = -1  # number of the problem, not kept in snapshots
     dispatch_version: int = NO_VERSION
 
     @property
@@ -172,14 +175,14 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class Opening:
-    """Shared by rollouts of a group that start together."""
+    """A problem and its prompt's token ids, for rollouts of a group that start together."""
 
     problem: Problem
     prompt: list[int]
 
 
 async def open_problem(task: Any, problem_index: int, renderer: Any) -> Opening:
-    """Raise RolloutFailed if the task fails."""
+    """Return a problem of `task` and its prompt. Raise RolloutFailed if the task fails."""
     problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
     prompt = _guard("task", lambda: renderer.prompt(list(problem.messages), problem.tools))
     return Opening(problem, prompt)
@@ -205,8 +208,8 @@ async def run_episode(
 
     - `name`: unique among rollouts in flight.
     - `seed`: turn t samples with `seed + t`.
-    - `routes`: shape of the routed experts that the engine returns for replay, if any.
-    - `share`: key of single-turn rollouts that may share an engine request, if any.
+    - `routes`: shape of the routed experts that the engine returns for replay. None: no routes.
+    - `share`: key of single-turn rollouts that may share an engine request. None: not shared.
     - Cancelling aborts the engine request, unless other rollouts still wait for it.
     """
     problem, messages = opening.problem, list(opening.problem.messages)
@@ -244,7 +247,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # no answer fits after this reply
+            truncated = True  # no answer fits after this reply, so drop the reply
             break
         messages.extend(reply)
         tokens.append(turn_tokens)

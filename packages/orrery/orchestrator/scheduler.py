@@ -7,7 +7,7 @@
 - An evaluation pins one policy version: weight updates wait for its end. An evaluation is due at
   the first version, at or after each multiple of `interval_steps`, and at the last version.
 - An evaluation uses problems 0 to num_problems − 1 of every task. A task's mean excludes failed
-  rollouts.
+  rollouts. If all rollouts of a task fail, the run fails.
 - `start`, `expired` and `batching.row` take monotonic times. Other functions take wall-clock times.
 """
 
@@ -38,7 +38,7 @@ class _Active:
     start_s: float
     num_missing: int
     rollouts: list[Rollout] = field(default_factory=list)
-    failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # (task index, reason)
+    failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task index and reason
     zeros: Counter[int] = field(default_factory=Counter)  # timeouts with reward 0, by task index
     details: dict[int, str] = field(default_factory=dict)
 
@@ -100,7 +100,7 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Return the result after the evaluation's last rollout.
+        """Add a rollout. Return the result after the evaluation's last rollout.
 
         Raise RunFailed if the rollout has tokens of another version, or if all of a task failed.
         """
@@ -177,15 +177,16 @@ def record(ctx: RoleContext, result: EvaluationResult, subject: str, **about: st
 
 @dataclass
 class Clock:
-    """Versions start at 0, batches at 1. Batch n trains version n − 1 and makes version n.
+    """Policy versions, batch numbers and the staleness formula.
 
-    A token may enter batch n only if its version ≥ n − 1 − `max_off_policy_steps`.
+    - Versions start at 0, batches at 1. Batch n trains version n − 1 and makes version n.
+    - A token may enter batch n only if its version ≥ n − 1 − `max_off_policy_steps`.
     """
 
     max_off_policy_steps: int
     num_batches: int
     next_batch: int = 1
-    version: int = NO_VERSION  # loaded by the engines
+    version: int = NO_VERSION  # policy version that the engines have loaded
 
     def oldest_version(self, batch: int) -> int:
         return batch - 1 - self.max_off_policy_steps
@@ -205,7 +206,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    # (task index, reward, whether an advantage of the group is not 0)
+    # For each rollout: its task's index, its reward, whether an advantage of its group is not 0.
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
@@ -213,7 +214,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """`rollouts` are exactly `rollouts_per_batch`."""
+    """Batch `step` of exactly `rollouts_per_batch` rollouts, and statistics of its sampling."""
 
     step: int
     rollouts: list[Rollout]
@@ -231,7 +232,7 @@ class Snapshot:
     evaluated: int
     num_evaluation_groups: int
     digests: dict[int, str]
-    num_batches: int  # lowered by an early end
+    num_batches: int  # number of RL batches, which an early end lowers
     rewards: list[tuple[int, float, bool]]
 
 
@@ -248,7 +249,7 @@ class Scheduler:
         self.dispatch = Dispatch(Admission(settings.admission, max_model_len_tokens))
         self.groups = Groups()
         self.buffer = RolloutBuffer(settings)
-        self.wanted = 0  # newest batch that the trainer has asked for
+        self.wanted = 0  # number of the newest batch that the trainer has asked for
         self.updating = False
         self.digests = dict(snapshot.digests) if snapshot else {}
         self.tally = Tally(list(snapshot.rewards)) if snapshot else Tally()
@@ -325,6 +326,7 @@ class Scheduler:
         return TrainBatch(step, rollouts, tally)
 
     def may_update(self, version: int) -> bool:
+        """Return whether engines may load `version` now."""
         return version > self.clock.version and self.evaluations.pinned is None
 
     def begin_evaluation(self, now_s: float) -> bool:
@@ -365,7 +367,7 @@ class Scheduler:
     def ended(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Return the evaluation's result after its last rollout."""
+        """Record a rollout's end. Return the evaluation's result after its last rollout."""
         is_train = request.group.purpose == "train"
         reason = outcome.reason if isinstance(outcome, Failed) else None
         if reason == ENGINE_GONE and not is_train:
@@ -403,7 +405,7 @@ class Scheduler:
         return [request for group in dropped for request in group.in_flight]
 
     def snapshot(self) -> Snapshot:
-        """Groups in flight and an active evaluation restart when a run resumes."""
+        """Return the state. A resumed run restarts groups in flight and an active evaluation."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),

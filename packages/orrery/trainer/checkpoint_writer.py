@@ -1,8 +1,8 @@
 """Write checkpoints during training, and resume from them. `checkpoint.py` describes the files.
 
 - Training waits only for the copy into shared memory and for the previous checkpoint.
-- Each rank's saver process (`saver.py`) survives the trainer. It writes the rank's files, then a
-  checksum file. The trainer raises the saver's error at the next step.
+- Each rank has a saver process (`saver.py`), which survives the trainer. It writes the rank's
+  files, then a checksum file. The trainer raises the saver's error at the next step.
 - The first rank's saver waits for all checksum files, renames the folder, writes the marker and
   removes old checkpoints.
 - A step's metrics are written between `copy` and `write`, so a complete checkpoint has them.
@@ -62,13 +62,12 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """Call `copy` and `write` for each checkpoint, and `check` at every step.
+    """Save one rank's part of each checkpoint while training continues.
 
-    Waits run inside `waiting(what, deadline_s, behind_s)`. Leaving the `with` block waits for the
-    last
-    checkpoint, except after an exception. The saver may upload for hours, so `World.at_end` waits
-    for
-    it after the last collective.
+    Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside
+    `waiting(what, deadline_s, behind_s)`. Leaving the `with` block waits for the last checkpoint,
+    except after an exception. The saver may upload for hours, so `World.at_end` waits for it after
+    the last collective.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class CheckpointWriter:
         """
         begin_s = time.monotonic()
         self._await_complete()
-        (self._memory / JOB).unlink(missing_ok=True)  # of a copy that was never saved
+        (self._memory / JOB).unlink(missing_ok=True)  # the job of a copy that was never saved
         _check_finite(learner)
         if self._world.is_first:
             shutil.rmtree(partial_of(folder), ignore_errors=True)
@@ -261,7 +260,7 @@ def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -
 
 @torch.no_grad()
 def fingerprint(weights: Iterable[torch.Tensor]) -> int:
-    """Return a hash of the local shards' bits."""
+    """Return a hash of the local shards' bits, mixed from the integer sum of each shard."""
     sums = []
     for weight in weights:
         shard = local_tensor(weight.detach())
@@ -317,7 +316,7 @@ class StageCheckpoints:
     ):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
         self._spared = spared
-        # An earlier attempt's saver may still run on a node without a launcher.
+        # An earlier attempt's saver may still run on a node without a launcher, so add `attempt`.
         memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}.{ctx.attempt}"
         self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 
@@ -370,7 +369,7 @@ class StageCheckpoints:
 def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
     """Load the newest complete checkpoint, if any, and return its folder. A collective."""
     world = learner.world
-    # In RL the orchestrator does this.
+    # In RL the orchestrator discards incomplete checkpoints.
     if stage != "rl" and world.is_first:
         checkpoints.discard_incomplete(ctx.run_dir, stage)
     newest = checkpoints.latest(ctx.run_dir, stage) or (0, 0)

@@ -4,7 +4,7 @@
 - The log of rounds uses P, the port of `listen`, and P + 1. Rank i of R ranks serves snapshots at
   port P + 2 + i, and exchanges updates at port P + 2 + R + i.
 - After every round each rank copies a snapshot into shared memory: weights θ, outer momentum and
-  optimizer state. A site that joins or missed rounds fetches it from other sites.
+  optimizer state. A site that joins or missed rounds fetches the snapshot from other sites.
 - A joining RL site trains a phase (the steps between rounds) before its first round. A resumed RL
   site keeps its weights until its first round, because engines may have sampled from them.
 """
@@ -48,9 +48,9 @@ from orrery.trainer.optim import named_state
 from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
-FETCH_S = 60.0  # one attempt, scaled
-PHASE_S = 24 * 3600.0  # the steps of other sites, scaled
-ROUNDS = "rounds.json"  # holds a `HeldRound`
+FETCH_S = 60.0  # time limit of one attempt, scaled
+PHASE_S = 24 * 3600.0  # time limit for the steps of other sites, scaled
+ROUNDS = "rounds.json"  # file of a checkpoint that holds a `HeldRound`
 T = TypeVar("T")
 
 
@@ -59,7 +59,7 @@ class HeldRound(msgspec.Struct, frozen=True):
 
     round: int
     shards: ShardMap
-    tokens: list[int] = []  # or steps since each fragment's last round
+    tokens: list[int] = []  # tokens or steps since each fragment's last round
 
 
 class SiteTraining:

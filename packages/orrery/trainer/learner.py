@@ -35,7 +35,7 @@ from orrery.trainer.policy import Policy
 from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import route_shape
 
-Metrics = dict[str, Any]  # numbers, None, or lists of numbers by layer
+Metrics = dict[str, Any]  # values: numbers, None, or lists of numbers by layer
 MIN_TOKENS = 256
 MEASURES = {
     "kl": "the KL from engines to trainer",
@@ -67,7 +67,7 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, cell, is_member.double())
 
     def check(self, step: int, kl: float | None) -> float | None:
-        """Return the mean |difference| of `rl` tokens, or None without any.
+        """Return the mean |difference| of `rl` tokens. Without `rl` tokens, return None.
 
         Raise RunFailed beyond a `stop` bound. A collective.
         """
@@ -114,7 +114,7 @@ class MismatchGuard:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A phase is (begin, end) in seconds of `time.time()`."""
+    """Metrics and times of a step. A phase is (begin, end) in seconds of `time.time()`."""
 
     metrics: Metrics
     wait_s: float
@@ -173,8 +173,8 @@ class Learner:
     ) -> StepResult:
         """Train one batch. `totals`: `num_tokens`, and N_c by loss component c (`loss.py`).
 
-        Raise RunFailed for a malformed batch or a non-finite number, OrreryError if blocks do not
-        compile.
+        Raise RunFailed for a malformed batch or a non-finite number. Raise OrreryError if blocks do
+        not compile.
         """
         step = self.step + 1
         begin_s = time.time()
@@ -225,7 +225,7 @@ class Learner:
 
         Blocks run uncompiled, because a graph for this length would change later compilations.
         """
-        # The log-probs hold positions, to put scored tokens back in order.
+        # The engine log-probs hold positions, to put scored tokens back in order.
         positions = np.arange(len(token_ids), dtype=np.float32)
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),
@@ -244,7 +244,7 @@ class Learner:
         return self.world.sum(found)[1:].tolist()
 
     def check_weights(self) -> None:
-        """A collective."""
+        """Raise RunFailed if a weight is not finite. A collective."""
         if name := self._not_finite():
             raise RunFailed(
                 f"step {self.step}: after its update the weight {name} is not finite; "
@@ -252,7 +252,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return the end of an error message, which names a non-finite weight. A collective."""
+        """Return an error message's end that names a non-finite weight, if any. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -349,7 +349,7 @@ class Learner:
 
     def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            if not hidden.requires_grad:  # frozen embedding
+            if not hidden.requires_grad:  # frozen embedding: only observe the gradient
                 hidden.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)
             self._watch(hidden)
 
@@ -419,7 +419,7 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return N_c and `num_tokens` over all ranks, counting each cp group once. A collective."""
+    """Return N_c and `num_tokens` over all ranks. Count each cp group once. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
         counts = [count_members(columns) for columns in micro_batches]

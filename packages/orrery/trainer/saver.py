@@ -98,7 +98,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
 
 def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
     if (partial / (note := checksum_file(job.rank))).exists():
-        return  # saved earlier, and the first rank may rename `partial` now
+        return  # an earlier process saved it, and the first rank may rename `partial` now
     tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
     with copy.open("rb") as file:
         mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)
@@ -116,7 +116,7 @@ def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], b
             return
         now = 0
         for name in found:
-            with suppress(OSError):
+            with suppress(OSError):  # `write_note` renamed the file meanwhile
                 now += (partial / name).stat().st_size
         if now != size:
             size, grown_s = now, time.monotonic()
@@ -149,12 +149,12 @@ def _is_listed(path: Path) -> bool:
 
 
 def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write and sync a file. Return (number of bytes, sha256).
+    """Write and sync a file. Return (number of bytes, sha256). Remove the file on failure.
 
-    Sync every SYNC_BYTES, so that unwritten pages do not fill memory.
+    It is synced every SYNC_BYTES, so that unwritten pages do not fill memory.
     """
     digest, num_bytes, unsynced = sha256(), 0, 0
-    # Both release the GIL, so they run in parallel.
+    # Writing and hashing release the GIL, so they run in parallel.
     with (
         ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing,
         path.open("wb", buffering=0) as file,
@@ -246,6 +246,7 @@ class Saver:
                 self._process.stdin.close()
 
     def wait(self) -> None:
+        """Wait for the end of the process, after `close`."""
         if self._process is not None:
             _end(self._process)
 
@@ -274,13 +275,13 @@ def inherited(memory: Path) -> tuple[int, ...]:
 
 
 def _ask(process: "subprocess.Popen[bytes]") -> bytes:
-    """Return the process's answer, or b"" if it has ended."""
+    """Ask the process to save. Return its answer, or b"" if it has ended."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(b"\n")
         process.stdin.flush()
         return process.stdout.readline()
-    except (OSError, ValueError):  # ValueError: closed
+    except (OSError, ValueError):  # ValueError: `close` was called
         return b""
 
 
@@ -307,7 +308,7 @@ def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
     uploads.note(memory)
     if error := failure(memory, lambda: False):
         print(f"checkpoint: {error}", file=sys.stderr, flush=True)
-    else:  # free the copy before a long upload
+    else:  # free the copy, because an upload may take long
         for descriptor in inherited(memory):
             os.close(descriptor)
         (memory / COPY).unlink(missing_ok=True)
@@ -323,6 +324,7 @@ class Uploads:
         self._process: subprocess.Popen[bytes] | None = None
 
     def note(self, memory: Path) -> None:
+        """Take the upload's arguments from `job.json`."""
         with suppress(OSError):
             job = msgspec.json.decode((memory / JOB).read_bytes(), type=SaveJob)
             if (url := os.environ.get(CHECKPOINT_TARGET)) and (to := job.completion) is not None:
@@ -330,6 +332,7 @@ class Uploads:
                 self._command = [*program, to.run_dir, to.stage, str(to.keep)]
 
     def begin(self) -> None:
+        """Start an upload of the newest checkpoint, unless one is running."""
         if self._command and (self._process is None or self._process.poll() is not None):
             # Two uploaders would remove each other's blocks.
             self._process = subprocess.Popen(
@@ -337,15 +340,16 @@ class Uploads:
             )
 
     def finish(self) -> None:
+        """Upload the newest checkpoint, and wait for the end."""
         if self._process is not None:
-            self._process.wait()  # it may lack the newest checkpoint
+            self._process.wait()  # this upload may lack the newest checkpoint
         self.begin()
         if self._process is not None:
             self._process.wait()
 
 
 def failure(memory: Path, has_trainer: Callable[[], bool]) -> str:
-    """Save the copy. Return the error message, or ""."""
+    """Save the copy. Return the error message, or "" on success."""
     try:
         save(memory, has_trainer)
     except OSError as error:

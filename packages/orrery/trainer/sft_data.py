@@ -2,8 +2,8 @@
 
 - Chats come from a task's demonstrations, a JSONL file or a dataset. Data whose sha256 or
   fingerprint differs from the manifest is refused.
-- An error names a malformed chat as `data.jsonl:7` or `folder: row 6`. Unknown fields of a message,
-  call or tool, and a row's fields in REFUSED, are errors.
+- An error names a malformed chat as `data.jsonl:7` or `folder: row 6`. Unknown fields of a
+  message, call or tool are errors. So are a row's fields in REFUSED.
 - Each epoch has its own permutation, drawn from (manifest.seed, epoch). The first KEPT_TOKENS
   tokens stay in memory.
 - At start each rank tokenises about CHECKED_TOKENS tokens, to find errors early.
@@ -53,7 +53,7 @@ class Chat:
 
 
 class Chats(Protocol):
-    """Indexing raises OrreryError for a malformed chat."""
+    """A sequence of chats. Indexing raises OrreryError for a malformed chat."""
 
     def __len__(self) -> int: ...
 
@@ -61,7 +61,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Raise OrreryError if the chats of `field` are missing, changed or empty."""
+    """Open the chats of `field`. Raise OrreryError if they are missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")
@@ -333,7 +333,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield functions that return the next item, which a thread prepares in advance."""
+    """Yield a function that returns the next item. A thread prepares the item in advance."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

@@ -6,7 +6,7 @@
 - SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
 - If attempt k is preempted before the next checkpoint, `later.attempt_<k>/`, with a separate
   marker, is added to the complete folder.
-- A folder is discarded in this order: its marker, its name, its files.
+- To discard a folder, remove its marker, rename the folder, then remove its files.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MARKER = COMPLETE
 FILES = "files.json"
 LATER = "later"  # prefix of folders with the orchestrator's state at a later preemption
-PUBLISHED = "published.json"  # digests of published versions
+PUBLISHED = "published.json"  # digests of all versions that the trainer published, by version
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders that are being removed
 
@@ -107,9 +107,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    `notes` are paths of notes in `folder`. Their files are not hashed again. Raise RunFailed if
-    such a
-    file is missing or its size differs.
+    `notes` are paths of notes in `folder`. Files in a note are not hashed again. Raise RunFailed if
+    such a file is missing or its size differs.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -152,7 +151,7 @@ def verify(
         if name not in found:
             raise OrreryError(f"{folder / name}: is in {FILES} but missing; {remedy}")
     index, count = share
-    # Sorting by suffix gives all parts equally many large files.
+    # Sort by suffix, so that every part has equally many large files.
     own = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]
     with ThreadPoolExecutor() as pool:
         digests = pool.map(lambda name: _sha256(folder / name, each), own)
@@ -268,7 +267,7 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
 
 
 def _size(path: Path) -> int:
-    """Open the file, because NFS may show a stale size in `stat`."""
+    """Return the size in bytes. Open the file, because NFS may show a stale size in `stat`."""
     with path.open("rb") as file:
         return file.seek(0, 2)
 

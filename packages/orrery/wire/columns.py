@@ -1,6 +1,7 @@
 """Training data as columns: numpy arrays over all tokens or over all samples.
 
-- A sample is one document: a rollout or an SFT example. Its tokens are `offsets[i]:offsets[i + 1]`.
+- A sample is one document: a rollout or an SFT example. Tokens `offsets[i]:offsets[i + 1]` belong
+  to sample i.
 - Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`. `TOKEN_COLUMNS`
   and `SAMPLE_COLUMNS` fix dtypes. A column with another name may have any dtype.
 - `logprob[t]` is log p(token t | earlier tokens). `trained[t]` puts token t into the loss, but
@@ -29,7 +30,7 @@ TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
     "logprob": np.dtype("float32"),  # by the engine, at the sampling temperature
-    "version": np.dtype("int32"),  # −1: token not sampled
+    "version": np.dtype("int32"),  # policy version that sampled the token. −1: not sampled
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
     "cross_entropy_weight": np.dtype("float32"),
@@ -38,8 +39,8 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # when the group began, the cache salt
-    "engine": np.dtype("int32"),  # −1: unknown or several
+    "dispatch_version": np.dtype("int32"),  # version when the group began, the cache salt
+    "engine": np.dtype("int32"),  # index of the sampling engine. −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train
@@ -48,7 +49,7 @@ SAMPLE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Arrays are read-only and may be views."""
+    """The columns of `num_samples` documents. Arrays are read-only and may be views."""
 
     offsets: np.ndarray  # int64 [num_samples + 1], offsets[0] == 0
     token: dict[str, np.ndarray] = field(default_factory=dict)
@@ -86,7 +87,7 @@ class Columns:
         return np.diff(self.offsets)
 
     def select(self, samples: Sequence[int] | np.ndarray) -> "Columns":
-        """Return a copy of these samples, in this order."""
+        """Return a copy of the samples with these indices, in this order."""
         samples = np.asarray(samples, dtype=np.int64)
         lengths = self.lengths[samples]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -100,7 +101,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable["Columns"]) -> "Columns":
-        """Raise ValueError if the parts' columns differ."""
+        """Return the samples of all parts, in order. Raise ValueError if their columns differ."""
         parts = list(parts)
         if not parts:
             return cls(np.zeros(1, dtype=np.int64))
@@ -126,13 +127,13 @@ class Columns:
 
 MicroBatch = Columns | Sequence[Columns]
 
-COALESCE_BYTES = 64 * 1024  # smaller segments are joined
+COALESCE_BYTES = 64 * 1024  # smaller segments are joined into one chunk
 _KINDS = ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
 DTYPES = {dtype.str: dtype for dtype in map(np.dtype, _KINDS)}
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A column's bytes from byte `start` on. `kind` is "offsets", "token" or "sample"."""
+    """A column's bytes, from byte `start` on. `kind` is "offsets", "token" or "sample"."""
 
     kind: str
     name: str
@@ -294,7 +295,7 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Return the JSON header and the data of a safetensors file (u8), or raise ValueError.
 
-    The safetensors library has no numpy type for bfloat16.
+    This replaces the safetensors library, which has no numpy type for bfloat16.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):

@@ -31,7 +31,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 MASK = (1 << 64) - 1
-GROUP = 16  # consecutive elements that share one m(q)
+GROUP = 16  # number of consecutive elements that share one m(q)
 
 
 def _mixed(index: np.ndarray) -> np.ndarray:
@@ -51,7 +51,7 @@ def tensor_fingerprint(tensor: "torch.Tensor") -> int:
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return F of a whole tensor, from its elements' bits as integers. Needs no torch."""
+    """Return F of a whole tensor, given its elements' bits as integers. Needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
@@ -80,6 +80,7 @@ def slice_share(
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
+    # A run of consecutive elements of the full tensor.
     is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]
     if not is_run and tensor.numel() > most:  # flattening would copy the whole slice
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
@@ -179,7 +180,7 @@ def _signed(unsigned: int) -> int:
 
 
 class SliceSpec(NamedTuple):
-    """A slice from index `starts` of a tensor of shape `full_shape`.
+    """A slice of shape `shape`, from index `starts` of a tensor of shape `full_shape`.
 
     A buffer holds the slice from byte `offset` on, dense and row-major.
     """
@@ -195,7 +196,7 @@ class SliceSpec(NamedTuple):
         """Return (elements per row, distance of rows, first position). None if distances vary.
 
         A row is a run of elements that are consecutive in the full tensor. Distances and positions
-        count its elements.
+        count elements of the full tensor.
         """
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
@@ -220,7 +221,7 @@ class SliceFingerprints:
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """`fused`: use the Triton kernels. None: on a GPU with Triton."""
+        """`fused`: use the Triton kernels. None: use them on a GPU, if Triton is installed."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))

@@ -1,11 +1,13 @@
 """The rollout wire: send batches from the orchestrator to the trainer's ranks.
 
-- A receiver sends `BatchAsk(step, rank, micro_step)` over the control socket, again until the
-  answer arrives. So a rank can join or restart at any time.
+- A receiver sends `BatchAsk(step, rank, micro_step)` over the control socket. The sender answers
+  once the batch exists, so a rank can join or restart at any time.
 - The answer to `micro_step` −1 is the batch's head. Other answers have a layout and a ticket to
   fetch the bytes (`bulk`). Neither end copies a whole batch.
-- The sender refuses an ask for a batch that all ranks have acknowledged, and an ask that skips a
-  batch. It answers each ask number once per connection.
+- `send` waits while `keep` earlier batches lack acknowledgements. The sender refuses an ask for a
+  batch that all ranks have acknowledged, and an ask that skips a batch.
+- A receiver repeats an ask until the answer arrives. The sender answers each ask number once per
+  connection. If a transfer stops, the receiver asks again with a new number.
 """
 
 import asyncio
@@ -33,8 +35,8 @@ from orrery.wire.control_socket import (
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # without bytes, then the receiver reconnects
-NUM_HANDSHAKES = 5  # consecutive failed handshakes that raise RunFailed
+SILENCE_S = 10.0  # time limit without bytes, after which the receiver reconnects
+NUM_HANDSHAKES = 5  # number of consecutive failed handshakes that raise RunFailed
 _HEAD = -1
 
 
@@ -87,7 +89,7 @@ class BatchAsk(msgspec.Struct, tag="ask"):
     step: int
     micro_step: int
     number: int
-    received: int  # step, or −1
+    received: int  # newest received step, or −1
 
 
 class Acknowledgement(msgspec.Struct, tag="done"):
@@ -167,7 +169,7 @@ class RolloutSender:
             await self._answer(peer, ask)
 
     async def wanted(self, at_least: int = -1) -> int:
-        """Return the newest requested step once it is `at_least`."""
+        """Wait until a rank asks for step `at_least` or later. Return the newest requested step."""
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 
@@ -245,7 +247,7 @@ class RolloutSender:
         self._answered[ask.rank] = (peer, ask.number)
 
     def _answer_to(self, ask: BatchAsk) -> Answer | None:
-        """Return None if the batch does not exist yet.
+        """Return the answer, or None if the batch does not exist yet.
 
         Raise OrreryError if the micro-batch cannot be sent.
         """
@@ -360,7 +362,7 @@ class RolloutReceiver:
     def _await(
         self, ask: BatchAsk, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
     ) -> Any:
-        """Skip answers to older asks."""
+        """Wait for the answer to `ask`. Skip answers to older asks."""
         start = last_asked = time.monotonic()
         while True:
             frame = self._next(ask, min(start + deadline_s, last_asked + ASK_AGAIN_S))
@@ -410,7 +412,7 @@ class RolloutReceiver:
                     f"for {deadline_s:g} s. Read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)
-            # The sender answers each number once.
+            # A new number, because the sender answers each number once.
             ask = self._ask(ask.step, ask.micro_step)
             head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
             if head.layout.num_bytes != len(buffer):

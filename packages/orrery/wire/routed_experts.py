@@ -2,8 +2,9 @@
 
 - Row t of the token column `routed_experts`, [tokens, layers, top_k], holds the expert ids of input
   token t: uint8 for up to 256 experts, uint16 for more. Dense layers may be included.
-- If a route is missing, as for a document's last token, its ids are the dtype's largest value, and
-  the trainer's router chooses. With 256 experts and top_k 1, expert 255 counts as missing.
+- If a route is missing, its ids are the dtype's largest value, and the trainer's router chooses.
+  A document's last token has no route. With 256 experts and top_k 1, a route to expert 255 counts
+  as missing.
 - All documents of a batch have the column, or no document has it.
 - Unless `trainer.indexer_choice` is "own", a row is X bytes, [1, X]: the routes of all layers, then
   each indexer's chosen keys, with one bit for each position of the document.
@@ -27,10 +28,10 @@ _HEADER_CHARACTERS = 1024  # more than the .npy header of 3 dimensions
 
 
 class RouteShape(NamedTuple):
-    num_layers: int  # with experts
+    num_layers: int  # layers with experts
     top_k: int
     num_experts: int
-    num_dense_layers: int = 0  # first layers, without experts
+    num_dense_layers: int = 0  # the first layers, without experts
 
     @property
     def dtype(self) -> np.dtype:
@@ -47,7 +48,7 @@ class CheckedRoutes(NamedTuple):
     # uint8 or int16 [tokens, layers with experts, top_k], a view of the input if possible.
     ids: np.ndarray
     is_missing: np.ndarray  # bool [tokens]: no route in at least one layer
-    num_routed: int  # (token, layer) pairs with a route
+    num_routed: int  # number of (token, layer) pairs with a route
 
 
 def route_shape(model: Model) -> RouteShape | None:
@@ -218,7 +219,7 @@ def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.nd
                 f"experts per token, as {shape.dtype}"
             )
     rows = np.empty((num_tokens, shape.num_layers, shape.top_k), shape.dtype)
-    filled = 0  # earlier rows belong to a part or are marked missing
+    filled = 0  # rows before this belong to a part or are marked missing
     for part in sorted(parts, key=lambda part: part.start):
         rows[filled : max(filled, part.start)] = shape.no_route
         filled = max(filled, part.start + part.num_rows)

@@ -1,11 +1,11 @@
 """Call one vLLM server, or the router in front of several servers, and update one server's weights.
 
-- Every call has a deadline. A sent request is never retried.
+- Every call has a deadline. No request is retried once it was sent.
 - Control calls (pause, update, abort, fingerprints) go to each engine directly, because a router
   forwards them to one engine only.
-- `update_engine` pauses, loads, attests, resumes, then checks the canary. Requests in flight
-  continue with the new weights on their old KV cache. An engine that fails before the resume stays
-  paused, so no token is sampled from unknown weights.
+- `update_engine` pauses, loads, attests, resumes, then checks the canary. Requests in flight wait,
+  and continue with the new weights on their old KV cache. After a failure before the resume, the
+  engine stays paused, so no token is sampled from unknown weights.
 """
 
 import time
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CONTROL_TIMEOUT_S = 120.0  # control calls except loads and aborts, scaled
-LOAD_TIMEOUT_S = 300.0  # loads, scaled. More than a weight wire waits for a peer
-QUERY_TIMEOUT_S = 10.0  # health, metrics and aborts
+CONTROL_TIMEOUT_S = 120.0  # time limit of a control call except loads and aborts, scaled
+LOAD_TIMEOUT_S = 300.0  # time limit of a load, more than a weight wire waits for a peer, scaled
+QUERY_TIMEOUT_S = 10.0  # time limit of a call of health, metrics or abort
 # vLLM prepends this to request ids. An abort without the prefix returns 200 and has no effect.
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
 SAMPLING: dict[str, Any] = {
-    "logprobs": 0,  # only the sampled token's log-prob
+    "logprobs": 0,  # return only the log-prob of the sampled token
     "detokenize": False,
     "skip_special_tokens": False,
 }
@@ -71,7 +71,8 @@ class EngineClient:
         model: str | None = None,
         num_ranks: int = 1,
     ) -> None:
-        """- `url`: has no path.
+        """Connect to `url`, without a path.
+
         - `token`: the run's token, from which credentials are derived.
         - `model`: the model name in requests, see `weight_wire.served_model`.
         - `num_ranks`: number of the server's data-parallel ranks. `choice` picks a rank.
@@ -120,15 +121,14 @@ class EngineClient:
         - `deliver`: called with each sample when it ends, in any order.
         - `cache_salt`: only requests with the same salt share prefix-cache blocks.
         - `request_id`: unique among requests in flight.
-        - `stop_token_ids`: tokens that end a sample, and are its last token.
+        - `stop_token_ids`: tokens that end a sample. The sample includes the stop token.
         - `routes_from`: position of the first token whose routed experts are returned, or None.
         - `session`: conversation id. A router sends a conversation's requests to one engine.
         - `rank`: data-parallel rank that serves the request. None: the client chooses.
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
-        Raise EngineGone if the engine was lost, otherwise GenerationFailed. Samples that ended
-        before are
-        delivered. Cancelling aborts the request.
+        Raise EngineGone if the engine was lost. Raise GenerationFailed after other failures.
+        Samples that ended before the failure are delivered. Cancelling aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
         if stop_token_ids:
@@ -163,7 +163,7 @@ class EngineClient:
                     *(chosen, take),
                 )
         except EngineGone as error:
-            # A healthy server also closes a kept connection after an error 500.
+            # Ask for health: a healthy server also closes a kept connection after an error 500.
             if await self.health():
                 raise GenerationFailed(
                     f"{self.name} closed the connection of {what}, but is healthy"
@@ -190,7 +190,7 @@ class EngineClient:
     async def prompt_logprobs(
         self, token_ids: Sequence[int], request_id: str, timeout_s: float
     ) -> np.ndarray:
-        """Return log-probs at temperature 1 of the tokens after the first, f32 [n − 1].
+        """Return the log-prob of each token after the first, f32 [n − 1], at temperature 1.
 
         The prefix cache is not used. Raise GenerationFailed or EngineGone.
         """
@@ -225,7 +225,7 @@ class EngineClient:
         return body
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Aborted answers have finish_reason "abort" and may lack the last tokens."""
+        """Abort requests. Their answers have finish_reason "abort" and may lack the last tokens."""
         if request_ids:
             prefixed = [REQUEST_ID_PREFIX + each for each in request_ids]
             await self._control("/abort_requests", {"request_ids": prefixed}, QUERY_TIMEOUT_S)
@@ -259,7 +259,7 @@ class EngineClient:
         if not reasons:
             return
         await self._ask_workers("give_up_update")
-        reason = min(reasons, key=lambda each: ELSEWHERE in each)
+        reason = min(reasons, key=lambda each: ELSEWHERE in each)  # prefer a worker's own failure
         kind: type[UpdateFailed] = UpdateFailed
         if ELSEWHERE in reason:
             kind = VersionGone if GONE in reason else UpdateInterrupted
@@ -285,7 +285,7 @@ class EngineClient:
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return the last update's seconds by part, of the slowest worker. Adapters give {}."""
+        """Return the last update's maximum seconds over workers, by part. Adapters give {}."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -318,7 +318,7 @@ class EngineClient:
         return status == 200
 
     async def death(self) -> str | None:
-        """Return why the server is unreachable or unhealthy, or None if it is well or slow."""
+        """Return why the server is unreachable or unhealthy. Return None if it is well or slow."""
         try:
             status, *_ = await self._get("/health", GenerationFailed)
         except EngineGone as error:
@@ -350,7 +350,7 @@ class EngineClient:
 
 
 class RouterClient(EngineClient):
-    """Call vllm-router, which answers 503 without engines."""
+    """Call vllm-router. Without engines, vllm-router answers 503."""
 
     async def admit(self, url: str) -> None:
         await self._control(f"/add_worker?url={quote(url, safe='')}")
@@ -363,16 +363,16 @@ class RouterClient(EngineClient):
 # Updates
 
 
-CANARY_S = 120.0  # scaled
+CANARY_S = 120.0  # time limit of a canary request, scaled
 
 
 @dataclass(frozen=True)
 class Canary:
     """A fixed prompt that shows whether an engine computes with the published weights.
 
-    `bound` limits the mean |difference| of log-probs between engine and trainer
-    (`Published.canary`).
-    The tokens are random, because log-probs of unlikely text change with any change of the weights.
+    `bound` limits the mean |difference| of the prompt's log-probs between engine and trainer
+    (`Published.canary`). The tokens are random, because log-probs of unlikely text change with any
+    change of the weights.
     """
 
     token_ids: tuple[int, ...]
@@ -389,12 +389,12 @@ class UpdateReport:
     version: int
     digest: str
     pause_s: float
-    update_s: float
+    update_s: float  # seconds to start, load and finish
     attest_s: float
     paused_s: float
-    attested: dict[str, int]  # tensors by kind of attestation
+    attested: dict[str, int]  # number of tensors by kind of attestation
     canary_s: float = 0.0
-    canary_difference: float | None = None  # mean |difference| of log-probs, if checked
+    canary_difference: float | None = None  # mean |difference| of log-probs. None: not checked
 
 
 async def update_engine(
@@ -403,7 +403,7 @@ async def update_engine(
     canary: Canary | None = None,
     proving: AbstractContextManager[object] | None = None,
 ) -> UpdateReport:
-    """Update and resume one engine, then check any `canary`.
+    """Update one engine to `published`, resume the engine, and check any `canary`.
 
     Resume and check in the context `proving`. Raise EngineGone, UpdateFailed or WeightsDiffer.
     """
@@ -445,9 +445,8 @@ async def check_canary(
 ) -> float:
     """Return the mean |difference| between a resumed engine's canary log-probs and `known`.
 
-    Pause the engine and raise WeightsDiffer beyond the bound. Raise UpdateFailed or EngineGone if
-    the
-    engine does not answer.
+    If the mean exceeds the bound, pause the engine and raise WeightsDiffer. If the engine does not
+    answer, raise UpdateFailed or EngineGone.
     """
     try:
         found = await engine.prompt_logprobs(

@@ -29,7 +29,7 @@ from orrery.runtime.token import Purpose, authorization
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESSION_HEADER
 from orrery.wire.routed_experts import Routes, split
 
-START_VERSION = -1  # "default" in the engine
+START_VERSION = -1  # version before the first update, "default" in the engine
 UNKNOWN_ENGINE = -1
 
 
@@ -67,21 +67,24 @@ class Generation:
 
     request_id: str
     token_ids: np.ndarray  # i32 [n]
-    logprobs: np.ndarray  # f32 [n], after temperature
-    versions: np.ndarray  # i32 [n], policy versions, or START_VERSION
+    logprobs: np.ndarray  # f32 [n], under the sampled distribution (temperature applied)
+    versions: np.ndarray  # i32 [n], policy version of each token, or START_VERSION
     finish_reason: str  # "stop" | "length" | "abort"
-    cached_tokens: int  # from the prefix cache
-    routes: tuple[Routes, ...] = ()  # of all tokens except the last
+    cached_tokens: int  # prompt tokens from the prefix cache
+    routes: tuple[Routes, ...] = ()  # routed experts of all tokens except the last
     kv_transfer: dict[str, Any] | None = None  # address of a prefill request's KV blocks
-    engine: int = UNKNOWN_ENGINE
-    sample: int = 0  # index in its request
+    engine: int = UNKNOWN_ENGINE  # index of the sampling engine
+    sample: int = 0  # index of this sample in its request
 
 
 @dataclass(frozen=True)
 class TensorAttestation:
-    """`how`: "resident" (read from the processed model) or "as_consumed" (taken while loading)."""
+    """An engine's fingerprint of a tensor.
 
-    fingerprint: int  # see `orrery.wire.fingerprint`
+    `how`: "resident" (read from the processed model) or "as_consumed" (taken while loading).
+    """
+
+    fingerprint: int  # 64 bits, see `orrery.wire.fingerprint`
     how: str
 
 
@@ -92,19 +95,19 @@ class Attested(msgspec.Struct):
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """Totals count from the engine's start."""
+    """The metrics of an engine. Totals count from its start."""
 
     running: int
     waiting: int
-    kv_usage: float  # share, 0 to 1, mean over data-parallel caches
-    kv_tokens: int  # capacity, 0 if unknown
+    kv_usage: float  # used share of KV blocks, 0 to 1, mean over data-parallel caches
+    kv_tokens: int  # capacity of all KV caches, 0 if unknown
     preemptions_total: int
     generation_tokens_total: int
-    loading: int = 0  # waiting for KV blocks to load
-    external_hit_tokens_total: int = 0  # from host memory, disk, store or another engine
+    loading: int = 0  # number of waiting requests that load KV blocks
+    external_hit_tokens_total: int = 0  # hits in host memory, disk, store or another engine
 
 
-# Fields of an answer of /inference/v1/generate.
+# The response of /inference/v1/generate. msgspec skips all other fields.
 class _Cached(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -156,7 +159,7 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 def parse_generation(
     request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None
 ) -> Generation:
-    """Raise GenerationFailed if the response is malformed or incomplete."""
+    """Parse a response. Raise GenerationFailed if the response is malformed or incomplete."""
     try:
         answer, routes = split(answer, routes_from or 0)
         generated = _decode_generated(answer)
@@ -227,9 +230,9 @@ _CACHE_SIZES = re.compile(r'[{,](num_gpu_blocks|block_size)="(\d+)"')
 
 
 def parse_metrics(page: str) -> EngineMetrics:
-    """Return the `METRICS` of a Prometheus page, summed over label sets, or 0 if missing.
+    """Return the `METRICS` of a Prometheus page, summed over label sets. `kv_usage` is a mean.
 
-    `kv_usage` is a mean.
+    A metric that the page lacks is 0.
     """
     values = dict.fromkeys([*METRICS.values(), "kv_tokens", "loading"], 0.0)
     num_caches = 0
@@ -240,7 +243,7 @@ def parse_metrics(page: str) -> EngineMetrics:
             num_caches += METRICS[name] == "kv_usage"
         elif name == "vllm:num_requests_waiting_by_reason" and 'reason="deferred"' in line:
             values["loading"] += float(line.rpartition(" ")[2])
-        elif name == "vllm:cache_config_info":  # its numbers are labels
+        elif name == "vllm:cache_config_info":  # this series has its numbers in labels
             sizes = {key: int(size) for key, size in _CACHE_SIZES.findall(line)}
             values["kv_tokens"] += sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
     usage = values.pop("kv_usage") / max(1, num_caches)
@@ -266,12 +269,14 @@ def shortened(text: str) -> str:
 
 
 CONNECT_TIMEOUT_S = 10.0
-# This host lacks file descriptors, memory or ports. A retry is safe: no byte was sent.
+# Errors if this host lacks file descriptors, memory or ports. A retry is safe: no byte was sent.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
 
 class HttpServer:
+    """Client of one server."""
+
     def __init__(self, url: str, name: str, token: str | None) -> None:
         self.url, self.name, self._token = url, name, token
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
@@ -281,7 +286,7 @@ class HttpServer:
             await self._sessions.popitem()[1].close()
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return the session for generation if `keep_connection`, else for control calls.
+        """Return the session for generation if `keep_connection`, or for control calls if not.
 
         Each control call opens a connection, because the server might be closing a kept connection.
         """
@@ -362,7 +367,7 @@ class HttpServer:
                     ) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise self._gone(what, error) from error
-            # Random, so that thousands of calls do not retry at once.
+            # Pause randomly, so that thousands of calls do not retry at once.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
 
@@ -372,7 +377,7 @@ class HttpServer:
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield non-empty lines of any length, without newlines."""
+    """Yield each non-empty line of an answer, of any length, without its newline."""
     pieces: list[bytes] = []
     async for data in content.iter_any():
         *ends, rest = data.split(b"\n")

@@ -1,8 +1,9 @@
 """Generate through the router, and update every engine of a stage.
 
 - Engines update concurrently. No engine stays paused to wait for a slow or lost engine.
-- Without restarts, the first engine failure ends the run. With restarts, `recovery` fences a failed
-  engine and readmits its next incarnation. While no engine serves, requests and updates wait.
+- Without restarts, the first engine failure ends the run.
+- With restarts, `recovery` fences a failed engine and readmits its next incarnation. The failed
+  engine's requests raise EngineGone. While no engine serves, requests and updates wait.
 - The run still ends if an engine holds wrong weights, if every engine refuses an update, or if an
   engine does not return.
 """
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# For updating an engine after another's transfer was interrupted, scaled.
+# Limit, to be scaled, for updating an engine after another's transfer was interrupted.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -64,15 +65,15 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """`incarnation` counts processes, and is −1 before the first one listens.
+    """One engine. `incarnation` counts its processes, and is −1 before the first process listens.
 
-    `version` is None if the engine is fenced or does not listen yet.
+    `version` is the version that the engine holds, or None if it is fenced or does not listen yet.
     """
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING
     version: int | None = None
-    why: str = ""  # of the fence
+    why: str = ""  # reason of the fence
 
     @property
     def is_stale(self) -> bool:
@@ -87,7 +88,7 @@ class EngineRegistry:
            healthy or updated, another version wanted ──▶ stale
 
     - A healthy engine has attested and serves the wanted version.
-    - Events of older incarnations are ignored, and return False. The wanted version never falls.
+    - Events of older incarnations are ignored. The wanted version never falls.
     """
 
     def __init__(self, num_engines: int, version: int):
@@ -118,6 +119,7 @@ class EngineRegistry:
         return self.at(Phase.FENCED)
 
     def listens(self, index: int, incarnation: int) -> bool:
+        """Record that an incarnation listens. Return False if the incarnation is not new."""
         if incarnation <= self._engines[index].incarnation:
             return False
         self._engines[index] = EngineState(incarnation, Phase.STALE, self._at_start)
@@ -132,7 +134,7 @@ class EngineRegistry:
         self.wanted = version
 
     def took(self, index: int, incarnation: int, version: int) -> bool:
-        """Record an attested version. Return whether the engine may serve now."""
+        """Record that the engine holds `version`, attested. Return whether it may serve now."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase is not Phase.STALE:
             return False
@@ -142,6 +144,7 @@ class EngineRegistry:
         return version == self.wanted
 
     def serves(self, index: int, incarnation: int) -> bool:
+        """Record that the engine serves. Return False unless its phase is `updated`."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase is not Phase.UPDATED:
             return False
@@ -149,7 +152,7 @@ class EngineRegistry:
         return True
 
     def failed(self, index: int, incarnation: int, why: str) -> bool:
-        """Fence the engine. Return False if it is fenced already or has never listened."""
+        """Fence the engine. Return False if the engine is fenced already or has never listened."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase in (Phase.STARTING, Phase.FENCED):
             return False
@@ -178,7 +181,8 @@ class EnginePool:
         - `restarting`: this process's context if the launcher restarts engines.
         - `handovers`, `num_ranks`, `max_local_prefill_tokens`: see `DisaggregatedEngines`.
         - `model`: see `EngineClient`. `leases`: lease client of a direct weight wire.
-        - `max_samples`: maximum of one engine request.
+        - `canary`: prompt that checks an engine's update.
+        - `max_samples`: largest number of samples in one engine request.
         """
         if not engine_urls:
             raise OrreryError("engine pool: has no engine; give at least one engine address")
@@ -198,8 +202,8 @@ class EnginePool:
             self.registry.listens(index, incarnation)
             self.registry.took(index, incarnation, START_VERSION)
             self.registry.serves(index, incarnation)
-        self.version = START_VERSION  # attested by every engine
-        self.published: Published | None = None  # the wanted version
+        self.version = START_VERSION  # the last version that all engines attested
+        self.published: Published | None = None  # the version that engines must hold
         self.is_version_gone = False  # whether the trainer has stepped past `published`
         self.updating = asyncio.Lock()
         self.admitted = set(range(len(engine_urls)))  # engines that get requests
@@ -239,6 +243,7 @@ class EnginePool:
 
     @property
     def is_serving(self) -> bool:
+        """Return whether enough engines get requests to generate."""
         if self.disaggregated is not None:
             return self.disaggregated.is_serving
         return bool(self.admitted)
@@ -259,9 +264,9 @@ class EnginePool:
     ) -> Generation:
         """Run `EngineClient.generate` on an engine that the router picks.
 
-        Calls with an equal `share` may differ in `request_id` and `session` only, because they may
-        become one engine request (`SharedRequests`). Raise EngineGone if the engine is lost
-        meanwhile.
+        Calls with an equal `share` may become one engine request (`SharedRequests`), so they may
+        differ in `request_id` and `session` only. Raise EngineGone if the engine was lost during
+        the call.
         """
         if share is None or self.disaggregated is not None:
             return await self._asked(lambda front: front.generate(token_ids, **options))
@@ -271,12 +276,13 @@ class EnginePool:
         return await self.guests.draw(here, share, token_ids, **options)
 
     async def generate_each(self, *request: Any, **options: Any) -> None:
-        """Disaggregated engines do not support this."""
+        """Call `generate_each` of the router or the only engine. Disaggregated engines lack it."""
         await self._asked(
             lambda _: (self.router or self.engines[0]).generate_each(*request, **options)
         )
 
     async def _asked(self, ask: Callable[[EngineClient | DisaggregatedEngines], Awaitable[T]]) -> T:
+        """Return `ask(self._front())` once an engine serves."""
         recovery = self.recovery
         if recovery is None:
             return await ask(self._front())
@@ -355,7 +361,7 @@ class EnginePool:
                 raise error
         refused = [error for error in errors if isinstance(error, UpdateFailed)]
         if refused and len(refused) == len(errors) == num_engines:
-            raise errors[0]  # the version is bad
+            raise errors[0]  # all engines refuse the version, so it is bad
 
     async def transfer(
         self, published: "Published", indices: list[int]
@@ -394,7 +400,7 @@ class EnginePool:
     async def _transfer_once(
         self, indices: list[int], leased: "Published", begin: float
     ) -> dict[int, BaseException]:
-        """Return the failures by index. `begin` is the time of the first try."""
+        """Run one transfer. Return the failures by index. `begin` is the time of the first try."""
         limits: dict[int, asyncio.Timeout] = {}
 
         async def update(index: int) -> None:
@@ -415,7 +421,7 @@ class EnginePool:
                             limit.reschedule(end_s)
                 elif self._leases is not None:
                     self._leases.abandon(leased)
-                # After a worker's death, other workers report another error, so check health.
+                # Check health, because after a worker's death other workers report another error.
                 if isinstance(error, WeightsDiffer):
                     raise
                 if (why := await self.engines[index].death()) is not None:
@@ -460,7 +466,7 @@ class EnginePool:
             await self.router.admit(url)
         if not self.registry.serves(index, incarnation):
             if is_new and self.recovery is not None:
-                # fenced meanwhile: remove it again
+                # The engine was fenced meanwhile, so remove it from the router again.
                 await self.recovery.dismiss(url)
             return
         self.admitted.add(index)

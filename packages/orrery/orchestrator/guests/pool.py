@@ -4,8 +4,8 @@
                    └──────────┴── lease over, failure, false answer ──▶ None: the own engines draw
 
 - Messages renew a valid lease. Answers to unknown jobs and repeated answers have no effect.
-- Answers of a site that arrive during a check form the next window. A random share of the window is
-  recomputed, at least one answer of each version. The whole window waits for the result.
+- All answers of a site that arrive during a check form the next window. A random share of the
+  window is recomputed, at least one answer of each version. The whole window waits for the result.
 - Answers do not count if their version's weights are gone before the check.
 - A false answer drops the window and the site's rollouts that wait for a batch. The site is
   refused until its line in `refused_sites.json` is removed.
@@ -47,10 +47,10 @@ from orrery.orchestrator.guests.sites import CHANCE, GuestJob, GuestSite, SiteTa
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # least jobs to give at a time, unless fewer wait
-TAKE_S = 2.0  # then own engines draw a job that no site took
-MAX_OWN_CHECKS = 2  # own samples in verification, once the spread is known
-SHARE_OF_TIMEOUT = 0.5  # of a rollout's timeout, then own engines draw its job
+LEAST = 8  # least number of jobs to give at a time, unless fewer wait
+TAKE_S = 2.0  # time after which the own engines draw a job that no site took
+MAX_OWN_CHECKS = 2  # limit of own samples in verification, once the spread is known
+SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which own engines draw a job
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 
@@ -76,7 +76,7 @@ class GuestPool:
         self.first_index = manifest.inference.num_replicas
         self.refused = {} if refused is None else refused
         self.on_refused: Callable[[int], int] = lambda index: 0  # drops an engine's rollouts
-        self.publish: Callable[[Published], None] = lambda version: None
+        self.publish: Callable[[Published], None] = lambda version: None  # publishes to the sites
         self.digests: dict[int, str] = {}
         self.spread, self.is_over = HonestSpread(spec), False
         self.error: Exception | None = None
@@ -85,7 +85,7 @@ class GuestPool:
         self._waiting: deque[GuestJob] = deque()
         self._changed = asyncio.Event()
         self._num_home = 0
-        self._last = "", False  # last share, and whether other sites draw it
+        self._last = "", False  # the last share, and whether other sites draw it
         self._own_checks: set[asyncio.Task[None]] = set()
 
     # Calls of the orchestrator
@@ -108,9 +108,8 @@ class GuestPool:
     ) -> Generation | None:
         """Return a sample from another site, or None if the own engines have to draw it.
 
-        All consecutive calls with one `share` get the same choice, so that few engines compute
-        their
-        prompt.
+        Consecutive calls with one `share` all go to other sites or all to the own engines, so that
+        few engines compute their prompt.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
@@ -251,7 +250,7 @@ class GuestPool:
         return site
 
     def _attest(self, site: GuestSite, ask: Ask) -> None:
-        """Record the site's version. Refuse the site if its digest differs."""
+        """Record the site's version. Refuse the site if it has another digest for the version."""
         if ask.version not in self.digests or ask.version == self.registry[site.index].version:
             return
         if self.digests[ask.version] != ask.digest:

@@ -4,7 +4,7 @@
     u = m, or Nesterov: momentum · m + (1 − momentum) · g
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
-The factor 0.2 · √max(rows, columns) gives updates the root mean square of AdamW's (arXiv
+The factor 0.2 · √max(rows, columns) gives updates the root mean square of AdamW's updates (arXiv
 2502.16982, eq. 4). Other weights use AdamW (`rest`). `orthogonalize` is a collective, so a weight
 must have a gradient on all of its ranks or on no rank.
 
@@ -32,7 +32,7 @@ from orrery.trainer.parallel.world import all_to_all
 RMS = 0.2
 FUSED = re.compile(r"\.gate_up_(proj|proj\.weight|lora\.b)$")
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
-# The odd quintic polynomial that moves singular values fastest towards 1.
+# Coefficients of the odd quintic polynomial that moves singular values fastest towards 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 
@@ -106,7 +106,7 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 
 
 def gate_up(policy: nn.Module, name: str) -> GateUp:
-    """Infer the layout of the weight `name` from the shape of the layer's `down_proj`.
+    """Return the layout of the weight `name`, inferred from the shape of the layer's `down_proj`.
 
     E: experts · D: hidden size · I: inner width. Orrery's layout is [E, 2·I, D]. Some models of the
     transformers library have [E, D, 2·I], and gpt_oss interleaves its columns.

@@ -28,16 +28,16 @@ class KeyOrder(NamedTuple):
     """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
     Row r·t + i is token i of rank r. A rank has an early and a late piece of each document's
-    queries. If keys stay latent, both pieces read one copy of all keys: `parts` has one entry.
-    Expanded keys have two: each piece reads a copy of its prefix of the document. Rows are distinct
-    in an entry, so adding gradients needs no atomics.
+    queries. If keys stay latent, both pieces read one copy of all keys: `parts` has one entry. If
+    keys are expanded, each piece reads a copy of its prefix of the document: two entries. Rows are
+    distinct in an entry, so adding gradients needs no atomics.
     """
 
-    row: Tensor  # i64 [K], rows of the all-gather's result
+    row: Tensor  # i64 [K], each key's row of the all-gather's result
     parts: list[tuple[Tensor, Tensor | None]]  # (rows, indices in `row`). None: all of `row`
-    first: Tensor  # i32 [t], each query's first key in the padded stream
-    last: Tensor  # i32 [t], each query's own key
-    queries: Documents  # each document's two pieces as two sequences
+    first: Tensor  # i32 [t], each query's first key, as an index of the padded stream
+    last: Tensor  # i32 [t], each query's last key, which is its own
+    queries: Documents  # each document's early and late piece as two sequences
     keys: Documents  # prefixes of the pieces. Whole documents if keys stay latent
 
     @classmethod
@@ -52,7 +52,7 @@ class KeyOrder(NamedTuple):
         if is_latent:
             parts: list[tuple[Tensor, Tensor | None]] = [(row_S, None)]
             return cls(row_S, parts, first.int(), place_Rt[rank].int(), queries, documents)
-        early, late = rank + 1, 2 * size - rank  # key pieces that each query piece reads
+        early, late = rank + 1, 2 * size - rank  # number of key pieces that each query piece reads
         keys = _side(piece, (early, late), longest)
         row = row_S.new_empty((early + late) * (t // 2))  # t / 2 tokens: one piece of each document
         parts = []
@@ -67,7 +67,7 @@ class KeyOrder(NamedTuple):
 def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
     """Return i64 [R, t], each rank's tokens as indices in the padded stream (see `zigzag`).
 
-    `start`, `length`: i64 [documents], in the padded stream. `size` is R.
+    `start`, `length`: i64 [documents], of documents in the padded stream. `size` is R.
     """
     here = length // size
     start_t, before_t, piece_t = (
@@ -81,10 +81,10 @@ def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
 
 
 def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
-    """Return `Documents` with an early and a late sequence for each document.
+    """Return `Documents` with two sequences for each document: its early and its late part.
 
-    `piece`: i64 [documents], tokens in one piece, at most `longest`. Early and late sequences have
-    `counts[0]` and `counts[1]` pieces.
+    `piece`: i64 [documents], tokens in one piece of each document, at most `longest`. The early and
+    late sequences have `counts[0]` and `counts[1]` pieces.
     """
     lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
@@ -113,7 +113,10 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
 class GatheredKeys(LocalKeys):
-    """Recomputation gathers the keys again, unless `keeps` stores them in the forward pass."""
+    """Give this rank's queries the keys of all ranks in `group`.
+
+    Recomputation gathers the keys again, unless `keeps` stores them in the forward pass.
+    """
 
     is_gathered = True
     eager = ("send", "receive", "ranges", "sides")  # not compiled (`blocks.py`)
@@ -151,7 +154,7 @@ class GatheredKeys(LocalKeys):
 class _Transfer:
     """Gather one layer's keys from all ranks, and send each key's gradient to its rank.
 
-    `known` is None in a forward pass. A recomputation gets the kept keys, if any.
+    `known` is None in a forward pass. In a recomputation it holds the keys that were kept, if any.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class _Transfer:
     ) -> None:
         self.group, self.order, self.known = group, order, known
         self.is_trained = [key.requires_grad for key in keys]
-        # A frozen indexer's keys are not read again, because the choice of keys is saved.
+        # Recomputation reuses the saved choice of keys, so a frozen indexer's keys are not read.
         self.read_again = [True, *self.is_trained[1:]]
         self.widths = [key.shape[1] for key in keys]
 
@@ -220,9 +223,8 @@ class _Transfer:
 class _Send(torch.autograd.Function):
     """Begin the all-gather of the keys. Return a scalar zero, the ticket for `_Receive`.
 
-    The ticket orders the backward passes: `_Receive` begins the all-to-all of gradients, then
-    `_Send`
-    waits for its end.
+    The ticket makes autograd run the backward pass of `_Receive` first. That pass begins the
+    all-to-all of gradients, and the backward pass of `_Send` waits for its end.
     """
 
     @staticmethod

@@ -1,12 +1,12 @@
 """Let trainer and engine ranks agree when a transfer on a direct wire begins and ends.
 
 - Trainer rank 0 serves a TCPStore. The file `wire.json`, readable by its owner alone, has the
-  store's address and a secret that is never sent. A TCPStore has no authentication, so each value
-  carries an HMAC-SHA256 of its key and content. Another program can read values and stop the run,
-  but not forge a value.
-- Each engine rank writes its arrival. Then rank 0 publishes an order with all engine ranks
-  ("members") and the number of their process group ("generation"). A new group forms only when the
-  members change, or after a failure.
+  store's address and a secret that is never sent.
+- A TCPStore has no authentication, so each value carries an HMAC-SHA256 of its key and content.
+  Another program can read values and stop the run, but not forge a value.
+- Each engine rank writes its arrival for a transfer. Then rank 0 publishes an order with all engine
+  ranks ("members") and the number of their process group ("generation"). A new group forms only
+  when the members change, or after a failure.
 - All waits of a transfer end when the key CURRENT has another number, or a failing rank has written
   `failed/<transfer>`.
 """
@@ -31,13 +31,13 @@ from orrery.wire import nfs
 from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
 from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
-ADDRESS = "wire.json"  # on direct wires only
+ADDRESS = "wire.json"  # file with the store's address, on direct wires only
 CURRENT = "current"  # key of the current transfer's number. 0: none
-MEET_S = 120.0  # for a value of another rank
-FOREVER_S = 10.0**7  # for waits that end only with the store
-ARRIVAL_S = 120.0  # from the arrival of one engine rank to the next
-DONE_S = 300.0  # for the result of a trainer rank
-LOOK_S = 0.5  # blocking wait before polling, in a transfer
+MEET_S = 120.0  # time limit for a value of another rank
+FOREVER_S = 10.0**7  # time limit of waits that end only with the store
+ARRIVAL_S = 120.0  # time limit from the arrival of one engine rank to the next
+DONE_S = 300.0  # time limit for the result of a trainer rank
+LOOK_S = 0.5  # time limit of a blocking wait, before polling, in a transfer
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 class WireAddress(msgspec.Struct):
     host: str
     port: int
-    name: str  # unique, not secret
+    name: str  # unique name of the wire, not secret
     secret: str  # authenticates the store's values
     kind: str
     num_sources: int
@@ -55,14 +55,14 @@ class WireAddress(msgspec.Struct):
 
 
 class Arrival(msgspec.Struct):
-    """A negative `transfer` ends the sender's thread."""
+    """An engine rank is ready for a transfer. A negative `transfer` ends the sender's thread."""
 
     transfer: int
     engine: str
     rank: int
     world_size: int
     member: str
-    generation: int  # the rank's process group, or −1
+    generation: int  # number of the rank's process group, or −1
 
 
 class TransferOrder(msgspec.Struct):
@@ -92,7 +92,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """For a single thread, because a wait blocks the connection."""
+    """A connection to the store for a single thread, because a wait blocks the connection."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -201,7 +201,7 @@ def serve_store(
     """Open the store on `host` and write its address into `folder`. Keep the returned store."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # By default the store listens on all interfaces.
+    # By default the store would listen on all interfaces.
     store = dist.TCPStore(
         host,
         port,
@@ -219,7 +219,7 @@ def serve_store(
 
 
 def find_wire(folder: Path, within_s: float = MEET_S) -> WireAddress:
-    """Raise WireFailed if `folder` has no address after `within_s` seconds (scaled)."""
+    """Wait for the address in `folder`. Raise WireFailed after `within_s` seconds (scaled)."""
     end = time.monotonic() + scaled(within_s)
     while (content := nfs.read(folder / ADDRESS)) is None:
         if time.monotonic() > end:
@@ -251,7 +251,7 @@ def fail_transfer(folder: Path, transfer: int) -> None:
 
 
 def this_host() -> str:
-    """Return hostname and boot id, equal for processes that can share memory."""
+    """Return the hostname and boot id, equal for processes that can share memory."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 

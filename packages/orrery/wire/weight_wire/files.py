@@ -86,7 +86,7 @@ class WeightPublisher:
         named_tensors: "Iterable[tuple[str, torch.Tensor]]",
         canary: Sequence[float] = (),
     ) -> Published:
-        """Tensors may be on any device and are copied one at a time."""
+        """Publish `version`. Tensors may be on any device and are copied one at a time."""
         return self._publish(
             version, lambda aside: self._write_shards(aside, named_tensors), canary
         )
@@ -134,7 +134,7 @@ class WeightPublisher:
     def _write_shards(
         self, aside: Path, named_tensors: "Iterable[tuple[str, torch.Tensor]]"
     ) -> dict[str, int]:
-        """Return the fingerprints. Tied tensors are written twice."""
+        """Write the shards. Return the fingerprints. Tied tensors are written twice."""
         import torch
         from safetensors.torch import save_file
 
@@ -170,7 +170,7 @@ class WeightPublisher:
 
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
     fingerprints: dict[str, int] = {}
-    # A container mounts the folder under this name, so keep symlinks.
+    # Do not resolve symlinks, because a container mounts the folder under this name.
     for path in sorted(folder.absolute().glob("*.safetensors")):
         (aside / path.name).symlink_to(path)
         fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
@@ -194,11 +194,11 @@ class WeightWatch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        # of the newest marker file
+        # Identity and content of the newest marker file.
         self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:
-        """Decode each marker only once."""
+        """Return the newest version, or None. Decode each marker only once."""
         for version in sorted(_versions(self.folder), reverse=True):
             file = nfs.identity(self.folder / f"version_{version}.json")
             if file is None:

@@ -1,12 +1,14 @@
 """Lease a policy version for its transfer over a direct wire. Needs no torch.
 
 The trainer sends weights from its parameters, so a version exists only until the next optimizer
-step. A lease delays that step. If an engine is lost, the lease keeps the version for a retry.
-- `LeaseRequest`: the wanted version (None: no lease), and the engines that receive it (empty: no
-  transfer). A request replaces all requests with lower numbers.
+step. A lease delays that step.
+- `LeaseRequest`: the version that the orchestrator wants (None: no lease), and the engines that
+  receive it (empty: no transfer). A request replaces all requests with lower numbers.
 - `LeaseReport`: trainer rank 0's answer to the newest request, a transfer or a refusal.
 - Both ends repeat their messages, so a message may be lost, late or doubled. A restarted
   orchestrator starts a new session. Its first request ends the old session's lease.
+- Before a step, rank 0 refuses new leases, and waits until the lease is released or its version is
+  sent. If an engine is lost, the transfer fails, and the lease keeps the version for a retry.
 """
 
 import asyncio
@@ -24,17 +26,17 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
 from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-# vLLM passes on only the text of a worker's error.
+# vLLM passes on only the text of a worker's error, so these phrases identify the error.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # one round of messages, scaled
-LEASE_S = 120.0  # the trainer's answer, scaled
+ROUND_S = 60.0  # time limit of one round of messages, before scaling
+LEASE_S = 120.0  # time limit of the trainer's answer, before scaling
 REPEAT_S = 1.0
 STOP_S = 0.2
 
 
 class WireFailed(RunFailed):
-    """The message names the transfer, peer or tensor."""
+    """A failed transfer of weights. The message names the transfer, peer or tensor."""
 
 
 class TransferFailed(WireFailed):
@@ -74,12 +76,12 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
 class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
     session: str = ""
     number: int = 0
-    transfer: int = 0  # 0: none
+    transfer: int = 0  # number of the transfer. 0: none
     refusal: str = ""
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """Later transfers have higher numbers."""
+    """The transfer of one version to engines. Later transfers have higher numbers."""
 
     number: int
     version: int
@@ -91,7 +93,7 @@ class LeaseTable:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._open: int | None = None  # open to transfers
+        self._open: int | None = None  # version that transfers may read
         self._is_accepting = False
         self._request = LeaseRequest("", 0)
         self._report = LeaseReport()
@@ -218,7 +220,7 @@ class LeaseClient:
     """The orchestrator's end, for one event loop."""
 
     def __init__(self, send: Callable[[LeaseRequest], object]) -> None:
-        """`send` may lose the request."""
+        """`send` passes a request to the trainer, and may lose it."""
         self._send = send
         self._request = LeaseRequest(secrets.token_hex(8), 0)
         self._report = LeaseReport()
@@ -247,7 +249,8 @@ class LeaseClient:
         """Lease the version and start its transfer to `engines`. End the previous transfer.
 
         Return `published` with the transfer's number, or None if the trainer no longer has the
-        version. Call `release` afterwards. Raise WireFailed if the trainer does not answer.
+        version. Call `release` afterwards.
+        Raise WireFailed if the trainer does not answer.
         """
         request = self._want(published.version, tuple(engines))
         try:

@@ -32,9 +32,9 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.plan import Location, TransferPlan
 
-FORM_S = 30.0  # for a group's ranks to connect, scaled
+FORM_S = 30.0  # time limit for a group's ranks to connect, before scaling
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # nccl's watchdog would end the process after a timeout
+NEVER = timedelta(days=30)  # nccl's timeout. Its watchdog would end the process after a timeout
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class GroupLink:
             raise self._failed(peer, verb, error) from error
 
     def _await(self, work: dist.Work) -> None:
-        """Wait on the device too. Raise RuntimeError after ROUND_S."""
+        """Wait until `work` is done, on the device too. Raise RuntimeError after ROUND_S."""
         limit_s = scaled(ROUND_S)
         if self._device.type == "cpu":
             work.wait(timedelta(seconds=limit_s))
@@ -199,7 +199,7 @@ class PullSender:
 
     def send(self, side: int, target: int, offset: int, num_bytes: int) -> Wait:
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream().synchronize()  # wait for copies into the bucket
         key = f"{self._key}.{target}/{self._count[target]}"
         self._count[target] += 1
         self._announced.add(key)
@@ -323,7 +323,7 @@ class IpcReader:
 # Both ends register their buckets once per process group. A source publishes its NIXL metadata and
 # its buckets' addresses in the store.
 
-PROGRESS_US = 20_000  # sleep of NIXL's progress thread without traffic
+PROGRESS_US = 20_000  # maximum sleep of NIXL's progress thread without traffic
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
@@ -335,7 +335,7 @@ class NixlAgent(msgspec.Struct):
 
 
 def load_nixl() -> Any:
-    """Raise OrreryError if NIXL cannot be loaded."""
+    """Return NIXL's Python module. Raise OrreryError if it cannot be loaded."""
     try:
         import nixl._api
     except ImportError as error:
@@ -570,7 +570,7 @@ def _group(
     plan: TransferPlan,
     device: torch.device,
 ) -> GroupLink | None:
-    """Return None on all ranks if no pair needs a group."""
+    """Return the process group. If no pair needs a group, return None on all ranks."""
     pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
     if kind == "nixl" or all(is_shared(*pair) for pair in pairs):
         return None

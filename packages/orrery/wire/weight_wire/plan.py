@@ -4,10 +4,10 @@
   dimension of a tensor. A source holds one box, a target needs one or more.
 - Every needed element is sent to its target exactly once. Among replicas, the source with the
   fewest bytes so far sends it.
-- In a round, a rank sends or receives at most `bucket_bytes`. Rounds are not barriers. A rank fills
-  one of its two buckets while it sends the other.
+- In a round, a rank sends or receives at most `bucket_bytes`. Rounds are not barriers.
 - Every rank computes the same schedule from the same tables.
-- A slice is dense in its bucket. Copies into a bucket convert the dtype.
+- A slice is dense in its bucket. Copies into a bucket convert the dtype. A rank fills one of its
+  two buckets while it sends the other.
 """
 
 import math
@@ -27,8 +27,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # of slices, so that any dtype can view them
-PIECES_A_BUCKET = 4  # slices of at most 1/4 bucket waste little space
+ALIGNMENT_BYTES = 16  # alignment of slices, so that any dtype can view them
+PIECES_A_BUCKET = 4  # slices have at most 1/4 bucket, which wastes little space
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class Location(msgspec.Struct, frozen=True):
-    """GPU ranks of one host can map each other's memory."""
+    """A rank's host and device. GPU ranks of one host can map each other's memory."""
 
     host: str
     device: str  # "cpu" or "cuda"
@@ -342,7 +342,10 @@ class _Bucketful:
 
 
 class RankFingerprints:
-    """Compute a trainer rank's shares of the tensors' fingerprints, in the sent dtype."""
+    """Compute a trainer rank's shares of the tensors' fingerprints, in the sent dtype.
+
+    If several ranks hold the same box, only the lowest of these ranks counts it.
+    """
 
     def __init__(
         self,
@@ -352,7 +355,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before`: the boxes of each lower rank. Boxes in it are not counted again."""
+        """`held_before`: the boxes of each lower rank, which are not counted again."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0

@@ -1,11 +1,13 @@
 """Send slices from trainer ranks to the engine ranks that need them: the ends of a direct wire.
 
-- A thread sends a version while the weights stay unchanged. `settle` waits for its lease
-  (`leases.py`) before the optimizer step.
-- The receiver must use a round's bucket before it requests the next round, because the request
-  lets its bytes be overwritten.
+- `WeightSender.publish` fingerprints this rank's slices, and rank 0 announces the version. A thread
+  sends slices while the weights stay unchanged. Before the optimizer step, `settle` withdraws the
+  version and waits for its lease (`leases.py`).
+- `WeightReceiver.receive` fingerprints and yields a version's slices round by round. Use a round's
+  bucket before you request the next round, because the request lets its bytes be overwritten.
 - A failed transfer closes its process group, so no process waits for a failed rank. A trainer rank
-  whose thread failed raises WireFailed at its next `publish`, and rank 0 also in `settle`.
+  whose thread failed raises WireFailed at its next `publish`, and rank 0 also in `settle`. A
+  receiver raises TransferFailed.
 """
 
 import contextlib
@@ -103,7 +105,7 @@ class WeightSender:
         else:
             self.address = find_wire(folder)
         self._store = connect(self.address)
-        self.leases = LeaseTable()  # rank 0
+        self.leases = LeaseTable()  # used by rank 0 only
         self._listener: LeaseListener | None = None
         if rank == 0:
             self._lease_store = connect(self.address)
@@ -135,7 +137,7 @@ class WeightSender:
         report: Report = lambda *_: None,
         canary: Sequence[float] = (),
     ) -> Published | None:
-        """Fingerprint and announce `version`. Return it at rank 0.
+        """Announce `version`. Return it at rank 0.
 
         All ranks call this, but never between `settle` and the optimizer step.
 
@@ -190,7 +192,7 @@ class WeightSender:
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """Rank 0 must close last, because it serves the store."""
+        """End the sending thread. Rank 0 must close last, because it serves the store."""
         if self._listener is not None:
             self._listener.close()
         if self._sending is not None:
@@ -262,8 +264,8 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # Paused engines wait for this stream, so it precedes the trainer's.
-                # The weights are complete, because `publish` has waited for the step.
+                # Paused engines wait for this stream, so it has priority over the trainer's.
+                # The weights are complete, because `publish` has waited for the step's end.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -376,15 +378,15 @@ class Round:
     messages: dict[int, SliceMessage]
     slices: list[Slice]
     fingerprints: SliceFingerprints
-    piece: torch.Tensor  # i64 [slices], index of the rank's box
+    piece: torch.Tensor  # i64 [slices], index of the rank's box that contains each slice
 
 
 @dataclass
 class Pieces:
     """The distinct boxes of one engine's ranks."""
 
-    tensor_of: np.ndarray  # i64 [pieces]
-    of_rank: dict[int, np.ndarray]  # in the order of the rank's fingerprints
+    tensor_of: np.ndarray  # i64 [pieces], index of the tensor
+    of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of its fingerprints
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
@@ -433,7 +435,7 @@ class WeightReceiver:
     def receive(
         self, transfer: int, parts: PartTimer
     ) -> Generator[tuple[Round, torch.Tensor], None, None]:
-        """Fingerprint and yield each round with its bucket. May raise TransferFailed."""
+        """Yield each round with its bucket. Raise TransferFailed if the transfer fails."""
         begin = time.perf_counter()
         self._store.forget(f"{self._attested}/{self.rank}")
         self._transfer, self._attested = transfer, f"attest/{transfer}/{self.engine}"
@@ -488,7 +490,7 @@ class WeightReceiver:
         return dict(zip(self.tensors, total.tolist(), strict=True))
 
     def _shares_of(self, rank: int) -> np.ndarray:
-        """Return u64 [pieces]. A failed rank publishes empty bytes."""
+        """Return the fingerprints of `rank`, u64 [pieces]. A failed rank publishes empty bytes."""
         name = f"{self.engine} (rank {rank})"
         try:
             shares = self._store.raw(f"{self._attested}/{rank}", f"the fingerprints of {name}")
