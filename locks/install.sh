@@ -87,7 +87,7 @@ if [ "$had" != "$lock" ] || [ "$(.venv/bin/python -c 'import sys; print("%d.%d" 
 fi
 [ "$lock" = login ] || echo "$lock" >.venv/hardware
 
-say "packages of locks/$lock.txt ($(grep -c '^[a-z].*==' "locks/$lock.txt"))"
+say "packages of locks/$lock.txt ($(grep -c '^[a-z].*==' "locks/$lock.txt")), whose bytecode then takes up to a minute"
 "$uv" pip install --python .venv/bin/python --no-deps --require-hashes --compile-bytecode "${from[@]}" -r "locks/$lock.txt" || {
     df -Ph . "$("$uv" cache dir)" >&2 || true
     fail "see uv's message above, and the free space of this folder and of uv's cache; what was fetched is kept, so after mending it type again: $again"

@@ -17,6 +17,10 @@ local listed(numbers) = std.join(', ', ['%d' % n for n in numbers]);
          'there is no setting %s; the settings are %s' % [std.join(', ', unknown(run, std.objectFields(run) + settings)), std.join(', ', settings)],
   assert unknown(run.layout, layout) == [] :
          'layout: there is no %s; layout has %s' % [std.join(', ', unknown(run.layout, layout)), std.join(', ', layout)],
+  local no_numbers =
+    ['layout.' + field for field in std.objectFields(run.layout) if !std.isNumber(run.layout[field])] +
+    ['trainer.mesh.' + field for field in ['dp_replicate', 'cp'] if !std.isNumber(mesh[field])],
+  assert no_numbers == [] : '%s: must be a number, such as 2' % no_numbers[0],
   assert unknown(run.seeds, ['training', 'warm_start', 'held_out']) == [] :
          'seeds: there is no %s; seeds has training, warm_start and held_out' % std.join(', ', unknown(run.seeds, ['training', 'warm_start', 'held_out'])),
 
@@ -33,6 +37,7 @@ local listed(numbers) = std.join(', ', ['%d' % n for n in numbers]);
     ranks,
     listed(dividing(replica_ranks)),
   ],
-  assert run.seed < 10000 :
+  // the schema refuses a seed that is no number
+  assert !std.isNumber(run.seed) || run.seed < 10000 :
          'seed: %d is not below 10000, where the seeds of warm-start and held-out problems begin' % run.seed,
 }

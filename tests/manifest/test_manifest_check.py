@@ -796,6 +796,18 @@ MISTAKES = {
         "engine: 2",
         "layout: there is no engine",
     ),
+    "a setting that is no number": (
+        "runs/words_wide.jsonnet",
+        "engines: 2",
+        "engines: '2'",
+        "layout.engines: must be a number, such as 2",
+    ),
+    "a seed that is no number": (
+        "runs/words.jsonnet",
+        "seed: 1,",
+        "seed: 'one',",
+        'words: seed = "one": should be a valid integer',
+    ),
     "a wrong type": (
         "algorithms/groups.libsonnet",
         "lr: 1e-3",
