@@ -81,6 +81,15 @@ def test_frames_of_another_round_or_epoch_and_foreign_frames_break_the_sender(ce
         assert broken.value.rank == 0 and "sent a frame of" in broken.value.reason
 
 
+def test_a_peer_that_reports_an_unknown_rank_is_lost_itself(certificates):
+    with linked(certificates, 2) as links:
+        begun(links)
+        links[0]._peers[1, 0].send(links[0]._header(Kind.BROKEN, 0, 0, 7), payload("silent"))
+        with pytest.raises(LinkBroken) as broken:
+            links[1].receive(0, 10.0)
+        assert broken.value.rank == 0 and "rank 7 of 2" in broken.value.reason
+
+
 def test_strangers_and_older_epochs_get_nothing_and_others_go_on(certificates, tmp_path):
     make_authority(tmp_path, "run")
     stranger = make_site(tmp_path, "site")

@@ -252,6 +252,8 @@ class PeerLinks:
             mine = (self._run, self.epoch, peer.rank, self._shard)
             if (header.run, header.epoch, header.source, header.shard) != mine:
                 raise BadFrame(f"a frame of epoch {header.epoch} in epoch {self.epoch}")
+            if header.kind == Kind.BROKEN and header.piece >= (num := len(self._backlogs)):
+                raise BadFrame(f"a report of rank {header.piece} of {num}")
             if header.kind != Kind.DATA:
                 return True
             if header.lane >= self.num_lanes:
@@ -353,8 +355,7 @@ class PeerLinks:
             tls.close()
             return
         with self._changed:
-            before = self._early.pop((hello.epoch, hello.source, hello.lane), None)
-            if before is not None:
+            if before := self._early.pop((hello.epoch, hello.source, hello.lane), None):
                 before.close()
             self._early[hello.epoch, hello.source, hello.lane] = tls
             self._adopt_early()
@@ -362,9 +363,8 @@ class PeerLinks:
     def _adopt_early(self) -> None:
         """Use accepted connections of this epoch, and close those of older epochs."""
         wanted = set(self._wanted()) if self._members else set()
-        for key in [key for key in self._early if key[0] <= self.epoch]:
-            epoch, rank, lane = key
-            tls = self._early.pop(key)
+        for epoch, rank, lane in [key for key in self._early if key[0] <= self.epoch]:
+            tls = self._early.pop((epoch, rank, lane))
             if epoch == self.epoch and (rank, lane) in wanted and not self._dials(rank):
                 try:
                     tls.sendall(self._header(Kind.HELLO, lane).pack())
