@@ -233,6 +233,23 @@ def test_a_peer_that_answers_badly_is_left_and_holds_up_no_other(
     peer.close()
 
 
+def test_a_header_that_is_nested_too_deeply_is_skipped(tmp_path, files, serve):
+    snapshot(tmp_path / "a")
+    listener = socket.create_server(("127.0.0.1", 0))
+    deep = b'{"facts":{"a":' + b"[" * 100_000
+
+    def answer() -> None:
+        with listener, files.server().wrap_socket(listener.accept()[0], True) as tls:
+            tls.recv(1000)
+            tls.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(deep) + deep)
+            tls.recv(1)
+
+    threading.Thread(target=answer, daemon=True).start()
+    peers = [f"127.0.0.1:{listener.getsockname()[1]}", serve(tmp_path / "a")]
+    got = fetch_state(lambda: peers, lambda: (3, "digest 3"), tmp_path / "b", files, 0.0)
+    assert verify(got).round == 3
+
+
 class Broken(FolderSource):
     def read(self, block: Block) -> bytes:
         raise TypeError("no block")

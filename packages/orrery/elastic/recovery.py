@@ -40,6 +40,8 @@ MAX_STRANGERS = 64  # most connections with an unfinished handshake
 POLL_S = 0.2
 LANES = 2  # connections to a peer: one block arrives while another is hashed
 MAX_HEADER_BYTES = 64 << 20
+# A header that is nested too deeply raises RecursionError.
+BAD_HEADER = (OSError, ValueError, RecursionError, msgspec.MsgspecError, ElasticError)
 _BLOCK = re.compile(r"/block/([0-9a-f]{64})")
 
 
@@ -193,7 +195,7 @@ def fetch_state(
             source = PeerSource(peer, certificates)
             try:
                 header = source.newest()
-            except (OSError, ValueError, msgspec.MsgspecError, ElasticError) as error:
+            except BAD_HEADER as error:
                 reason = f"{peer}: {error or type(error).__name__}"
                 source.close()
                 continue
