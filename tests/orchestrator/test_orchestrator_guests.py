@@ -412,6 +412,7 @@ async def test_the_door_names_a_site_by_its_certificate_and_answers_no_stranger(
         assert list(home.pool.sites) == ["lima"]
         for path, sent, status in (
             ("/enter", b"\xc1", b"400"),
+            ("/enter", b"\x81\xa1x" + 100_000 * b"\x91", b"400"),  # nested too deeply
             ("/answer", bytes(home.pool.max_body_bytes + 1), b"413"),
             ("/other", b"", b"400"),
             ("/answer", msgspec.msgpack.encode(Answers(9, ())), b"410"),

@@ -84,7 +84,7 @@ class Preemption:
     def _begin(self) -> None:
         stage = self.stage
         if stage.name != "rl":
-            stage.log("its time limit is near, and it writes no checkpoints: it continues")
+            stage.log("its time limit is near, and only rl can end early: it continues")
             stage.interrupts.preemption_requested, self._ends_at_s = False, None
             return
         write_atomic(request_path(stage.run_dir, stage.name), b"")

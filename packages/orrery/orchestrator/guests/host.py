@@ -185,7 +185,7 @@ class GuestDoor:
             return web.Response(status=410)
         except web.HTTPException as error:  # a message that is too long
             return web.Response(status=error.status)
-        except (msgspec.MsgspecError, TimeoutError, KeyError):
+        except (msgspec.MsgspecError, RecursionError, TimeoutError, KeyError):
             return web.Response(status=400)
         finally:
             self._open[name] -= 1
