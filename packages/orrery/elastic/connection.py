@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # most bytes per hold of the TLS lock, to keep its waits short
+SLICE = 1 << 17  # most bytes per hold of the TLS lock, to keep waits for the lock short
 SLAB = 1 << 23  # bytes per allocation; numpy requests huge pages from 4 MiB up
 FLUSH_S = 5.0  # time limit for sending queued frames after `close`
 
@@ -82,7 +82,10 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, sock: ssl.SSLSocket) -> "Header | None":
-        """Return the next header. None: invalid, or with a payload, or the peer closed `sock`."""
+        """Return the next header.
+
+        Return None if the header is invalid, if a payload follows, or if the peer closed `sock`.
+        """
         data = b""
         while len(data) < LAYOUT.size:
             if not (more := sock.recv(LAYOUT.size - len(data))):
@@ -116,6 +119,7 @@ class Backlog:
         self.wake = threading.Condition()
 
     def put(self, header: Header, payload: Bytes) -> int:
+        """Queue a frame. Return its size in bytes."""
         frame = (header._replace(length=len(payload)).pack(), payload.data)
         with self.wake:
             self.frames.append(frame)

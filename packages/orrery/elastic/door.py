@@ -15,10 +15,12 @@ NO_ROUND = -1  # no round yet: the first round has number 0
 
 
 class Terms(msgspec.Struct, frozen=True):
+    """A site's versions, memory and state."""
+
     manifest: str  # id of the manifest
     code: str  # digest of the code
     codec: str
-    memory_bytes: int  # free host memory; the run's terms have the minimum
+    memory_bytes: int  # free host memory; in the run's terms, the minimum
     protocol: int = PROTOCOL
     codecs: tuple[str, ...] = ()  # codecs that this site knows
     round: int = NO_ROUND  # last round in this site's state
@@ -63,7 +65,7 @@ def check_terms(run: Terms, site: Terms) -> None:
 def check_clock(not_before_s: float, not_after_s: float) -> None:
     """Raise ElasticError if this host's clock is outside the certificate's validity.
 
-    Times are Unix seconds.
+    Times are Unix seconds. Only etcd compares certificate dates with the wall clock.
     """
     now_s = time.time()
     if not_before_s <= now_s <= not_after_s:

@@ -1,6 +1,6 @@
 """Call etcd's v3 API, as JSON over HTTPS with mutual TLS.
 
-- A call tries the endpoints in turn for up to `store_s`, starting with the last to answer.
+- A call tries the endpoints in turn for up to `store_s`. The endpoint that answered last is first.
 - Calls are retried, so they must be idempotent, like a compare-and-swap.
 - Every thread has its own connections.
 """
@@ -57,7 +57,7 @@ class EtcdClient:
         return tuple(self._endpoints)
 
     def use(self, endpoints: Sequence[str]) -> None:
-        """Replace the endpoints unless `endpoints` is empty. Keep the first if it is listed."""
+        """Replace the endpoints unless `endpoints` is empty. Keep the first in place if listed."""
         first = [each for each in self._endpoints[:1] if each in endpoints]
         if endpoints:
             self._endpoints = first + [each for each in endpoints if each not in first]
@@ -65,7 +65,7 @@ class EtcdClient:
     def call(self, path: str, body: dict[str, Any], within_s: float | None = None) -> Any:
         """Return etcd's answer. Raise EtcdRefused if etcd rejects the request.
 
-        Raise ElasticError if no endpoint answers within `within_s` or `store_s`.
+        Raise ElasticError if no endpoint answers within `within_s`, by default `store_s`.
         """
         within_s = self._store_s if within_s is None else within_s
         end_s, reason = time.monotonic() + within_s, ""

@@ -1,7 +1,7 @@
 """Keep the ledger and the sites' leases in etcd.
 
-- Keys below `orrery/RUN/`: `ledger`, `rounds/NUMBER` by committed round, and `live/SITE` by live
-  site. etcd deletes `live/SITE` when the site's lease ends.
+- Keys below `orrery/RUN/`: `ledger`, `rounds/NUMBER` for each committed round, and `live/SITE` for
+  each live site. etcd deletes `live/SITE` when the site's lease ends.
 - A write fails if the ledger has changed, or if the site's `live` key was deleted or created again.
   Hence a site cannot write after its lease has ended.
 - etcd's leader measures leases on its own monotonic clock, from the last heartbeat.
@@ -36,14 +36,14 @@ RETRY_WATCH_S = 0.5
 
 
 class SiteServices(msgspec.Struct, frozen=True):
-    """ADDRESS:PORT of each service, or "" if the site does not run it."""
+    """ADDRESS:PORT of each service of a site, or "" if the site does not run the service."""
 
     coordinator: str = ""  # the etcd server
     snapshots: str = ""
 
 
 class EtcdLog:
-    """Other sites read this site's `services` from the log."""
+    """The run's log in etcd. Other sites read this site's `services` from it."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class EtcdLog:
             thread.start()
 
     def _take_lease(self, ttl_s: int) -> str:
-        """Write the site's key. Return its revision, or "" if the new lease has ended."""
+        """Write the site's key. Return the key's revision, or "" if the new lease has ended."""
         self._lease = self._client.call("/v3/lease/grant", {"TTL": ttl_s})["ID"]
         key = {"key": encode(f"{self._prefix}live/{self._site_id}")}
         put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}
@@ -160,6 +160,7 @@ class EtcdLog:
             yield msgspec.json.decode(decode(each["value"]), type=CommittedRound)
 
     def services(self) -> list[SiteServices]:
+        """Return the addresses of the live sites' services."""
         answer = self._client.call("/v3/kv/range", below(f"{self._prefix}live/"))
         values = (decode(each["value"]) for each in answer.get("kvs", []))
         return [msgspec.json.decode(value, type=SiteServices) for value in values]

@@ -198,6 +198,7 @@ class EtcdSite:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Leave the run, give up the vote, and stop etcd."""
         self.membership.leave()
         self._stop.set()
         self._steward.join(STOP_S)

@@ -211,7 +211,7 @@ class _Lane(ABC):
         self.bytes_sent += self.site.links.send(rank, self.lane, hop, number, wire)
 
     def own(self, number: int) -> Floats:
-        """Return a piece of this site's weighted values, until the next call."""
+        """Return a piece of this site's weighted values. The next call overwrites the buffer."""
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:
@@ -220,7 +220,7 @@ class _Lane(ABC):
         return np.multiply(self.site.delta[piece.at], self.site.share, out=out)
 
     def contribute(self, number: int, added: Bytes | None = None) -> Bytes:
-        """Encode a piece of this site's weighted values plus the encoded `added`."""
+        """Encode a piece of this site's weighted values, plus the values encoded in `added`."""
         if self.site.error_feedback is not None:
             values = self.own(number)
             if added is not None:

@@ -43,7 +43,7 @@ class KeeperOptions(msgspec.Struct, frozen=True):
 
 
 class SnapshotKeeper:
-    """Start the keeper, which outlives this context, and tell it of new copies."""
+    """Start the keeper process, which outlives this context, and tell it of new copies."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
@@ -134,7 +134,7 @@ def _succeeds(work: Callable[[], None]) -> bool:
 
 
 def _take_over(folder: Path) -> Any:
-    """End the folder's earlier keeper, and return the folder's lock."""
+    """Ask the folder's earlier keeper to end, wait for it, and return the folder's lock."""
     successor = folder / ".successor"
     successor.write_text(str(os.getpid()))
     lock = (folder / ".lock").open("a")

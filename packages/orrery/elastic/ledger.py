@@ -4,7 +4,7 @@
 - `live` has the ids of the sites with a lease. No function reads a clock.
 - A round gathers sites until enough have arrived. Then it exchanges: each member reports a digest
   or the peers that it lost.
-- Each change of members or paths, and each restart of a round, opens a new epoch.
+- Each change of members or network paths, and each restart of a round, opens a new epoch.
 - A round never waits for joining sites, and their arrival alone starts no exchange. Otherwise, a
   round of joining sites would leave all members behind.
 """
@@ -42,6 +42,8 @@ class JoiningSite(msgspec.Struct, frozen=True):
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
+    """A finished round: one row of the log."""
+
     number: int
     epoch: int
     members: tuple[SiteMember, ...]
@@ -66,10 +68,12 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @property
     def last(self) -> int:
+        """Return the number of the last committed round, or NO_ROUND."""
         return self.committed.number if self.committed else NO_ROUND
 
     @property
     def number(self) -> int:
+        """Return the number of the round in progress."""
         return self.last + 1
 
     @property
@@ -94,8 +98,8 @@ class Ledger(msgspec.Struct, frozen=True):
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
     """Add a site as a member or as a joining site.
 
-    It is a member at once if it holds the newest state, no round is exchanging, and either no round
-    is committed or no member is live. Raise ElasticError if the run refuses the site, or
+    The site is a member at once if it holds the newest state, no round is exchanging, and either
+    no round is committed or no member is live. Raise ElasticError if the run refuses the site, or
     StateLacking if no member is live and the site lacks the newest state.
     """
     if ledger.terms is not None:
@@ -165,18 +169,20 @@ def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
 
 
 def may_have_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
+    """Return whether at least `quorum` members and joining sites are live."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     return len(known & live) >= quorum
 
 
 def is_complete(ledger: Ledger, live: Set[str]) -> bool:
+    """Return whether every live member has arrived."""
     return (ledger.ids & live) <= ledger.tokens.keys()
 
 
 def start(ledger: Ledger, live: Set[str]) -> Ledger:
     """Begin the exchange between the live sites that have arrived.
 
-    Other live members become joining sites and keep their weight.
+    Live members that have not arrived become joining sites and keep their weight.
     """
     if ledger.is_exchanging or not ledger.tokens.keys() & live:
         return ledger
@@ -265,7 +271,7 @@ def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
 
 
 def largest_connected(sites: Set[str], broken: Set[tuple[str, str]]) -> frozenset[str]:
-    """Return the largest subset without a broken pair, among equal sizes with low ids."""
+    """Return the largest subset without a broken pair. Among equal sizes, prefer low ids."""
     involved = sorted({each for pair in broken for each in pair})
     for num_dropped in range(len(involved) + 1):
         for dropped in combinations(reversed(involved), num_dropped):
@@ -286,6 +292,7 @@ def _is_open(ledger: Ledger, site_id: str, outer_round: OuterRound) -> bool:
 
 
 def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
+    """Set the members. Open a new epoch if they change."""
     ordered = tuple(sorted(members))
     if ordered == ledger.members:
         return ledger
@@ -316,9 +323,9 @@ class ShardMap(msgspec.Struct):
     """Assign each site a shard of the data. `holders` maps site ids to shards.
 
     A site keeps its shard while it is a member. A new member gets the shard that its operator asked
-    for or, if this is taken or missing, the lowest free shard. `trained[k]` counts the documents of
-    shard k in rounds in which a site held it, even if the site was lost. Hence no document is
-    trained twice before its shard is exhausted.
+    for. If this shard is taken, or none was asked for, it gets the lowest free shard. `trained[k]`
+    counts the documents of shard k in rounds in which a site held it, even if the site was lost.
+    Hence no document is trained twice before its shard is exhausted.
     """
 
     trained: list[int]

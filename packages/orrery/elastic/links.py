@@ -34,7 +34,7 @@ CONNECT_S = 60.0  # time limit for connecting to all peers; scaled, like the nex
 PING_S = 2.0
 SILENCE_S = 15.0  # longest silence of a live peer
 RETRY_S = 0.2
-QUIET_S = 1.0  # pause before the speed probe, as other sites may still exchange
+QUIET_S = 1.0  # pause between round and speed probe, because other sites may still exchange
 MAX_REFUSALS = 10  # refused dials before a peer counts as dead; a site listens before it joins
 NOTHING = np.empty(0, np.uint8)
 
@@ -46,7 +46,7 @@ class LinkPhase(Enum):
 
 
 class PeerLinks:
-    """`port`: the port of shard 0's listener."""
+    """This process's connections. `port` is the port of shard 0's listener."""
 
     def __init__(
         self,

@@ -6,8 +6,8 @@
   some ranks may already hold the mean. After MAX_ATTEMPTS the site ends and keeps θ_start and m.
 - Round 0 only compares digests, so that all sites start from equal weights.
 - All ranks of a site call `exchange` together. Only the first rank calls the membership.
-- Round n exchanges fragment (n − 1) mod F. A site's weight is its tokens since the fragment's last
-  round.
+- Round n exchanges fragment (n − 1) mod F of F fragments. A site's weight is its number of tokens
+  since the fragment's last round.
 - `send` starts a round in a thread. Some inner steps later, `apply` waits for the round and sets
   θ_now ← αθ_now + (1 − α)θ (arXiv 2501.18512).
 """
@@ -60,6 +60,8 @@ class Exchange(Protocol):
 
 
 class Rounds(Protocol):
+    """The methods of `Membership` that a round needs."""
+
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound: ...
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool: ...
@@ -88,6 +90,8 @@ class OneRank:
 
 
 class RoundRow(msgspec.Struct, frozen=True):
+    """One site's record of a round."""
+
     round: int
     epoch: int
     members: tuple[SiteMember, ...]
@@ -139,6 +143,7 @@ class OuterLoop:
 
     @property
     def tokens(self) -> int:
+        """Return the tokens trained since the last round of `fragment`."""
         return self.fragment_tokens[self.fragment_of(self.round)]
 
     @property
@@ -149,6 +154,7 @@ class OuterLoop:
         self.fragment_tokens = [each + num_tokens for each in self.fragment_tokens]
 
     def read_weights(self) -> None:
+        """Set θ_start to the current weights."""
         for part, values in self._weights.parts():
             self.state.start[part] = values
         self.state.forget()
@@ -285,7 +291,7 @@ class OuterLoop:
     def _try_exchange(self, outer_round: OuterRound, rank: int) -> tuple[list[int], int]:
         """Return (ranks of lost sites, bytes sent).
 
-        Skip the exchange with one site or if all weights are 0.
+        Skip the exchange if there is only one site or if all weights are 0.
         """
         lost, sent = -1, 0
         if len(outer_round.weights) > 1 and any(outer_round.weights):

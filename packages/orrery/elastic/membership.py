@@ -29,7 +29,8 @@ class Membership(Protocol):
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
         """Wait for all live members, or for a quorum and then the grace window. Return the round.
 
-        Raise Behind if the round is over, and ElasticError without a quorum after `deadline_s`.
+        Raise Behind if the round is over, and ElasticError if too few sites are live for a quorum
+        after `deadline_s`.
         """
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
@@ -73,6 +74,8 @@ class EpochLog(Protocol):
 
 @dataclass(frozen=True)
 class RoundPace:
+    """Quorums and waits, from the fields of `trainer.elastic`."""
+
     founders: int = 1  # fewest sites in the first round
     quorum: int = 1  # fewest sites in later rounds
     grace_s: float = 600.0  # longest wait for stragglers after the quorum has arrived
@@ -171,7 +174,7 @@ class LogMembership:
             self._log.release()
 
     def _arrive(self, view: LedgerView, number: int, tokens: int) -> Ledger:
-        """Return the ledger after this site's arrival, and after a due settlement or start."""
+        """Return the ledger after this site's arrival. Settle or start an exchange if due."""
         ledger = rules.measure(view.ledger, self._id, self.measured())
         ledger = rules.settle(ledger, view.live, quorum=self._pace.quorum)
         ledger = rules.arrive(ledger, self._id, number, tokens)
@@ -189,6 +192,7 @@ class LogMembership:
         return self._pace.quorum if view.ledger.committed else self._pace.founders
 
     def _settled(self, outer_round: OuterRound) -> Ledger:
+        """Wait until the exchange of `outer_round` is committed or restarted."""
         begin_s, accused_s = self._log.now_s(), None
         while True:
             now_s = self._log.now_s()

@@ -48,7 +48,7 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return θ_now, passed in place of Δ, as the next θ. θ_start − Δ would round."""
+    """Return θ_now as the next θ. It is passed in place of Δ, because θ_start − Δ would round."""
     return now, momentum
 
 
@@ -104,6 +104,7 @@ class OuterState:
 
 
 def blocks(part: slice) -> Iterator[slice]:
+    """Cut a slice into slices of at most BLOCK values."""
     for begin in range(part.start, part.stop, BLOCK):
         yield slice(begin, min(begin + BLOCK, part.stop))
 
@@ -130,6 +131,6 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product, summed in float32 per DOTTED products, then in float64."""
+    """Return the inner product. Sum DOTTED products at a time in float32, the rest in float64."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)

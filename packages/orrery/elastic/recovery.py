@@ -126,6 +126,7 @@ class PeerSource:
         )
 
     def newest(self) -> StateSnapshot | None:
+        """Return the header of the peer's newest snapshot, or None."""
         body = self._get("/newest", MAX_HEADER_BYTES)
         if body is None:
             return None
@@ -161,6 +162,7 @@ class PeerSource:
 
 @contextmanager
 def _limited(sock: socket.socket) -> Iterator[None]:
+    """Shut down `sock` if the `with` block takes ANSWER_S."""
     timer = threading.Timer(ANSWER_S, _shut, (sock,))
     timer.daemon = True
     timer.start()
@@ -182,10 +184,10 @@ def fetch_state(
     certificates: Certificates,
     deadline_s: float,
 ) -> Path:
-    """Fetch the newest committed state from all peers. Return the snapshot's folder.
+    """Fetch the newest committed state from all peers into `folder`. Return the snapshot's folder.
 
-    Each try calls `peers` for the live sites' servers, and `wanted` for the number and digest of
-    the log's last round, because rounds go on. Raise ElasticError after `deadline_s`.
+    `peers` returns the live sites' servers. `wanted` returns the number and digest of the log's
+    last round. Each try calls both, because rounds go on. Raise ElasticError after `deadline_s`.
     """
     end_s, reason = time.monotonic() + deadline_s, "no peer is live"
     while True:

@@ -1,7 +1,7 @@
 """Store a training state as folders of hashed blocks.
 
 - A snapshot is a folder `round_N` with a file for each part, and `snapshot.json` with the sha256 of
-  each block. A rename publishes it, so readers never see a part of it.
+  each block. A rename publishes the folder, so a reader never sees a part of it.
 - The trainer only copies its state into `round_N.copied`. Another process hashes and publishes it.
 - `assemble` fetches missing blocks from any sources and checks every block.
 """
@@ -37,7 +37,7 @@ class SnapshotPart(msgspec.Struct, frozen=True):
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """The header of a snapshot after `round`. `digest` names the state in the log."""
+    """The header of a snapshot of the state after `round`. `digest` names the state in the log."""
 
     round: int
     digest: str
@@ -88,6 +88,7 @@ def snapshot_dir(folder: Path, number: int) -> Path:
 
 
 def published(folder: Path) -> list[Path]:
+    """Return the complete snapshots, oldest first."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted(path for path in found if _PUBLISHED.fullmatch(path.name))
 
@@ -157,7 +158,7 @@ def link_files(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Do as `copy_state`, with hard links to finished files on the same file system."""
+    """Do as `copy_state` does, with hard links to finished files on the folder's file system."""
     make_folder(folder)
 
     def write(partial: Path) -> dict[str, int]:
@@ -272,6 +273,8 @@ def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]
 
 
 class _BlockQueue:
+    """The blocks to fetch, shared by the threads of all sources."""
+
     def __init__(self, blocks: list[Block]) -> None:
         self._todo, self._num_open = blocks[::-1], 0
         self._changed = threading.Condition()

@@ -1,6 +1,6 @@
 """Build vLLM's command line and environment from the manifest. Imports no vLLM.
 
-`manifest.inference` has the flags that influence results. The others are fixed here.
+`manifest.inference` has the flags that influence results. The other flags are fixed here.
 """
 
 import json
@@ -35,7 +35,7 @@ from orrery.wire.weight_wire import check_library, served_model
 PLUGIN = "orrery"  # our entry point in `vllm.general_plugins`
 BACKEND = "orrery"  # our weight receiver in vLLM
 ADAPTER_BACKEND = "orrery_adapters"
-# The full name, because vLLM on CPU would replace "uni" by "mp".
+# The class's full name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600  # time limit for vLLM's engine core to load and compile, scaled
 HEAD, MEET_S = "engine_head", 0.1  # endpoint of an engine's first node, and poll interval
@@ -219,7 +219,7 @@ def node_arguments(inference: Inference, part: int, host: str, port: int) -> lis
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> Path | None:
     """Return a folder with a LoRA adapter of zeros in PEFT's format, or None without LoRA.
 
-    All engines of a stage share it, because a cached block's key contains the path.
+    All engines of a stage share the folder, because a cached block's key contains the path.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -273,7 +273,7 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set the variables. Keep the user's timeout, log level and CPU options."""
+    """Set the environment variables. Keep the user's timeout, log level and CPU options."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()

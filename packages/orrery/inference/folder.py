@@ -54,6 +54,7 @@ def environment(host: str, is_cpu: bool) -> None:
 
 
 def first_sentence(error: Exception) -> str:
+    """Return the first line of vLLM's error, without pydantic's heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((line for line in lines if line.startswith("Value error, ")), (lines or [""])[0])
     said = said.removeprefix("Value error, ").partition(" [type=")[0]

@@ -1,4 +1,4 @@
-"""Check credentials in front of vllm-router. Otherwise any caller could add engines.
+"""Check credentials in front of vllm-router. Without this check any caller could add engines.
 
 - Forward `ROUTES` to vllm-router on loopback, with the headers in `ASKED` and the credential
   `generate`. Stream the answers back, with the headers in `PASSED`.
@@ -377,9 +377,9 @@ INDEX = "ORRERY_ENGINE"
 class RequireToken:
     """ASGI middleware: answer 401 without the path's credential, before the body is read.
 
-    GENERATE needs the credential `generate`, paths in OPEN none, others `administer`. Without a
-    token, an engine under a launcher refuses all requests, and an engine started by hand accepts
-    all. For clients behind a router, a header of GENERATE's answers names the engine.
+    GENERATE needs the credential `generate`. Paths in OPEN need none. Others need `administer`.
+    Without a token, an engine under a launcher refuses all requests. An engine started by hand
+    accepts all. For clients behind a router, a header of GENERATE's answers names the engine.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -8,7 +8,7 @@
 - `BoundedFolder` removes the least recently used files before a write. Readers expect missing
   files. Each process counts only its own files, so a shared folder may reach the sum of all limits.
 - A block's hash includes the policy version at a group's dispatch. A resumed attempt repeats
-  versions, so earlier attempts' files are removed.
+  version numbers, so earlier attempts' files are removed.
 """
 
 import json
@@ -195,6 +195,7 @@ def prepare_disk(disk: Path) -> None:
 
 
 def remove_disk(disk: Path) -> None:
+    """Remove an engine's folder, and the run's empty folders above it."""
     shutil.rmtree(disk, ignore_errors=True)
     with suppress(OSError):
         disk.parent.rmdir()

@@ -81,6 +81,8 @@ class _Stream:
 
 
 class _Platform:
+    """The CPU platform with the device methods that vLLM calls."""
+
     Stream = _Stream
 
     def __getattr__(self, name: str) -> Any:
@@ -110,10 +112,13 @@ class _Torch:
 
 
 class _OnDevice(torch.Tensor):
+    """A KV-cache tensor that vLLM accepts as a device tensor."""
+
     is_xpu = True  # type: ignore[assignment]
 
 
 def _copy(sources: torch.Tensor, destinations: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
+    """Copy `sizes[i]` bytes from address `sources[i]` to `destinations[i]`."""
     columns = (sources.tolist(), destinations.tolist(), sizes.tolist())
     for source, destination, size in zip(*columns, strict=True):
         ctypes.memmove(destination, source, size)

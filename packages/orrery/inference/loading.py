@@ -68,6 +68,8 @@ class Filling:
 
 @dataclass
 class Needs:
+    """The destinations of each tensor, and the fillings of each layer, by name."""
+
     destinations: dict[str, list[Destination]] = field(default_factory=dict)
     fillings: dict[str, list[Filling]] = field(default_factory=dict)
 
@@ -188,7 +190,7 @@ def as_box(
 ) -> tuple[Box, tuple[int, ...]]:
     """Return the view `of` as a box of a dense tensor of `shape`, and `into`'s stride by box dim.
 
-    Raise ValueError if it is not a box.
+    Raise ValueError if the view is not a box.
     """
     full: list[int] = []
     stride = 1

@@ -1,7 +1,7 @@
 """vLLM's plugin entry point, and an extension of vLLM's worker class.
 
 `AttestingWorker` fingerprints weights, and cancels KV transfers whose other engine has ended.
-`/collective_rpc` calls its methods on every worker of an engine.
+`/collective_rpc` calls the methods of `AttestingWorker` on every worker of an engine.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Load a published version into the running model, and fingerprint its tensors.
 
-- `transport.weights` 'files' sends whole tensors, 'adapters' LoRA factors, and direct transports
-  only this rank's slices (`loading`).
+- `transport.weights` 'files' sends whole tensors, 'adapters' sends LoRA factors. Direct transports
+  send only this rank's slices (`loading`).
 - A tensor is fingerprinted on arrival ("as_consumed"), and again in the model ("resident") unless
   the engine repacks or slices it.
 - An update fails if it lacks a tensor of the first load. The error names the tensor.
@@ -55,7 +55,7 @@ from orrery.wire.weight_wire.transfer import Round, WeightReceiver
 log = logging.getLogger(__name__)
 
 RESIDENT, AS_CONSUMED = "resident", "as_consumed"
-# vLLM does not repack these. ParallelLMHead is a VocabParallelEmbedding.
+# vLLM does not repack these modules' weights. ParallelLMHead is a VocabParallelEmbedding.
 UNCHANGED = (RMSNorm, VocabParallelEmbedding)
 
 
@@ -289,6 +289,7 @@ class Receiver(Backend):
                 )
 
     def _expected_names(self) -> set[str]:
+        """Return the tensor names of the first checkpoint, without a tied head."""
         from safetensors import safe_open
 
         names: set[str] = set()
@@ -410,7 +411,7 @@ def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
 def damage(folder: Path) -> str | None:
     """Return a message about a damaged safetensors file, or None.
 
-    It names no folders, because vLLM removes paths from error answers.
+    The message names no folders, because vLLM removes paths from error answers.
     """
     for shard in sorted(folder.glob("*.safetensors")):
         size = shard.stat().st_size

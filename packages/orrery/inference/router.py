@@ -32,7 +32,7 @@ from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
 ENGINES_DEADLINE_S = 600.0  # time limit for all engines to load and compile, scaled
-CLIENT_FIRST_S = 60.0  # the router's timeout exceeds the clients' by this
+CLIENT_FIRST_S = 60.0  # added to the router's timeout: clients time out first
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_program as run; run()")
@@ -72,7 +72,7 @@ def router_arguments(
 def router_program() -> None:
     """Run vllm-router. The first command-line argument is the URL that checks keys.
 
-    vllm-router 0.1.17 has no option for it. If it is empty, every call is accepted.
+    vllm-router 0.1.17 has no option for the URL. If the URL is empty, every call is accepted.
     """
     from vllm_router.launch_router import launch_router, parse_router_args
 

@@ -109,7 +109,7 @@ class Left:
     scratch: Path
     start: str
     shared: str
-    disk: Path | None  # cache blocks, removed only by an orderly end
+    disk: Path | None  # folder of cache blocks, removed only by an orderly end
     pid: (
         int  # process id of the server. Forks inherit its signal handler, but must not remove files
     )
@@ -300,8 +300,8 @@ def root_cause(error: Exception, log: Path, begin: int) -> str:
     """Return the cause of a failed start from `log` after byte `begin`, or else `error`.
 
     A cause is a line `name` or `name: text`. In vLLM's stack traces, any dotted name counts.
-    Elsewhere, it must end in Error or Exception. Prefer, in this order: causes logged as ERROR,
-    other causes, handled exceptions, consequences of another process's end.
+    Elsewhere, the name must end in Error or Exception. Prefer, in this order: causes logged as
+    ERROR, other causes, handled exceptions, consequences of another process's end.
     """
     if POINTER not in str(error):
         return str(error)

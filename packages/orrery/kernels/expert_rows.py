@@ -39,8 +39,8 @@ class RowOrder(NamedTuple):
 def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:
     """Sort slots by expert, stably. `expert_TK` holds integers in [0, num_experts].
 
-    Slots with `num_experts` have no expert. Their rows come last, from `ends_E[-1]` on. Padding
-    makes each expert's rows begin at a multiple of `block`.
+    Slots with the integer `num_experts` have no expert. Their rows come last, from `ends_E[-1]` on.
+    Each expert's rows begin at a multiple of `block`, after padding.
     """
     # Narrow keys, because a radix sort passes once over each byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
@@ -102,6 +102,7 @@ def sum_rows(y_MD: Tensor, place_TK: Tensor, backend: Backend | None = None) -> 
 def swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate_up and score from `grad_MI`, the result's gradient."""
     tensors = (grad_MI, gate_up_M2I, score_M)
     if (backend or _choose_backend(gate_up_M2I)) == "triton":
         return _swiglu_rows_backward(*(x.contiguous() for x in tensors))
@@ -180,6 +181,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 

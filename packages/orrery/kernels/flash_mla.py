@@ -97,6 +97,7 @@ def _lse_of_zeros(operation: Any) -> float:
 def _call(
     operation: Any, q: Tensor, kv: Tensor, indices: Tensor, scale: float, length: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Call FlashMLA with the optional arguments that this release accepts."""
     known = {argument.name for argument in operation._schema.arguments}
     optional = {"attn_sink": None, "topk_length": length, "out": None, "out_": None}
     named = {name: value for name, value in optional.items() if name in known}

@@ -68,7 +68,7 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 def reference_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return `grouped_matmul`'s result by a loop. Rows of no group are zero."""
     ends = [0, *ends_E.tolist()]
-    # `unbind` makes one gradient, each `select` one of full size.
+    # `unbind` makes one gradient, but each `select` would make a gradient of full size.
     weights = enumerate(weight_ENK.unbind(0))
     outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in weights]
     return torch.cat([*outputs, x_MK.new_zeros(x_MK.shape[0] - ends[-1], weight_ENK.shape[1])])
@@ -199,6 +199,7 @@ def _(
 
 @torch.library.custom_op("orrery::narrow_grouped_matmul", mutates_args=())
 def _narrow(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
+    """Return x a[e]ᵀ [M, R], the second output of `_adapted`, alone."""
     x_MK = x_MK.contiguous()
     if low_rank := _low_rank(x_MK, a_ERK.shape[1]):
         return low_rank.narrow_product(x_MK, a_ERK, ends_E)

@@ -40,7 +40,7 @@ def _chunk(bits: Tensor, own: Tensor, first: Tensor, last: Tensor) -> tuple[Tens
     is_set_TL = ((bits[..., None] >> shift_8) & 1).flatten(1).bool()
     position_L = torch.arange(is_set_TL.shape[1], dtype=torch.int32, device=own.device)
     own_position_TK = own - first[:, None]
-    most_T = last - first
+    most_T = last - first  # position of the query's last key
     is_seen_TL = position_L <= most_T[:, None]
     is_known_T = is_set_TL.sum(dim=1) == num_keys
     is_known_T &= ((is_set_TL & is_seen_TL) == is_set_TL).all(dim=1) & (most_T >= num_keys)

@@ -4,8 +4,8 @@ T queries · S keys · H indexer heads · D indexer width
 
     score_ts = Σ_h weights_th · relu(q_th · k_s), in float32, for first_t ≤ s ≤ last_t
 
-Source: https://arxiv.org/abs/2512.02556, equation 1. Both backends take queries in chunks, and the
-plain backend keys too, so the scores [T, S] are never all in memory.
+Source: https://arxiv.org/abs/2512.02556, equation 1. The scores [T, S] are never all in memory:
+both backends take queries in chunks, and the plain backend takes keys in chunks too.
 """
 
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ Backend = Literal["deep_gemm", "triton", "plain"]
 
 HAS_TRITON = find_spec("triton") is not None
 CHUNK_KEYS = 4096
-CHUNK_ELEMENTS = 2**24  # most values of per-head products: 64 MiB in float32
+CHUNK_ELEMENTS = 2**24  # most values of per-head products at a time: 64 MiB in float32
 
 
 @torch.no_grad()
@@ -38,7 +38,8 @@ def select_keys(
     Query t chooses among keys first_t to last_t (integers, inclusive). If these are fewer than
     `top_k`, −1 follows. Among equal scores the lowest index wins. There is no gradient. In FP8, q
     comes from `sparse_index_fp8.quantize_index`, k from `sparse_index_fp8.pack`, and the weights
-    contain q's scales. `backend` defaults to the fastest. Raise ValueError if shapes do not match.
+    contain q's scales. `backend` defaults to the fastest for these inputs. Raise ValueError if
+    shapes do not match.
     """
     num_queries, num_heads, width = q_THD.shape
     is_fp8 = q_THD.dtype == sparse_index_fp8.DTYPE

@@ -3,8 +3,9 @@
 T queries · S keys · H indexer heads · D indexer width · C queries of a chunk · K chosen keys
 
 1. `_score` writes scores [C, S]. It skips tiles in which no query may choose any key.
-2. `_choose` reads a query's scores in key order and appends keys above a threshold to its buffer. A
-bitwise search cuts a full buffer to the K best keys, and the K-th score becomes the threshold.
+2. `_choose` reads a query's scores in key order and appends keys above a threshold to the query's
+   buffer. A bitwise search cuts a full buffer to its K best keys, and the K-th best score becomes
+   the threshold.
 
 Equal inputs give equal bits: the buffer stays in key order, and of equal scores the lowest keys
 stay.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 
 class IndexTiles(NamedTuple):
-    """Sizes of tiles and chunks, and launch options. The first five belong to `_score`."""
+    """Sizes of tiles and chunks, and launch options. The first five fields belong to `_score`."""
 
     rows: int = 256  # queries × heads in a score tile
     keys: int = 64  # keys in a score tile
@@ -38,6 +39,7 @@ TILES = IndexTiles()
 
 
 def supports(q_THD: Tensor) -> bool:
+    """Return whether H and D are powers of two, with H ≤ 128 and D ≥ 16."""
     _, num_heads, width = q_THD.shape
     sizes = (num_heads, width)
     return width >= 16 and num_heads <= 128 and all(n & (n - 1) == 0 for n in sizes)
@@ -52,7 +54,7 @@ def select_keys(
     top_k: int,
     tiles: IndexTiles = TILES,
 ) -> Tensor:
-    """See `sparse_index.select_keys`. Keys are in rising order, then −1."""
+    """Return the `top_k` best keys of each query: i32 [T, top_k], in rising order, then −1."""
     num_queries, num_keys = q_THD.shape[0], k_SD.shape[0]
     indices_TK = q_THD.new_full((num_queries, top_k), -1, dtype=torch.int32)
     step = max(1, tiles.chunk_elements // max(1, num_keys))
@@ -91,7 +93,7 @@ def choose(
 ) -> None:
     """Write each query's best K keys of first_c to last_c to `indices_CK`, in rising order.
 
-    With fewer than K, the last entries keep their content.
+    If there are fewer than K, the row's last entries keep their content.
     """
     num_queries, top_k = indices_CK.shape
     size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))

@@ -39,8 +39,8 @@ def sparse_mla(
     V is `value_width`. q and kv have one floating dtype. `indices` are i32 rows of kv, without
     repetition in a query. −1 means no key, and is fastest in the last columns. A query without keys
     gets zeros and −∞. Gradients flow through out only. Equal inputs give equal bits. `backend`
-    defaults to the fastest. Triton computes the gradients of `flash_mla`. Raise ValueError if
-    shapes or dtypes do not match.
+    defaults to the fastest for these inputs. Triton computes the gradients of `flash_mla`. Raise
+    ValueError if shapes or dtypes do not match.
     """
     width = kv_SD.shape[-1]
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
@@ -71,6 +71,7 @@ def fastest_backend(q_THD: Tensor, value_width: int, num_chosen: int) -> Backend
 def reference_sparse_mla(
     q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, value_width: int
 ) -> tuple[Tensor, Tensor]:
+    """Return `sparse_mla`'s result without chunks, with plain autograd."""
     dtype = _wide(q_THD)
     kv_TKD = kv_SD.to(dtype)[indices_TK.clamp(min=0).long()]
     logit_THK = torch.einsum("thd,tkd->thk", q_THD.to(dtype), kv_TKD) * scale

@@ -30,7 +30,7 @@ MAX_HEADS = 64  # most heads of a tile in kernels that gather keys
 
 
 class Tiles(NamedTuple):
-    """Sizes of tiles by kernel. Backward kernels have (keys, columns, warps, stages).
+    """Sizes of tiles, one tuple a kernel. Backward kernels have (keys, columns, warps, stages).
 
     `sums` has rows of pairs in place of keys.
     """
@@ -101,7 +101,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dq and dkv in the dtype of q and kv. `grad_THV`: out's gradient.
 
-    Each pair's part of dkv is rounded to that dtype, and the float32 sum again.
+    Each pair's part of dkv is rounded to that dtype. The float32 sum is rounded again.
     """
     grad_q_THD = torch.empty_like(q_THD)
     grad_kv_SD = torch.zeros_like(kv_SD, dtype=torch.float32)
@@ -170,6 +170,7 @@ def _chunk(
 
 
 def _columns(wanted: int, *parts: int) -> int:
+    """Return the largest power of two up to `wanted` that divides all `parts`."""
     return min(wanted, *(n & -n for n in parts))
 
 
@@ -188,7 +189,7 @@ def _orders_of(indices_TK: Tensor, num_keys: int, step: int) -> list[tuple[Tenso
 def _order_of_keys(indices_CK: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Return the row number of each pair, i32 [C, K], and each key's first row, i32 [S + 1].
 
-    Rows are sorted by key, then by query. Pairs with index −1 come last, from entry S on.
+    Rows are sorted by key, then by query. Pairs with index −1 come last, and entry S starts them.
     """
     key_M = torch.where(indices_CK >= 0, indices_CK, num_keys).flatten()
     key_M, pair_M = key_M.sort(stable=True)

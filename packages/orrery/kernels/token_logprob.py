@@ -70,6 +70,7 @@ def token_logprob(
 def reference_token_logprob(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return `token_logprob`'s result from all logits at once, with plain autograd."""
     dtype = _wide(hidden_TD)
     logits_TV = hidden_TD.to(dtype) @ weight_VD.to(dtype).T / temperature_T.to(dtype)[:, None]
     log_softmax_TV = torch.log_softmax(logits_TV, dim=-1)
@@ -204,7 +205,7 @@ def _passes(backend: Backend) -> tuple[Callable[..., None], Callable[..., Tensor
 
 
 def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the state [4, T]: `update_state`'s m, s and w, and the target's z."""
+    """Return the first state [4, T]: `update_state`'s m, s and w, and the target's z."""
     state_4T = torch.zeros(4, num_tokens, dtype=dtype, device=device)
     state_4T[0] = -1e38  # finite: −∞ would make the first update 0 · ∞ = NaN
     return state_4T

@@ -76,7 +76,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return a name with a digest, because Snakemake compares only names."""
+    """Return the image's file name. It has a digest, because Snakemake compares only names."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 

@@ -23,7 +23,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """`remedy` is "" after success. A run needs every required check."""
+    """The result of a check. `remedy` is "" after success. A run needs every required check."""
 
     what: str
     found: str
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Node:
-    """A node in sinfo. `gpus`: number by type. An unnamed type is ""."""
+    """A node in sinfo. `gpus` is the number of GPUs by type. An unnamed type is ""."""
 
     name: str
     state: str
@@ -143,7 +143,7 @@ def judge_config(text: str, slurm: Slurm) -> list[Finding]:
 
 
 def judge_time_limit(limit: str, slurm: Slurm) -> Finding:
-    """Compare the site's time limit with the partition's, above which Slurm starts no job."""
+    """Check the site's time limit. Slurm never starts a job above the partition's limit."""
     allowed_s, remedy = parse_seconds(limit), ""
     if allowed_s and 60 * slurm.time_limit_min > allowed_s:
         remedy = (
@@ -391,7 +391,8 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
     """Return the devices that NCCL_IB_HCA = `wanted` selects.
 
-    `wanted` lists prefixes of device names, after `=` whole names, and after `^` excluded devices.
+    `wanted` lists prefixes of device names. After `=`, it lists whole names. After `^`, it lists
+    devices to exclude.
     """
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]

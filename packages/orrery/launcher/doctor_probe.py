@@ -1,7 +1,7 @@
 """Print facts about one node as JSON. `orrery doctor` runs this script once on each node.
 
-- The script needs only Python 3.6.
-- Every check has a time limit. At the script's own limit, it prints its results so far.
+- This script needs only `python3` (3.6 or newer).
+- Every check has a time limit. At its own time limit, the script prints its results so far.
 """
 
 import fcntl

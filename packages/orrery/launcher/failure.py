@@ -1,8 +1,9 @@
 """Find the process that failed first, write the stage's last message, and restart engines.
 
 - If a process's error names another failing process, the message blames that process.
-- When an engine's process ends, all its processes restart as a new incarnation. There is no restart
-  after a user's mistake (exit code 2), or after two incarnations in a row that never served.
+- When a process of an engine ends, all processes of that engine restart, as a new incarnation.
+  There is no restart after a user's mistake (exit code 2), or after two incarnations in a row that
+  never served.
 - The old endpoint, health file and processes are removed before the restart.
 """
 
@@ -32,7 +33,10 @@ SLURM_SAYS_S = 2.0  # longest wait for Slurm to report whether it ends the job
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
-    """Return the processes of `names` that `error` mentions, also as `engine 0` or `router`."""
+    """Return the processes of `names` that `error` mentions.
+
+    In `error`, `engine 0` means `inference.0`, and `router` means `router.0`.
+    """
     words = set(re.findall(r"\b[a-z_]+\.\d+\b", error or ""))
     words |= {f"inference.{index}" for index in re.findall(r"\bengine (\d+)\b", error or "")}
     words |= {"router.0"} if re.search(r"\brouter\b", error or "") else set()
@@ -112,7 +116,7 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make processes write their stacks, and trainer ranks torch's flight recorder.
+    """Make all processes write their stacks and trainer ranks write torch's flight recorder.
 
     Return a message with the paths of these files.
     """
@@ -197,7 +201,7 @@ WINDOW_S = 24 * 3600.0  # period in which restarts are counted
 
 
 class Restarts:
-    """All engines together restart at most `most` times in WINDOW_S."""
+    """The restarts of engines. All engines together restart at most `most` times in WINDOW_S."""
 
     def __init__(self, most: int):
         self.most = most
@@ -274,6 +278,7 @@ class EngineRestarts:
         return True
 
     def _replace(self, process: Process | SlurmTask, has_served: bool) -> None:
+        """Restart all processes of the engine of the ended `process`."""
         stage, engine = self.stage, process.plan.whole
         members = [one for one in stage.processes if one.plan.whole == engine]
         why = sentence(stage, process).removeprefix(f"{stage.name}: ")

@@ -255,7 +255,7 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
 def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
     """Yield a temporary folder, add the digests of its files, and rename it to `target`.
 
-    After a failure, remove the temporary folder.
+    If the `with` block fails, remove the temporary folder instead.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):

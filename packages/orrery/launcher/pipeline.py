@@ -1,6 +1,6 @@
 """Plan a run's stages on this site: as text, as files, and as the Snakefile's pipeline.
 
-In the text, <word> stands for a run folder, image or job that does not exist yet.
+In the text, a word in <> stands for a run folder, image or job that does not exist yet.
 """
 
 import os

@@ -53,7 +53,7 @@ class Preemption:
     def poll(self) -> Outcome | None:
         """Request a checkpoint when preemption is due. Return the outcome of a preempted stage.
 
-        Return None until the stage has ended or its time is over.
+        Return None until the stage's processes have ended or their time is over.
         """
         stage = self.stage
         if not stage.is_preempted:
@@ -131,7 +131,7 @@ def _job_ends_at_s(job: Job) -> float | None:
 def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False) -> str:
     """End the run and return its last message.
 
-    With `checkpoint`, ask the run to write one and end, and return at once.
+    With `checkpoint`, ask the run to write a checkpoint and end, and return without waiting.
     """
     name = run_dir.name
     holder = lock_holder(run_dir)

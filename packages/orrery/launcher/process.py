@@ -2,8 +2,8 @@
 
 - The process has its own session, so Ctrl-C does not reach it, and its group can be killed.
 - SIGTERM goes to the process alone, because an engine ends its own workers in order.
-- Trainers and engines are pinned to neighbouring cores. If a stage has both, each role gets half of
-  the cores.
+- Each trainer or engine is pinned to neighbouring cores. If a stage has both, trainers get half of
+  the cores, and engines get the other half.
 """
 
 import os
@@ -30,7 +30,7 @@ from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
 PROCESS = "ORRERY_PROCESS"  # variable with process and incarnation, such as `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
-MAX_THREADS = 4  # More threads do not speed up a model on CPUs.
+MAX_THREADS = 4  # most threads of a process. More do not speed up a model on CPUs.
 LOOPBACK = "127.0.0.1,localhost"
 
 
@@ -70,7 +70,7 @@ class Process:
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the fatal signal's number, or None while running."""
+        """Return the exit code, or minus the number of the fatal signal. None: still running."""
         return self._popen.poll()
 
     @property

@@ -44,8 +44,8 @@ from orrery.runtime.timing import scaled
 
 WITHIN_S = 60.0  # time limit of git, an image's Python and nvidia-smi
 READ_S = 600.0
-KEPT_BYTES = 2**20  # the diff omits larger untracked files
-WHOLE_BYTES = 64 * 2**30  # larger weights are compared by size only
+KEPT_BYTES = 2**20  # size above which the diff omits an untracked file
+WHOLE_BYTES = 64 * 2**30  # total size of weights above which only their sizes are compared
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
 )
@@ -98,9 +98,9 @@ def record(
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
     - `code` and `software` are examined now if None.
-    - `images`: facts about each role's image, from an `ImageReader`.
-    - `secrets`: further texts to strike out, such as the token.
-    - `engine_restarts`: number by process.
+    - `images`: facts about the image of each role, from an `ImageReader`.
+    - `secrets`: further texts to strike out of the receipt, such as the token.
+    - `engine_restarts`: number of restarts, by process.
     - `endings`: "exit code 0" or a signal such as "SIGKILL", by process.
     - `job_script`: the result of `script_facts`, or None outside Slurm.
     """
@@ -213,6 +213,7 @@ def code_changes(before: CodeState, after: CodeState) -> str:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
+    """Return the receipt's entries by stage. Without a readable receipt, return {}."""
     try:
         return read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
@@ -445,9 +446,9 @@ def verify(
 ) -> list[str]:
     """Verify the files that `stage` reads, and write their digests to `inputs.json`.
 
-    Return the earlier stages whose files the receipt does not list. For the first file that
-    differs, raise OrreryError that ends with `remedy(STAGE)`, where STAGE wrote the file. Return
-    early once `stop()` is true.
+    Return the earlier stages whose files the receipt does not list. Raise OrreryError for the first
+    file that differs. The message ends with `remedy(STAGE)`, where STAGE wrote the file.
+    Return early once `stop()` is true.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
     told, unknown = recorded(run_dir), []

@@ -145,7 +145,7 @@ def place_site(
     shard: int | None,
     rewinds: bool = False,
 ) -> None:
-    """Write this site's settings into the run's folder, outside the manifest."""
+    """Write this site's addresses, name and shard into the run's folder, outside the manifest."""
     run = find(word)
     if run.manifest.trainer.elastic is None and run.manifest.orchestrator.guests is None:
         raise OrreryError(
@@ -223,7 +223,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
 
 
 def _begin(run: Run) -> None:
-    """Create the run's folder and manifest. After an OSError, remove a new folder."""
+    """Create the run's folder and manifest. After an OSError, remove a folder created here."""
     is_new = not run.path.exists()
     try:
         begin(run.path)

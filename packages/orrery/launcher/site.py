@@ -1,6 +1,6 @@
 """The site file (TOML): settings of a cluster. They do not change a run's id.
 
-Its path is ORRERY_SITE, or `site.toml` in the checkout.
+ORRERY_SITE is its path. The default is `site.toml` in the checkout.
 """
 
 import os
@@ -206,7 +206,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # A misspelt key is also reported as missing, so report it first.
+    # A misspelt key is also reported as a missing key, so report the misspelt key first.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

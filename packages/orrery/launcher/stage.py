@@ -48,7 +48,7 @@ TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to run. `num_devices` is None on CPUs, `allocation` for local processes.
+    """A stage to run. `num_devices` is None on CPUs. `allocation` is None for local processes.
 
     `max_restarts`: most engine restarts within a day.
     """
@@ -133,7 +133,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # Slurm kills a role's other ranks some time after one rank has ended.
+        # Slurm kills the other ranks of a step some time after one rank has ended.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -206,8 +206,8 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
     """Kill descendants of roles that left their process groups.
 
-    They descend from the launcher, with `start` in their environment. With `incarnation`, kill only
-    descendants of that incarnation.
+    They are descendants of the launcher, with the attempt's `start` in their environment. With
+    `incarnation`, kill only descendants of that incarnation.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -250,7 +250,7 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
     """Save the checkpoints whose copies in shared memory have outlived their trainers or savers.
 
-    Wait for running savers first. Then copy the checkpoint to `target`, if not "".
+    Wait for running savers first. Then copy the checkpoint to `target`, unless `target` is "".
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
     # Rank 0 waits for other ranks' files, so its folder comes last.

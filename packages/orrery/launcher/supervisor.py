@@ -204,7 +204,7 @@ class Supervisor:
     def _finish_saves(self, outcome: Outcome) -> Outcome:
         """Wait for savers that have outlived their trainers, until the next Ctrl-C.
 
-        In a Slurm job, stop early enough to requeue it.
+        At the end of a Slurm job, stop waiting early enough to requeue the job.
         """
         stage, received = self.stage, len(self.stage.interrupts.received)
         limit_s = self.preemption.saved_by_s if outcome.requeue == "ask" else math.inf

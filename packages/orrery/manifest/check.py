@@ -34,6 +34,7 @@ def nearest(name: str, among: list[str]) -> str | None:
 
 
 def some_of(name: str, among: list[str]) -> str:
+    """Return a phrase with the number of names in `among` and the three closest to `name`."""
     like = difflib.get_close_matches(name, among, n=3, cutoff=0.0)
     return f"there are {len(among)}, such as {', '.join(like)} (`orrery check` lists them)"
 
@@ -95,6 +96,7 @@ def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
 
 
 def misspelt(path: str, given: list[str]) -> str | None:
+    """Return a sentence if a name in `given` looks like a misspelling of the field `path`."""
     *parents, name = path.split(".")
     siblings = _walk((*parents, name))[1]
     unknown = [each for each in given if each not in siblings]

@@ -110,7 +110,7 @@ def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     """Run `orrery.tasks.check` on (name, manifest) pairs. Return the notes that it prints.
 
     Raise OrreryError for the first task that cannot be built or does not fit. If one of
-    `TASK_PACKAGES` is missing, the init stage checks the tasks.
+    `TASK_PACKAGES` is missing, note that the init stage checks the tasks.
     """
     if not manifests:
         return []
@@ -332,7 +332,7 @@ def explain(
 
 
 def run_app(program: Callable[[], object]) -> int:
-    """Run a command line. Print an OrreryError as one line, and return its exit code."""
+    """Run a command line. Print an OrreryError as one line on stderr and return its exit code."""
     try:
         program()
     except OrreryError as error:

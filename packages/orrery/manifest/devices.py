@@ -4,7 +4,7 @@
   bytes per second to another device in one direction. `rates/` has measured rates.
 - Other devices get a name from their driver's data: `l40g_sm89_44gb` is an L40G of compute
   capability 8.9 with 44 GiB. Each rate is the lowest in `DEVICES` for this capability, or for the
-  next lower one in `DEVICES`.
+  next lower capability that has a row.
 - Devices without a file in `rates/` are assumed to reach an H200's share of their data sheet.
 """
 
@@ -126,6 +126,7 @@ def accelerator_of(name: str) -> str | None:
 
 
 def told_accelerator(name: str, capability: tuple[int, int], memory_bytes: int) -> str:
+    """Return a name such as "l40g_sm89_44gb" from the driver's data."""
     major, minor = capability
     return f"{_short(name)}_sm{major}{minor}_{memory_bytes >> 30}gb"
 
@@ -184,6 +185,7 @@ ALIGNMENT = 128  # slice sizes are multiples of this tile size of matrix product
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
+    """Return the tokens that the LM head scores at a time if `lm_head_chunk_tokens` is "auto"."""
     tokens = device_bytes // (AUTO_SHARE * 6 * vocab_size)
     return max(ALIGNMENT, tokens // ALIGNMENT * ALIGNMENT)
 
@@ -213,8 +215,8 @@ class Rates:
     - `dense_flops`: matrix products in bfloat16.
     - `grouped_flops`: products of routed experts in bfloat16.
     - `attention_flops`: rate that attention approaches in long documents.
-    - `attention_half_tokens`: document length at half of this rate.
-    - `link_bytes`: copies to another device of the node, in one direction.
+    - `attention_half_tokens`: document length at which attention reaches half of this rate.
+    - `link_bytes`: copies to another device of the same node, in one direction.
     - `host_link_bytes`: copies to pinned host memory, in one direction.
     - `collective_bytes`: all-gathers and reduce-scatters during computation.
     """

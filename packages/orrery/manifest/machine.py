@@ -48,7 +48,7 @@ CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / GPU memory. True: the train
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as `nvidia-smi` reports it. None: not reported."""
+    """A GPU as `nvidia-smi` reports it. A field is None if `nvidia-smi` does not report it."""
 
     name: str
     memory_bytes: int | None

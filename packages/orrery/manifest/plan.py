@@ -2,8 +2,8 @@
 
 - `ends` "itself": the process ends when its work is done. "with_stage": the process is a server. It
   is stopped when all "itself" processes have exited with 0.
-- With several nodes, each node belongs to one group, in the order inference (or prefill and
-  decode), trainer. All other roles run on the first node.
+- In a stage of several nodes, each node belongs to one group. The groups in order are inference (or
+  prefill and decode) and trainer. All other roles run on the first node.
 """
 
 from collections.abc import Iterator
@@ -56,6 +56,8 @@ class ProcessPlan:
 
 @dataclass(frozen=True)
 class NodeGroup:
+    """Nodes `first_node` .. `first_node + num_nodes - 1` of a stage."""
+
     name: str
     first_node: int
     num_nodes: int
@@ -169,6 +171,7 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 
 
 def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
+    """Yield the processes of all engines. If the run has one node, all are on node 0."""
     hardware = manifest.hardware
     device, num_headless = 0, 0
     for engine in range(manifest.inference.num_replicas):
@@ -272,7 +275,7 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return why the run cannot start, learn or compile, and which work it repeats."""
+    """Return notes on why the run cannot start, learn or compile, and on work that it repeats."""
     told = refusal(manifest)
     said = [] if told is None else [f"  note: {told}"]
     if told is not None:

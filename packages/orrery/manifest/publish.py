@@ -1,7 +1,7 @@
 """Publish files and folders by renames that survive a power cut, and hash files.
 
 - A file is written under a temporary name, synced and renamed. Then its folder is synced.
-- A marker is published after its files, so its existence means that they are complete.
+- A marker is published after its files, so the files are complete if the marker exists.
 - Not synced are logs, metrics, samples, health, endpoints, scratch disks, and weights and batches
   in transit.
 """
@@ -25,6 +25,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def publish_file(temporary: Path, path: Path) -> None:
+    """Rename `temporary` to `path` in the same folder, durably."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
@@ -39,7 +40,7 @@ def publish_folder(temporary: Path, folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync all files and folders below a folder, inner folders first."""
+    """Sync all files and folders below a folder, inner folders first, then the folder."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             if not os.path.islink(path := os.path.join(parent, name)):
@@ -55,6 +56,7 @@ def sync_folders(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, durably."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -93,6 +95,7 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def is_data(path: PurePath) -> bool:
+    """Return whether a path inside a dataset names a visible data file."""
     return path.suffix in DATA_SUFFIXES and not any(part[0] == "." for part in path.parts)
 
 

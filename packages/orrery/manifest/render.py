@@ -22,7 +22,7 @@ T = TypeVar("T")
 MAX_NESTING = 500
 PRETRAINED = "_pretrained.libsonnet"  # suffix of the axis files that `orrery fetch model` writes
 FETCHED = "_fetched.libsonnet"  # suffix of the files that `orrery fetch dataset` writes
-# If `_import` raised instead of returning failing code, the binding would garble the message.
+# Jsonnet code that fails. If `_import` raised instead, the binding would garble the message.
 _FAILS = b"error 'import'"
 _MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # error of lib/run.libsonnet
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
@@ -139,6 +139,7 @@ def _names(workspace: Workspace, path: Path) -> list[str]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
+    """Return the values of `of_file` for all files, by run name. Refuse two runs of one name."""
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
@@ -158,6 +159,8 @@ def _of_all_files(
 
 
 def file_of(workspace: Workspace, name: str) -> Path | None:
+    """Return the file that defines run `name`, or None. Ignore files that cannot be evaluated."""
+
     def of_file(path: Path) -> dict[str, Path]:
         with suppress(OrreryError):
             return {name: path} if name in _names(workspace, path) else {}

@@ -34,6 +34,7 @@ def split_of(name: str) -> str:
 
 
 def main_split(names: Iterable[str]) -> str:
+    """Return "train" if there is such a split, else the first file's split."""
     splits = [split_of(name) for name in sorted(names, key=PurePosixPath)]
     return "train" if "train" in splits else splits[0]
 
@@ -44,6 +45,7 @@ def files_of(names: Iterable[str], split: str, shard: Shard = (0, 1)) -> list[st
 
 
 def files_to_fetch(names: Iterable[str], shard: Shard) -> list[str]:
+    """Return the shard's files of the main split, and all files of other splits."""
     names = list(names)
     split = main_split(names)
     if (count := len(files_of(names, split))) < shard[1]:
@@ -58,6 +60,7 @@ def files_to_fetch(names: Iterable[str], shard: Shard) -> list[str]:
 
 
 def sums_text(digests: Mapping[str, str]) -> str:
+    """Return lines for `sha256sum -c` from digests by path."""
     ordered = sorted(digests, key=PurePosixPath)
     return "".join(f"{digests[name]}  {name}\n" for name in ordered)
 
@@ -71,6 +74,7 @@ def write_data_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def data_sums(folder: Path) -> dict[str, str]:
+    """Return the sha256 in DATA_SUMS of each data file by path. Return {} without DATA_SUMS."""
     file = folder / DATA_SUMS
     return read_sums(file.read_text().splitlines()) if file.is_file() else {}
 
@@ -119,6 +123,7 @@ def check_held(path: Path, split: str | None, shard: Shard | None = None) -> Non
 
 
 def fetch_command(folder: Path, shard: Shard | None) -> str:
+    """Return the command that fetches a shard, or without `shard` the whole dataset."""
     option = f" --shard {shard[0]}/{shard[1]}" if shard else ""
     sums = folder / SUMS
     first = sums.read_text().partition("\n")[0] if sums.is_file() else ""

@@ -93,7 +93,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Return the MTP layers in the weights. `config.json` may state more."""
+    """Return the number of MTP layers in the weights. `config.json` may state more layers."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated
@@ -101,6 +101,7 @@ def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
 
 
 def _is_readable(quantization: Any) -> bool:
+    """Return whether `hf_folder.read` supports the weights: plain, or in FP8 blocks."""
     blocks = [FP8_BLOCK, FP8_BLOCK]
     return not quantization or (
         quantization.get("quant_method") == "fp8"

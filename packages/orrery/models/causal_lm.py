@@ -92,10 +92,10 @@ class CausalLm(nn.Module):
 
         - `token_ids`, `positions`: i64 [T].
         - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
-        - `routed_experts`: integers [T, L, K], routes to replay (see `Router`).
-        - `engine_keys`: u8 [T, I, B], an engine's chosen keys for each of I indexers (see
-          `key_bits`).
-        - `is_padding`: bool [T], tokens that the indexers' loss and experts' load exclude.
+        - `routed_experts`: integers [T, L, K], an engine's routes to replay (see `Router`).
+        - `engine_keys`: u8 [T, I, B], B bytes with the keys that an engine chose, for each of I
+          indexers (see `key_bits`).
+        - `is_padding`: bool [T], tokens that the indexers' loss and the experts' load exclude.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
         replayed = routed_experts_TLK, engine_keys_TIB

@@ -40,7 +40,7 @@ _NAMES: Names = {
         "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
     ),
 }
-# Fields of rope_type "llama3" → fields of `model.rope_scaling`.
+# transformers' fields of rope_type "llama3" → fields of `model.rope_scaling`.
 LLAMA3_FIELDS = {
     "factor": "factor",
     "low_freq_factor": "low_frequency_factor",
@@ -52,7 +52,7 @@ LLAMA3_FIELDS = {
 _GLM4_ONLY = ("partial_rotary_factor", "use_qk_norm")
 
 
-# Fields of rope_type "yarn" → fields of `model.rope_scaling`.
+# transformers' fields of rope_type "yarn" → fields of `model.rope_scaling`.
 YARN_FIELDS = {
     "factor": "factor",
     "beta_fast": "fast_turns",
@@ -232,7 +232,7 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# The first and the last module read tied embeddings, so these belong to the root.
+# Tied embeddings belong to the root, because the first and the last module read them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
 # Old checkpoints store rotary frequencies.
@@ -256,8 +256,8 @@ def build(
 ) -> CausalLm:
     """Return the manifest's network with NaN parameters, or without storage on "meta".
 
-    Fill it by `weights.initialize` or `.load`. Raise OrreryError if a needed transformers is
-    missing, or if the model is not supported.
+    Fill it by `orrery.models.weights.initialize` or `.load`. Raise OrreryError if transformers is
+    needed but missing, or if the model is not supported.
     """
     with torch.device("meta"):
         module = _network(model)

@@ -1,7 +1,7 @@
 """Quantize weights to FP8 once per optimizer step, with the values that engines receive.
 
-Layers in `model.fp8` have lists `<name>_fp8` of quantized weights, as in `kernels/fp8`. If a list
-is empty, each forward pass quantizes the weight anew.
+A layer that `model.fp8` selects has lists `<name>_fp8` of quantized weights, in the format of
+`kernels/fp8`. If a list is empty, each forward pass quantizes the weight anew.
 """
 
 from collections.abc import Iterable, Iterator

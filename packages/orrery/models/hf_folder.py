@@ -39,14 +39,15 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 TIED_HEAD = "lm_head.weight"
-FP8 = "F8_E4M3"
+FP8 = "F8_E4M3"  # safetensors' name
 
 
 @dataclass(frozen=True)
 class HfTensor:
     """One tensor of a checkpoint: the part `box` of our parameter `parameter_name`.
 
-    An expert's tensor lacks our expert dimension. MTP tensors have an empty `parameter_name`.
+    The tensor of one expert lacks the expert dimension of our parameter. MTP tensors have an empty
+    `parameter_name`.
     """
 
     name: str
@@ -289,7 +290,7 @@ def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list
     return tensors
 
 
-# Field of `config.json` → field of `model`. The family fixes other fields.
+# Field of `config.json` → field of the manifest's model. The family fixes other fields.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",

@@ -35,7 +35,7 @@ from orrery.models.causal_lm import CausalLm, Names
 
 # transformers lists these types as causal, but their tokens attend to later tokens.
 NOT_CAUSAL = ("cpmant", "xlnet")
-# Field of `model` → names in configs. A type of config has at most one of them.
+# Field of the manifest's model → names in configs. A type of config has at most one of them.
 FIELDS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -115,6 +115,7 @@ def check_type(config: PreTrainedConfig) -> None:
 
 
 def find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
+    """Return the first of `names` that the type of `config` defines and that is not None."""
     known = {*dir(type(config)), *config.attribute_map, *(one.name for one in fields(config))}
     found = (name for name in names if name in known and getattr(config, name) is not None)
     return next(found, None)
@@ -322,10 +323,10 @@ class _PassthroughHead(nn.Identity):
 
 
 class Head(nn.Module):
-    """Map hidden states to log-probs and entropies, like `LmHead`.
+    """Map hidden states to log-probs and entropies, with the interface of `LmHead`.
 
-    If the network changes logits, its own `forward` processes chunks of logits, again in the
-    backward pass.
+    If the network changes logits, transformers' own `forward` processes chunks of logits, and does
+    so again in the backward pass.
     """
 
     def __init__(
@@ -457,6 +458,7 @@ def _as_linear(head: Head) -> nn.Linear:
 
 
 def _nan_copy(owner: nn.Module) -> nn.Module:
+    """Return a copy with NaN parameters and buffers on the CPU. Share the child modules."""
     filled = copy.copy(owner)
     filled._parameters, filled._buffers = {}, {}
     for key, one in owner._parameters.items():

@@ -48,9 +48,9 @@ class ChosenKeys(NamedTuple):
     """
 
     chosen_TK: Tensor  # i32 indices of keys, −1 for none
-    score_TK: Tensor | None = None  # f32, the chosen keys' scores
-    kl: Tensor | None = None  # f32 [], sum of losses
-    differ: Tensor | None = None  # i64 [2], sum of `engine_keys`' counts
+    score_TK: Tensor | None = None  # f32, the indexer's scores of the chosen keys
+    kl: Tensor | None = None  # f32 [], sum of the losses so far
+    differ: Tensor | None = None  # i64 [2], sum of the counts of `engine_keys`
 
 
 class KeyIndexer(nn.Module):
@@ -78,6 +78,7 @@ class KeyIndexer(nn.Module):
         return self.wk.weight.requires_grad and torch.is_grad_enabled()
 
     def in_fp8(self, x_TD: Tensor) -> bool:
+        """Return whether keys are chosen in FP8, with the arithmetic of vLLM's engines."""
         return sparse_index_fp8.supports(x_TD, self.indexer.num_heads, self.indexer.head_dim)
 
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
@@ -113,9 +114,8 @@ class KeyIndexer(nn.Module):
 
         - `q_TC`: output of `q_a_layernorm`.
         - `keys`: results of the method `keys`, gathered from all ranks.
-        - `ranges`: first and last key that each query may choose, i32 [T] each. `longest`: tokens
-          of the longest document.
-
+        - `ranges`: first and last key that each query may choose, i32 [T] each.
+        - `longest`: tokens of the longest document.
         - `engine_keys`: an engine's choice, compared with this one if `longest` > `top_k`. If
           `replays`, its valid rows replace this choice.
         """
@@ -220,8 +220,8 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, ChosenKeys | None]:
         """Return the output [T, D] and the `choice` for the next layer.
 
-        A layer with an indexer replaces the previous layer's `choice` if attention is sparse or the
-        indexer learns. Sparse attention reads the returned choice.
+        `choice` comes from the previous layer, or is None. A layer with an indexer replaces it if
+        attention is sparse or the indexer learns. Sparse attention reads the returned choice.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -296,7 +296,10 @@ class LatentAttention(nn.Module):
         return out_THK[..., : self.mla.value_head_dim]
 
     def expand(self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, and each head's keys and values from latent ones, padded to one width."""
+        """Return queries, and each head's keys and values from latent ones.
+
+        Zeros pad all three to one width.
+        """
         mla = self.mla
         latent_SC, k_SR = kv_SW.split((mla.kv_lora_rank, mla.rope_head_dim), dim=-1)
         expanded = self.kv_b_proj(latent_SC).unflatten(-1, (q_THN.shape[1], -1))
@@ -314,7 +317,8 @@ class LatentAttention(nn.Module):
     def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
         """Return queries [T, H, W] for latent keys.
 
-        The first C columns are q_THN times the key part of `kv_b_proj`, the others q_THR.
+        The first C columns are q_THN times the key part of `kv_b_proj`. The other columns are
+        q_THR.
         """
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
@@ -349,6 +353,7 @@ def train_indexers(module: nn.Module) -> None:
 
 
 def replay_choices(module: nn.Module) -> None:
+    """Let each indexer use an engine's keys, if given, instead of its choice."""
     for one in module.modules():
         if isinstance(one, KeyIndexer):
             one.replays = True

@@ -35,7 +35,8 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
     """Return each linear layer's output.
 
-    `fp8`: quantized weights. If empty, this call quantizes. None: the products are not in FP8.
+    `fp8` holds the layers' quantized weights. If it is empty, this call quantizes them. If it is
+    None, the products are not in FP8.
     """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
@@ -47,7 +48,7 @@ def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate x) · up x).
 
-    `gate_up_fp8`, `down_fp8`: quantized weights (`fp8.py`), or None outside FP8.
+    `gate_up_fp8`, `down_fp8`: quantized weights (`fp8.py`), or None if the layer is not in FP8.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, is_fp8: bool = False) -> None:
@@ -79,7 +80,7 @@ class Adapter(nn.Module):
         return F.linear(F.linear(x, a), b)
 
     def scaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return a and the scaled b. Scaling the output would cost more."""
+        """Return a and the scaled b. Scaling the output instead would cost more."""
         return self.a.to(dtype), (self.b * self.scale).to(dtype)
 
 
@@ -111,7 +112,7 @@ def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
 
 
 def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """Divide low frequencies by `factor` (YaRN), with linear interpolation in the index."""
+    """Divide low frequencies by `factor` (YaRN). Interpolate linearly in the frequency's index."""
     half = frequency.shape[0]
 
     def index(turns: float) -> float:
@@ -216,8 +217,9 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
 
-        `replayed_TK` sets the ids (router replay). The router still gives scores and gradients. The
-        number, i64 [], counts replayed ids that the router did not choose. None: no replay.
+        `replayed_TK` sets the ids (router replay). The router still gives scores and gradients.
+        The number, i64 [], counts replayed ids that the router did not choose. It is None without
+        replay.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -314,11 +316,15 @@ class LocalExchange(nn.Module):
 
 
 class RouteCounts(NamedTuple):
+    """Counts of one mixture in one forward pass."""
+
     load_E: Tensor  # i64, number of tokens of each expert, without padding
     num_differing: Tensor | None  # i64 [], see `Router.forward`
 
 
 class MixtureOfExperts(nn.Module):
+    """Routed experts, and all shared experts as one feed-forward."""
+
     def __init__(
         self,
         hidden_size: int,

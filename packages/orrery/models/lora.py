@@ -60,6 +60,7 @@ def adapters(module: nn.Module) -> Iterator[tuple[str, Adapter]]:
 
 @torch.no_grad()
 def initialize(module: nn.Module, seed: int) -> None:
+    """Fill this rank's part of all adapters."""
     for name, adapter in adapters(module):
         local_tensor(adapter.b).zero_()
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
@@ -80,7 +81,7 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
 def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
     """Return this rank's shard of `weight` merged with its adapter, on the shard's device.
 
-    A collective unless both are sharded alike.
+    This is a collective unless weight and adapter are sharded alike.
     """
     *stack, rows, columns = local_box(weight)
     rank, local = (0, adapter.a.shape[-2]), local_tensor(weight.detach())

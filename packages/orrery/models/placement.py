@@ -20,7 +20,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole tensor. A collective if it is sharded."""
+    """Return the whole tensor. This is a collective if the tensor is sharded."""
     if not isinstance(parameter, DTensor):
         return parameter
     mesh, local = parameter.device_mesh, parameter.to_local()
@@ -78,6 +78,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def relative(box: Box, origin: Box) -> Box:
+    """Return `box` relative to the first corner of `origin`."""
     pairs = zip(box, origin, strict=True)
     return tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
 

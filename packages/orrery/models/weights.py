@@ -131,6 +131,7 @@ def _open_pretrained(
 
 
 def _allocate(module: CausalLm) -> None:
+    """Allocate a module on "meta" on its mesh's device, or on the CPU if not sharded."""
     parameters = list(module.parameters())
     if not any(parameter.is_meta for parameter in parameters):
         return
@@ -186,8 +187,8 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
 
-    Copy MTP layers from the folder `start`. Keep other files in `directory`. A collective if
-    sharded: ranks write in parallel, and each holds at most one file in host memory.
+    Copy MTP layers from the folder `start`. Keep other files in `directory`. This is a collective
+    if sharded: ranks write in parallel, and each holds at most one file in host memory.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -249,7 +250,7 @@ def unwrapped_name(parameter_name: str) -> str:
 
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
-    """Return the checkpoint's tensors in writing order. No collective."""
+    """Return the checkpoint's tensors in writing order. This is no collective."""
     tensors = []
     for name, tensor in _checkpoint_state(module).items():
         key, layer = unwrapped_name(name), ""
@@ -279,6 +280,7 @@ def _split(hf_name: str, name: str, tensor: Tensor, part: int, num_parts: int) -
 
 
 def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
+    """Return the parameters without adapters, then the persistent buffers."""
     adapting = {parameter for _, adapter in adapters(module) for parameter in adapter.parameters()}
     named = module.named_parameters()
     state: dict[str, Tensor] = {name: one for name, one in named if one not in adapting}
@@ -293,7 +295,7 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, detached tensor) in the order of `hf_tensors`.
 
-    A collective on a sharded module. Otherwise, tensors are views of parameters.
+    This is a collective on a sharded module. Otherwise, tensors are views of parameters.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
     # One parameter's tensors are adjacent, so only one gathered parameter is in memory.
@@ -308,7 +310,7 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (PEFT name, tensor in `dtype`) of all adapters. A collective if sharded.
+    """Yield (PEFT name, tensor in `dtype`) of all adapters. This is a collective if sharded.
 
     `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale. If one parameter is several HF
     tensors, they get the same `lora_A`. Experts are not supported.
@@ -327,7 +329,7 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
 def named_hf_slices(
     module: CausalLm, replacements: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-    """Yield (HF tensor, box in it, this rank's data). No collective and no copy.
+    """Yield (HF tensor, box in it, this rank's data). This is no collective and makes no copy.
 
     Replicas yield equal boxes. `replacements`: shards to yield instead, by our parameter name.
     """

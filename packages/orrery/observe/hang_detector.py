@@ -101,7 +101,7 @@ def _abandoned(
 ) -> Stall | None:
     """Return the stall of processes that wait only for done processes for over `deadlock_s`.
 
-    Messages may arrive long after their sender's end.
+    The limit is long, because messages may arrive after their sender's end.
     """
     quiet = {name for name, health in processes.items() if now_s - health.time_s > deadlock_s}
     done = {name: health for name, health in processes.items() if health.doing == DONE}
@@ -126,6 +126,7 @@ def hung_s(health: Health, now_s: float) -> float | None:
 
 
 def awaited(health: Health, living: Mapping[str, Health]) -> list[set[str]]:
+    """Return, for each open wait, the awaited living processes."""
     return [_named(wait.what, living) for wait in health.waits]
 
 
@@ -167,6 +168,7 @@ def _deadline(health: Health) -> float | None:
 
 
 def _chain(start: str, living: Mapping[str, Health]) -> tuple[str, ...]:
+    """Return the chain of waits from `start`, up to a process that awaits no further process."""
     chain = [start]
     while True:
         wait = living[chain[-1]].wait
@@ -319,8 +321,8 @@ class _SeenHealth:
 class HealthView:
     """Convert health to the reader's monotonic clock, because wall clocks differ and can be set.
 
-    - A change's time is when the reader first saw it. A deadline keeps its distance from its wait's
-      or activity's start. The clock stops while the host is suspended.
+    - A change's time is when the reader first saw it. A deadline keeps its distance from the start
+      of its wait or activity. The clock stops while the host is suspended.
     - A gap of more than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
     - `changed_s` orders changes of processes. It shifts a host's clock by the smallest delay seen.
     """

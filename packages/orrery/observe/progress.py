@@ -1,6 +1,7 @@
 """Show a running stage as a live panel or one line, and pass its metric rows to sinks.
 
-- TensorBoard files lie in `metrics/tensorboard/<stage>/<process>`. W&B needs WANDB_PROJECT.
+- TensorBoard files lie in `metrics/tensorboard/<stage>/<process>`. W&B needs the site's
+  WANDB_PROJECT.
 - A value is named `<event>/<value>`, in nested dicts `<event>/<name>/<value>`. A role's name
   replaces a missing event. SUBJECTS follow the event: `evaluation/<task>/reward_mean`.
 - TensorBoard's step is the row's `step`, else its `version`, else seconds since the first row.
@@ -175,6 +176,7 @@ STAMPS = ("time_s", "stage", "attempt", "step", "event", "version", *SUBJECTS)
 
 
 def scalars(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    """Yield the named numbers of a row. Skip texts, lists and nulls."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from scalars(value, f"{prefix}/{name}")
@@ -202,7 +204,7 @@ class TensorBoardSink:
         self._first_s = self._first_s or row["time_s"]
         if not values:
             return
-        # These imports are slow, and not every stage writes rows.
+        # Import late: these imports are slow, and not every stage writes rows.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -104,7 +104,7 @@ class FewShot:
 
     - A chat begins with the message `system`, if any, and `num_examples` demonstrations.
     - All seeds and splits share the examples, so engines cache this prefix once per policy version.
-      With a `split`, they come from its training side.
+      They come from the training side of an inner task with a `split`.
     """
 
     class Args(Record):

@@ -106,6 +106,7 @@ class Calculator:
 
 
 def text_calls(text: str) -> list[str]:
+    """Return the text between the first `calculator(` and the last `)` of each line."""
     calls = []
     for line in text.split("\n"):
         _, opened, behind = line.partition(f"{TOOL.name}(")
@@ -116,7 +117,7 @@ def text_calls(text: str) -> list[str]:
 
 
 def result(call: ToolCall) -> str:
-    """Return a number, or a text that begins with `error`."""
+    """Return the result of a call: a number, or a text that begins with `error`."""
     if call.name != TOOL.name:
         return "error no such tool"
     if set(call.arguments) != {"input"} or not isinstance(call.arguments["input"], str):

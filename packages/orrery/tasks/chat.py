@@ -120,7 +120,7 @@ class Renderer:
     ) -> list[Example]:
         """Return the `example` of each (place, messages, tools), encoded on all CPU cores.
 
-        An OrreryError begins with the place, such as `problems.jsonl:7`.
+        An OrreryError begins with the chat's place, such as `problems.jsonl:7`.
         """
         parts = []
         for place, messages, tools in chats:

@@ -76,7 +76,7 @@ def check(manifest: Manifest) -> list[str]:
 
 
 def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequence[Role]) -> int:
-    """Check a task's first problems. Return the tokens of the longest prompt."""
+    """Check a task's first problems. Return the number of tokens of the longest prompt."""
     try:
         with _limited(use):
             return _longest_prompt_tokens(use, renderer, roles)
@@ -133,6 +133,7 @@ def _verdict(use: TaskUse) -> str | None:
 
 
 def _repeated_problems(manifest: Manifest, num_rows: int) -> Iterator[str]:
+    """Yield a note for each evaluation with more problems than the task's `num_rows` rows."""
     if len(manifest.tasks.evaluation) > 1:
         return
     evaluation = manifest.orchestrator.evaluation
@@ -175,12 +176,12 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """The CPU time is over. No Exception, because a task may catch Exceptions."""
+    """The CPU time is over. This is no Exception, because a task may catch Exceptions."""
 
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError after the task's limit of CPU time. Only in the main thread."""
+    """Raise OrreryError after the task's limit of CPU time. This works only in the main thread."""
     limit_s = MAX_CPU_S + _file_bytes(use.args) / BYTES_PER_S
 
     def stop(*_: Any) -> None:
@@ -213,7 +214,7 @@ def _file_bytes(args: dict[str, Any]) -> int:
 
 @cache
 def _task(use: str) -> Task:
-    """Cached, because a task's problems are slow to draw."""
+    """Return the task. Cached, because its problems are slow to draw."""
     return make(TaskUse.model_validate_json(use))
 
 

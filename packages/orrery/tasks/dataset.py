@@ -65,6 +65,8 @@ def filled(template: str, row: dict[str, Any]) -> str:
 
 
 class ProblemFile(Record):
+    """A file of problems, or the `split` of a folder."""
+
     kind: Literal["source"]
     path: str
     sha256: Sha256
@@ -244,7 +246,7 @@ class Dataset(SingleTurn):
         return [*self._messages(row), Message("assistant", filled(self.args.answer, row))]
 
     def check_rows(self, tokens: Callable[[Problem], int] | None, most_tokens: int) -> int:
-        """Check all rows of the side. Return their number.
+        """Check all rows of the side. Return the number of rows.
 
         `tokens` returns the number of tokens of a problem's prompt. Raise OrreryError if:
 
@@ -379,6 +381,8 @@ ROW_S = 10.0  # time limit of a row, scaled
 
 
 class RowFailed(Exception):
+    """The fork ended while it checked `row`."""
+
     def __init__(self, row: int, how: str):
         super().__init__(how)
         self.row = row

@@ -25,10 +25,10 @@ class DataRows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Raise ValueError if the row is not an object."""
+        """Return row `index`. Raise ValueError if the row is not an object."""
 
     def place(self, index: int) -> str:
-        """Return a place for error messages, such as `problems.jsonl:7`."""
+        """Return the place of row `index` for error messages, such as `problems.jsonl:7`."""
 
 
 def open_rows(path: Path, split: str | None = None) -> DataRows:

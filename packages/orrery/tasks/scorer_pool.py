@@ -1,7 +1,7 @@
 """A pool of processes that run scorers, because some scorers execute answers.
 
-- Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED,
-  from the launcher or the pool.
+- Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
+  The launcher sets it for roles, and the pool sets it for its processes.
 - Requests are served in order. LIMIT_S limits the scoring of an answer, without its wait.
 - `score_once` caches the newest KEPT_SCORES scores, because a group often has equal answers.
 - A process that fails is replaced. The failure raises OrreryError, and never gives a score of 0.
@@ -47,7 +47,7 @@ class ScorerPool:
         self._scores: dict[bytes, asyncio.Future[float | None]] = {}
 
     async def score_once(self, kind: str, request: Any, text: str) -> float | None:
-        """Return `score`, from the cache if possible. None is not cached."""
+        """Return `score` of the same arguments, from the cache if possible. None is not cached."""
         content = json.dumps([kind, request, text]).encode()
         key = hashlib.blake2b(content, digest_size=16).digest()
         scoring = self._scores.get(key)
@@ -56,7 +56,7 @@ class ScorerPool:
             scoring.add_done_callback(partial(self._forget_failure, key))
             if len(self._scores) > KEPT_SCORES:
                 del self._scores[next(iter(self._scores))]
-        # If a call is cancelled, the scoring must continue for others.
+        # If one call is cancelled, the scoring must continue for other calls.
         return await asyncio.shield(scoring)
 
     def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:

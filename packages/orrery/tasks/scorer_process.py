@@ -127,6 +127,7 @@ def _answer(
 
 
 def _read(reader: int, until_s: float) -> bytes:
+    """Return the fork's output, or b"" if it is too long or too late."""
     output = b""
     while len(output) <= MAX_BYTES:
         if not select.select([reader], [], [], max(0.0, until_s - time.monotonic()))[0]:

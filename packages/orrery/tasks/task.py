@@ -26,14 +26,14 @@ HELD_OUT = 1 / 8
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call in free text has the arguments `{"input": text}`."""
+    """A call of a tool. A call in free text has the arguments `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An assistant's message may have `tool_calls`. A tool's has the tool's `name`."""
+    """An assistant's message may have `tool_calls`. A tool's message has the tool's `name`."""
 
     role: Role
     content: str
@@ -50,7 +50,7 @@ class Tool(msgspec.Struct, frozen=True):
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     """A chat that ends before the assistant's turn, and the reference answer (JSON).
 
-    `exact_tokens`: tokens of every assistant turn. None: a stop token ends a turn.
+    `exact_tokens`: number of tokens of every assistant turn. None: a stop token ends a turn.
     """
 
     index: int

@@ -220,7 +220,7 @@ def told(error: Exception) -> str:
 
 @cache
 def reward_function(path: str, sha256: str, name: str) -> Callable[..., float]:
-    """Load the user's function. Raise OrreryError if the file has changed or lacks it."""
+    """Load the user's function. Raise OrreryError if the file has changed or lacks the function."""
     try:
         source = Path(path).read_bytes()
     except OSError as error:

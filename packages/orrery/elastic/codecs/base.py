@@ -69,7 +69,7 @@ class Codec(ABC):
         return wire
 
     def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
-        """Return `out`, with the encoded sum of `share` · x and the decoded `added`.
+        """Encode the sum of `share` · x and the decoded `added` into `out`. Return `out`.
 
         The result equals separate calls of multiply, `decode_add` and `encode`, bit for bit. If
         `share` is 0, the product is 0 even for NaN.

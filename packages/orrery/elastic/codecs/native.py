@@ -1,7 +1,7 @@
 """Build and load the native code of the codecs, `native.cpp`.
 
-- `g++` builds it at set-up or first use, into `~/.cache/orrery`. Its name has a hash of source,
-  flags and processor, because different hosts may share a home folder.
+- `g++` builds it at set-up or first use, into `~/.cache/orrery`. The file's name holds a hash of
+  the source, flags and processor, because different hosts may share a home folder.
 - Without a compiler the codecs run in numpy, with equal bits and a warning.
 """
 
@@ -32,7 +32,7 @@ BUILD_S = 120.0
 
 
 class Library:
-    """ctypes releases the interpreter lock while the native functions run."""
+    """The native functions. ctypes releases the interpreter lock while they run."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))

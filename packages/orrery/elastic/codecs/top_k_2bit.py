@@ -1,8 +1,8 @@
 """top_k_2bit: the largest 64 of 4,096 values, in 2 bits each. 0.029 bytes a value.
 
 A kept value becomes plus or minus a level. The high level is the mean of the kept magnitudes above
-their mean, the low level that of the others. Dropped values become 0, so use error feedback.
-Source: SparseLoCo (arXiv 2508.15706).
+their mean, and the low level is the mean of the others. Dropped values become 0, so use error
+feedback. Source: SparseLoCo (arXiv 2508.15706).
 
 Layout of a block of m values, k = ⌈m/64⌉: 2 float32 levels, low first, then k codes of 2 bits, then
 k indices of 12 bits. Bit 0 of a code is the level, bit 1 the sign. Codes and indices are each
@@ -60,11 +60,11 @@ class TopK2BitCodec(Codec):
 
 
 def _records(rows: Floats) -> Bytes:
-    """Return records as u8[rows, record bytes]."""
+    """Return one record per row, u8[rows, record bytes]."""
     num_rows, m = rows.shape
     k = -(-m // SHARE)
     bits = np.abs(rows).view(np.uint32).astype(np.uint64)
-    # Among equal magnitudes, the lower index wins.
+    # Keys are unique: among equal magnitudes the lower index wins.
     keys = bits << np.uint64(12) | np.arange(LAST, LAST - m, -1).astype(np.uint64)
     best = np.partition(keys, m - k, axis=1)[:, m - k :]
     places = np.sort(LAST - (best & np.uint64(LAST)).astype(np.int64), axis=1)

@@ -14,9 +14,9 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
-# Environment variable: size of the route store / the device's KV blocks.
+# Environment variable: size of the route store, as a multiple of the device's KV blocks.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: tokens of the longest sequence, if key choices are reported.
+# Environment variable: tokens of the longest sequence. Unset unless key choices are reported.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 

@@ -1,4 +1,4 @@
-"""Patch vLLM's start, processes, reloads, sampling, adapters and connectors (see `registry`)."""
+"""Patch vLLM's start, processes, reloads, sampling, adapters, KV connectors (see `registry`)."""
 
 import asyncio
 import contextlib
@@ -246,7 +246,7 @@ def _all_gatherv(
 def _reduce_scatterv(
     self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
 ) -> torch.Tensor:
-    """Return this rank's rows, summed in rank order."""
+    """Return this rank's rows, summed over the ranks in rank order."""
     if dim not in (0, -input_.dim()):
         raise NotImplementedError(f"reduce_scatterv on CPU takes dim 0, not {dim}")
     rows = sizes or [len(input_) // self.world_size] * self.world_size
@@ -323,7 +323,7 @@ def name_shared_memory(name: str) -> None:
 def unlink_host_tiers(name: str) -> None:
     """Unlink each host tier's shared memory, once all processes have opened it.
 
-    The kernel frees it when the last process ends. An empty file keeps the name.
+    The kernel frees the memory when the last process ends. An empty file keeps the name.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with contextlib.suppress(FileNotFoundError):  # the engine may be ending

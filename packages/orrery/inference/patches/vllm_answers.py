@@ -3,8 +3,8 @@
 - `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token, because
   these objects delay requests that end together. It omits top log-probs, which repeat the token's.
 - `stream_samples`: a streamed answer has one line of JSON per sample, sent when the sample ends.
-- `hold_outputs`: the engine core sends a FINAL_ONLY request's first and last outputs at once.
-  Others go out every CHUNK tokens, and before a pause, weight update or abort, so that weight
+- `hold_outputs`: the engine core sends a FINAL_ONLY request's first and last outputs at once. Other
+  outputs go out every CHUNK tokens, and before a pause, weight update or abort, so that weight
   versions are exact. Outputs with other fields pass unchanged and in order.
 - An aborted answer may lack its last tokens.
 """
@@ -72,7 +72,7 @@ def write_answers() -> None:
 
 
 def stream_samples() -> None:
-    """Stream each sample of a request as a line of JSON when it ends.
+    """Stream each sample of a request as one line of JSON when the sample ends.
 
     Call in the API server before the server is made.
     """
@@ -228,6 +228,8 @@ def _telling(handle: Any) -> Any:
 
 @dataclass
 class Held:
+    """Held outputs by request id, with the index of the client."""
+
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
     def pass_on(self, client: int, outputs: list[Any], requests: dict[str, Any]) -> list[Any]:
@@ -299,6 +301,7 @@ def _one_after_the_other(logprobs: list[Any]) -> Any:
 
 @cache
 def _others(fields: tuple[str, ...]) -> tuple[Callable[[Any], Any], Any]:
+    """Return a getter of the fields outside MERGED and LAST, and its result if all are None."""
     names = [name for name in fields if name not in (*MERGED, *LAST)]
     return attrgetter(*names), (None,) * len(names)
 

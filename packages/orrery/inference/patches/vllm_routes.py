@@ -40,6 +40,7 @@ def routes_on_cpu() -> None:
 
 @contextmanager
 def _own_runner() -> Any:
+    """Make the CPU platform report its own model runner."""
     from vllm.platforms import current_platform
 
     current_platform.is_out_of_tree = lambda: True  # type: ignore[method-assign]
@@ -171,12 +172,15 @@ def beside_transfer() -> None:
 
 
 def _num_known(block_hashes: Any) -> int:
+    """Return the number of leading blocks with known routes."""
     keys = enumerate(each.hex() for each in block_hashes)
     unknown = (i for i, key in keys if key not in _known and not is_on_disk(key))
     return next(unknown, len(block_hashes))
 
 
 class _Slots(OrderedDict[str, int]):
+    """vLLM's map from block to slot, with a record of changes."""
+
     def __init__(self, unallocated: int) -> None:
         super().__init__()
         self.unallocated = unallocated

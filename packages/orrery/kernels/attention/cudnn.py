@@ -335,6 +335,7 @@ def _pad_documents(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tens
 
 @cache
 def _elements(device: torch.device, *elements: int) -> Tensor:
+    """Return `elements`, numbers of elements per token, as i64 [len(elements), 1]."""
     return torch.tensor(elements, dtype=torch.int64, device=device)[:, None]
 
 

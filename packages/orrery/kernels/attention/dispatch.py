@@ -82,8 +82,9 @@ def varlen_attention(
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
     q is [T, H, D]. k and v are [T, G, D], and head h of H reads group h // (H / G). Scores are
-    scaled by D^-1/2. `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`. `documents_k` packs
-    k and v [S, G, D]. A document's last query sees all its keys, each earlier query one key less.
+    scaled by D^-1/2. `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`. With `documents_k`,
+    k and v are [S, G, D], packed by these documents. A document's last query sees all its keys, and
+    each earlier query one key less.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
@@ -95,6 +96,7 @@ def varlen_attention(
 def reference_varlen_attention(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None
 ) -> Tensor:
+    """Return `varlen_attention`'s result, document by document."""
     dtype = lse_dtype(q_THD)
     heads_per_group = q_THD.shape[1] // k_TGD.shape[1]
     outputs = [q_THD[:0]]
@@ -121,7 +123,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return out [T, H, D], differentiable, and log-sum-exp float32 [T, H], without gradient.
 
-    A query without keys gets zeros and −∞. Raise ValueError unless G divides H.
+    See `Layout`. A query without keys gets zeros and −∞. Raise ValueError unless G divides H.
     """
     num_heads, num_groups = q_THD.shape[1], k_SGD.shape[1]
     if num_heads % num_groups:
@@ -226,6 +228,7 @@ varlen_attention_forward.register_autograd(_backward, setup_context=_setup_conte
 
 
 def candidates(q: Tensor, k: Tensor, layout: Layout) -> list[str]:
+    """Return the backends for these inputs, best first and `plain` last."""
     names = [name for name in _order if name not in _failed]
     return [name for name in names if BACKENDS[name].supports(q, k, layout)]
 

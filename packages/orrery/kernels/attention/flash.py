@@ -34,6 +34,8 @@ _FLASH2_SIGNATURES = {
 
 
 class Flash2(AttentionBackend):
+    """Run torch's FlashAttention 2, for half precision on a GPU and any layout."""
+
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         return (
             q.is_cuda
@@ -71,7 +73,7 @@ _FLASH4_PARAMETERS = {
 
 @cache
 def load_flash4() -> Any:
-    """Return FlashAttention 4's interface, or None if it is missing or unusable."""
+    """Return FlashAttention 4's interface, or None if it is missing, broken or incompatible."""
     _set_compile_cache()
     try:
         from flash_attn.cute import interface
@@ -91,10 +93,9 @@ def load_flash4() -> Any:
 
 
 def _set_compile_cache() -> None:
-    """Cache compiled kernels in a private folder.
+    """Cache compiled kernels in a private folder, before the import.
 
-    Set it before the import: the package executes cached files, and any user can create its default
-    folder.
+    The package executes cached files, and any user can create its default folder.
     """
     folder = Path(tempfile.gettempdir()) / f"orrery-flash4-{os.getuid()}"
     try:

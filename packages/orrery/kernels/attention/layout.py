@@ -15,7 +15,7 @@ class Documents:
     """Packed documents, built once a forward pass. Document i: `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
     `cu_seqlens` i32 [n + 1] rises from 0 to the number of tokens. `max_seqlen` bounds the lengths.
-    Compiled code must give it, as the constructor otherwise syncs the device. `is_padding`, bool
+    Without it the constructor syncs the device, so compiled code must give it. `is_padding`, bool
     [T], marks this device's tokens that no loss counts.
     """
 
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Return whether queries and keys share their offsets, without a device sync."""
+        """Return whether queries and keys share one tensor of offsets, without a device sync."""
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
@@ -85,6 +85,7 @@ class AttentionBackend(Protocol):
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype of log-sum-exps: float32, or float64 for float64 queries."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 

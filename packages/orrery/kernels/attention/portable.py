@@ -90,6 +90,7 @@ def _heads(x_SGD: Tensor, part: slice, q_THD: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _groups(x_HSD: Tensor, like_SGD: Tensor) -> Tensor:
+    """Sum over the query heads of each group: [S, G, D]."""
     return x_HSD.unflatten(0, (like_SGD.shape[1], -1)).sum(1).transpose(0, 1)
 
 

@@ -45,6 +45,7 @@ BY_CHANNEL = (1, 1, BLOCK)  # recipe of 1 × 128 blocks on both sides
 
 @cache
 def load() -> ModuleType | None:
+    """Return DeepGEMM, or None without DeepGEMM or a Hopper GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     # vLLM's default folder, so that a host's trainer and engines share compiled kernels.
@@ -274,7 +275,7 @@ def _grouped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dx [M, K] and dw [E, N, K] as `_linear_gradients` does.
 
-    `columns`: x's. dy is grad, or grad[token_M].
+    `columns`: values and scales of x's columns. dy is grad, or grad[token_M].
     """
     groups = RowGroups(ends_E, counts_E)
     rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight, token_M)
@@ -323,6 +324,7 @@ _grouped.register_autograd(_grouped_backward, setup_context=_keep_for_grouped)
 
 
 def _keep(ctx: Any, weight: Tensor, parts: Parts, output: tuple[Tensor, ...]) -> None:
+    """Save x's columns. Save the weight if x needs a gradient."""
     ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
     ctx.num_parts, ctx.dtype = len(parts), weight.dtype
@@ -341,6 +343,7 @@ def _transposed(weight: list[Tensor]) -> Quantized:
 
 
 def _width(weight: list[Tensor]) -> int:
+    """Return K of a plain weight [.., N, K], or of its transpose in parts."""
     return weight[0].shape[-1] if len(weight) == 1 else weight[0].shape[-2]
 
 

@@ -62,7 +62,7 @@ def quantize(
     """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
     With `token_M` (integers), x is [T, K] and x[token] is quantized. With `score_M`, x is [M, 2·K]
-    and swiglu_rows(x, score) is quantized.
+    and swiglu_rows(x, score) is quantized. Triton never stores these intermediates.
 
     - Rows are values [M, K] and scales [M, K/128].
     - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' = M rounded up to whole
@@ -92,7 +92,7 @@ def quantize(
 
 
 def quantize_weight(weight_NK: Tensor) -> Weight:
-    """Raise ValueError if 128 does not divide N and K of the weight [.., N, K]."""
+    """Quantize [.., N, K]. Raise ValueError if 128 does not divide N and K."""
     if weight_NK.shape[-2] % BLOCK or weight_NK.shape[-1] % BLOCK:
         raise ValueError(f"a weight in FP8 has sides of a multiple of 128, not {_sides(weight_NK)}")
     if kernels := _triton(weight_NK):

@@ -36,7 +36,10 @@ CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 
 @dataclass(frozen=True)
 class Allocation:
-    """`nodes`: host names by component of the job. `restarts`: how often Slurm has restarted it."""
+    """A job's allocation. `nodes` lists the host names of each component of the job.
+
+    `restarts` is the number of times that Slurm has restarted the job.
+    """
 
     job: str
     restarts: int
@@ -107,9 +110,10 @@ class Allocation:
         return self.nodes[step.component][step.first_node : step.first_node + step.num_nodes]
 
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
-        """Return the nodes on which two probes in a row failed.
+        """Return the silent nodes: nodes on which two probes in a row failed.
 
-        Return [] if at least half of the nodes are silent or if all `suspected` nodes answer.
+        Return [] if at least half of the nodes are silent. With `suspected`, also return [] if all
+        suspected nodes answer.
         """
         if suspected and not self._without_answer(suspected):
             return []
@@ -139,8 +143,8 @@ class Allocation:
     def clean(self, caches: str, starts: str, shared: str) -> None:
         """Remove the job's files from every node, within CLEAN_S seconds.
 
-        They are the job's scratch folder, shared memory with `shared` in its name, and engines'
-        temporary folders that begin with `caches` or `starts`.
+        The files are the job's scratch folder, files in shared memory with `shared` in their names,
+        and engines' temporary folders whose names begin with `caches` or `starts`.
         """
         script = (
             "tmp=${TMPDIR:-${TEMP:-${TMP:-/tmp}}}; "

@@ -1,7 +1,7 @@
 """The Slurm job of a stage: its components, its `sbatch` command, and its `srun` steps.
 
-- Each node group is a component. Several components form a heterogeneous job. A component with only
-  some GPUs of a node gets the same fraction of its CPU cores and memory.
+- Each node group is a component. Several components form a heterogeneous job. A component that uses
+  only some GPUs of a node gets the same fraction of the node's CPU cores and memory.
 - Each engine has one step on its first node, and a second step on its further nodes. In a node
   group, each other role has one step.
 - A failed task ends its step (`--kill-on-bad-exit`). A finished task does not (`--wait`), because
@@ -296,6 +296,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
+        """Start the step again, with all its tasks, and return the new step."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
@@ -354,7 +355,7 @@ class SlurmTask:
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the fatal signal's number, or None while running."""
+        """Return the exit code, or minus the number of the fatal signal. None: still running."""
         ended, code = self.step.endings(), self.step.poll()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL

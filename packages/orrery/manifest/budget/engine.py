@@ -2,7 +2,7 @@
 
 - A decode step takes the longer of the times of memory reads and operations (roofline, arXiv
   2402.16363, section 3), plus collectives and host work. Prefill takes the time of operations.
-- An engine is one of `num_replicas` replicas.
+- An engine is one of `num_replicas` replicas. Each data-parallel rank serves its own sequences.
 - GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
   `benchmarks/async/memory_h100.json`.
 """
@@ -36,14 +36,14 @@ Bytes = dict[str, int]
 def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts of vLLM's CUDA graphs. vLLM pads steps to these counts.
 
-    Steps that also prefill exceed vLLM's default limit of 512 tokens. With data parallelism, all
-    ranks pad to the largest rank, so the limit stays 512.
+    Most steps of a busy engine also prefill, so they exceed vLLM's default limit of 512 tokens.
+    With data parallelism, all ranks pad to the largest rank, so the limit stays 512.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # These steps then need no padding.
+    # Full steps, and steps in which all sequences decode, then need no padding.
     sizes += [inference.max_num_sequences, inference.max_batched_tokens]
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
@@ -98,7 +98,7 @@ def _value_bytes(model: Model, inference: Inference, weight: BlockWeight) -> flo
 
 
 def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool) -> Bytes:
-    """Return a device's bytes by use, such as "weights"."""
+    """Return an engine's bytes on one device by use, such as "weights"."""
     weights, _ = weight_bytes(model, inference)
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     wide = model.intermediate_size
@@ -126,7 +126,10 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 
 @dataclass(frozen=True)
 class Serving:
-    """Mean `prompt` and `sampled` tokens of a rollout, and a replica's rollouts `in_flight`."""
+    """The load of a replica.
+
+    `prompt`, `sampled`: mean tokens of each kind in a rollout. `in_flight`: unfinished rollouts.
+    """
 
     prompt: float
     sampled: float
@@ -138,7 +141,7 @@ class Serving:
 
 
 def batch_size(model: Model, inference: Inference, load: Serving) -> float:
-    """Return the number of sequences in a data-parallel rank's decode step, at least 1."""
+    """Return the number of sequences that a data-parallel rank decodes at a time, at least 1."""
     held = inference.kv_cache_bytes / (load.mean_context * token_bytes(model, inference))
     admitted = load.in_flight / inference.data_parallel
     return max(1.0, min(inference.max_num_sequences, admitted, held))
@@ -166,7 +169,7 @@ def decode_s(
 def _read_bytes(model: Model, inference: Inference, context: float) -> float:
     """Return the cache bytes that a decode step reads for one sequence of `context` tokens.
 
-    Sparse attention reads all indexer keys, and at most `top_k` latent keys.
+    With more than `top_k` tokens, sparse attention reads all indexer keys and `top_k` latent keys.
     """
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
@@ -177,6 +180,7 @@ def _read_bytes(model: Model, inference: Inference, context: float) -> float:
 
 
 def prefill_s(model: Model, inference: Inference, prompt: float, rates: Rates) -> float:
+    """Return the seconds in which a data-parallel rank prefills `prompt` tokens."""
     heads = 2 * model.num_heads * 2 * model.head_dim * model.num_layers
     top_k = prompt
     if model.mla is not None and model.mla.indexer is not None:

@@ -1,10 +1,11 @@
 """Find roles that exceed device memory, and manifest options that make these roles fit.
 
 - An option frees the difference between the planned peaks without and with the option.
-- Tier 0 is tried first. Tier 1 moves all trainer state to the host. Tier 2 adds devices.
-- Data moved to the host must fit into the rank's free host memory.
-- Only roles that certainly do not fit are reported: `LARGEST_ERROR` lowers a trainer's planned
-  peak, and for engines only weights, cache and CUDA context count.
+- Options of tier 0 are tried first. Tier 1 moves all trainer state to host memory. Tier 2 adds
+  devices.
+- Data that an option moves to the host must fit into the rank's free host memory.
+- Only roles that certainly do not fit are reported. A trainer's planned peak is therefore lowered
+  by `LARGEST_ERROR`, and for an engine only weights, cache and CUDA context count.
 """
 
 import json
@@ -68,6 +69,7 @@ class ChosenOptions:
 
     @property
     def fields(self) -> dict[str, Any]:
+        """Return new values by field. Return {} if an option changes several fields."""
         if not all(ONE_FIELD.fullmatch(option.field) for option in self.options):
             return {}
         return {option.field: option.value for option in self.options}
@@ -355,7 +357,7 @@ GIB = 2**30
 def memory_misfits(run: Manifest) -> Iterator[str]:
     """Yield a sentence for each role that exceeds device memory.
 
-    Skip CPUs and family `hugging_face`.
+    Skip the check on a CPU and for family `hugging_face`.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":

@@ -26,7 +26,7 @@ Part = Literal["norm", "attention", "indexer", "feed_forward", "router", "expert
 class BlockWeight:
     """A weight of a transformer block.
 
-    - `shape`: (rows, columns), for stacked experts (experts, rows, columns), for vectors (size,).
+    - `shape`: (rows, columns). Stacked experts: (experts, rows, columns). A vector: (size,).
     - `num_matrices`: matrices stacked along the rows, such as 2 for an expert's gate and up.
     - `has_fp8`: whether the product runs in FP8 if `model.fp8` names `part`.
     """
@@ -43,7 +43,7 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Parameter counts of an unsharded FSDP unit, such as a block.
+    """Parameter counts of an unsharded FSDP unit, such as a block. FSDP gathers it as a whole.
 
     `trained` and `frozen` include experts. `adapted`: frozen parameters of layers with adapters.
     """
@@ -73,7 +73,7 @@ class ParameterCounts:
 
     - `before`: embedding. `after`: last norm and LM head. With tied embeddings both are empty, and
       `root` counts the embedding and the last norm.
-    - `largest_in_a_layer`: size of a block's largest trained weight.
+    - `largest_in_a_layer`: parameters of the largest trained weight of a block.
     """
 
     before: UnitParameters
@@ -167,7 +167,7 @@ def _feed_forward(hidden: int, width: int) -> Iterator[BlockWeight]:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Raise OrreryError for family `hugging_face`.
+    """Return the counts of all units. Raise OrreryError for family `hugging_face`.
 
     Indexers are frozen. With `adapters`, only adapters are trained.
     """
@@ -244,7 +244,7 @@ def active_parameters(model: Model) -> Flops:
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
     projections, experts = 0, 0
     kinds = [is_sparse(model, layer) for layer in range(model.num_layers)]
-    for kind in set(kinds):  # indexers, the only other difference between blocks, do not count here
+    for kind in set(kinds):  # blocks of a kind differ only in indexers, which do not count here
         for weight in block_weights(model, kinds.index(kind)):
             if weight.part == "experts":
                 moe = model.mixture
@@ -295,6 +295,7 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
+    """Return how many parameters of the layer are in products that are computed again."""
     names, heads, total = trainer.memory.recomputed_modules(layer), model.num_heads, 0.0
     if "attention_projections" in names:
         if (mla := model.mla) is None:
@@ -311,7 +312,7 @@ def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
 def _repeated_parameters(model: Model, cp: int) -> float:
     """Return the parameters of all `kv_b_proj`, times how often cp repeats their products.
 
-    Return 0 with indexers.
+    Return 0 for networks with indexers.
     """
     mla = model.mla
     if mla is None or mla.indexer is not None:
@@ -331,6 +332,7 @@ def _attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> flo
 
 
 def _indexers(model: Model, lengths: Sequence[int]) -> float:
+    """Return the forward operations of all indexers. Return 0 if attention is dense."""
     mla = model.mla
     if mla is None or (indexer := mla.indexer) is None or not _is_sparse(model, lengths):
         return 0.0

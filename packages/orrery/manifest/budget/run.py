@@ -75,7 +75,7 @@ class RunBudget:
     engines: dict[str, float]
     step_s: float
     slower: str
-    longest_step_s: float  # seconds of a step of rollouts of the greatest length
+    longest_step_s: float  # seconds of a step if all rollouts have the greatest length
     staleness: float
     update: dict[str, float]
     loading: dict[str, dict[str, float]]  # bytes and seconds to read the start weights, by role
@@ -94,7 +94,7 @@ class RunBudget:
 def plan_run(
     manifest: Manifest, tokens: float | None = None, network: float | None = None
 ) -> RunBudget:
-    """Raise OrreryError for family `hugging_face`.
+    """Return the plan. Raise OrreryError for family `hugging_face`.
 
     `tokens`: mean tokens of a rollout. `network`: bytes per second of a device between nodes.
     """
@@ -125,6 +125,7 @@ def plan_run(
 
 
 def trainer_plan(manifest: Manifest, counted: ParameterCounts) -> MemoryPlan:
+    """Return a trainer rank's memory plan in stage rl."""
     trainer, load = stage_workload(manifest, "rl")
     capacity = usable_bytes(manifest.hardware.accelerator) or 0  # a CPU has no device memory
     return plan_memory(manifest.model, trainer, load, capacity, counted)
@@ -137,6 +138,8 @@ def engine_memory(manifest: Manifest, shape: Inference) -> Bytes:
 
 
 class RunPlan:
+    """Plan the memory, times and traffic of a run, which `plan_run` collects."""
+
     def __init__(
         self,
         manifest: Manifest,
@@ -179,6 +182,7 @@ class RunPlan:
         return trainer, *self._engine_roles()
 
     def _engine_roles(self) -> Iterator[RoleBudget]:
+        """Yield one budget for all engines, or two if prefill engines have their own shape."""
         one, groups = self.inference, self.manifest.group_devices
         if one.prefill is None:
             yield self._engine_role("inference", one.num_devices, one)
@@ -204,6 +208,7 @@ class RunPlan:
 
     @cached_property
     def work(self) -> tuple[int, list[int]]:
+        """Return a step's number of micro-batches, and the tokens of each rollout of a cp group."""
         mesh, orchestrator = self.trainer.mesh, self.manifest.orchestrator
         per_group = -(-orchestrator.rollouts_per_batch // mesh.num_data_ranks)
         room = max(1, int(self.trainer.memory.max_tokens_per_micro_batch // self.tokens))
@@ -224,7 +229,7 @@ class RunPlan:
     def engines(self) -> dict[str, float]:
         """Return the engines' speed, with the unit in each key. "step_s" is the time of a batch.
 
-        The slower of prefill and decode engines sets the speed.
+        With `prefill_replicas`, the slower of prefill and decode engines sets the speed.
         """
         inference, model = self.inference, self.model
         prefills = inference.prefill_replicas
@@ -271,10 +276,10 @@ class RunPlan:
         return step_s, slower, min(staleness, float(orchestrator.max_off_policy_steps))
 
     def update(self) -> dict[str, float]:
-        """Return the bytes and seconds of a weight update.
+        """Return the bytes and seconds of a weight update from trainer to engines.
 
-        With 'nccl' or 'nixl', the slower of sending and receiving counts. Otherwise engines read
-        files, and whole weights add the time of writing the files.
+        With 'nccl' or 'nixl', the slower of sending and receiving sets the time. Otherwise engines
+        read files, and for whole weights the time of writing the files is added.
         """
         kind, replicas = self.manifest.transport.weights, self.inference.num_replicas
         value_bytes = DTYPE_BYTES[self.inference.dtype]
@@ -321,7 +326,7 @@ class RunPlan:
     def checkpoint(self) -> dict[str, float]:
         """Return the bytes and seconds of a checkpoint, which one `dp_replicate` replica writes.
 
-        Training pauses for "waits_s", and continues during "writes_s".
+        "waits_s": seconds that training waits. "writes_s": seconds of writing during training.
         """
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
@@ -338,6 +343,7 @@ class RunPlan:
         }
 
     def traffic(self) -> dict[str, float]:
+        """Return the bytes that roles exchange in a step, by direction."""
         found = {
             "weights to engines": self.update()["bytes"],
             "batches to trainer": self.batch_tokens * COLUMN_BYTES,
@@ -352,6 +358,7 @@ class RunPlan:
         return found
 
     def collectives(self) -> dict[str, dict[str, float]]:
+        """Return the bytes of the trainer's collectives in a step. See `step_bytes`."""
         micro_batches, lengths = self.work
         per_node = self.manifest.hardware.devices_per_node
         tokens = sum(lengths) / self.trainer.mesh.cp

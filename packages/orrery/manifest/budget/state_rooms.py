@@ -1,7 +1,7 @@
 """Plan the device memory that offloaded optimizer state may use at each moment of a step.
 
-Copies to the device use memory that activations and gradients leave free, so the planned peak does
-not rise.
+State is copied to the device during computation, into memory that activations and gradients leave
+free at that moment. The planned peak therefore does not rise.
 """
 
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from orrery.manifest.budget.parameters import ParameterCounts, count_parameters
 from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory, state_bytes
 from orrery.manifest.schema import Model, Trainer
 
-SHARE = 0.9  # share of the free memory to use, as plans have errors
+SHARE = 0.9  # share of the planned free memory to use, as plans have errors
 
 
 @dataclass(frozen=True)
 class StateRooms:
     """Bytes of optimizer state that fit on the device, by block.
 
-    - `forward`, `head`, `backward`: during the block's forward pass, the LM head and the block's
-      backward pass, in the first micro-batch.
-    - `arriving`: from the start of the block's backward pass in the last micro-batch to the end of
-      the step.
+    - `forward`, `head`, `backward`: bytes that fit during the block's forward pass, the LM head and
+      the block's backward pass, in the first micro-batch.
+    - `arriving`: bytes that fit from the start of the block's backward pass in the last micro-batch
+      to the end of the step.
     """
 
     forward: tuple[int, ...]
@@ -37,7 +37,10 @@ def state_rooms(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> StateRooms:
-    """Raise OrreryError for family `hugging_face`."""
+    """Return the bytes of state that fit at each moment of a step.
+
+    Raise OrreryError for family `hugging_face`.
+    """
     tokens = trainer.memory.max_tokens_per_micro_batch
 
     def planned(count: int) -> MemoryPlan:

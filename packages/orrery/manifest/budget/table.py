@@ -2,7 +2,8 @@
 
 - The model, the optimizer, precisions and the numbers of devices and rollouts are fixed.
 - For the trainer, the search varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For
-  engines, it varies replicas and parallelism. The cache fills the remaining memory.
+  engines, it varies replicas and tensor, data and expert parallelism. The cache fills the remaining
+  memory.
 """
 
 import textwrap
@@ -54,7 +55,7 @@ class Proposal:
 
 
 def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest trainer layouts that fit, at most one per mesh and checkpointing.
+    """Return the fastest trainer layouts that fit, at most one per mesh and kind of checkpointing.
 
     Constraints are checked last, because this takes longest.
     """
@@ -79,6 +80,7 @@ def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
 
 
 def _with_trainer(run: Manifest, changes: Changes) -> Manifest:
+    """Return the run with `changes` to its trainer. Constraints are not checked."""
     trainer = run.trainer.model_dump(mode="json")
     for field, value in changes.items():
         _, *section, name = field.split(".")
@@ -88,6 +90,7 @@ def _with_trainer(run: Manifest, changes: Changes) -> Manifest:
 
 
 def engine_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
+    """Return the fastest engine layouts, each with the largest cache that fits."""
     room = _room(run)
     if run.hardware.shared_devices:
         room -= RunPlan(run, tokens).roles()[0].total_bytes
@@ -196,6 +199,7 @@ def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
 
 
 def _changed(run: Manifest, changes: Changes) -> Manifest | None:
+    """Return the run with `changes`, or None if a constraint or `check_built` forbids them."""
     try:
         changed = with_values(run, changes)
         check_built(changed)

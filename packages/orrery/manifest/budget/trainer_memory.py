@@ -71,8 +71,8 @@ class _Results:
     - `unread`: other results with these names. No backward pass reads them.
     - `rest`: results without a name.
     - `for_attention`: recomputed results that only attention's backward pass reads.
-    - `of_attention`, `of_feed_forward`: results that the kind `modules` recomputes, by module. The
-      feed-forward's backward pass holds one at a time.
+    - `of_attention`, `of_feed_forward`: results that the kind `modules` recomputes, one entry a
+      module. The feed-forward's backward pass holds one entry at a time.
     """
 
     named: dict[str, int]
@@ -295,8 +295,8 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
 class Workload:
     """The work of a context-parallel (cp) group in a step of `micro_batches` micro-batches.
 
-    `tokens`: of a micro-batch. `document_tokens`: of the longest document. `merged_width`: bytes
-    per value of the merged weights that LoRA runs send by NCCL or NIXL.
+    `tokens`: tokens of a micro-batch. `document_tokens`: tokens of the longest document.
+    `merged_width`: bytes per value of the merged weights that LoRA runs send by NCCL or NIXL.
     """
 
     tokens: int
@@ -563,7 +563,7 @@ class _StepPlan:
         return self.r * unit.gathered_trained(self.ep) if self.is_sharded else 0
 
     def reduced_gradient(self, unit: UnitParameters) -> int:
-        """Return p·n / s device bytes, or 0 with `cpu_offload`."""
+        """Return the device bytes of a unit's reduced gradient: p·n / s or 0 with `cpu_offload`."""
         return 0 if self.on_host else self.p * unit.trained // self.shards
 
     def earlier_gradient(self, unit: UnitParameters) -> int:

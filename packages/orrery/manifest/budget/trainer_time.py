@@ -33,7 +33,7 @@ QUEUED_SHARE = 0.5  # share of computation that hides gathers with cp: exchanges
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of one device in the trainer's collectives.
+    """Bytes per second of one device in the trainer's collectives, by group of ranks.
 
     - `shards`: FSDP's gathers and reductions of weights other than experts.
     - `experts`: FSDP's gathers and reductions of experts.
@@ -77,8 +77,8 @@ def step_s(
 ) -> dict[str, float]:
     """Return the seconds of a step by kind of work, and their sum as "step".
 
-    "communication" is not hidden by computation. "communication in all" adds the hidden part and is
-    not in the sum. Raise OrreryError for family `hugging_face`.
+    "communication" is the part that computation does not hide. "communication in all" adds the
+    hidden part and is not in the sum. Raise OrreryError for family `hugging_face`.
 
     - `lengths`: tokens of each document of a cp group, over all micro-batches.
     - `link`: rates of collectives, by default on one node. `device_bytes`: memory of a device.
@@ -107,6 +107,7 @@ def step_s(
         num_bytes = 4 * num_states * (1 - trainer.memory.optimizer_offload_resident)
         offloaded_s = _state_copies_s(num_bytes, rooms.arriving[0], *window, rates)
     seconds["optimizer"] = max(computing_s, offloaded_s)
+    # Muon's all-to-alls overlap with copies of offloaded states.
     exposed += max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
     busy = sum(seconds.values()) + exposed
     least = LAUNCH_S * model.num_layers * micro_batches
@@ -138,6 +139,7 @@ def _computation(
 
 
 def _dense_flops(model: Model, rates: Rates) -> float:
+    """Return the operations per second of dense products, averaged over bfloat16 and FP8."""
     weights = [
         weight
         for layer in {0, model.num_layers - 1}
@@ -204,8 +206,8 @@ def _communication(
 ) -> tuple[float, float]:
     """Return a step's seconds of communication: (all, the part that computation does not hide).
 
-    `tokens`: tokens of the rank. `computing`: seconds of computation. `_optimizer_s` counts Muon's
-    exchanges.
+    `tokens`: tokens of the rank. `computing`: seconds of computation. Gathers and reductions
+    overlap with their pass, exchanges of cp and ep do not. `_optimizer_s` counts Muon's exchanges.
     """
     moved = traffic(model, trainer, counted, tokens)
     gather = moved.gather / link.shards + moved.gather_experts / link.experts
@@ -275,9 +277,10 @@ def _state_copies_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return (values that Muon updates, values of matrices that are sharded within, operations).
+    """Return the values that Muon updates, the values of split matrices, and the operations.
 
-    Operations: those of one Newton-Schulz iteration over all matrices.
+    Split matrices are sharded within a matrix. The operations are those of one Newton-Schulz
+    iteration over all matrices.
     """
     values, split, operations = 0, 0, 0.0
     for layer in range(model.num_layers):

@@ -113,7 +113,7 @@ def step_bytes(
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return the values per token for each cp peer, over all layers and passes."""
+    """Return the number of values per token for each cp peer, over all layers and passes."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp

@@ -27,8 +27,8 @@ class VllmRouter(Record):
     """`vllm-router` spreads requests over the replicas.
 
     "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine, chosen by
-    the rollout's name. "cache_aware" chooses by the turns' shared prefix. Only it uses the
-    thresholds.
+    the rollout's name. "cache_aware" chooses the engine by the prefix that the turns share. Only
+    "cache_aware" uses the thresholds.
     """
 
     kind: Literal["vllm_router"]
@@ -129,6 +129,7 @@ class EngineShape(Record):
 
     @property
     def ranks_per_node(self) -> int:
+        """Return the number of a replica's data-parallel ranks on each of its nodes."""
         return self.data_parallel // self.nodes_per_replica
 
 
@@ -159,6 +160,7 @@ class Inference(EngineShape):
     router: Annotated[NoRouter | VllmRouter, Field(discriminator="kind")]
 
     def of_engine(self, index: int) -> "Inference":
+        """Return these settings with the shape of engine `index`."""
         if self.prefill is None or index >= self.prefill_replicas:
             return self
         return self.model_copy(update=dict(self.prefill))
@@ -169,6 +171,7 @@ class Inference(EngineShape):
 
 
 def token_bytes(model: Model, inference: Inference) -> int:
+    """Return the KV cache bytes of a token on one device."""
     if (mla := model.mla) is None:  # keys and values of this device's heads
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
     else:  # latent vector, rotary part and indexer key
@@ -193,7 +196,7 @@ def longest_device_bytes(model: Model, inference: Inference) -> int:
 def longest_host_bytes(model: Model, inference: Inference) -> int:
     """Return the host bytes of the longest sequence's cache, for one data-parallel rank.
 
-    With MLA, tensor-parallel devices share one copy.
+    With MLA, the tensor-parallel devices of the rank share one copy.
     """
     copies = 1 if model.mla is not None else inference.tensor_parallel
     return copies * longest_blocks(inference) * _block_bytes(model, inference)

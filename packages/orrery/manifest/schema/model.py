@@ -145,8 +145,8 @@ RopeScaling = Annotated[Llama3RopeScaling | YarnRopeScaling, Field(discriminator
 class Indexer(Record):
     """DeepSeek sparse attention: a query attends to the `top_k` tokens with the best scores.
 
-    `types` by layer: "full" layers have an indexer, "shared" layers attend to the tokens of the
-    layer before (GLM-5.1). Null: all layers are "full".
+    `types`: one value per layer. A "full" layer has an indexer. A "shared" layer attends to the
+    tokens that the layer before it attends to (GLM-5.1). Null: each layer has an indexer.
     """
 
     num_heads: PositiveInt

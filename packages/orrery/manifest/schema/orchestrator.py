@@ -61,6 +61,8 @@ class Sampling(Record):
 
 
 class FixedAdmission(Record):
+    """A constant limit on rollouts in flight."""
+
     kind: Literal["fixed"]
     max_in_flight: PositiveInt
 
@@ -222,6 +224,8 @@ class Validation(Record):
 
 
 class Sft(Record):
+    """Supervised fine-tuning on messages whose role is in `trained_roles`."""
+
     num_steps: Steps
     examples_per_batch: PositiveInt
     optimizer: Optimizer
@@ -247,6 +251,8 @@ class Evaluate(Record):
 
 
 class Stages(Record):
+    """The pipeline init → sft → rl → evaluate → report. `sft` may be null."""
+
     sft: Sft | None
     rl: Rl
     evaluate: Evaluate

@@ -28,7 +28,8 @@ class Mesh(Record):
       (`model.mla`), also with tokens in zig-zag order.
     - `ep_backend` "torch": an all-to-all of torch.distributed. "deepep": the library DeepEP.
     - `deepep_num_sms`: streaming multiprocessors that DeepEP occupies. Null: DeepEP's default.
-    - `deepep_token_chunk_size`: most tokens of a rank that DeepEP moves at a time. Null: all.
+    - `deepep_token_chunk_size`: limit on a rank's tokens that DeepEP moves at a time, to save
+      memory. Null: all tokens.
     """
 
     dp_replicate: Count
@@ -224,7 +225,7 @@ class Memory(Record):
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
     - `activation_offload_max_in_flight`: limit on blocks that are copied at a time.
     - `optimizer_offload`: keep optimizer state in pinned host memory. Copies overlap with
-      computation and use free device memory.
+      computation and use device memory that activations leave free.
     - `optimizer_offload_resident`: share of the optimizer state that stays on the device.
     - `lm_head_chunk_tokens`: tokens whose logits are in memory at a time. "auto" depends on
       vocabulary and device.
@@ -290,7 +291,7 @@ class Trainer(Record):
 
     - `attention`: preferred kernel. "auto": the fastest kernel for device and layout.
     - `indexer` "train": indexers of sparse attention learn to predict the attention of their layers
-      (`kernels/sparse_index_loss.py`). "frozen": they keep their initial weights.
+      (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
     - `indexer_choice` "own": the trainer's indexers choose the keys. "replay": batches contain the
       keys that engines chose, and the trainer attends to them. "compare": batches contain these
       keys, and the trainer counts where its own choice differs.
@@ -343,9 +344,9 @@ class Trainer(Record):
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Return the outputs that are recomputed even if `keep` names them.
+        """Return the outputs that are always recomputed, even if `keep` names them.
 
-        With `cp` or `ep`, only the parts around an exchange are compiled. Products in them have no
-        names.
+        With `cp` or `ep` above 1, the parts of a block around an exchange are compiled. In compiled
+        parts, products have no names, so `keep` cannot select them.
         """
         return ("projections",) if self.compile and self.mesh.has_exchange else ()

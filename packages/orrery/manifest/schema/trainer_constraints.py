@@ -67,6 +67,7 @@ def trainer_misfits(
 
 
 def recomputable_modules(model: Model) -> list[RecomputedModule]:
+    """Return the modules that activation checkpointing of kind "modules" may name."""
     if model.family == "hugging_face":
         return []
     has_experts = "experts" in block_parts(model)
@@ -157,7 +158,7 @@ def _fp8_widths(model: Model) -> Iterator[tuple[str, int]]:
 def block_parts(model: Model) -> list[str]:
     """Return the parts of a block that `trainer.lora.targets` may name.
 
-    `model.fp8` may name these parts, and "attention" with latent attention.
+    `model.fp8` may name the same parts, and also "attention" in a model with latent attention.
     """
     moe = model.moe
     parts = {
@@ -273,7 +274,8 @@ def _attention_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iter
 def head_divisors(model: Model) -> list[int]:
     """Return the numbers of ranks that can share the attention heads.
 
-    Ranks divide query heads evenly. Key heads are divided evenly, or shared by equally many ranks.
+    Ranks get equally many query heads. Key heads are divided evenly among the ranks, or equally
+    many ranks share each key head.
     """
     groups = model.num_kv_heads
     return [n for n in divisors(model.num_heads) if groups % n == 0 or n % groups == 0]

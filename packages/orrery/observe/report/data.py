@@ -1,7 +1,7 @@
 """Read a report's data once from a run directory.
 
 - If several attempts trained a step, the newest row counts. Spans come from the newest attempt.
-- Rows are columns with eight bytes per number, so a run of weeks fits into memory.
+- Rows are stored as columns with eight bytes per number, so a run of weeks fits into memory.
 - A line with more than POINTS points is cut into equal pieces. Each piece is drawn as its mean
   (rates and shares), its extremes (single values) or its largest value.
 """
@@ -267,7 +267,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def same_weights(run: RunData) -> list[tuple[int, float]]:
-    """Return (version, max log-prob difference of trainer and engine with equal weights)."""
+    """Return pairs (version, max log-prob difference of trainer and engine with equal weights)."""
     key = "logprob_max_abs_diff_same_weights"
     found = [(step - 1, value) for step, value in run.rl.each("step", key) if value is not None]
     return found + [(row["version"], row[key]) for row in run.compared[-1:] if row[key] is not None]
@@ -316,7 +316,7 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of all attempts at finished stages, except stages `left_out`."""
+    """Return the seconds of work of all attempts at finished stages, except stages `left_out`."""
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [
         row["last_s"] - row["first_s"]
