@@ -6,29 +6,25 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 reports=.pytest_cache/parts
 rm -rf "$reports" && mkdir -p "$reports"
-parts=(trainer launcher small_runs inference end_to_end rest tasks wire orchestrator elastic kernels observe runtime)
-# Parts without deadlines. They run one at a time at low priority, in the time in which others wait.
-patient=(models manifest)
+parts=(trainer launcher small_runs inference end_to_end rest tasks manifest models wire orchestrator elastic kernels observe runtime)
 where() { # PART: its tests
     case $1 in
     small_runs) echo tests/test_small_runs_end_to_end.py ;;
     end_to_end) echo tests/test_end_to_end.py ;;
     rest)
         local part others=()
-        for part in "${parts[@]}" "${patient[@]}"; do [ "$part" = rest ] || others+=("--ignore=$(where "$part")"); done
+        for part in "${parts[@]}"; do [ "$part" = rest ] || others+=("--ignore=$(where "$part")"); done
         echo tests "${others[@]}" ;;
     *) echo "tests/$1" ;;
     esac
 }
 
-is_patient() { [[ " ${patient[*]} " = *" $1 "* ]]; }
-limit() { ! is_patient "$1" || echo --timeout=600; } # seconds of a test
 one() { # PART: run it; its report ends with `code N`
     local code=0 cache=$reports/$1 failed
     case " ${ALSO:-} " in
     *" $1 "*) make --no-print-directory "$1" ARGS='-v --durations=10' || code=$? ;;
     *)
-        pytest $(where "$1") -v --durations=10 -o cache_dir="$cache" $(limit "$1") || code=$?
+        pytest $(where "$1") -v --durations=10 -o cache_dir="$cache" || code=$?
         # A process that ended in another way than with failed tests (a signal, an internal error) gets no second try.
         if [ "$code" = 1 ] && [ -n "${CI:-}" ]; then
             failed=$(python -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$cache/v/cache/lastfailed")
@@ -44,11 +40,6 @@ one() { # PART: run it; its report ends with `code N`
 
 begin=$SECONDS
 declare -A running=() began=()
-begin_part() { # PART
-    one "$1" >"$reports/$1.log" 2>&1 </dev/null &
-    running[$!]=$1 began[$1]=$SECONDS
-    ! is_patient "$1" || renice -n 15 -g $! >/dev/null || true
-}
 finished() { # wait for a part, and print its line
     local ended part
     wait -n -p ended "${!running[@]}" || true
@@ -56,14 +47,6 @@ finished() { # wait for a part, and print its line
     unset "running[$ended]"
     printf '%-14s %5d s  %s\n' "$part" $((SECONDS - began[$part])) "$(grep -E '^=+ .* in [0-9.]+s' "$reports/$part.log" | tail -n 1 | tr -d '=')"
     [ "$(tail -n 1 "$reports/$part.log")" = 'code 0' ] || failed+=("$part")
-    ! is_patient "$part" || begin_patient
-}
-waiting=("${patient[@]}")
-begin_patient() {
-    [ ${#waiting[@]} -gt 0 ] || return 0
-    local part=${waiting[0]}
-    waiting=("${waiting[@]:1}")
-    begin_part "$part"
 }
 failed=()
 stop() { for process in "${!running[@]}"; do kill -- "-$process" 2>/dev/null || true; done; }
@@ -76,16 +59,13 @@ set -m # each part is a process group, so that an interrupt ends its children
 # comes first, beside parts of one process, and its tests have deadlines.
 places() { # PART...: the number of places that they take
     local part count=$#
-    for part; do
-        if [ "$part" = test-cluster ]; then count=$((count + 1)); fi
-        if is_patient "$part"; then count=$((count - 1)); fi
-    done
+    for part; do [ "$part" != test-cluster ] || count=$((count + 1)); done
     echo "$count"
 }
-begin_patient
 for part in ${ALSO:-} "${parts[@]}"; do
     while [ "$(places "${running[@]}" "$part")" -gt 3 ]; do finished; done
-    begin_part "$part"
+    one "$part" >"$reports/$part.log" 2>&1 </dev/null &
+    running[$!]=$part began[$part]=$SECONDS
 done
 while [ ${#running[@]} -gt 0 ]; do finished; done
 
@@ -94,5 +74,5 @@ for part in "${failed[@]}"; do
     tail -n 400 "$reports/$part.log"
 done
 passed=$(grep -hoE '[0-9]+ passed' "$reports"/*.log | awk '{sum += $1} END {print sum + 0}')
-echo "test: $((${#parts[@]} + ${#patient[@]})) parts in $((SECONDS - begin)) s, $passed tests passed"
+echo "test: ${#parts[@]} parts in $((SECONDS - begin)) s, $passed tests passed"
 [ ${#failed[@]} -eq 0 ] || { echo "test: failed in ${failed[*]}; the reports are in $reports; again: make test ARGS='--last-failed -o cache_dir=$reports/${failed[0]}'" >&2; exit 1; }
