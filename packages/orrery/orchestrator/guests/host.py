@@ -44,6 +44,7 @@ from orrery.orchestrator.guests.messages import (
 from orrery.orchestrator.guests.pool import GuestPool
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import MANIFEST, SHARED_MEMORY, memory_prefix, stage_dir
+from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL
 from orrery.wire.recompute import LENGTH, MODULE, Recompute, Recomputed, frame
 from orrery.wire.weight_wire import Published
 
@@ -185,7 +186,7 @@ class GuestDoor:
             return web.Response(status=410)
         except web.HTTPException as error:  # a message that is too long
             return web.Response(status=error.status)
-        except (msgspec.MsgspecError, RecursionError, TimeoutError, KeyError):
+        except (*NOT_OF_THE_PROTOCOL, TimeoutError, KeyError):
             return web.Response(status=400)
         finally:
             self._open[name] -= 1
