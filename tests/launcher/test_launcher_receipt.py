@@ -202,7 +202,8 @@ def test_an_attempt_that_goes_on_with_other_code_or_images_says_which_and_which_
     assert changes("rl") == "" != changes("sft"), "each stage by its own attempts first"
     write(checkout / "data.jsonl", "{}\n")
     added = code_state(run_dir, checkout).diff_sha256[:12]
-    assert changes("rl") == f"other untracked files than attempt 3 (rl): diff {dirty} → {added}"
+    said = f"other uncommitted new files than attempt 3 (rl): diff {dirty} → {added}"
+    assert changes("rl") == said
     write(checkout / "code.py", "x = 3\n")
     assert changes("rl").startswith(f"other code than attempt 3 (rl): diff {dirty} → ")
     write(checkout / "code.py", "x = 2\n")

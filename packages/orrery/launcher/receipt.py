@@ -177,7 +177,7 @@ def changes(
         was = last["images"].get(role, {"file": path.name})["file"]
         changed += [f"{role} {was} → {path.name}"] if was != path.name else []
     was = CodeState(**last["code"])
-    name = "untracked files" if _edits(run_dir, was) == _edits(run_dir, code) else "code"
+    name = "uncommitted new files" if _edits(run_dir, was) == _edits(run_dir, code) else "code"
     other = {name: code_changes(was, code), "images": ", ".join(changed)}
     what = " and ".join(name for name, text in other.items() if text)
     if not what:
