@@ -43,7 +43,7 @@ def launch(run_dir: Path, stage: str, num_ranks: int, deadline_scale: float) -> 
         stage,
         (),
         tuple(
-            ProcessPlan("trainer", index, "launcher_ranks", 1, "itself")
+            ProcessPlan("trainer", index, "launcher_ranks", 1, "itself", first_device=index)
             for index in range(num_ranks)
         ),
     )

@@ -1,7 +1,8 @@
-"""Fork the ranks of a test: `ranks.py MODULE FOLDER PORT NUM_RANKS`, for `run_script`.
+"""Start the ranks of a test: `ranks.py MODULE FOLDER PORT NUM_RANKS`, for `run_script`.
 
-MODULE is imported before the fork, because imports take most of a rank's time. No thread or GPU is
-in use then. Output goes to FOLDER/rank_<i>.out and .err. A failed rank or SIGTERM ends all ranks.
+On a CPU the ranks are forks, made after the import of MODULE, because imports take most of a rank's
+time. On GPUs each rank is a new interpreter: a fork cannot use CUDA that an import has initialised.
+Output goes to FOLDER/rank_<i>.out and .err. A failed rank or SIGTERM ends all ranks.
 """
 
 import importlib
@@ -11,12 +12,11 @@ import signal
 import sys
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import ModuleType
 
 GRACE_S = 5.0  # for others that fail of the same cause to say so
 
 
-def be(module: ModuleType, words: list[str], rank: int) -> None:
+def be(name: str, words: list[str], rank: int) -> None:
     for number, stream in ((1, "out"), (2, "err")):
         os.dup2(
             os.open(
@@ -24,16 +24,19 @@ def be(module: ModuleType, words: list[str], rank: int) -> None:
             ),
             number,
         )
-    sys.argv = [module.__name__, *words, str(rank)]
-    module.main()
+    sys.argv = [name, *words, str(rank)]
+    importlib.import_module(name).main()
     sys.stdout.flush()
 
 
 def main() -> None:
-    module, words = importlib.import_module(sys.argv[1]), sys.argv[2:]
-    context = multiprocessing.get_context("fork")
+    name, words = sys.argv[1], sys.argv[2:]
+    on_cpu = os.environ.get("TRAINER_TEST_DEVICE", "cpu") == "cpu"
+    if on_cpu:
+        importlib.import_module(name)
+    context = multiprocessing.get_context("fork" if on_cpu else "spawn")
     ranks = [
-        context.Process(target=be, args=(module, words, rank), daemon=True)
+        context.Process(target=be, args=(name, words, rank), daemon=True)
         for rank in range(int(words[-1]))
     ]
     for rank in ranks:
