@@ -1,4 +1,4 @@
-"""Test the Jsonnet blocks of docs/gpu.md and docs/datasets.md, and the run that both copy."""
+"""Test the Jsonnet blocks of docs/gpu.md, datasets.md and sft.md, and the run to copy."""
 
 import re
 from pathlib import Path
@@ -57,6 +57,15 @@ def test_the_pages_data_replaces_that_of_the_copied_run():
     mine = "examples/problems/arithmetic.jsonl"  # instead of the user's file data/mine.jsonl
     swapped = text[:begin] + block.replace("data/mine.jsonl", mine) + text[end:]
     assert evaluated(swapped) == evaluated(text)
+
+
+def test_the_spec_of_the_page_on_sft_renders():
+    block = re.findall(JSONNET, (ROOT / "docs/sft.md").read_text())[0]
+    some = "examples/problems/arithmetic.jsonl"  # instead of the user's chats
+    text = re.sub(r"importstr 'data/\w+\.jsonl'", f"importstr '{some}'", block)
+    found = check(Evaluator(find_workspace(ROOT))(text)["my_run"], "my_run")
+    assert found.sft.validation.data.path == "data/held_out.jsonl"
+    assert found.stages.rl.num_steps == 10
 
 
 def test_the_pages_few_shot_wraps_the_task_of_the_copied_run(monkeypatch):

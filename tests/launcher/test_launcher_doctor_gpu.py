@@ -106,11 +106,12 @@ def test_the_environment_decides_whether_gpus_are_examined(tmp_path, monkeypatch
 def test_a_run_for_other_hardware_than_the_packages_are_for_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     for needs_gpus in (True, False):
-        check_packages(needs_gpus)  # carried packages have no marker
+        check_packages("demo", needs_gpus)  # carried packages have no marker
     (tmp_path / "hardware").write_text("cuda\n")
-    check_packages(needs_gpus=True)
-    with pytest.raises(OrreryError, match=r"for hardware cpu, and .* `make setup HARDWARE=cpu`"):
-        check_packages(needs_gpus=False)
+    check_packages("demo", needs_gpus=True)
+    said = r"for hardware cpu, .*`orrery render demo --on-this-machine`.*`make setup HARDWARE=cpu`"
+    with pytest.raises(OrreryError, match=said):
+        check_packages("demo", needs_gpus=False)
 
 
 def test_the_probe_prints_json_where_torch_finds_no_device():

@@ -60,7 +60,7 @@ def etcd_program() -> str:
     found = shutil.which("etcd") or (str(LOCAL) if LOCAL.exists() else None)
     if found is None:
         raise ElasticError(
-            "etcd: it is missing, and keeps the log of an elastic run; type "
+            "etcd: not installed, but an elastic run keeps its log in etcd; type "
             "`bash locks/system.sh elastic`"
         )
     return found

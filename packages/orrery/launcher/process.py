@@ -188,13 +188,15 @@ def installed_hardware() -> str | None:
     return marker.read_text().strip() if marker.is_file() else None
 
 
-def check_packages(needs_gpus: bool) -> None:
+def check_packages(name: str, needs_gpus: bool) -> None:
+    """Raise OrreryError if .venv has the packages of other hardware than that of run `name`."""
     needed, found = "cuda" if needs_gpus else "cpu", installed_hardware()
     if found in (None, needed):
         return
     raise OrreryError(
-        f"the run is for hardware {needed}, and .venv has the packages of {found}. "
-        f"Type `make setup HARDWARE={needed}` to replace them"
+        f"the run is for hardware {needed}, and .venv has the packages of {found}. Type "
+        f"`orrery render {name} --on-this-machine` for a run that fits this machine, or "
+        f"`make setup HARDWARE={needed}` to replace the packages"
     )
 
 

@@ -44,7 +44,8 @@ def sentence(error: ValidationError) -> str:
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    others = len(errors) - 1
+    more = f" (and {others} more error{'s' * (others > 1)})" if others else ""
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])
@@ -58,7 +59,10 @@ def sentence(error: ValidationError) -> str:
             f"did you mean {close!r}?" if close else f"the fields here are {', '.join(siblings)}"
         )
     elif first["type"] == "missing":
+        parent = path.rpartition(".")[0].rpartition(".")[2]
+        hint = f"; write `{parent}+:` to keep the others" if parent.isidentifier() else ""
         text = f"{path}: is missing; every field is required, and defaults live in Jsonnet only"
+        text += hint
     elif first["type"] == "union_tag_invalid":
         kinds = [one.strip(" '") for one in first["ctx"]["expected_tags"].split(",")]
         close = nearest(str(first["ctx"]["tag"]), kinds)

@@ -52,7 +52,8 @@ class Evaluator:
                 _gojsonnet.evaluate_snippet("<orrery>", expression, import_callback=self._import)
             )
         except RuntimeError as error:
-            raise OrreryError(self._lost or self._sentence(str(error))) from None
+            said = self._sentence(str(error), self._lost)
+            raise OrreryError(said) from None
         except ValueError as error:
             raise OrreryError(
                 f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})"
@@ -97,14 +98,15 @@ class Evaluator:
         self._lost = f"import {name!r}: no such file {where}{hint}"
         return name, _FAILS
 
-    def _sentence(self, text: str) -> str:
+    def _sentence(self, text: str, lost: str | None) -> str:
+        """Return the message with file and line. `lost` replaces it, if an import failed."""
         head = text.splitlines()[0]
-        message = head.removeprefix("RUNTIME ERROR: ")
+        message = lost or head.removeprefix("RUNTIME ERROR: ")
         if found := _FRAME.match(message):  # a syntax error begins with its file and line
             place = f"{self.workspace.shown(found['file'])}:{found['line']}"
             return f"{place}: {message.split(' ', 1)[-1]}"
         for frame in _FRAME.finditer(text.split("\n", 1)[-1]):
-            if not frame["file"].startswith("<"):
+            if Path(frame["file"]) in self.closure:
                 return f"{message} ({self.workspace.shown(frame['file'])}:{frame['line']})"
         return message
 
@@ -175,7 +177,7 @@ def locate(workspace: Workspace, name: str) -> Path:
         return likely
     if (found := file_of(workspace, name)) is not None:
         return found
-    names = list(run_files(workspace))  # raises for a broken file, which may define the run
+    names = list(run_files(workspace))  # raises if a file is broken, as it may define the run
     if likely in workspace.run_files:
         has = ", ".join(_names(workspace, likely))
         raise OrreryError(f"run {name!r}: {workspace.shown(likely)} has the runs {has}; name one")

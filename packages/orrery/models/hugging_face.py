@@ -143,7 +143,7 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
-    """Raise OrreryError if the network cannot compute `max_positions`.
+    """Raise OrreryError if the network does not support `max_positions` positions.
 
     Networks without a rotation may have a table of positions. Beyond some length, `longrope` and
     `dynamic` rotations depend on the longest row of a batch.

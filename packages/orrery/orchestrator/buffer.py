@@ -50,7 +50,7 @@ class RolloutBuffer:
     def room(self, num_batches: int) -> int:
         """Return how many more rollouts to sample for the next `num_batches` batches.
 
-        The budget limits this number, but not below the number that one batch still lacks.
+        The sampling budget limits this number, but always allows enough to complete one batch.
         """
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:

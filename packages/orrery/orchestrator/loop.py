@@ -265,7 +265,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write the row before the send, because a run that resumes after this batch writes no row.
+        # Write the row before the send: a run resumed after this batch would not write it.
         self.ctx.metrics.write(
             step,
             **row,

@@ -29,7 +29,7 @@ from orrery.tasks.task import Message, Problem, Role, Task, ToolCall
 from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
-MAX_CPU_S = 3.0
+MAX_CPU_S = 6.0
 BYTES_PER_S = 1_000_000  # a tenth of the reading speed of the slowest file format
 NUM_MEASURED = 256  # answers to tokenize for the note on long answers
 NOTE = "  note: "
@@ -59,7 +59,8 @@ def check(manifest: Manifest) -> list[str]:
         if renderer is not None and longest + turn > context:
             raise OrreryError(
                 f"{path}: a prompt of {longest} tokens and a turn of {turn} do not fit "
-                f"inference.max_model_len_tokens {context}. Give it at least {longest + turn}"
+                f"inference.max_model_len_tokens {context} (in Jsonnet context_tokens). Give it at "
+                f"least {longest + turn}"
             )
         num_rows = _checked_rows(path, use, renderer, context - turn)
         rows = "" if num_rows is None else f" {num_rows} rows,"

@@ -49,7 +49,7 @@ from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
 FETCH_S = 60.0  # time limit of one attempt, scaled
-PHASE_S = 24 * 3600.0  # time limit for the steps of other sites, scaled
+PHASE_S = 24 * 3600.0  # time limit for other sites to train a phase, scaled
 ROUNDS = "rounds.json"  # file of a checkpoint that holds a `HeldRound`
 T = TypeVar("T")
 

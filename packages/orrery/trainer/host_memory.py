@@ -58,7 +58,7 @@ def cgroup_available_bytes(root: Path = ROOT) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[CgroupVersion, str]]:
-    """Yield the groups in lines such as `4:cpu,memory:/a/b` (V1) and `0::/a/b` (V2)."""
+    """Yield control groups from lines such as `4:cpu,memory:/a/b` (V1) and `0::/a/b` (V2)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -37,7 +37,7 @@ COPY, JOB, LOCK = "copy", "job.json", ".lock"
 CHUNK_BYTES = 32 << 20
 SYNC_BYTES = 1 << 30
 WRITE_DEADLINE_S = 1800.0
-ORPHAN_S = 20.0  # limit without new data of other ranks, after the trainer's end
+ORPHAN_S = 20.0  # once the trainer has ended: limit without new data from other ranks, scaled
 MAX_STARTS = 3
 POLL_S = 0.1
 
@@ -269,7 +269,7 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
 
 
 def inherited(memory: Path) -> tuple[int, ...]:
-    """Return the descriptor that `copy` links to, if any."""
+    """Return (descriptor,) if `copy` is a link to a file descriptor, else ()."""
     copy = memory / COPY
     return (int(copy.readlink().name),) if copy.is_symlink() else ()
 

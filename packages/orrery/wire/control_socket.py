@@ -111,7 +111,7 @@ class ControlSocket:
         return self.server
 
     async def post(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Queue a message. If it is lost, the peer asks again, as a new `peer`."""
+        """Queue a message. Ignore a disconnected `peer`: it will send again under a new id."""
         try:
             await self._socket.send_multipart([peer, msgspec.msgpack.encode(message)], copy=False)
         except zmq.ZMQError as error:

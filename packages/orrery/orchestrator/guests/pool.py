@@ -1,7 +1,7 @@
 """Let engines of other sites draw samples, and accept only verified answers.
 
     generate ─▶ waiting ─▶ a site's jobs ─answer─▶ arrived ─verified─▶ the caller's Generation
-                   └──────────┴── lease over, failure, false answer ──▶ None: the own engines draw
+                   └──────────┴── lease over, failure, false answer ──▶ None: our engines sample
 
 - Messages renew a valid lease. Answers to unknown jobs and repeated answers have no effect.
 - All answers of a site that arrive during a check form the next window. A random share of the
@@ -9,7 +9,7 @@
 - Answers do not count if their version's weights are gone before the check.
 - A false answer drops the window and the site's rollouts that wait for a batch. The site is
   refused until its line in `refused_sites.json` is removed.
-- No job is given before the spread of the own engines' log-prob differences is known.
+- No job is given before the spread of our engines' log-prob differences is known.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
 LEAST = 8  # least number of jobs to give at a time, unless fewer wait
-TAKE_S = 2.0  # time after which the own engines draw a job that no site took
+TAKE_S = 2.0  # time after which our engines sample a job that no site has taken
 MAX_OWN_CHECKS = 2  # limit of own samples in verification, once the spread is known
-SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which own engines draw a job
+SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which our engines sample a job
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 
@@ -106,9 +106,9 @@ class GuestPool:
     async def generate(
         self, share: str, token_ids: Sequence[int] | np.ndarray, **options: Any
     ) -> Generation | None:
-        """Return a sample from another site, or None if the own engines have to draw it.
+        """Return a sample from another site, or None if our engines have to sample it.
 
-        Consecutive calls with one `share` all go to other sites or all to the own engines, so that
+        Consecutive calls with one `share` all go to other sites or all to our engines, so that
         few engines compute their prompt.
         """
         if share != self._last[0]:
@@ -142,7 +142,7 @@ class GuestPool:
     async def draw_here(
         self, draw: Awaitable[Generation], token_ids: Sequence[int] | np.ndarray, temperature: float
     ) -> Generation:
-        """Return a sample of the own engines. Add the differences of some samples to `spread`."""
+        """Return a sample of our engines. Add the differences of some samples to `spread`."""
         self._num_home += 1
         try:
             found = await draw
@@ -260,7 +260,7 @@ class GuestPool:
         self._wake()  # other sites may fetch the version now
 
     def _prefers_guests(self) -> bool:
-        """Return whether other sites have room, and are no busier than the own engines."""
+        """Return whether other sites have room, and are no busier than our engines."""
         open_sites = self._table.open_sites()
         if not self.spread.is_known or len(self._waiting) >= sum(s.room for s in open_sites):
             return False

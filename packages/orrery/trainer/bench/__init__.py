@@ -203,7 +203,7 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
     try:
         return Trainer.model_validate(fields)
     except ValueError:
-        # `check` adds the name of the field.
+        # `check` raises an error that names the field.
         check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")
         raise
 

@@ -88,7 +88,7 @@ def make_weight_sender(
 
 
 def check_library(kind: str) -> None:
-    """Raise OrreryError if an engine lacks the package for this kind. Do not import it."""
+    """Raise OrreryError if the package for this kind is not installed, without importing it."""
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(
             "transport.weights 'nixl': NIXL is not installed here. "

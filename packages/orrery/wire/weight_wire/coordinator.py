@@ -100,7 +100,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def during(self, transfer: int | None) -> Iterator[None]:
-        """In the `with` body, end every wait once the transfer is over."""
+        """In the `with` body, a waiting read raises WireFailed once `transfer` is over."""
         before, self._transfer = self._transfer, transfer
         try:
             yield
@@ -119,7 +119,7 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raise WireFailed, naming `what`, after `within_s` seconds (scaled), if the store is gone, or
+        Raise WireFailed, naming `what`, after `scaled(within_s)` seconds, if the store is gone, or
         if the value is forged.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
@@ -219,7 +219,7 @@ def serve_store(
 
 
 def find_wire(folder: Path, within_s: float = MEET_S) -> WireAddress:
-    """Wait for the address in `folder`. Raise WireFailed after `within_s` seconds (scaled)."""
+    """Wait for the address in `folder`. Raise WireFailed after `scaled(within_s)` seconds."""
     end = time.monotonic() + scaled(within_s)
     while (content := nfs.read(folder / ADDRESS)) is None:
         if time.monotonic() > end:

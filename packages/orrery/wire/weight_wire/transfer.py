@@ -117,7 +117,7 @@ class WeightSender:
         self._sending: _SendLoop | None = None
 
     def listen(self, url: str) -> None:
-        """Grant the orchestrator's leases over its control socket at `url`. Only for rank 0."""
+        """Grant leases to the orchestrator over its control socket at `url`. Only for rank 0."""
         self._listener = LeaseListener(url, self.apply, self.leases.report)
 
     def apply(self, request: LeaseRequest) -> LeaseReport:
