@@ -442,6 +442,7 @@ def test_status_shows_stages_and_what_each_waits_for_and_notices_a_dead_launcher
     code, out, _ = orrery(capsys, "status", "reverse_text")
     assert (
         "rl its launcher died" in out
+        and "✓ init   ✓ sft   ✗ rl" in out
         and "lost with its launcher" in out
         and "newest checkpoint: step 10" in out
     )

@@ -394,6 +394,14 @@ def test_the_last_line_says_reward_time_and_place(run_dir):
     ]
 
 
+def test_a_poor_run_without_signal_says_where_the_advice_is(run_dir):
+    result = run_dir / "stages" / "evaluate" / "result.json"
+    found = {"reward_mean": 0.02, "num_rollouts": 256, "num_failed": 0}
+    result.write_text(json.dumps({"before": found, "after": found}))
+    line = summary(RunData.load(run_dir), 1.0, Path("x"))
+    assert "without signal (logs/orchestrator.0.log says what to change), 1.0 s" in line
+
+
 def test_failed_held_out_rollouts_are_told_beside_the_reward_that_leaves_them_out(run_dir):
     result = run_dir / "stages" / "evaluate" / "result.json"
     policies = {"before": (0.314, 256, 0), "after": (0.872, 20, 236)}

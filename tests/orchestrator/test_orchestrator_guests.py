@@ -18,6 +18,7 @@ from orrery.elastic.certificates import make_authority, make_site
 from orrery.elastic.door import Terms
 from orrery.elastic.recovery import SnapshotServer
 from orrery.elastic.snapshots import HEADER, StateSnapshot, link_files, publish_copies
+from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.orchestrator.advantages import Group
 from orrery.orchestrator.buffer import RolloutBuffer
@@ -508,6 +509,20 @@ async def test_a_job_of_the_open_request_is_sampled_before_the_engine_is_updated
 
     await Site(ctx, Engine()).run()
     assert (answered, loaded) == ([4], [5])
+
+
+@pytest.mark.parametrize("body", [b"\xc1", b"<html>", b"\x91" * 5000])
+async def test_a_reply_that_is_not_a_doors_ends_the_site_in_one_sentence(tmp_path, body):
+    class Site(Lender):
+        async def _request(self, method, path, data=None):
+            return body
+
+    site = Site(lending_context(tmp_path, 1, manifest(guests=SPEC)), SteadyEngine())
+    said = "127.0.0.1:1: its reply to 'ask' is not one of a run's door"
+    with pytest.raises(RunFailed, match=said):
+        await site._call("ask", Ask(1, 0, "", 1), Told)
+    with pytest.raises(RunFailed, match="its reply to 'weights' is not"):
+        await site._renew(())
 
 
 async def test_a_site_fetches_a_version_and_lends_its_engine_over_tls(tmp_path):

@@ -51,7 +51,8 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
     since = f" for {duration(now_s - status.started_s)}" if working else ""
     lines = [f"{name}: {status.stage} {state}{since}, attempt {status.attempt}"]
     finished = run.finished()
-    marks = {status.stage: "▶", **dict.fromkeys(finished, "✓")}
+    mark = "✗" if died else {"failed": "✗", "stopped": "■"}.get(status.state, "▶")
+    marks = {status.stage: mark, **dict.fromkeys(finished, "✓")}
     lines.append("  " + "   ".join(f"{marks.get(stage, '·')} {stage}" for stage in run.stages))
     lines += [*map(_job_line, jobs), *no_answer]
     lines += _role_lines(run.path, status, working, died, now_s)

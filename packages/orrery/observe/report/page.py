@@ -80,7 +80,11 @@ def _timed_out(run: RunData) -> str:
 
 def _without_signal(run: RunData) -> str:
     share = without_signal(run)
-    return "" if share is None else f"{share:.0%} of training rollouts without signal"
+    if share is None:
+        return ""
+    is_poor = run.result.get("after", {}).get("reward_mean", 0.0) < 0.5
+    hint = " (logs/orchestrator.0.log says what to change)" if share > 0.5 and is_poor else ""
+    return f"{share:.0%} of training rollouts without signal{hint}"
 
 
 def _stopped_early(run: RunData) -> str:

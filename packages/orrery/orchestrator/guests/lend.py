@@ -50,6 +50,7 @@ from orrery.runtime.run_directory import SHARED_MEMORY, memory_prefix
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import run_token
 from orrery.wire import rendezvous
+from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL
 from orrery.wire.rendezvous import request_s
 from orrery.wire.weight_wire import Published
 
@@ -112,7 +113,16 @@ class Lender:
 
     async def _call(self, call: str, message: msgspec.Struct, kind: type[T]) -> T:
         body = await self._request("POST", f"/{call}", msgspec.msgpack.encode(message))
-        return msgspec.msgpack.decode(body, type=kind)
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except NOT_OF_THE_PROTOCOL as error:
+            raise self._misunderstood(call, error) from error
+
+    def _misunderstood(self, call: str, error: Exception) -> RunFailed:
+        return RunFailed(
+            f"{self._place.join}: its reply to {call!r} is not one of a run's door ({error}); "
+            "check the address, and that both sides have the same version of Orrery"
+        )
 
     async def _request(self, method: str, path: str, data: bytes | None = None) -> bytes:
         """Return the answer's body. Retry for AWAY_S while the door does not answer."""
@@ -257,7 +267,10 @@ class Lender:
         """Fetch, load and attest the newest version."""
         attempt = self._attempt
         body = await self._request("GET", WEIGHTS_PATH)
-        header = msgspec.json.decode(body, type=StateSnapshot)
+        try:
+            header = msgspec.json.decode(body, type=StateSnapshot)
+        except NOT_OF_THE_PROTOCOL as error:
+            raise self._misunderstood("weights", error) from error
         check_header(header, self._place.join)
         begin_s = asyncio.get_running_loop().time()
         try:
