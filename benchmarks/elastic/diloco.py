@@ -4,10 +4,10 @@
 
 Four sites train a tiny Qwen3 on stories of `text.py`. All arms of a seed start from the weights and
 optimizer state of `warm_steps` steps of data parallelism, and their rate falls to 0.
-PILOTS choose the rate of each arm from RATES, and the outer step from OUTERS. The record has
-SEEDS with those choices: two equal runs differ by half a percent, so three seeds show no fifth of
-one. DiLoCo lags while its loss still falls, so the record also has the lag by number of rounds, as
-in arXiv 2501.18512, Table 1.
+PILOTS choose the rate of each arm from RATES, and the outer step from OUTERS. SEEDS then train
+with those choices. Equal runs differ by 0.5 %, so a goal of 0.2 % needs many seeds. DiLoCo lags
+while its loss still falls, so the record also has the lag by number of rounds, as in arXiv
+2501.18512, Table 1.
 The exchange is simulated: each Δ passes the codec once on its way to the mean, and the mean once
 on its way back, as in an all-to-all.
 """

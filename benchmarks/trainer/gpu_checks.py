@@ -44,11 +44,11 @@ PYTEST = "-m pytest -c /dev/null --rootdir . --import-mode=importlib -p no:cache
 
 @dataclass
 class Outcome:
-    """The tests of one group, by name."""
+    """The tests of one group, by name. `failed` has the first and last line of each error."""
 
     seconds: float = 0.0
     passed: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # and the first line of the error
+    failed: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
 
@@ -86,7 +86,8 @@ def read(report: Path) -> Outcome:
         name = case.get("name", "")
         bad = next((child for child in case if child.tag in ("failure", "error")), None)
         if bad is not None:
-            outcome.failed[name] = (bad.get("message") or "").split("\n")[0][:300]
+            said = (bad.get("message") or "").strip().split("\n")
+            outcome.failed[name] = " … ".join(dict.fromkeys((said[0][:150], said[-1][:150])))
         elif case.find("skipped") is not None:
             outcome.skipped.append(name)
         else:

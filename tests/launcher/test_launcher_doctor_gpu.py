@@ -109,7 +109,7 @@ def test_a_run_for_other_hardware_than_the_packages_are_for_is_refused(tmp_path,
         check_packages("demo", needs_gpus)  # carried packages have no marker
     (tmp_path / "hardware").write_text("cuda\n")
     check_packages("demo", needs_gpus=True)
-    said = r"for hardware cpu, .*`orrery render demo --on-this-machine`.*`make setup HARDWARE=cpu`"
+    said = r"for hardware cpu, .*`make setup HARDWARE=cpu`.*`orrery render demo --on-this-machine`"
     with pytest.raises(OrreryError, match=said):
         check_packages("demo", needs_gpus=False)
 

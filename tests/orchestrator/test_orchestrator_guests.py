@@ -518,10 +518,10 @@ async def test_a_reply_that_is_not_a_doors_ends_the_site_in_one_sentence(tmp_pat
             return body
 
     site = Site(lending_context(tmp_path, 1, manifest(guests=SPEC)), SteadyEngine())
-    said = "127.0.0.1:1: its reply to 'ask' is not one of a run's door"
+    said = "127.0.0.1:1: the reply to 'ask' is not from a run"
     with pytest.raises(RunFailed, match=said):
         await site._call("ask", Ask(1, 0, "", 1), Told)
-    with pytest.raises(RunFailed, match="its reply to 'weights' is not"):
+    with pytest.raises(RunFailed, match="the reply to 'weights' is not"):
         await site._renew(())
 
 

@@ -13,7 +13,7 @@ import sys
 from multiprocessing.connection import wait
 from pathlib import Path
 
-GRACE_S = 5.0  # for others that fail of the same cause to say so
+GRACE_S = 5.0  # for other ranks that fail for the same cause to print their error
 
 
 def be(name: str, words: list[str], rank: int) -> None:

@@ -60,7 +60,7 @@ def etcd_program() -> str:
     found = shutil.which("etcd") or (str(LOCAL) if LOCAL.exists() else None)
     if found is None:
         raise ElasticError(
-            "etcd: not installed, but an elastic run keeps its log in etcd; type "
+            "etcd: not installed. An elastic run keeps its log in it; type "
             "`bash locks/system.sh elastic`"
         )
     return found

@@ -239,7 +239,7 @@ class Run(NamedTuple):
 
     @property
     def in_words(self) -> "Run":
-        """Return the copy in 8-byte words if possible. Copies of larger elements are faster."""
+        """Return the copy in 8-byte words if possible, because fewer elements copy faster."""
         size = WORD.itemsize // self.dtype.itemsize
         numbers = (
             self.begin // self.dtype.itemsize,

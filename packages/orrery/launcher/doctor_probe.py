@@ -211,7 +211,7 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Return the held lock's descriptor or None, and MINE, THEIRS or an error message."""
+    """Return a pair: the held lock's descriptor or None; MINE, THEIRS or an error message."""
     answers = []
 
     def attempt():

@@ -194,9 +194,9 @@ def check_packages(name: str, needs_gpus: bool) -> None:
     if found in (None, needed):
         return
     raise OrreryError(
-        f"the run is for hardware {needed}, and .venv has the packages of {found}. Type "
-        f"`orrery render {name} --on-this-machine` for a run that fits this machine, or "
-        f"`make setup HARDWARE={needed}` to replace the packages"
+        f"the run is for hardware {needed}, and .venv has the packages of {found}. If this machine "
+        f"fits the run, type `make setup HARDWARE={needed}`; if not, "
+        f"`orrery render {name} --on-this-machine`, and start the run that it names"
     )
 
 

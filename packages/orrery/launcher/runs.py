@@ -82,9 +82,9 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
         if not path.exists():
             names = sorted(path.stem for path in path.parent.glob("*.json"))
             near = nearest(word, names)
+            writes = f"`orrery render {word}` writes it, if a spec has this run"
             hint = some_of(word, names) if names else "there are none yet"
-            hint += f". `orrery render {word}` writes it, if a spec has this run"
-            hint = f"did you mean {near!r}?" if near else hint
+            hint = f"did you mean {near!r}? If not, {writes}" if near else f"{hint}. {writes}"
             raise OrreryError(f"run {word!r}: {workspace.shown(path)} does not exist; {hint}")
         manifest = load(path)
         path = run_dir(runs_root(workspace), manifest)

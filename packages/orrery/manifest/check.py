@@ -59,10 +59,11 @@ def sentence(error: ValidationError) -> str:
             f"did you mean {close!r}?" if close else f"the fields here are {', '.join(siblings)}"
         )
     elif first["type"] == "missing":
-        parent = path.rpartition(".")[0].rpartition(".")[2]
-        hint = f"; write `{parent}+:` to keep the others" if parent.isidentifier() else ""
         text = f"{path}: is missing; every field is required, and defaults live in Jsonnet only"
-        text += hint
+        beside = [e for e in errors if e["loc"][:-1] == first["loc"][:-1]]
+        parent = path.rpartition(".")[0].rpartition(".")[2]
+        if len(beside) > 1 and parent.isidentifier():  # the spec has replaced the object
+            text += f". If the spec has `{parent}: {{…}}`, write `{parent}+:` to keep its defaults"
     elif first["type"] == "union_tag_invalid":
         kinds = [one.strip(" '") for one in first["ctx"]["expected_tags"].split(",")]
         close = nearest(str(first["ctx"]["tag"]), kinds)

@@ -99,7 +99,7 @@ class Evaluator:
         return name, _FAILS
 
     def _sentence(self, text: str, lost: str | None) -> str:
-        """Return the message with file and line. `lost` replaces it, if an import failed."""
+        """Return Jsonnet's message, or `lost` if an import failed, with file and line."""
         head = text.splitlines()[0]
         message = lost or head.removeprefix("RUNTIME ERROR: ")
         if found := _FRAME.match(message):  # a syntax error begins with its file and line
@@ -177,7 +177,7 @@ def locate(workspace: Workspace, name: str) -> Path:
         return likely
     if (found := file_of(workspace, name)) is not None:
         return found
-    names = list(run_files(workspace))  # raises if a file is broken, as it may define the run
+    names = list(run_files(workspace))  # raises for a broken file, which may be the run's
     if likely in workspace.run_files:
         has = ", ".join(_names(workspace, likely))
         raise OrreryError(f"run {name!r}: {workspace.shown(likely)} has the runs {has}; name one")

@@ -161,7 +161,7 @@ class Renderer:
             strange = "".join(sorted(characters))
             raise OrreryError(
                 f"model.tokenizer.alphabet has no {strange!r}, which is in {text!r}. "
-                "Add them to jsonnet/lib/alphabet.libsonnet, or change the text"
+                "Add these characters to the run's alphabet, or change the text"
             )
         if self._vocab_size is not None and ids and (most := max(ids)) >= self._vocab_size:
             token = self.tokenizer.id_to_token(most)

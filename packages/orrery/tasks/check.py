@@ -59,8 +59,8 @@ def check(manifest: Manifest) -> list[str]:
         if renderer is not None and longest + turn > context:
             raise OrreryError(
                 f"{path}: a prompt of {longest} tokens and a turn of {turn} do not fit "
-                f"inference.max_model_len_tokens {context} (in Jsonnet context_tokens). Give it at "
-                f"least {longest + turn}"
+                f"inference.max_model_len_tokens {context}. Set it (in Jsonnet context_tokens) to "
+                f"{longest + turn} or more"
             )
         num_rows = _checked_rows(path, use, renderer, context - turn)
         rows = "" if num_rows is None else f" {num_rows} rows,"

@@ -302,7 +302,7 @@ class Dataset(SingleTurn):
             )
         if self.args.verdict.kind == "python":
             if at in self._tried and (reason := self._tried_reward(at, problem.answer)) is not None:
-                return f"fail in the reward function, of {len(self._tried)} tried", reason
+                return f"fail in the reward function ({len(self._tried)} rows were tried)", reason
         elif (reason := self._self_judged(at, problem.answer)) is not None:
             return "have an answer that the verdict calls wrong", reason
         if tokens is not None and (length := tokens(problem)) > most_tokens:

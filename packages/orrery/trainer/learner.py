@@ -88,8 +88,8 @@ class MismatchGuard:
                     f"{where}; {MEASURES[kind]}, {value:.3g}, is more than "
                     f"trainer.mismatch.stop_{kind} = {stop:g}, so the batch is not trained; "
                     f"see which process answers at that engine's address, and its log. If it is "
-                    f"the run's engine, the policy has moved too far since that version: lower "
-                    f"trainer.optimizer.lr or orchestrator.max_off_policy_steps"
+                    f"the run's engine, its version may be too old: lower trainer.optimizer.lr or "
+                    f"orchestrator.max_off_policy_steps"
                 )
         for kind, value in found.items():
             warn = getattr(self.bounds, f"warn_{kind}")

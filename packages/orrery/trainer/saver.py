@@ -37,7 +37,7 @@ COPY, JOB, LOCK = "copy", "job.json", ".lock"
 CHUNK_BYTES = 32 << 20
 SYNC_BYTES = 1 << 30
 WRITE_DEADLINE_S = 1800.0
-ORPHAN_S = 20.0  # once the trainer has ended: limit without new data from other ranks, scaled
+ORPHAN_S = 20.0  # scaled limit without new data from other ranks, after the trainer has ended
 MAX_STARTS = 3
 POLL_S = 0.1
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # prefix of folders: orchestrator state at a preemption after the checkpoint
+LATER = "later"  # prefix of folders with orchestrator state of a preemption after the checkpoint
 PUBLISHED = "published.json"  # digests of all versions that the trainer published, by version
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders that are being removed

@@ -111,7 +111,7 @@ class ControlSocket:
         return self.server
 
     async def post(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Queue a message. Ignore a disconnected `peer`: it will send again under a new id."""
+        """Queue a message. Drop it if `peer` has disconnected: the peer asks again as a new one."""
         try:
             await self._socket.send_multipart([peer, msgspec.msgpack.encode(message)], copy=False)
         except zmq.ZMQError as error:

@@ -60,7 +60,7 @@ def route_shape(model: Model) -> RouteShape | None:
 
 
 def row_shape(manifest: Manifest) -> RouteShape | None:
-    """Return the shape of a token's row in engine answers and batches. None: no router replay."""
+    """Return the shape of a token's row in answers and batches, or None without replay."""
     if not manifest.transport.routed_experts:
         return None
     if not manifest.choice_bytes:

@@ -370,7 +370,7 @@ class SlurmTask:
         return signal_or_code(self.poll())
 
     def signal(self, number: int) -> None:
-        if self.rank == 0:  # only one task passes it on, because srun signals every task
+        if self.rank == 0:  # only rank 0 signals the step, because srun signals every task
             self.step.signal(number)
 
     def wait(self, within_s: float) -> bool:

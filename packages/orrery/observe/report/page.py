@@ -49,6 +49,7 @@ SECTIONS = (
 WIDE = {figures.reward, figures.timeline, figures.agreement, figures.admission, figures.processors}
 MAX_PAIRS = 8
 MAX_ROUNDS = 500
+POOR_REWARD = 0.5  # below it, the last line says where to find advice
 
 
 def summary(run: RunData, wall_s: float, page: Path) -> str:
@@ -82,7 +83,7 @@ def _without_signal(run: RunData) -> str:
     share = without_signal(run)
     if share is None:
         return ""
-    is_poor = run.result.get("after", {}).get("reward_mean", 0.0) < 0.5
+    is_poor = run.result.get("after", {}).get("reward_mean", 0.0) < POOR_REWARD
     hint = " (logs/orchestrator.0.log says what to change)" if share > 0.5 and is_poor else ""
     return f"{share:.0%} of training rollouts without signal{hint}"
 

@@ -17,7 +17,7 @@ import numpy as np
 from orrery.manifest.schema import GuestEngines
 from orrery.wire.recompute import Recomputed
 
-NUM_HONEST = 16  # number of rollouts of the trainer's own engines needed to set a bound
+NUM_HONEST = 16  # least number of rollouts of the trainer's own engines to set a bound
 NUM_KEPT = 256
 QUANTILE = 0.9
 PEAK = 10.0  # least bound on the largest difference, divided by the least bound on the mean

@@ -120,8 +120,8 @@ class Lender:
 
     def _misunderstood(self, call: str, error: Exception) -> RunFailed:
         return RunFailed(
-            f"{self._place.join}: its reply to {call!r} is not one of a run's door ({error}); "
-            "check the address, and that both sides have the same version of Orrery"
+            f"{self._place.join}: the reply to {call!r} is not from a run of Orrery, or from "
+            f"another version ({error}); check the address, and install one version at both sites"
         )
 
     async def _request(self, method: str, path: str, data: bytes | None = None) -> bytes:

@@ -3,6 +3,7 @@
     generate ─▶ waiting ─▶ a site's jobs ─answer─▶ arrived ─verified─▶ the caller's Generation
                    └──────────┴── lease over, failure, false answer ──▶ None: our engines sample
 
+- "Our engines" are those of the run that asks.
 - Messages renew a valid lease. Answers to unknown jobs and repeated answers have no effect.
 - All answers of a site that arrive during a check form the next window. A random share of the
   window is recomputed, at least one answer of each version. The whole window waits for the result.

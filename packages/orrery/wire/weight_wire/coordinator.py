@@ -100,7 +100,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def during(self, transfer: int | None) -> Iterator[None]:
-        """In the `with` body, a waiting read raises WireFailed once `transfer` is over."""
+        """Let reads in the `with` body raise WireFailed once `transfer` is over."""
         before, self._transfer = self._transfer, transfer
         try:
             yield
