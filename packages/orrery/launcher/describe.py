@@ -51,7 +51,8 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
     since = f" for {duration(now_s - status.started_s)}" if working else ""
     lines = [f"{name}: {status.stage} {state}{since}, attempt {status.attempt}"]
     finished = run.finished()
-    mark = "✗" if died else {"failed": "✗", "stopped": "■"}.get(status.state, "▶")
+    waits = any(job.stage == status.stage and job.state == "waiting" for job in jobs)
+    mark = "▶" if waits else "✗" if died else {"failed": "✗", "stopped": "■"}.get(status.state, "▶")
     marks = {status.stage: mark, **dict.fromkeys(finished, "✓")}
     lines.append("  " + "   ".join(f"{marks.get(stage, '·')} {stage}" for stage in run.stages))
     lines += [*map(_job_line, jobs), *no_answer]
@@ -62,7 +63,7 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         lines += _signal(run.path, status.attempt)
     if (checkpoint := newest_checkpoint(run.path)) is not None:
         lines.append(f"  newest checkpoint: step {checkpoint}")
-    if any(job.stage == status.stage and job.state == "waiting" for job in jobs):
+    if waits:
         lines.append("  it goes on by itself when its job starts again")
     elif died:
         who = f"job {status.slurm_job}" if status.slurm_job else f"pid {status.launcher_pid}"
