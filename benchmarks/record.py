@@ -13,12 +13,12 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
 from orrery.manifest.identity import commit, versions
+from orrery.manifest.machine import gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
@@ -135,7 +135,7 @@ def command() -> str:
 
 
 def hardware() -> str:
-    """Processor, cores that this process may use, memory, and GPUs when there are any.
+    """Processor, memory, and the cores and GPUs that this process may use.
 
     `ORRERY_HARDWARE` says it where runs of another machine are read here.
     """
@@ -153,8 +153,8 @@ def hardware() -> str:
         (int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0
     )
     parts = [model, f"{len(os.sched_getaffinity(0))} cores", f"{memory_kib / 2**20:.0f} GiB"]
-    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
-    parts += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]
+    names = [gpu.name for gpu in gpus().values()]
+    parts += [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
     return ", ".join(parts)
 
 
@@ -166,13 +166,6 @@ def device() -> str:
 
 def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
-def _output(*argv: str) -> str:
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 if trouble := unrecordable(committed()):

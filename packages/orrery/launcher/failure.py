@@ -58,10 +58,9 @@ def failure_outcome(stage: RunningStage, refusal: str = "") -> Outcome:
         text += f"; {keep_evidence(stage)}"
     hint = stage.resume_hint()
     if first.poll() == OutOfMemory.exit_code:
-        run = stage.run_dir.name.rpartition("-")[0]
         hint = (
-            f"change the fields that it names in the spec, type `orrery render {run}`, then "
-            f"`{stage.job.resume}`"
+            "change the fields that it names in the spec, type "
+            f"`orrery render {stage.run_name}`, then `{stage.job.resume}`"
         )
     return Outcome("failed", f"{text}; {hint}", 1)
 

@@ -106,6 +106,10 @@ class RunningStage:
         )
 
     @property
+    def run_name(self) -> str:
+        return self.run_dir.name.rpartition("-")[0]
+
+    @property
     def endpoints(self) -> Path:
         return endpoints_dir(self.run_dir, self.name)
 

@@ -309,7 +309,7 @@ class Supervisor:
 
     def _start_local(self) -> None:
         stage, plans = self.stage, self.job.plan.processes
-        check_packages(stage.run_dir.name.rpartition("-")[0], self.job.num_devices is not None)
+        check_packages(stage.run_name, self.job.num_devices is not None)
         cores = share_cores(sorted(os.sched_getaffinity(0)), plans)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         offered = [str(index) for index in range(self.job.num_devices or 0)]

@@ -52,8 +52,7 @@ class Evaluator:
                 _gojsonnet.evaluate_snippet("<orrery>", expression, import_callback=self._import)
             )
         except RuntimeError as error:
-            said = self._sentence(str(error), self._lost)
-            raise OrreryError(said) from None
+            raise OrreryError(self._sentence(str(error))) from None
         except ValueError as error:
             raise OrreryError(
                 f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})"
@@ -98,10 +97,10 @@ class Evaluator:
         self._lost = f"import {name!r}: no such file {where}{hint}"
         return name, _FAILS
 
-    def _sentence(self, text: str, lost: str | None) -> str:
-        """Return Jsonnet's message, or `lost` if an import failed, with file and line."""
+    def _sentence(self, text: str) -> str:
+        """Return Jsonnet's message, or that of a failed import, with file and line."""
         head = text.splitlines()[0]
-        message = lost or head.removeprefix("RUNTIME ERROR: ")
+        message = self._lost or head.removeprefix("RUNTIME ERROR: ")
         if found := _FRAME.match(message):  # a syntax error begins with its file and line
             place = f"{self.workspace.shown(found['file'])}:{found['line']}"
             return f"{place}: {message.split(' ', 1)[-1]}"

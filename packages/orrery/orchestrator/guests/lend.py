@@ -11,8 +11,8 @@
 import asyncio
 import random
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -113,16 +113,20 @@ class Lender:
 
     async def _call(self, call: str, message: msgspec.Struct, kind: type[T]) -> T:
         body = await self._request("POST", f"/{call}", msgspec.msgpack.encode(message))
-        try:
+        with self._understanding(call):
             return msgspec.msgpack.decode(body, type=kind)
-        except NOT_OF_THE_PROTOCOL as error:
-            raise self._misunderstood(call, error) from error
 
-    def _misunderstood(self, call: str, error: Exception) -> RunFailed:
-        return RunFailed(
-            f"{self._place.join}: the reply to {call!r} is not from a run of Orrery, or from "
-            f"another version ({error}); check the address, and install one version at both sites"
-        )
+    @contextmanager
+    def _understanding(self, call: str) -> Iterator[None]:
+        """In the `with` body, raise RunFailed if a reply to `call` cannot be decoded."""
+        try:
+            yield
+        except NOT_OF_THE_PROTOCOL as error:
+            raise RunFailed(
+                f"{self._place.join}: the reply to {call!r} is not from a run of Orrery, or from "
+                f"another version ({error}); check the address, and install one version at both "
+                "sites"
+            ) from error
 
     async def _request(self, method: str, path: str, data: bytes | None = None) -> bytes:
         """Return the answer's body. Retry for AWAY_S while the door does not answer."""
@@ -267,10 +271,8 @@ class Lender:
         """Fetch, load and attest the newest version."""
         attempt = self._attempt
         body = await self._request("GET", WEIGHTS_PATH)
-        try:
+        with self._understanding("weights"):
             header = msgspec.json.decode(body, type=StateSnapshot)
-        except NOT_OF_THE_PROTOCOL as error:
-            raise self._misunderstood("weights", error) from error
         check_header(header, self._place.join)
         begin_s = asyncio.get_running_loop().time()
         try:
