@@ -345,6 +345,7 @@ HOST = (
     [
         Line("elastic/two_sites_2", "Device memory that a second site adds, 2 sites × 1 GPU"),
         Line("elastic/two_sites_4", "Device memory that a second site adds, 2 sites × 2 GPUs"),
+        Line("trainer/context_expert_2", "GLM-5's widths: gradients of cp 2 × ep 2 to one rank"),
         Line("trainer/context_expert_8", "GLM-5's widths: gradients of cp 4 × ep 8 to one rank"),
         Line("trainer/glm5_slice", "GLM-5, five layers, 131,072 tokens, cp 4 × ep 8: tokens/s/GPU"),
         Line(

@@ -34,8 +34,8 @@ GROUPS: dict[str, tuple[int, list[str]]] = {  # name: (limit in seconds, argumen
     "ring_and_experts": (120, [f"{TRAINER}/test_trainer_one_gpu.py"]),
     "optimizers": (60, [f"{TRAINER}/test_trainer_optim.py", "-k", "same_bits"]),
     "layouts": (280, [f"{TRAINER}/test_trainer_gpu.py", "-k", "layout"]),
-    "offloads": (60, [f"{TRAINER}/test_trainer_gpu.py", "-k", "state"]),
-    "checkpoints": (60, [f"{TRAINER}/test_trainer_gpu.py", "-k", "checkpoint"]),
+    "offloads": (150, [f"{TRAINER}/test_trainer_gpu.py", "-k", "state"]),
+    "checkpoints": (150, [f"{TRAINER}/test_trainer_gpu.py", "-k", "checkpoint"]),
     "flight_recorders": (200, ["tests/launcher/test_launcher_ranks.py", "-k", "h200"]),
 }
 # The project's settings of pytest name plugins that a GPU host lacks.
