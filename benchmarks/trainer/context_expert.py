@@ -5,6 +5,8 @@
     python benchmarks/trainer/context_expert.py --dry-run    print layout, model and sizes
 
 - The value is the norm of the difference of all gradients, over the norm of one rank's gradients.
+  All ranks replay the experts and keys that one rank chose. `error_own` is the same number when
+  they choose: bfloat16 sums in another order then choose other experts for some tokens.
 - The model has GLM-5's widths, with `EXPERTS` experts and `LAYERS` layers to fit on one rank.
 - The speed and memory of the slice are measured by `orrery bench trainer`, not here.
 """
@@ -27,15 +29,19 @@ from elastic.diloco import as_columns
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Model, Trainer
 from orrery.models import build, weights
+from orrery.models.latent_attention import KeyIndexer
+from orrery.models.layers import Router
 from orrery.models.placement import full_tensor
 from orrery.runtime.network import free_ports
 from orrery.trainer.assemble import load_policy
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel.world import destroy_world, init_world
 from orrery.wire.columns import Columns
+from orrery.wire.routed_experts import COLUMN
 from record import ROOT, parser_of, record
 
 EXPERTS, LAYERS, TOKENS = 32, 4, 4096
+DIFFER = "routes_differ", "choices_differ"  # shares of one rank's that these ranks did not choose
 GOAL, GOAL_CPU = 0.02, 1e-4  # bf16 products are summed in another order; float32 on a CPU
 
 
@@ -56,7 +62,7 @@ def specs(cpu: bool, mesh: dict[str, int]) -> tuple[Model, Trainer]:
         model["init"] = {"kind": "random", "seed": 1, "std": 0.02}
     trainer = manifest.trainer.model_dump(mode="json")
     trainer["mesh"] |= mesh | {"cp_style": "dsa", "ep_backend": "torch"}
-    trainer |= {"compile": False}
+    trainer |= {"compile": False, "indexer_choice": "replay"}
     trainer["memory"] |= {"optimizer_offload": False}
     return Model.model_validate(model), Trainer.model_validate(trainer)
 
@@ -67,6 +73,42 @@ def documents(model: Model, count: int, num_tokens: int) -> list[Columns]:
     return [
         as_columns([draw.integers(0, model.vocab_size, num_tokens).tolist()]) for _ in range(count)
     ]
+
+
+def choose(learner: Learner, document: Columns) -> Columns:
+    """Return the document with the experts and keys that this network chooses."""
+    routes: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
+
+    def routed(module: Router, given: Any, out: Any) -> None:
+        routes.append(out[1].cpu().numpy().astype(np.uint8))
+
+    def chosen(module: KeyIndexer, given: Any, out: Any) -> None:
+        ids = out.chosen_TK.cpu().numpy()
+        is_chosen = np.zeros((len(ids), -(-document.num_tokens // 8) * 8), dtype=bool)
+        token, slot = np.nonzero(ids >= 0)
+        is_chosen[token, ids[token, slot]] = True
+        keys.append(np.packbits(is_chosen, axis=1, bitorder="little"))
+
+    hooks = [
+        module.register_forward_hook(routed if isinstance(module, Router) else chosen)
+        for module in learner.policy.network.modules()
+        if isinstance(module, Router | KeyIndexer)
+    ]
+    with torch.no_grad():
+        learner.policy(learner._micro_batch(document))
+    for hook in hooks:
+        hook.remove()
+    assert learner.route_shape is not None
+    num_dense = learner.route_shape.num_dense_layers
+    dense = np.zeros((len(routes[0]), num_dense * routes[0].shape[1]), dtype=np.uint8)
+    rows = np.concatenate([dense, *routes, *keys], axis=1)[: document.num_tokens, None]
+    return Columns(document.offsets, document.token | {COLUMN: rows})
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    square = sum(float((found[name] - each).square().sum()) for name, each in wanted.items())
+    return (square / sum(float(each.square().sum()) for each in wanted.values())) ** 0.5
 
 
 def gradients(rank: int, size: int, port: int, folder: Path, options: Any) -> None:
@@ -92,17 +134,27 @@ def gradients(rank: int, size: int, port: int, folder: Path, options: Any) -> No
 
     learner.optimizer.step = keep  # type: ignore[method-assign]
     batch = documents(model, num_data, 64 if options.cpu else TOKENS)
-    mine = batch if size == 1 else [batch[world.data_rank]]
-    loss = learner.learn(mine, len(mine), count_totals(mine, world), 1.0).metrics["loss"]
-    if rank == 0 and size == 1:
-        torch.save({"loss": loss, "gradients": found}, folder / "alone.pt")
-    elif rank == 0:
-        reference = torch.load(folder / "alone.pt")
-        wanted = reference["gradients"]
-        square = sum(float((found[n] - w).square().sum()) for n, w in wanted.items())
-        norm = sum(float(w.square().sum()) for w in wanted.values())
-        answer = {"error": (square / norm) ** 0.5, "loss": loss, "loss_alone": reference["loss"]}
-        (folder / "answer.json").write_text(json.dumps(answer))
+    if size == 1:
+        replayed = [choose(learner, each) for each in batch]
+        np.save(folder / "choices.npy", np.stack([each.token[COLUMN] for each in replayed]))
+    else:
+        rows = np.load(folder / "choices.npy")
+        replayed = [
+            Columns(each.offsets, each.token | {COLUMN: row})
+            for each, row in zip(batch, rows, strict=True)
+        ]
+    answer = {}
+    for name, all_documents in (("_own", batch), ("", replayed)):
+        mine = all_documents if size == 1 else [all_documents[world.data_rank]]
+        metrics = learner.learn(mine, len(mine), count_totals(mine, world), 1.0).metrics
+        if rank == 0 and size == 1:
+            torch.save({"loss": metrics["loss"], "gradients": found}, folder / f"alone{name}.pt")
+        elif rank == 0:
+            reference = torch.load(folder / f"alone{name}.pt")
+            answer[f"error{name}"] = distance(found, reference["gradients"])
+            answer |= {f"loss{name}": metrics["loss"], f"loss_alone{name}": reference["loss"]}
+            answer |= {key: metrics[key] for key in DIFFER if metrics.get(key) is not None}
+            (folder / "answer.json").write_text(json.dumps(answer))
     destroy_world(world)
 
 
