@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -65,35 +66,77 @@ def rounds(name: str) -> list[dict]:
     return [row for row in rows(name) if row.get("event") == "round"]
 
 
-def await_round(number: int, name: str = NAMES[0]) -> None:
+@dataclass(frozen=True)
+class Round:
+    number: int
+    epoch: int
+    members: list[str]
+    tokens: list[int]  # of each member since its last exchange
+    num_bytes: int
+    loss: float | None
+    is_equal: bool  # whether all sites that report it have the same weights
+
+
+def table() -> list[Round]:
+    """Return the rounds that the first site has finished."""
+    every = {name: {row["round"]: row for row in rounds(name)} for name in NAMES}
+    ids = {row["own"]: name for name, found in every.items() for row in found.values()}
+    losses = {row["step"]: row["loss"] for row in rows(NAMES[0]) if row.get("loss") is not None}
+    return [
+        Round(
+            number,
+            row["epoch"],
+            [ids.get(each, each) for each in row["members"]],
+            row["weights"],
+            row["num_bytes"],
+            losses.get(row["step"]),
+            len({found[number]["digest"] for found in every.values() if number in found}) == 1,
+        )
+        for number, row in sorted(every[NAMES[0]].items())
+    ]
+
+
+class Shown:
+    """Prints each round once."""
+
+    def __init__(self) -> None:
+        self.begin_s = time.monotonic()
+        self.count = 0
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.begin_s:4.0f} s  {text}", flush=True)
+
+    def rounds(self) -> None:
+        new = table()[self.count :]
+        for one in new:
+            loss = "" if one.loss is None else f", loss {one.loss:.3f}"
+            sites = f"{len(one.members)} sites ({' '.join(sorted(one.members))})"
+            self.say(f"round {one.number}: {sites}, {one.num_bytes / 1e6:.1f} MB sent each{loss}")
+        self.count += len(new)
+
+
+def await_round(number: int, shown: Shown, name: str = NAMES[0]) -> None:
     end_s = time.monotonic() + LIMIT_S
     while not any(row["round"] >= number for row in rounds(name)):
         if time.monotonic() > end_s:
             raise SystemExit(f"error: {name} finished no round {number}; read {FOLDER}/{name}.log")
+        shown.rounds()
         time.sleep(0.2)
 
 
 def page() -> str:
-    """Return a page with a line for every round, from the first site's rows."""
-    every = {name: {row["round"]: row for row in rounds(name)} for name in NAMES}
-    ids = {row["own"]: name for name, found in every.items() for row in found.values()}
-    losses = {row["step"]: row["loss"] for row in rows(NAMES[0]) if row.get("loss") is not None}
+    """Return a page with a line for every round."""
     head = "<tr><th>round<th>epoch<th>members<th>tokens<th>bytes sent<th>loss<th>equal bits"
     lines = []
-    for number, row in sorted(every[NAMES[0]].items()):
-        members = " ".join(ids.get(each, each) for each in row["members"])
-        digests = {found[number]["digest"] for found in every.values() if number in found}
-        loss = losses.get(row["step"])
-        sent, shown = f"{row['num_bytes']:,}", "" if loss is None else f"{loss:.3f}"
-        is_equal = "yes" if len(digests) == 1 else "NO"
+    for one in table():
         cells = (
-            number,
-            row["epoch"],
-            members,
-            " · ".join(f"{tokens:,}" for tokens in row["weights"]),
-            sent,
-            shown,
-            is_equal,
+            one.number,
+            one.epoch,
+            " ".join(one.members),
+            " · ".join(f"{tokens:,}" for tokens in one.tokens),
+            f"{one.num_bytes:,}",
+            "" if one.loss is None else f"{one.loss:.3f}",
+            "yes" if one.is_equal else "NO",
         )
         lines.append("<tr>" + "".join(f"<td>{html.escape(str(each))}" for each in cells))
     style = "<style>body{font:16px sans-serif}td,th{padding:2px 12px;text-align:left}</style>"
@@ -110,28 +153,40 @@ def main() -> None:
     for name in NAMES:
         make_site(certificates, name, ["127.0.0.1"])
         checkout(name)
+    print(f"{len(NAMES)} sites make their first weights", flush=True)
     init = [sys.executable, "-m", "orrery.launcher.cli", "run", RUN, "init"]
     for name in NAMES:
         subprocess.run(init, cwd=FOLDER / name, check=True, env=os.environ)
-    begin_s = time.monotonic()
+    shown = Shown()
     sites = {name: start(name) for name in NAMES if name != LATE}
+    shown.say(f"{', '.join(sites)} start")
     try:
-        await_round(1)
-        print(f"{LATE} joins", flush=True)
+        await_round(1, shown)
+        shown.rounds()
+        shown.say(f"{LATE} joins")
         sites[LATE] = start(LATE)
-        await_round(1, LATE)
-        print(f"{KILLED} is killed", flush=True)
+        await_round(1, shown, LATE)
+        shown.say(f"{KILLED} is killed")
         os.killpg(sites[KILLED].pid, signal.SIGKILL)
+        end_s = time.monotonic() + 2 * LIMIT_S
+        while (late := [name for name, one in sites.items() if one.poll() is None]) and (
+            time.monotonic() < end_s
+        ):
+            shown.rounds()
+            time.sleep(0.2)
+        shown.rounds()
         for name, site in sites.items():
-            code = site.wait(2 * LIMIT_S)
-            if code and name != KILLED:
-                raise SystemExit(f"error: {name} ended with {code}; read {FOLDER}/{name}.log")
+            if name in late or (site.returncode and name != KILLED):
+                how = "did not end" if name in late else f"ended with {site.returncode}"
+                raise SystemExit(f"error: {name} {how}; read {FOLDER}/{name}.log")
     finally:
         for site in sites.values():
             if site.poll() is None:
                 site.terminate()
         (FOLDER / "index.html").write_text(page())
-    print(f"{time.monotonic() - begin_s:.0f} s; open {FOLDER.relative_to(ROOT)}/index.html")
+    equal = sum(one.is_equal for one in table())
+    shown.say(f"{equal} of {shown.count} rounds gave all sites the same weights, bit for bit")
+    print(f"open {FOLDER.relative_to(ROOT)}/index.html")
 
 
 if __name__ == "__main__":
