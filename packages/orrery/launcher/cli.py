@@ -63,7 +63,7 @@ def run(
 
     one = job(word, stage)
     outcome = run_stage(one)
-    prefix = "" if outcome.state == "done" else "error: "
+    prefix = "error: " if outcome.state == "failed" else ""
     print(f"{prefix}{outcome.message}", file=sys.stderr, flush=True)
     if outcome.requeue and one.allocation is not None:
         import time

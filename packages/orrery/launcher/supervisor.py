@@ -135,6 +135,7 @@ class Supervisor:
         progress = Progress(
             *(run_dir.name, name, stage.attempt, self.job.stages, finished),
             *(self.job.num_steps, stage.status.started_s),
+            statuses.newest_checkpoint(run_dir, name) or 0,
         )
         observer, view = Observer(run_dir, progress), View(progress)
         outcome = Outcome("failed", f"{name}: the launcher failed", 1)
