@@ -103,13 +103,20 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh, sho
         for name in ("rl", f"step_{NUM_STEPS}")
     )
     assert newest == rl
+    compiled: list[str] = []
     for node in NODES:
         left = [
             name
             for name in cluster.on(node, "ls", "/dev/shm", "/tmp").stdout.split()
             if name not in there[node]
         ]
-        assert not [name for name in left if "orrery" in name], f"{node}: {left}"
+        assert not [name for name in left if "orrery" in name and "-kernels-" not in name], left
+        look = "find /tmp/orrery-kernels-* -maxdepth 0 -printf '%m %u\n'"
+        kept = cluster.on(node, "sh", "-c", look, check=False).stdout.splitlines()
+        assert set(kept) <= {f"700 {cluster.login}"}, kept
+        look = "find /tmp/orrery-kernels-*/vllm -type f"
+        compiled += cluster.on(node, "sh", "-c", look, check=False).stdout.split()
+    assert compiled, "no engine left its compiled kernels on its node"
     mode = run.path.stat().st_mode
     assert not mode & 0o002, oct(mode)
 

@@ -79,6 +79,18 @@ def test_a_scratch_folder_of_another_user_is_refused(tmp_path):
     assert code == 2 and "is not ours" in log and log.count("\n") == 2
 
 
+def test_the_folder_of_kernels_outlives_a_task_and_no_link_stands_in_for_it(tmp_path):
+    scratch, kernels = tmp_path / "orrery-7", tmp_path / "orrery-kernels-0-image"
+    for _ in range(2):
+        code, log = task(tmp_path, "0,0", rank=0, scratch=f"{scratch}:{kernels}")
+        assert code == 0, log
+        assert kernels.stat().st_mode & 0o777 == 0o700
+    kernels.rmdir()
+    kernels.symlink_to(scratch)
+    code, log = task(tmp_path, "0,0", rank=0, scratch=f"{scratch}:{kernels}")
+    assert code == 2 and f"{kernels} on " in log and "is not ours" in log
+
+
 def test_engines_and_ranks_on_one_node_share_its_devices_and_none_twice():
     """4 ranks, two engines of two devices, on one node of eight."""
     processes = (

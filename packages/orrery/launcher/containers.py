@@ -4,6 +4,7 @@
   its recipe, a digest of the files from which the image is built.
 - A role sees /dev, its run folder, a read-only copy of the code, the site's mounts, and the job's
   scratch folder as /tmp. Apptainer's `--contain` would hide /dev/shm and InfiniBand.
+- Compiled kernels stay on a node when a job ends, in a folder of the user and the image.
 - Variables pass as APPTAINERENV_*, as other users can read command lines.
 """
 
@@ -144,13 +145,19 @@ def _image(role: str) -> Image:
 
 
 CODE = "/orrery/code"  # path of the copied code in a container
+KERNELS = "/orrery/kernels"  # compiled kernels, which the node keeps for later jobs
 APPTAINER_OPTIONS = (
     r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # variables of the user to remove
 )
-CACHES = {  # caches are in /tmp, because containers have no home folder
+CACHES = {  # other caches are in /tmp, because containers have no home folder
     "XDG_CACHE_HOME": "/tmp/.cache",
     "XDG_CONFIG_HOME": "/tmp/.config",
-    "TRITON_HOME": "/tmp",
+    "VLLM_CACHE_ROOT": f"{KERNELS}/vllm",  # DeepGEMM's kernels too
+    "TRITON_HOME": KERNELS,
+    "TORCHINDUCTOR_CACHE_DIR": f"{KERNELS}/inductor",
+    "FLASHINFER_WORKSPACE_BASE": KERNELS,
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{KERNELS}/flash4",
 }
 
 
@@ -159,12 +166,14 @@ def apptainer(
     image: Path,
     run_dir: Path,
     code: Path,
-    scratch: Path,
+    folders: Sequence[Path],
     gpus: bool,
     argv: Sequence[str],
 ) -> list[str]:
-    binds = [str(run_dir), f"{code}:{CODE}:ro", f"{scratch}:/tmp", "/etc/hosts:/etc/hosts:ro"]
-    binds += site.mounts
+    """Return the command. The two `folders` on the node become /tmp and KERNELS."""
+    binds = [str(run_dir), f"{code}:{CODE}:ro"]
+    binds += [f"{one}:{target}" for one, target in zip(folders, ("/tmp", KERNELS), strict=True)]
+    binds += ["/etc/hosts:/etc/hosts:ro", *site.mounts]
     options = [part for bind in binds for part in ("--bind", bind)]
     return [*enter_image(gpus), *options, "--pwd", str(run_dir), str(image), *argv]
 
@@ -200,6 +209,14 @@ def images_of(
 
 def scratch_of(site: Containers | None, job: str) -> Path:
     return Path(site.scratch if site else "/tmp") / f"orrery-{job}"
+
+
+def node_folders(site: Containers | None, job: str, image: Path | None, user: object) -> list[Path]:
+    """Return a job's scratch folder and, in containers, the folder of the image's kernels."""
+    scratch = scratch_of(site, job)
+    if image is None:
+        return [scratch]
+    return [scratch, scratch.with_name(f"orrery-kernels-{user}-{image.stem}")]
 
 
 def container_variables(variables: Mapping[str, str]) -> dict[str, str]:

@@ -280,7 +280,8 @@ def _in_image(
     code = containers.snapshot(workspace, found.path)
     scratch = containers.scratch_of(place, f"export-{os.getpid()}-{found.path.name}")
     command = ["python3", *argv]
-    inside = containers.apptainer(place, image, found.path, code, scratch, False, command)
+    folders = scratch, scratch
+    inside = containers.apptainer(place, image, found.path, code, folders, False, command)
     inside = containers.with_modules(site.containers, inside)
     return ["bash", "-c", IN_A_FOLDER, "export", str(scratch), *inside]
 

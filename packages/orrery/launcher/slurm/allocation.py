@@ -85,23 +85,25 @@ class Allocation:
     def _line(
         self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int
     ) -> list[str]:
-        argv = self.command(step, run_dir, code, stage, attempt, incarnation)
+        folders, argv = self.command(step, run_dir, code, stage, attempt, incarnation)
         component, nodelist = self.component(step.component), ",".join(self._nodes_of(step))
         opening = header(stage, attempt, incarnation)
         logs = logs_dir(run_dir)
-        return srun(step, component, nodelist, code, logs, self.scratch, opening, argv)
+        return srun(step, component, nodelist, code, logs, folders, opening, argv)
 
     def command(
         self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int
-    ) -> list[str]:
+    ) -> tuple[list[Path], list[str]]:
+        """Return the folders that the command needs on its node, and the command."""
         where = self.site.containers
         python = sys.executable if where is None else "python3"
         argv = role_argv(python, step.module, run_dir, stage, attempt, 0, incarnation)
         if where is None:
-            return argv
+            return [self.scratch], argv
         gpus = self.hardware.accelerator != "cpu"
         image = containers.image_of(where, self.workspace, self.hardware, step.role)
-        return containers.apptainer(where, image, run_dir, code, self.scratch, gpus, argv)
+        folders = containers.node_folders(where, self.job, image, os.getuid())
+        return folders, containers.apptainer(where, image, run_dir, code, folders, gpus, argv)
 
     def component(self, number: int) -> int | None:
         return number if len(self.nodes) > 1 else None

@@ -260,8 +260,8 @@ def step_options(
 
 
 def srun(
-    step: StepPlan, component: int | None, nodelist: str, code: Path, logs: Path, scratch: Path,
-    header: str, argv: Sequence[str],
+    step: StepPlan, component: int | None, nodelist: str, code: Path, logs: Path,
+    folders: Sequence[Path], header: str, argv: Sequence[str],
 ) -> list[str]:  # fmt: skip
     per_task = step.num_nodes, step.tasks_per_node, step.cpus_per_task
     script = str(code / "orrery" / "launcher" / "task.sh")
@@ -269,7 +269,7 @@ def srun(
         *step_options(component, nodelist, *per_task, step.gres, "all"),
         *("--kill-on-bad-exit=1", "--wait=0", f"--job-name={step.role}"),
         *("bash", script, step.role, str(step.processes[0].index)),
-        *(",".join(map(str, step.devices)), str(logs), str(scratch), header),
+        *(",".join(map(str, step.devices)), str(logs), ":".join(map(str, folders)), header),
         *argv,
     ]
 
