@@ -1,10 +1,11 @@
 """Make and load the run's certificates, for mutual TLS between its sites.
 
-- `authority.key` stays on its host. A site needs `authority.pem` and its own certificate and key.
+- `authority.key` stays on the host that made it. A site needs `authority.pem` and its own
+  certificate and key.
 - Both ends must present a certificate of this authority. Host names are not compared, because a
   site's address may change.
-- Links ignore certificate dates, so clocks may differ. etcd compares the dates with the clock, so
-  `door.check_clock` checks the clock first.
+- `links` ignores certificate dates, so clocks may differ. etcd rejects a certificate outside its
+  dates, so `door.check_clock` checks the clock before etcd starts.
 """
 
 import re
@@ -101,8 +102,8 @@ def make_authority(folder: Path, run: str) -> None:
 def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
     """Write the site's key and its certificate, signed by the folder's authority.
 
-    `addresses`: IP addresses or host names, for clients that compare names. Raise ElasticError if a
-    name is invalid or the key exists.
+    `addresses`: additional names in the certificate, for clients that check host names.
+    Raise ElasticError if `site` or an address is invalid, or if the key exists.
     """
     if site == AUTHORITY or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", site):
         raise ElasticError(

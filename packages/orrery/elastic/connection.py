@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # most bytes per hold of the TLS lock, to keep waits for the lock short
+SLICE = 1 << 17  # most bytes per TLS lock acquisition, so that waits are short
 SLAB = 1 << 23  # bytes per allocation; numpy requests huge pages from 4 MiB up
 FLUSH_S = 5.0  # time limit for sending queued frames after `close`
 
@@ -34,7 +34,7 @@ class BadFrame(Exception):
 
 
 class Slab:
-    """Large allocations that are cut into arrays, to save page faults."""
+    """Cut arrays from large allocations, to save page faults."""
 
     def __init__(self) -> None:
         self._free = np.empty(0, np.uint8)
@@ -112,7 +112,7 @@ class FrameSink(Protocol):
 
 
 class Backlog:
-    """The frame queue of all connections to a peer. A slow connection takes fewer frames."""
+    """The frame queue that all connections to a peer share. Slow connections take fewer frames."""
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[bytes | memoryview]] = deque()
@@ -196,8 +196,6 @@ class PeerConnection:
         if not was_closed:
             self._sink.lost(self, reason, is_bad)
 
-    # The reader
-
     def _read(self) -> None:
         head, slab = bytearray(LAYOUT.size), Slab()
         try:
@@ -224,7 +222,7 @@ class PeerConnection:
             begin, turn = done, min(done + SLICE, size)
             try:
                 with self._tls_lock:
-                    while done < turn:  # a call reads at most one TLS record
+                    while done < turn:  # each call reads at most one TLS record
                         if (count := self._tls.recv_into(view[done:])) == 0:
                             return False
                         done += count
@@ -233,8 +231,6 @@ class PeerConnection:
             if done > begin:
                 self.heard_s = time.monotonic()
         return True
-
-    # The sender
 
     def _send(self) -> None:
         try:
@@ -245,7 +241,7 @@ class PeerConnection:
             self._end("closed")
         except (OSError, ValueError) as error:
             self._end(f"its connection broke ({error})")
-        self._threads[0].join()  # the reader may still poll the descriptor
+        self._threads[0].join()  # the reader may still use the file descriptor
         self._tls.close()
 
     def _next(self) -> Sequence[bytes | memoryview] | None:
@@ -264,7 +260,7 @@ class PeerConnection:
         while True:
             try:
                 with self._tls_lock:
-                    self._tls.send(view)  # sends all bytes: Python leaves partial writes off
+                    self._tls.send(view)  # sends all bytes, as Python allows no partial writes
                 return
             except ssl.SSLWantWriteError:
                 self._poll(select.POLLOUT)

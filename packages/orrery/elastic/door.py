@@ -1,7 +1,7 @@
-"""Refuse a site whose terms do not fit the run. The error names the wrong field.
+"""Refuse a site whose terms, such as versions and free memory, do not fit the run.
 
 The first site writes the run's terms into the log. Later sites compare their terms before they
-join, so an unfit site does not disturb the run.
+join.
 """
 
 import time
@@ -65,7 +65,7 @@ def check_terms(run: Terms, site: Terms) -> None:
 def check_clock(not_before_s: float, not_after_s: float) -> None:
     """Raise ElasticError if this host's clock is outside the certificate's validity.
 
-    Times are Unix seconds. Only etcd compares certificate dates with the wall clock.
+    Times are Unix seconds.
     """
     now_s = time.time()
     if not_before_s <= now_s <= not_after_s:

@@ -1,6 +1,6 @@
 """Call etcd's v3 API, as JSON over HTTPS with mutual TLS.
 
-- A call tries the endpoints in turn for up to `store_s`. The endpoint that answered last is first.
+- A call tries the endpoints in turn for up to `store_s`. The last to answer is tried first.
 - Calls are retried, so they must be idempotent, like a compare-and-swap.
 - Every thread has its own connections.
 """
@@ -21,13 +21,13 @@ from orrery.elastic.types import ElasticError
 
 REQUEST_S = 2.0
 RETRY_S = 0.1
-NOT_FOUND = 5  # gRPC status code
-FINAL = (3, NOT_FOUND, 6, 9, 11)  # codes of faulty requests, refused by every endpoint
+NOT_FOUND = 5
+FINAL = (3, NOT_FOUND, 6, 9, 11)  # gRPC codes of invalid requests, which are not retried
 BROKEN = (OSError, http.client.HTTPException, ValueError)
 
 
 class EtcdRefused(Exception):
-    """etcd rejected the request itself."""
+    """etcd rejected the request as invalid."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class EtcdClient:
         return tuple(self._endpoints)
 
     def use(self, endpoints: Sequence[str]) -> None:
-        """Replace the endpoints unless `endpoints` is empty. Keep the first in place if listed."""
+        """Use `endpoints`, unless it is empty. Keep the current first endpoint first if listed."""
         first = [each for each in self._endpoints[:1] if each in endpoints]
         if endpoints:
             self._endpoints = first + [each for each in endpoints if each not in first]

@@ -30,7 +30,7 @@ from orrery.elastic.membership import LedgerView
 from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
-ELECTION_S = 4.0  # longest election of a leader, with one split vote
+ELECTION_S = 4.0  # longest leader election, with one split vote
 EXPIRY_S = 2.0  # longest time from a lease's end until other sites begin a round
 RETRY_WATCH_S = 0.5
 
@@ -63,7 +63,7 @@ class EtcdLog:
 
     def acquire(self, site_id: str) -> None:
         self.release()
-        # If a site and etcd's leader fail together, the lease ends one election plus one TTL later.
+        # If a site and etcd's leader fail together, the lease lasts its TTL and one election.
         ttl_s = max(
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
@@ -141,7 +141,7 @@ class EtcdLog:
         while True:
             left_s = end_s - self.now_s()
             with self._changed:
-                # The watch may be silent, so read the ledger twice a heartbeat.
+                # The watch may miss changes, so read the ledger twice per heartbeat interval.
                 self._changed.wait_for(
                     lambda: self._news > self._revision,
                     max(0.0, min(left_s, self._heartbeat_s / 2)),
@@ -166,7 +166,7 @@ class EtcdLog:
         return [msgspec.json.decode(value, type=SiteServices) for value in values]
 
     def _beat(self, stop: threading.Event) -> None:
-        # A lease may last only two heartbeats, so renew it twice as often.
+        # A lease may last only two heartbeat intervals, so renew it twice per interval.
         while not stop.wait(self._heartbeat_s / 2):
             with suppress(ElasticError, EtcdRefused):
                 lease = {"ID": self._lease}

@@ -1,10 +1,10 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
 - The first site starts etcd alone. Later sites that accept connections become coordinators, one at
-  a time, up to an odd number of at most `coordinators`.
+  a time. Their target number is odd and at most `coordinators`.
 - All sites derive changes from the same lists of coordinators and live sites, so no site leads. A
-  coordinator is replaced if its site is gone for REMOVE_S.
-- etcd is a child process with its data in `folder`, so a crashed site keeps its vote.
+  coordinator is replaced if its site has no lease for REMOVE_S.
+- etcd is a child process with its data in `folder`, so a restarted site is still a voter.
 """
 
 import json
@@ -28,7 +28,7 @@ from orrery.runtime.parent_watch import die_with_parent
 
 REMOVE_S = 30.0
 STOP_S = 5.0
-ELECTION_MS = round(ELECTION_S * 250)  # etcd waits one to two times as long for each vote
+ELECTION_MS = round(ELECTION_S * 250)  # etcd waits one to two times this for each vote
 LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # from `locks/system.sh elastic`
 
 
@@ -69,7 +69,7 @@ def etcd_program() -> str:
 class EtcdServer:
     """A coordinator's etcd server. Raise ElasticError if etcd is missing.
 
-    `name`: ADDRESS:PORT for clients. Other etcd servers use the next port.
+    `name`: ADDRESS:PORT for clients. Other etcd servers connect to PORT + 1.
     """
 
     def __init__(self, name: str, folder: Path, certificates: Certificates, run: str) -> None:
@@ -92,9 +92,10 @@ class EtcdServer:
         return self._process.pid
 
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
-        """Start etcd from its data. Without data, join the cluster `names`, or found a cluster.
+        """Start etcd from its data. Without data, join the cluster of `names`.
 
-        Only `is_new` founds a cluster, as half-written data could otherwise become a new log.
+        `is_new` creates a cluster instead. Creation is explicit, because half-written data must not
+        become a new log.
         """
         others = set(names) - {self.name}
         files = self._certificates
@@ -190,7 +191,7 @@ class EtcdSite:
         self._failure: OSError | None = None
 
     def __enter__(self) -> Self:
-        """Start etcd at the first site, or from kept data. Raise OSError if etcd cannot start."""
+        """Start etcd at the first site, or if etcd has data. Raise OSError if it cannot start."""
         self._steward.start()
         self._ready.wait()
         if self._failure is not None:
@@ -217,7 +218,7 @@ class EtcdSite:
         return sorted(found - {"", self._snapshots})
 
     def _run(self) -> None:
-        """Start etcd in this thread, because etcd is killed when the starting thread ends."""
+        """Start etcd in this thread, because etcd dies with the thread that started it."""
         try:
             if self.server is not None and (self._is_first or self.server.data.exists()):
                 self.server.start(is_new=self._is_first)
@@ -262,7 +263,7 @@ class EtcdSite:
             self._remove(members[change.name])
 
     def _keep_own(self, member_id: str, is_learner: bool, names: Iterable[str]) -> None:
-        """Restart etcd if it ended, else ask etcd to make an up-to-date learner a voter."""
+        """Restart etcd if it has ended. Otherwise, if it is a learner, ask to make it a voter."""
         assert self.server is not None
         if not self.server.is_running:
             self.server.start(names)

@@ -1,10 +1,10 @@
 """Replace each site's weight change Δᵢ by the mean Σ wᵢΔᵢ / Σ wᵢ, bitwise equal on all W sites.
 
-- `ring`: a chunk is summed over W − 1 hops, each of which decodes, adds in float32 and encodes. The
-  total then travels W − 1 hops unchanged, so every site decodes the same bytes.
-- `all_to_all`: each rank sums one chunk in a fixed order and sends the sum to all. Values are
-  encoded twice, for any number of sites.
-- Frames name their piece and hop and are handled on arrival, so all pieces are in flight at once.
+- `ring`: a chunk travels W − 1 hops. At each hop, a site decodes it, adds its own values in float32
+  and encodes the sum. The total then travels W − 1 hops unchanged, so all sites decode equal bytes.
+- `all_to_all`: each rank sums one chunk in a fixed order and sends the sum to all. Each value
+  is encoded only twice, for any W.
+- Frames name their piece and hop. They are handled on arrival, so all pieces travel at once.
 - A site with weight wᵢ = 0 forwards frames but adds no values.
 - Δᵢ is replaced after all frames have arrived. If a peer fails, Δᵢ does not change.
 """
@@ -100,7 +100,7 @@ def exchange(
 
 
 def layer_buckets(sizes: Mapping[str, int]) -> list[slice]:
-    """Return a slice per layer, a run of tensors whose names have the same first number."""
+    """Return a slice per layer: adjacent tensors whose names have the same first number."""
     buckets: list[slice] = []
     last: object = object()
     end = 0
@@ -122,7 +122,7 @@ class _Piece:
 
 
 def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
-    """Cut each bucket into a chunk per site, and chunks into pieces, spread over the lanes."""
+    """Cut each bucket into a chunk per site, and chunks into pieces. Spread pieces over lanes."""
     pieces: list[_Piece] = []
     turn = -1
     for bucket in buckets:
@@ -153,7 +153,7 @@ class _Site:
 
 
 class _Lane(ABC):
-    """Exchange the pieces of one lane. `final` holds the bytes that every site decodes."""
+    """Exchange the pieces of one lane. `final` has the encoded totals, equal at all sites."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         self.site, self.lane, self.pieces = site, lane, pieces
@@ -335,7 +335,7 @@ def _size(piece: _Piece) -> int:
 
 
 def _in_threads(calls: Sequence[Callable[[], None]]) -> None:
-    """Run all calls in parallel. Raise one of their errors, preferably not LinkBroken."""
+    """Run all calls in parallel. Raise an error, if possible not LinkBroken."""
     errors: list[BaseException] = []
 
     def guarded(call: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
 """Dial and accept connections between sites: mutual TLS, then a HELLO frame in each direction.
 
-A site without a listener dials all others. Two such sites connect through a relay: both dial it,
-authenticate over TLS, name their pair, and end this TLS session. The relay joins the two TCP
-connections, and the sites run their own TLS over them.
+A site without a listener dials all others. Two such sites connect through a third, the relay. Both
+dial it, authenticate over TLS, name their pair, and end TLS. The relay then copies bytes between
+the two TCP connections, and the sites run their own TLS over them.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0  # time limit of each socket call, scaled
 MAX_STRANGERS = 32  # most accepted connections with an unfinished handshake
-UNSENT = 1 << 17  # most unsent bytes in the kernel, so that other connections send the rest
+UNSENT = 1 << 17  # most unsent bytes per socket, so that other connections send the rest
 CONGESTION = b"bbr"  # TCP congestion control that keeps its rate under random packet loss
 WINDOW = 8 << 20  # bytes of a send buffer, enough for 0.4 Gb/s at a round trip of 100 ms
 KERNEL = Path("/proc/sys/net")
@@ -69,7 +69,7 @@ class Handshakes:
         """Return a connection to rank `peer`. Raise OSError on failure.
 
         `place`: address of the peer or, with `is_relay`, of a relay that the peer dials too. Wait
-        until `end_s`, because the peer may begin its epoch later.
+        for an answer until `end_s`, because the peer may begin its epoch later.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:
@@ -114,7 +114,7 @@ class Handshakes:
                 return
         except OSError as error:
             log.info("links: turned away a connection: %s", error)
-            (tls or sock).close()  # `tls` has taken over the descriptor
+            (tls or sock).close()  # `tls` owns the file descriptor
             return
         finally:
             self._strangers.release()
@@ -161,7 +161,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
 
 
 class Relay:
-    """Join connections in pairs. A waiting site that dials again replaces its connection."""
+    """Copy bytes between paired connections. A waiting site's new connection replaces its old."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -170,7 +170,7 @@ class Relay:
         self._is_closed = False
 
     def add(self, pair: Pair, source: int, sock: socket.socket) -> None:
-        """Join `sock`, from rank `source`, with the pair's other connection, once both exist."""
+        """Pair `sock`, from rank `source`, with the pair's other connection, once both exist."""
         other = pair[1] + pair[2] - source
         with self._lock:
             now_s = time.monotonic()

@@ -5,7 +5,6 @@ python -m orrery.elastic.keeper OPTIONS    OPTIONS: `KeeperOptions` as JSON
 - The trainer copies its state into shared memory and writes a line to the keeper's stdin. The
   keeper hashes the copy, publishes it, and serves it to peers.
 - The keeper outlives the trainer by `linger_s`, or until the folder's next keeper starts.
-- Checkpoints on disk are written by `trainer/saver.py`.
 """
 
 import fcntl
@@ -30,7 +29,7 @@ from orrery.manifest.publish import make_folder
 
 POLL_S = 0.2
 RETRY_S = 5.0
-NICE = 10  # because peers' requests must not slow the trainer
+NICE = 10  # peers' requests must not slow the trainer
 
 
 class KeeperOptions(msgspec.Struct, frozen=True):
@@ -43,14 +42,14 @@ class KeeperOptions(msgspec.Struct, frozen=True):
 
 
 class SnapshotKeeper:
-    """Start the keeper process, which outlives this context, and tell it of new copies."""
+    """Start the keeper process, which outlives this context, and announce copies to it."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
         self.process = _start(options)
 
     def copied(self) -> None:
-        """Announce a copy by `copy_state`. Restart the keeper if it has ended."""
+        """Tell the keeper that `copy_state` made a copy. Restart the keeper if it has ended."""
         if self.process.poll() is not None:
             self.__exit__()
             self.process = _start(self._options)
@@ -83,7 +82,7 @@ def _tell(process: "subprocess.Popen[bytes]") -> None:
 
 
 def keep(options: KeeperOptions) -> None:
-    """Publish and serve snapshots until the next keeper or `linger_s` after the trainer's end."""
+    """Publish and serve snapshots. End `linger_s` after the trainer, or if a new keeper starts."""
     os.nice(NICE)
     folder = Path(options.folder)
     make_folder(folder)
@@ -110,7 +109,7 @@ def keep(options: KeeperOptions) -> None:
 def _serve_lines(work: Callable[[], None], is_over: Callable[[], bool]) -> None:
     """Call `work` at the start, after each line on stdin, and at the end.
 
-    End once stdin closes, the parent dies or `is_over()` is true. Retry failed work within RETRY_S.
+    End once stdin closes, the parent dies or `is_over()` is true. Retry failed work after RETRY_S.
     """
     parent, is_due, is_open, due_s = os.getppid(), True, True, 0.0
     while is_open and not is_over():

@@ -1,12 +1,12 @@
 """Define the replicated ledger of epochs and rounds, as pure functions.
 
 - A `Ledger` is the whole shared state. Each function returns the next ledger, and is idempotent.
-- `live` has the ids of the sites with a lease. No function reads a clock.
-- A round gathers sites until enough have arrived. Then it exchanges: each member reports a digest
-  or the peers that it lost.
+- `live`: ids of the sites with a lease. No function reads a clock.
+- A round gathers sites until enough have arrived. Then its members exchange. Each member reports a
+  digest or the peers that it lost.
 - Each change of members or network paths, and each restart of a round, opens a new epoch.
-- A round never waits for joining sites, and their arrival alone starts no exchange. Otherwise, a
-  round of joining sites would leave all members behind.
+- A round never waits for joining sites. Their arrival alone starts no exchange, because a round
+  without members would leave all members behind.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -38,7 +38,7 @@ class StateLacking(ElasticError):
 
 class JoiningSite(msgspec.Struct, frozen=True):
     member: SiteMember
-    has_weight: bool  # whether tokens count: true for late members and holders of the newest state
+    has_weight: bool  # whether its tokens count: it has the newest state or was a late member
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class Ledger(msgspec.Struct, frozen=True):
     members: tuple[SiteMember, ...] = ()
     joining: tuple[JoiningSite, ...] = ()
     is_exchanging: bool = False
-    tokens: dict[str, int] = {}  # tokens by id of each arrived site
+    tokens: dict[str, int] = {}  # tokens of arrived sites, by id
     weights: tuple[int, ...] = ()  # tokens by rank, while exchanging
     digests: dict[str, str] = {}  # reported digest by member id
     broken: dict[str, tuple[str, ...]] = {}  # ids of lost peers, by reporting member
@@ -85,7 +85,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
-        """Return the exchanging round, or None if this site is no member or has reported."""
+        """Return the exchanging round if this site must still report in it, or None."""
         if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
             return None
         return OuterRound(self.number, self.current, self.weights)
@@ -98,9 +98,9 @@ class Ledger(msgspec.Struct, frozen=True):
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
     """Add a site as a member or as a joining site.
 
-    The site is a member at once if it holds the newest state, no round is exchanging, and either
-    no round is committed or no member is live. Raise ElasticError if the run refuses the site, or
-    StateLacking if no member is live and the site lacks the newest state.
+    The site becomes a member immediately if it holds the newest state, no round is exchanging, and
+    either no round is committed or no member is live. Raise ElasticError if the run refuses the
+    site, or StateLacking if no member is live and the site lacks the newest state.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
@@ -109,7 +109,7 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
     digest = ledger.committed.digest if ledger.committed else ""
     is_first = not ledger.ids & live
     if is_first and terms.rewinds and terms.round > NO_ROUND:
-        # The new epoch refuses messages of the lost rounds.
+        # Members of the new epoch refuse messages of the undone rounds.
         row = CommittedRound(terms.round, ledger.epoch, (), (), terms.digest)
         ledger = _gather(_with_members(msgspec.structs.replace(ledger, committed=row), ()), {})
         digest = terms.digest
@@ -221,9 +221,9 @@ def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable
 def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int = 1) -> Ledger:
     """Commit or restart the exchange once every live member has reported.
 
-    `has_waited` ends the wait for reports. If no peer is lost and more than half of the reports
+    With `has_waited`, one report is enough. If no peer is lost and more than half of the reports
     agree on a digest, commit it and remove all other members. Otherwise, restart the round in a new
-    epoch with the members that reported. Gather sites again below `quorum` members.
+    epoch with the members that reported. If fewer than `quorum` remain, gather sites again.
     """
     if not ledger.is_exchanging:
         return ledger
@@ -251,7 +251,7 @@ def _commit(ledger: Ledger, agreed: Set[str]) -> Ledger:
 
 
 def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
-    """Restart the round in a new epoch. Drop one end of each link that broke twice in a row."""
+    """Restart the round in a new epoch. Remove one site of each link that broke twice in a row."""
     pairs = {
         (min(a, b), max(a, b)) for a in present for b in ledger.broken.get(a, ()) if b in present
     }
@@ -301,7 +301,7 @@ def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
 
 
 def _with_better_paths(ledger: Ledger) -> Ledger:
-    """Forget speeds of unknown sites. Open a new epoch if the ring gets GAIN times faster."""
+    """Forget speeds of unknown sites. Open a new epoch if the new ring is GAIN times faster."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     kept = {a: {b: m for b, m in row.items() if b in known} for a, row in ledger.measured.items()}
     ledger = msgspec.structs.replace(
@@ -322,10 +322,9 @@ def _speeds(ledger: Ledger, members: Iterable[SiteMember]) -> tuple[tuple[int, .
 class ShardMap(msgspec.Struct):
     """Assign each site a shard of the data. `holders` maps site ids to shards.
 
-    A site keeps its shard while it is a member. A new member gets the shard that its operator asked
-    for. If this shard is taken, or none was asked for, it gets the lowest free shard. `trained[k]`
-    counts the documents of shard k in rounds in which a site held it, even if the site was lost.
-    Hence no document is trained twice before its shard is exhausted.
+    A member keeps its shard. A new member gets the shard that its operator chose, if it is free, or
+    the lowest free shard. `trained[k]` counts the documents of shard k in rounds in which a site
+    held it, even if the site was lost. Hence no document is trained twice before its shard ends.
     """
 
     trained: list[int]

@@ -2,11 +2,11 @@
 
 - A frame's run, epoch and round are checked before its payload is read. A frame of another run or
   epoch, or data of another round, breaks the connection.
-- A pair of sites has one connection per lane. A data frame takes any free connection.
-- `begin` waits until both ends of every connection are in the round. Before that and after `end`,
-  lost connections are dialled again.
+- A pair of sites has one connection per lane. Each connection sends data frames of any lane.
+- `begin` waits until both ends of every connection are in the round. Lost connections are dialled
+  again.
 - During a round, a lost or silent connection breaks the round. The first site to notice tells all
-  others, also on later connections. Idle connections carry a ping every PING_S.
+  others, also on new connections. Idle connections carry a ping every PING_S.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class LinkPhase(Enum):
 
 
 class PeerLinks:
-    """This process's connections. `port` is the port of shard 0's listener."""
+    """This process's connections to peers. `port` is the port of shard 0's listener."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PeerLinks:
         host: str,
         port: int = 0,
         shard: int = 0,
-        num_lanes: int = 4,  # connections per peer, as TCP's window limits each
+        num_lanes: int = 4,  # connections per peer, as TCP limits the speed of each
     ) -> None:
         """Listen on `port` + `shard`, or on any free port if `port` is 0.
 
@@ -71,7 +71,7 @@ class PeerLinks:
         self._backlogs: list[Backlog] = []  # by rank
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
         self._broken: LinkBroken | None = None  # failure in this round
-        self._told: tuple[int, LinkBroken] | None = None  # failure of a later round
+        self._told: tuple[int, LinkBroken] | None = None  # peer's report of a later round's failure
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
@@ -112,7 +112,7 @@ class PeerLinks:
             self._phase = LinkPhase.RUNNING
 
     def end(self) -> None:
-        """End the round, once all frames have arrived. Then measure the speeds to new members."""
+        """End the round after all frames have arrived. A thread then measures new peers' speeds."""
         assert self._members is not None
         with self._changed:
             self._phase = LinkPhase.IDLE
@@ -279,7 +279,7 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A sender that reports itself has lost this site, and tells the others.
+                    # A sender that names itself also tells the others.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)

@@ -1,9 +1,9 @@
 """Run a site's outer loop: exchange its weight change Δ, and step the outer optimizer.
 
-- `outer` defines θ, m and Δ. A round exchanges Δ, commits the digest of the next θ and m, and only
-  then sets them. The inner optimizer's state stays.
+- `outer` defines θ, m and Δ. A round exchanges Δ, commits the digest of the next θ and m, and then
+  sets them. It does not change the inner optimizer's state.
 - After a broken link, the round is retried without the lost sites. Δ is computed again, because
-  some ranks may already hold the mean. After MAX_ATTEMPTS the site ends and keeps θ_start and m.
+  some ranks may already hold the mean. After MAX_ATTEMPTS the site ends, with θ_start and m kept.
 - Round 0 only compares digests, so that all sites start from equal weights.
 - All ranks of a site call `exchange` together. Only the first rank calls the membership.
 - Round n exchanges fragment (n − 1) mod F of F fragments. A site's weight is its number of tokens
@@ -110,7 +110,7 @@ class _Result(NamedTuple):
 
 
 class OuterLoop:
-    """The next round has the number `round` and exchanges `fragment`."""
+    """Run the rounds of one rank. The next round is number `round` and exchanges `fragment`."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class OuterLoop:
         self._optimizer, self._weights, self.rounds = optimizer, weights, rounds
         self._exchange, self.site_id, self._deadline_s = exchange, site_id, deadline_s
         self._ranks = ranks or OneRank()
-        self._sent: list[tuple[slice, Floats]] | None = None  # this site's Δ of a sent round
+        self._sent: list[tuple[slice, Floats]] | None = None  # this rank's Δ of the sent round
         self._sent_tokens = 0
         self._thread: threading.Thread | None = None
         self._outcome: _Result | Exception | None = None

@@ -1,8 +1,8 @@
 """Take part in a run's epochs and rounds through a replicated log.
 
-- A site changes the ledger by compare-and-swap, and only under its own lease. No site leads.
+- A site changes the ledger by compare-and-swap while it holds its lease. No site leads.
 - A site needs a majority of the coordinators to write. Otherwise, it waits and then joins again.
-- Times are readings of this process's monotonic clock. The log times leases on its own clock.
+- Times are on this process's monotonic clock.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ __all__ = ["Behind", "EpochLog", "LedgerView", "LogMembership", "Membership", "R
 
 
 class Membership(Protocol):
-    """A site's membership of a run. Methods block. They raise LeaseLost if the site must rejoin."""
+    """A site's membership of a run. Methods block, and raise LeaseLost if the site must rejoin."""
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
         """Join with a new id. Raise ElasticError if the run refuses the site."""
@@ -27,7 +27,7 @@ class Membership(Protocol):
     def epoch(self) -> Epoch: ...
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
-        """Wait for all live members, or for a quorum and then the grace window. Return the round.
+        """Wait for all live members, or `grace_s` after a quorum. Return the round.
 
         Raise Behind if the round is over, and ElasticError if too few sites are live for a quorum
         after `deadline_s`.
@@ -45,18 +45,18 @@ class Membership(Protocol):
 @dataclass(frozen=True)
 class LedgerView:
     ledger: Ledger
-    revision: int  # of the ledger, in the log
+    revision: int  # the ledger's revision in the log
     live: frozenset[str]  # ids of the sites with a lease
 
 
 class EpochLog(Protocol):
-    """A linearizable register with leases."""
+    """A linearizable store of the ledger and of the sites' leases."""
 
     def acquire(self, site_id: str) -> None:
         """Take a lease, and renew it by heartbeats."""
 
     def release(self) -> None:
-        """Release the lease, so that other sites see the departure at once."""
+        """Release the lease, so that other sites see the departure immediately."""
 
     def read(self) -> LedgerView: ...
 
@@ -79,8 +79,8 @@ class RoundPace:
     founders: int = 1  # fewest sites in the first round
     quorum: int = 1  # fewest sites in later rounds
     grace_s: float = 600.0  # longest wait for stragglers after the quorum has arrived
-    suspect_s: float = 4.0  # longest wait for the report of a member that a peer has lost
-    exchange_s: float = 600.0  # longest wait for any other member's report
+    suspect_s: float = 4.0  # longest wait for a member that a peer reports as lost
+    exchange_s: float = 600.0  # longest wait for other members' reports
 
 
 class LogMembership:

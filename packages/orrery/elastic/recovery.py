@@ -2,7 +2,8 @@
 
 - Over HTTPS with mutual TLS, `/newest` returns the newest snapshot's header, and `/block/SHA256` a
   block.
-- Any site that holds a block can serve it. Inner optimizer state exists at one site only.
+- Blocks of θ and m are equal at all sites, so any peer serves them. Inner optimizer state comes
+  from one peer.
 - A client without a certificate occupies one thread for at most HANDSHAKE_S.
 """
 
@@ -162,7 +163,7 @@ class PeerSource:
 
 @contextmanager
 def _limited(sock: socket.socket) -> Iterator[None]:
-    """Shut down `sock` if the `with` block takes ANSWER_S."""
+    """Shut down `sock` if the `with` block takes over ANSWER_S."""
     timer = threading.Timer(ANSWER_S, _shut, (sock,))
     timer.daemon = True
     timer.start()

@@ -1,10 +1,10 @@
-"""Choose the ring's order and the relays of pairs from measured speeds.
+"""Choose the ring's order and each pair's relay from measured speeds.
 
 - Speeds are Mb/s between ranks of an epoch; 0 is unmeasured. All sites read them from the log, so
   their choices agree. A pair's speed is the lower of its two directions.
 - A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
   faster. A relayed path counts with half its speed, as a relay also carries its own frames.
-- The ring's order maximises the speed of its slowest edge. Above MOST_EXACT sites, it is greedy.
+- The ring's order maximises the speed of its slowest edge, or is greedy above MOST_EXACT sites.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ def relay(epoch: Epoch, a: int, b: int) -> int | None:
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
-    turn = accepting[(a + b) % len(accepting) :] + accepting  # spread pairs over equal relays
+    turn = accepting[(a + b) % len(accepting) :] + accepting  # relays of equal speed share pairs
     best = max(turn, key=lambda r: _detour(epoch, a, r, b))
     if not epoch.members[a].port and not epoch.members[b].port:
         return best
@@ -33,7 +33,7 @@ def relay(epoch: Epoch, a: int, b: int) -> int | None:
 def ring_order(epoch: Epoch) -> tuple[int, ...]:
     """Return the ranks around the ring, from rank 0."""
     num = len(epoch.members)
-    if not epoch.speeds or num < 4:  # up to three sites have one ring
+    if not epoch.speeds or num < 4:  # up to three sites have only one ring
         return tuple(range(num))
     rows = [
         [_path(epoch, a, relay(epoch, a, b), b) if a != b else 0.0 for b in range(num)]
@@ -46,7 +46,7 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
-    """Return the speed in `newest` of the slowest measured edge on `chosen`'s ring, or 0."""
+    """Return the lowest speed that `newest` has for an edge of `chosen`'s ring, or 0."""
     order = ring_order(chosen)
     edges = zip(order, [*order[1:], *order[:1]], strict=True)
     found = [_path(newest, a, relay(chosen, a, b), b) for a, b in edges if a != b]

@@ -1,7 +1,7 @@
 """Store a training state as folders of hashed blocks.
 
 - A snapshot is a folder `round_N` with a file for each part, and `snapshot.json` with the sha256 of
-  each block. A rename publishes the folder, so a reader never sees a part of it.
+  each block. A rename publishes the folder, so readers see it complete.
 - The trainer only copies its state into `round_N.copied`. Another process hashes and publishes it.
 - `assemble` fetches missing blocks from any sources and checks every block.
 """
@@ -27,7 +27,7 @@ from orrery.runtime.run_directory import ENLARGE
 BLOCK_BYTES = 16 << 20
 HEADER = "snapshot.json"
 _PUBLISHED = re.compile(r"round_([0-9]{9})")
-_PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # admits no path out of the folder
+_PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # only paths inside the folder
 Buffer = bytes | bytearray | memoryview
 
 
@@ -106,7 +106,7 @@ def read_header(snapshot: Path) -> StateSnapshot:
 
 
 def check_header(header: StateSnapshot, place: str) -> None:
-    """Raise ElasticError if a part's name leaves the folder or its size does not fit its blocks."""
+    """Raise ElasticError if a part lies outside the folder, or its size does not fit its blocks."""
     for name, part in header.parts.items():
         count = -(-part.num_bytes // max(header.block_bytes, 1))
         if not _PART.fullmatch(name) or name == HEADER or count != len(part.blocks):
@@ -136,7 +136,7 @@ def copy_state(
 ) -> Path:
     """Copy the state into `folder`, for another process to publish. Return the copy.
 
-    Raise ElasticError if it does not fit.
+    Raise ElasticError if the copy does not fit.
     """
     make_folder(folder)
     check_room(folder, sum(memoryview(part).nbytes for part in parts.values()), 1)
@@ -158,7 +158,7 @@ def link_files(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Do as `copy_state` does, with hard links to finished files on the folder's file system."""
+    """Make a copy as `copy_state` does, of hard links to finished files on the same file system."""
     make_folder(folder)
 
     def write(partial: Path) -> dict[str, int]:
@@ -193,7 +193,7 @@ def _copied(
 def publish_copies(folder: Path, keep: int) -> list[Path]:
     """Hash and publish all copies. Return their folders. Keep only the newest `keep` snapshots.
 
-    First remove snapshots of rounds after the newest copy, because a rewound run lacks them.
+    First remove snapshots of rounds after the newest copy, which a rewind has undone.
     """
     done = []
     for copied in sorted(folder.glob("round_*.copied")):
@@ -308,7 +308,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Return a block for this source, or None. Wait while a block may come back."""
+        """Return a block for this source, or None. Wait while other threads may put blocks back."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):

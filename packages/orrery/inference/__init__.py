@@ -1,1 +1,1 @@
-"""vLLM engines that take new weights while requests run, and attest the weights they hold."""
+"""Run vLLM engines, which load new weights during requests and report their weights' digests."""

@@ -1,4 +1,4 @@
-"""Build vLLM's command line and environment from the manifest. Imports no vLLM.
+"""Build vLLM's command line and environment from the manifest, without importing vLLM.
 
 `manifest.inference` has the flags that influence results. The other flags are fixed here.
 """
@@ -38,7 +38,7 @@ ADAPTER_BACKEND = "orrery_adapters"
 # The class's full name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600  # time limit for vLLM's engine core to load and compile, scaled
-HEAD, MEET_S = "engine_head", 0.1  # endpoint of an engine's first node, and poll interval
+HEAD, MEET_S = "engine_head", 0.1  # rendezvous role of an engine's first node, poll interval
 KEEP_ALIVE_S = 600  # long enough that clients close idle connections first
 # Adapters never target experts, because vLLM's LoRA kernels for experts need a GPU.
 PROJECTIONS = {
@@ -62,8 +62,8 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
 def check_release(manifest: Manifest, weights: Path, known: Collection[str], release: str) -> None:
     """Raise OrreryError if vLLM lacks the architecture that `weights`/config.json names.
 
-    `known`: vLLM's architectures. `release`: vLLM's version, for the error. Models of the family
-    `hugging_face` are not checked.
+    `known`: vLLM's architectures. `release`: vLLM's version. Models of the family `hugging_face`
+    are not checked.
     """
     (name,) = json.loads((weights / "config.json").read_text())["architectures"]
     if manifest.model.family != "hugging_face" and name not in known:
@@ -144,13 +144,13 @@ def _adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
     ]
 
 
-# Model part → vLLM layers in bfloat16 if `model.fp8` lacks the part.
+# Model part → vLLM layers that stay in bfloat16 if `model.fp8` lacks the part.
 _NOT_FP8 = {
     "attention": r"re:.*\.self_attn\..*",
     "feed_forward": r"re:.*\.(mlp|shared_experts?)\.(gate|up|down|gate_up)_proj$",
     "experts": r"re:.*\.mlp\.experts(\..*)?$",
 }
-# vLLM's latent-attention layers in bfloat16 under `model.fp8`.
+# vLLM's latent-attention layers that stay in bfloat16 under `model.fp8`.
 _NARROW = r"re:.*\.self_attn\.(fused_qkv_a_proj|q_a_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\..*)$"
 
 
@@ -219,7 +219,7 @@ def node_arguments(inference: Inference, part: int, host: str, port: int) -> lis
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> Path | None:
     """Return a folder with a LoRA adapter of zeros in PEFT's format, or None without LoRA.
 
-    All engines of a stage share the folder, because a cached block's key contains the path.
+    All engines of a stage share the folder, because its path is part of a cached KV block's key.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -230,7 +230,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
     aside = folder.with_name(f".{folder.name}.{name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    # Published factors contain the scale, so alpha is the rank.
+    # Published factors contain LoRA's scale, so alpha / r must be 1.
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
     config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))

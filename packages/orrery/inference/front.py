@@ -3,7 +3,7 @@
 - Forward `ROUTES` to vllm-router on loopback, with the headers in `ASKED` and the credential
   `generate`. Stream the answers back, with the headers in `PASSED`.
 - Check the credential before reading the body.
-- vllm-router checks every key at `AUTHORIZED`, so other users cannot use the router's port.
+- vllm-router checks keys at `AUTHORIZED`, so other users of the host cannot use its port.
 - If a caller disconnects, its request in the engine ends.
 """
 
@@ -47,10 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Front:
-    """HTTP proxy of vllm-router. With an empty token, every request is accepted.
-
-    `async with Front(token, router_url) as front: await front.listen(host, port)`
-    """
+    """HTTP proxy of vllm-router. With an empty token, every request is accepted."""
 
     def __init__(self, token: str, router_url: str) -> None:
         address = urlsplit(router_url)
@@ -254,7 +251,7 @@ class _Caller(asyncio.Protocol):
             self.transport.close()
 
     def fail(self, error: Exception) -> None:
-        """Answer 502. Disconnect instead after a partial answer, so that it looks incomplete."""
+        """Answer 502. After a partial answer, disconnect, so that the answer looks incomplete."""
         self.upstream = None
         if self.is_answered:
             return self.transport.abort()
@@ -298,7 +295,7 @@ class _Upstream(asyncio.Protocol):
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's class is no subclass
+        self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._front.forget(self)
@@ -379,7 +376,7 @@ class RequireToken:
 
     GENERATE needs the credential `generate`. Paths in OPEN need none. Others need `administer`.
     Without a token, an engine under a launcher refuses all requests. An engine started by hand
-    accepts all. For clients behind a router, a header of GENERATE's answers names the engine.
+    accepts all. Answers to GENERATE name the engine in a header, for clients behind a router.
     """
 
     def __init__(self, app: ASGIApp) -> None:

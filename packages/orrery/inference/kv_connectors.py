@@ -1,11 +1,11 @@
-"""Configure vLLM's KV transfers and KV tiers from `manifest.inference`. Imports no vLLM.
+"""Configure vLLM's KV transfers and KV tiers from the manifest, without importing vLLM.
 
-- Transfer: other engines read KV blocks of the first `prefill_replicas` engines. A block's lease
-  outlasts any request, because NIXL could later send another request's cache.
+- Transfer: the first `prefill_replicas` engines prefill, and the others read their KV blocks. A
+  block's lease outlasts any request. After it, NIXL could send another request's cache.
 - vLLM loads from the first connector with a request's tokens, so the transfer connector is first.
-- Tiers: KV blocks and routes on disk together take at most `disk_bytes`. vLLM recomputes a block
-  that is unreadable, or lacks routes that must be returned.
-- `BoundedFolder` removes the least recently used files before a write. Readers expect missing
+- Tiers: KV blocks and routes (chosen experts) on disk take at most `disk_bytes` together. vLLM
+  recomputes a block that is unreadable or lacks routes that must be returned.
+- `BoundedFolder` removes the least recently used files before a write. Readers accept missing
   files. Each process counts only its own files, so a shared folder may reach the sum of all limits.
 - A block's hash includes the policy version at a group's dispatch. A resumed attempt repeats
   version numbers, so earlier attempts' files are removed.
@@ -141,7 +141,7 @@ def _offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
 
 
 def connect(ctx: RoleContext, engine: int) -> list[str]:
-    """Prepare the disk folder, the store and the variables. Return arguments for `vllm serve`."""
+    """Prepare disk folder, store client and environment. Return arguments for `vllm serve`."""
     disk = disk_folder(ctx)
     config = connector_config(ctx.manifest, engine, disk)
     if config is None:
@@ -164,12 +164,14 @@ def connect(ctx: RoleContext, engine: int) -> list[str]:
 
 
 def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
-    """Return the variables that make vLLM keep routes as long as their blocks."""
+    """Return the variables that make vLLM keep routes as long as their blocks.
+
+    `host_bytes` is per engine, `kv_cache_bytes` per device.
+    """
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
         return {}  # a manifest with routes and a Mooncake Store is refused
-    # Twice the host tier's blocks, as blocks and routes are evicted in different orders.
-    # `host_bytes` is per engine, `kv_cache_bytes` per device.
+    # Twice the host tier's blocks, because blocks and routes are evicted in different orders.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
@@ -181,7 +183,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
 
 
 def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
-    """Split a rank's disk bytes into cache and route bytes for equally many blocks."""
+    """Split a rank's disk bytes into (KV bytes, route bytes) for equally many blocks."""
     cache, routes = disk_block_bytes(manifest.model, manifest.inference, manifest.route_bytes)
     caches = disk_bytes * cache // (cache + routes)
     return caches, disk_bytes - caches

@@ -1,7 +1,8 @@
-"""Find the slices that this engine rank needs, and copy them into vLLM's layers as they arrive.
+"""Find the weight slices that this engine rank needs, and copy them into vLLM's layers.
 
 - `learn` runs the model's `load_weights` once on parameters without storage, and records its copies
-  as boxes. (vLLM's `sharded_rdt` needs Ray, and its `nccl_m2n` sends fused parameters whole.)
+  as boxes: a (start, stop) per dimension. (vLLM's `sharded_rdt` needs Ray, and its `nccl_m2n` sends
+  fused parameters whole.)
 - `Loading` passes each complete layer to vLLM's layerwise reload, which repacks or quantizes it at
   the addresses that CUDA graphs use. Only one layer at a time exists twice.
 """
@@ -97,7 +98,7 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
 
 @contextmanager
 def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
-    """Put the parameters, as before repacking, on the meta device in the `with` body.
+    """Put the parameters on the meta device in the `with` body, in the layout before repacking.
 
     Yield {storage: (layer, parameter)}.
     """
@@ -109,7 +110,7 @@ def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
             restore_layer_on_meta(layer, info)
             for tensor in get_layer_tensors(layer).values():
                 loader = layerwise._get_original_loader(tensor)
-                if layerwise._get_weight_loader(tensor) is not loader:  # a reload wrapped it
+                if layerwise._get_weight_loader(tensor) is not loader:  # wrapped by a reload
                     tensor.weight_loader = loader
         yield {
             _storage(tensor): (path, name)

@@ -90,7 +90,7 @@ def weight_bytes(weights: Path, inference: Inference) -> int:
 
 
 def _lower_cache(manifest: Manifest, fits: int, head: str) -> str:
-    """Return advice for at most `fits` bytes of KV cache, if needed with shorter sequences."""
+    """Return advice to lower the KV cache to `fits` bytes, and the sequence length if needed."""
     inference = manifest.inference
     least = longest_device_bytes(manifest.model, inference)
     fits = max(0, fits) // ROUND * ROUND or max(0, fits)

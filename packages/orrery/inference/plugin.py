@@ -1,7 +1,7 @@
 """vLLM's plugin entry point, and an extension of vLLM's worker class.
 
-`AttestingWorker` fingerprints weights, and cancels KV transfers whose other engine has ended.
-`/collective_rpc` calls the methods of `AttestingWorker` on every worker of an engine.
+`AttestingWorker` reports weight fingerprints, and ends KV transfers early. `/collective_rpc` calls
+its methods on every worker of an engine.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from orrery.inference.patches import registry
 from orrery.runtime.parent_watch import die_with_parent
 from orrery.wire.fingerprint import digest
 
-# Environment variable: name prefix of shared memory, by which the next start finds leftovers.
+# Environment variable: name prefix of shared memory. The next start removes leftovers by it.
 SHARED = "ORRERY_SHARED_MEMORY"
 
 _registered = False
@@ -66,7 +66,7 @@ class AttestingWorker:
         }
 
     def attested(self) -> dict[str, Any]:
-        """Return "digest": digest of all tensors, and "how": number of tensors by attestation."""
+        """Return {"digest": digest of all fingerprints, "how": number of tensors of each kind}."""
         held = _held(self)
         fingerprints = {name: fingerprint for name, (fingerprint, _) in held.items()}
         return {
@@ -75,7 +75,7 @@ class AttestingWorker:
         }
 
     def update_parts(self) -> dict[str, float]:
-        """Return the seconds of each part of the last update. Adapters have no parts."""
+        """Return each part's seconds of the last update, or {} for adapters."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
         seconds = {} if parts is None else parts.seconds
         return {name: round(each, 6) for name, each in seconds.items()}
@@ -105,7 +105,7 @@ class AttestingWorker:
 
 
 def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
-    """Return the receiver's `held`. A method could clash with those of vLLM's worker."""
+    """Return the receiver's `held`. A method's name could clash with one of vLLM's worker."""
     return getattr(worker.weight_transfer_engine, "held", None) or {}
 
 

@@ -2,9 +2,9 @@
 
 - `transport.weights` 'files' sends whole tensors, 'adapters' sends LoRA factors. Direct transports
   send only this rank's slices (`loading`).
-- A tensor is fingerprinted on arrival ("as_consumed"), and again in the model ("resident") unless
-  the engine repacks or slices it.
-- An update fails if it lacks a tensor of the first load. The error names the tensor.
+- A tensor's fingerprint is taken on arrival ("as_consumed"). If the engine neither repacks nor
+  slices the tensor, it is taken again in the model ("resident").
+- An update fails if it lacks a tensor of the first load.
 - Workers never raise, because vLLM 0.32 would mix up their results. The client then asks each
   worker for its error (`plugin.py`). If any failed, all discard the update.
 """
@@ -81,7 +81,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """One round's FP8 `scales` and `values`, copies of decoded values (`wide`), other copies."""
+    """A transfer round: FP8 slices, copies of their decoded values (`wide`), other copies."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -280,7 +280,7 @@ class Receiver(Backend):
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             total = info.load_numel_total or 0
-            # vLLM resets a complete layer's count. An embedding's padding never arrives.
+            # vLLM resets the count of a complete layer. No update contains an embedding's padding.
             is_begun = info.can_load() and 0 < info.load_numel < total
             if is_begun and not isinstance(layer, VocabParallelEmbedding):
                 raise ValueError(
@@ -301,7 +301,7 @@ class Receiver(Backend):
         return names
 
     def _resident(self, name: str, consumed: Consumed) -> torch.Tensor | None:
-        """Return the tensor in the processed model, or None if it is repacked or sliced."""
+        """Return the tensor in the loaded model, or None if it is repacked or sliced."""
         if name not in self._places:
             self._places[name] = self._place(name)
         place = self._places[name]

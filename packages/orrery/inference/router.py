@@ -45,7 +45,7 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # Above this limit the router answers 429. Old requests may overlap with new requests.
+    # The router answers 429 above this limit. Old and new requests may overlap, hence the factor 2.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,

@@ -5,7 +5,7 @@
   end with this process (`plugin.py`). An engine core ends with its workers.
 - With `--headless`, this process runs engine cores for a server on another node.
 - This process ends within WATCH_S of an engine core's death.
-- SIGTERM ends all processes within STOP_S, and deletes cache blocks on disk. Failures keep them.
+- SIGTERM ends all processes within STOP_S and deletes KV blocks on disk. Failures keep the blocks.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ STOP_S = 2.0  # time from SIGTERM to SIGKILL
 HANG_UP_S = 0.3  # time to send answers after the engine has stopped
 START_DEADLINE_S = 300.0
 
-POINTER = "root cause"  # "See root cause above." in vLLM names no cause
+POINTER = "root cause"  # vLLM's "See root cause above." names no cause
 HANDLED = "During handling of the above exception, another exception occurred:"
 END_BYTES = 1 << 18
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
@@ -109,10 +109,8 @@ class Left:
     scratch: Path
     start: str
     shared: str
-    disk: Path | None  # folder of cache blocks, removed only by an orderly end
-    pid: (
-        int  # process id of the server. Forks inherit its signal handler, but must not remove files
-    )
+    disk: Path | None  # folder of KV blocks, kept after a failure
+    pid: int  # the server process. Its forks inherit the signal handler, but must not remove files
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
@@ -192,7 +190,7 @@ async def _serve(
 
 
 async def _run_ranks(ctx: RoleContext, args: Namespace, death: Callable[[], str | None]) -> None:
-    """Run ranks of another node's server until one dies, then raise. SIGTERM ends all."""
+    """Run ranks of another node's server until a rank dies, then raise. SIGTERM ends them."""
     from vllm import AsyncEngineArgs
     from vllm.utils.network_utils import get_tcp_uri
     from vllm.v1.engine.utils import CoreEngineProcManager

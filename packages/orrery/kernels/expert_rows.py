@@ -1,6 +1,6 @@
 """Reorder tokens by expert and back, and apply SwiGLU between an expert's two products.
 
-T tokens · K experts a token · M = T·K routed rows · E experts · D hidden · I expert intermediate
+T tokens · K experts per token · M = T·K routed rows · E experts · D hidden · I expert intermediate
 
     rows = sort_by_expert(expert_TK, E)
     x_MD, score_M = gather_rows(x_TD, rows), order_slots(score_TK, rows)
@@ -28,7 +28,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class RowOrder(NamedTuple):
-    """Slot t·K + k is the k-th choice of token t. Rows are in the order of experts."""
+    """Slot t·K + k is the k-th choice of token t. Rows are the slots sorted by expert."""
 
     row_M: Tensor  # i64: each row's slot, 0 in padding
     place_TK: Tensor  # i64: each slot's row, the inverse of row_M
@@ -40,9 +40,9 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOr
     """Sort slots by expert, stably. `expert_TK` holds integers in [0, num_experts].
 
     Slots with the integer `num_experts` have no expert. Their rows come last, from `ends_E[-1]` on.
-    Each expert's rows begin at a multiple of `block`, after padding.
+    Padding makes each expert's rows begin at a multiple of `block`.
     """
-    # Narrow keys, because a radix sort passes once over each byte.
+    # Narrow keys are faster, because a radix sort makes one pass per byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
     if num_experts < 256:
         key_dtype = torch.uint8
@@ -64,7 +64,7 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOr
 
 
 def gather_rows(x_TD: Tensor, order: RowOrder, backend: Backend | None = None) -> Tensor:
-    """Return x_MD: each row's token. A token's gradient is the sum over its K rows."""
+    """Return x_MD: each row's token."""
     return _Gather.apply(x_TD, order.row_M, order.place_TK, backend or _choose_backend(x_TD))
 
 
@@ -81,8 +81,9 @@ def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
     """Return silu(gate) · up · score, computed in float32 and rounded once to gate_up's dtype.
 
-    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating. Scoring here spares the
-    backward pass the down projection's output. Raise ValueError on other shapes.
+    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating. The score is applied
+    here, so the backward pass needs no output of the down projection. Raise ValueError on other
+    shapes.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
         raise ValueError(
@@ -102,7 +103,7 @@ def sum_rows(y_MD: Tensor, place_TK: Tensor, backend: Backend | None = None) -> 
 def swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate_up and score from `grad_MI`, the result's gradient."""
+    """Return the gradients of gate_up and score from the result's gradient."""
     tensors = (grad_MI, gate_up_M2I, score_M)
     if (backend or _choose_backend(gate_up_M2I)) == "triton":
         return _swiglu_rows_backward(*(x.contiguous() for x in tensors))
@@ -219,7 +220,7 @@ def _triton(rows: Tensor) -> Any:
 
 @torch.library.custom_op("orrery::spread_rows", mutates_args=())
 def _spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
-    """Return [M, D] with x[t] in row place_TK[t, k]. If slots share a row, any may win."""
+    """Return [M, D] with x[t] in row place_TK[t, k]. A row with several slots gets any of them."""
     if kernels := _triton(x_TD):
         return kernels.spread_rows(x_TD, place_TK, num_rows)
     out_MD = x_TD.new_empty(num_rows, x_TD.shape[1])
@@ -319,7 +320,7 @@ def _(x, weight):
 
 @torch.library.custom_op("orrery::wide_linear_backward", mutates_args=())
 def _wide_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Split grad into its half-precision rounding and the rest, for one wide product."""
+    """Split grad into its half-precision value and the error, and multiply both in one product."""
     rounded = grad.to(x.dtype)
     parts = torch.cat((rounded, (grad - rounded.float()).to(x.dtype)), dim=1)
     grad_x = torch.mm(parts, torch.cat((weight, weight)))

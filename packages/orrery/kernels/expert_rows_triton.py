@@ -1,4 +1,4 @@
-"""Triton kernels of expert rows, with one program a token or row, in float32.
+"""Triton kernels for `expert_rows.py`, which compute in float32.
 
 Tensors are contiguous. Offsets have 64 bits, because M·D exceeds 2³¹ at 64 thousand tokens.
 """

@@ -1,13 +1,13 @@
-"""Multiply each group of rows by its own matrix, as in a mixture of experts, also with adapters.
+"""Multiply each expert's rows by the expert's matrix, with or without LoRA adapters a and b.
 
 out[rows of group e] = x[rows of group e] @ weight[e]ᵀ, with adapters + (x a[e]ᵀ) b[e]ᵀ
 
 - The operators are opaque to torch.compile. x's gradient is the same operator with transposed
   weights, and a and b exchanged. Unwanted gradients cost no time or memory.
-- bfloat16 on a GPU with K and N multiples of 8 (rows aligned to 16 bytes) runs torch's grouped GEMM
-  without a host sync, and adapters of ranks up to 64 in Triton. Other cases loop over the groups.
+- For bfloat16 on a GPU, torch's grouped GEMM runs without a host sync if 8 divides K and N (rows
+  aligned to 16 bytes). Triton runs adapters up to rank 64. Other cases loop over the groups.
 - Rows from `ends[-1]` on belong to no group. They are undefined in the output and x's gradient, and
-  do not reach the weight's gradient.
+  do not contribute to the weight's gradient.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Private in torch. If missing, products are slow while a collective runs.
+# A private function of torch. Without it, products are slow while a collective runs.
 _set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
 _num_reserved = 0
 HAS_TRITON = find_spec("triton") is not None
@@ -28,8 +28,8 @@ HAS_TRITON = find_spec("triton") is not None
 def reserve_multiprocessors(count: int) -> None:
     """Leave `count` multiprocessors free for collectives in all later grouped products.
 
-    torch's grouped GEMM runs one persistent block per multiprocessor. A block whose multiprocessor
-    is occupied runs last.
+    torch's grouped GEMM runs one persistent block per multiprocessor. A block would run last if a
+    collective occupied its multiprocessor.
     """
     global _num_reserved
     _num_reserved = count
@@ -37,7 +37,7 @@ def reserve_multiprocessors(count: int) -> None:
 
 @contextmanager
 def _carveout() -> Iterator[None]:
-    """Apply the reservation to one launch, because the limit is global."""
+    """Apply the reservation to one launch only, because torch's setting is global."""
     if _set_carveout is None or not _num_reserved:
         yield
         return
@@ -49,7 +49,7 @@ def _carveout() -> Iterator[None]:
 
 
 def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return rows `ends[e − 1]:ends[e]` of x times weight[e] transposed: [M, N] in x's dtype.
+    """Return [M, N] in x's dtype: rows `ends[e − 1]:ends[e]` of x times weight[e]ᵀ.
 
     x [M, K] and weight [E, N, K] have one dtype. ends i32 [E] rises to at most M. Groups may be
     empty. Raise ValueError if shapes or dtypes do not match.
@@ -66,7 +66,7 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def reference_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return `grouped_matmul`'s result by a loop. Rows of no group are zero."""
+    """Compute `grouped_matmul` in a loop. Rows of no group are zero."""
     ends = [0, *ends_E.tolist()]
     # `unbind` makes one gradient, but each `select` would make a gradient of full size.
     weights = enumerate(weight_ENK.unbind(0))
@@ -148,7 +148,7 @@ _product.register_autograd(_backward, setup_context=_setup_context)
 def adapted_grouped_matmul(
     x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor
 ) -> Tensor:
-    """Return rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e]) transposed: [M, N].
+    """Return [M, N]: rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e])ᵀ.
 
     x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] have one dtype. See `grouped_matmul`.
     """
@@ -199,7 +199,7 @@ def _(
 
 @torch.library.custom_op("orrery::narrow_grouped_matmul", mutates_args=())
 def _narrow(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return x a[e]ᵀ [M, R], the second output of `_adapted`, alone."""
+    """Return only the second output of `_adapted`: x a[e]ᵀ [M, R]."""
     x_MK = x_MK.contiguous()
     if low_rank := _low_rank(x_MK, a_ERK.shape[1]):
         return low_rank.narrow_product(x_MK, a_ERK, ends_E)

@@ -2,10 +2,10 @@
 
 T queries · S keys · H indexer heads · D indexer width, 128 · R rotated width
 
-- q and k are rotated and quantized in float32. A query's head, or a key, has one scale, a power of
-  two. Source: vLLM 0.32, `models/deepseek_v32/common/kernels.py`.
+- q and k are rotated and quantized in float32. Each head of a query, and each key, has one scale, a
+  power of two. Source: vLLM 0.32, `models/deepseek_v32/common/kernels.py`.
 - `pack` puts a key's D bytes and its scale into one row, so context parallelism gathers both.
-- cuDNN's top-k chooses the best keys, or Triton without cuDNN's front end.
+- cuDNN's top-k chooses the best keys. Triton replaces it without cuDNN's front end.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,7 +24,7 @@ MIN_AMAX = 1e-4  # smallest amax of a head or key, as in vLLM
 SCALE_BYTES = 4
 MOST_CHOSEN = 2048  # largest top_k that cuDNN accepts
 CHUNK_ELEMENTS = 2**26  # most scores of a chunk: 256 MiB
-CHOICES = 3  # calls of top-k a chunk: cuDNN's buffer, 8 bytes a score, then covers a third of it
+CHOICES = 3  # top-k calls per chunk. cuDNN's buffer, 8 bytes per score, covers a third of a chunk
 QUANTIZED = 2**24  # most numbers quantized at a time: 64 MiB in float32
 
 
@@ -32,12 +32,12 @@ def has_library() -> bool:
     return load() is not None
 
 
-# A constant to the compiler. The decorator of this name would import the compiler itself.
+# Mark the result constant for torch.compile. `assume_constant_result` would import the compiler.
 has_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def supports(x_TD: Tensor, num_heads: int, width: int) -> bool:
-    """Return whether indexers with hidden states like `x` choose keys as vLLM does."""
+    """Return whether these functions can run an indexer on hidden states like `x`."""
     is_half = x_TD.is_cuda and x_TD.dtype == torch.bfloat16
     return is_half and num_heads in HEADS and width == WIDTH and has_library()
 
@@ -55,7 +55,7 @@ def quantize_index(
 
 
 def pack(key_T1D: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of `dtype` with the bytes of quantized keys and their scales."""
+    """Return [S, …]: the bytes of each quantized key, then of its scale, viewed as `dtype`."""
     key, scale = key_T1D.flatten(1).view(torch.uint8), scale_T1.view(torch.uint8)
     return torch.cat((key, scale), dim=1).view(dtype)
 
@@ -79,7 +79,7 @@ def select_keys(
     """Return the `top_k` best keys of each query: i32 [T, top_k], in rising order, then −1.
 
     q is from `quantize_index`, keys from `pack`, other arguments as in `sparse_index.select_keys`.
-    `top_keys` replaces the choice by cuDNN.
+    `top_keys` replaces the default top-k.
     """
     (key_SD, scale_S), num_queries = unpack(packed), q_THD.shape[0]
     num_keys = key_SD.shape[0]
@@ -94,7 +94,7 @@ def select_keys(
     for start in range(0, num_queries, step):
         rows = slice(start, start + step)
         ranges = begin_T[rows].contiguous(), end_T[rows].contiguous()
-        # Column j of a row is the query's key begin + j. Later columns are undefined.
+        # Column j of a row is key begin + j. Columns from end − begin on are undefined.
         score_CS = library.fp8_mqa_logits(
             q_THD[rows], (key_SD, scale_S), weights_TH[rows], *ranges,
             clean_logits=False, max_seqlen_k=num_keys,
@@ -129,7 +129,7 @@ def cudnn_top_keys() -> Callable[[Tensor, Tensor, int], Tensor] | None:
 def triton_top_keys(score_CS: Tensor, count_C: Tensor, top_k: int) -> Tensor:
     """Return the columns of each row's best scores: i32 [C, top_k], in rising order, then −1.
 
-    Only a row's first `count_C` columns count. Among equal scores the first columns win.
+    Only a row's first `count_C` columns are read. Among equal scores the first columns win.
     """
     from orrery.kernels import sparse_index_triton as kernels
 

@@ -6,9 +6,8 @@ T queries · S keys · H heads · D key width · J indexer heads · I indexer wi
     p_tk     = 1/H Σ_h softmax over k of scale · (q_th · kv_c)
     KL_t     = Σ_k p_tk (log p_tk − log softmax over k of score_tk)
 
-q_tj and k_c are the indexer's, q_th and kv_c attention's. Slot k of query t holds key c. −1 in
-`chosen` means no key. p has no gradient. Source: https://arxiv.org/abs/2512.02556, equation 4.
-Queries are taken in chunks, to save memory.
+q_tj and k_c belong to the indexer, q_th and kv_c to attention. −1 in `chosen` means no key. p has
+no gradient. Queries are processed in chunks. Source: https://arxiv.org/abs/2512.02556, equation 4.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -7,8 +7,7 @@ T queries · S keys · H indexer heads · D indexer width · C queries of a chun
    buffer. A bitwise search cuts a full buffer to its K best keys, and the K-th best score becomes
    the threshold.
 
-Equal inputs give equal bits: the buffer stays in key order, and of equal scores the lowest keys
-stay.
+Results are reproducible: the buffer is in key order, and among equal scores the lowest keys stay.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,7 +28,7 @@ class IndexTiles(NamedTuple):
     warps: int = 8
     stages: int = 2
     block: int = 4096  # scores that `_choose` reads at once
-    buffer: int = 8192  # fewest entries of a query's buffer, which must hold K + block
+    buffer: int = 8192  # minimum entries of a query's buffer, raised to hold K + block
     choose_warps: int = 8
     choose_registers: int | None = None  # most registers of a thread in `_choose`
     chunk_elements: int = 2**26  # most scores of a chunk, C·S: 256 MiB in float32
@@ -91,9 +90,9 @@ def score(
 def choose(
     score_CS: Tensor, first_C: Tensor, last_C: Tensor, indices_CK: Tensor, tiles: IndexTiles
 ) -> None:
-    """Write each query's best K keys of first_c to last_c to `indices_CK`, in rising order.
+    """Write each query's K best keys in [first_c, last_c] to `indices_CK`, in rising order.
 
-    If there are fewer than K, the row's last entries keep their content.
+    With fewer than K keys, the row's last entries keep their content.
     """
     num_queries, top_k = indices_CK.shape
     size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))
@@ -180,7 +179,7 @@ def _rank(value):
 def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
     """Cut a query's buffer from `count` entries to the K best. Return the K-th best rank.
 
-    `ranks` and `places`: the entries' ranks and keys. The first of equal ranks stay.
+    `ranks` and `places`: the entries' ranks and keys. Among equal ranks the first stay.
     """
     tl.debug_barrier()
     at = tl.arange(0, SIZE)

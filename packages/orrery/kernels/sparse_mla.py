@@ -1,6 +1,6 @@
 """Attend from latent queries to chosen latent keys: absorbed MLA with sparse attention.
 
-T queries · H heads · S keys · K chosen keys a query · D key width · V value width
+T queries · H heads · S keys · K chosen keys per query · D key width · V value width
 
     p_thk = softmax over k of scale · (q_th · kv_j), j = indices_tk, without k where j = −1
     out_th = Σ_k p_thk kv_j[:V]                lse_th = log Σ_k exp(scale · (q_th · kv_j))
@@ -38,9 +38,9 @@ def sparse_mla(
 
     V is `value_width`. q and kv have one floating dtype. `indices` are i32 rows of kv, without
     repetition in a query. −1 means no key, and is fastest in the last columns. A query without keys
-    gets zeros and −∞. Gradients flow through out only. Equal inputs give equal bits. `backend`
-    defaults to the fastest for these inputs. Triton computes the gradients of `flash_mla`. Raise
-    ValueError if shapes or dtypes do not match.
+    gets out 0 and lse −∞. Gradients flow through out only. Results are reproducible bitwise.
+    `backend` defaults to the fastest for these inputs. Triton computes the gradients of
+    `flash_mla`. Raise ValueError if shapes or dtypes do not match.
     """
     width = kv_SD.shape[-1]
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
@@ -71,7 +71,7 @@ def fastest_backend(q_THD: Tensor, value_width: int, num_chosen: int) -> Backend
 def reference_sparse_mla(
     q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, value_width: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `sparse_mla`'s result without chunks, with plain autograd."""
+    """Compute `sparse_mla` without chunks, with plain autograd."""
     dtype = _wide(q_THD)
     kv_TKD = kv_SD.to(dtype)[indices_TK.clamp(min=0).long()]
     logit_THK = torch.einsum("thd,tkd->thk", q_THD.to(dtype), kv_TKD) * scale
@@ -163,8 +163,8 @@ def _backward(
 def _add_rows(total_SD: Tensor, row_TK: Tensor, value_TKD: Tensor) -> None:
     """Add `value_TKD[t, k]` to row `row_TK[t, k]` of `total_SD` in a fixed order. Skip rows of −1.
 
-    On a GPU `index_add_` would use atomics. `index_put_` sorts rows, but one warp adds all values
-    of a row, so the many slots without a key must not share one.
+    On a GPU, `index_add_` would use atomics. `index_put_` sorts rows, and one warp adds all values
+    of a row, so adding the many −1 slots to one row would be slow.
     """
     known_TK = row_TK >= 0
     row_M, value_MD = row_TK[known_TK].long(), value_TKD[known_TK]

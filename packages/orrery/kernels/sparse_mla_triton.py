@@ -1,14 +1,14 @@
 """Triton kernels of sparse MLA: the forward pass, and a backward pass without atomics.
 
-T queries · H heads · S keys · K chosen keys a query · D key width · V value width · C queries of a
-chunk. A pair is a query and one of its chosen keys. FLOPs: forward 2·T·H·K·(D + V), backward
+T queries · H heads · S keys · K chosen keys per query · D key width · V value width · C queries of
+a chunk. A pair is a query and one of its chosen keys. FLOPs: forward 2·T·H·K·(D + V), backward
 2·T·H·K·(3D + 2V). Steps of the backward pass for each chunk:
 
 1. `_logit_gradients` gathers keys and writes p and dlogit = d(q · key), [C, K, H] each.
 2. `_query_gradients` gathers the keys again and writes dq = dlogitᵀ · keys.
 3. `_pair_gradients` writes each pair's part of dkv, a row [D]: dlogit · q, plus p · dout in the
    first V columns. Rows are sorted by key, then by query.
-4. `_sum_pairs` adds each key's rows in that order, in float32, so equal inputs give equal bits.
+4. `_sum_pairs` adds each key's rows in that order, in float32, so results are reproducible.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -30,7 +30,7 @@ MAX_HEADS = 64  # most heads of a tile in kernels that gather keys
 
 
 class Tiles(NamedTuple):
-    """Sizes of tiles, one tuple a kernel. Backward kernels have (keys, columns, warps, stages).
+    """Tile sizes, one tuple per kernel. Backward kernels have (keys, columns, warps, stages).
 
     `sums` has rows of pairs in place of keys.
     """
@@ -101,7 +101,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dq and dkv in the dtype of q and kv. `grad_THV`: out's gradient.
 
-    Each pair's part of dkv is rounded to that dtype. The float32 sum is rounded again.
+    Each pair's part of dkv is rounded to that dtype, summed in float32, and rounded again.
     """
     grad_q_THD = torch.empty_like(q_THD)
     grad_kv_SD = torch.zeros_like(kv_SD, dtype=torch.float32)
@@ -174,7 +174,7 @@ def _columns(wanted: int, *parts: int) -> int:
     return min(wanted, *(n & -n for n in parts))
 
 
-# Sorted pairs by tensor of chosen keys, for the layers that share the tensor.
+# Cache of sorted pairs. Its key is the tensor of chosen keys, which several layers share.
 _orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -189,7 +189,7 @@ def _orders_of(indices_TK: Tensor, num_keys: int, step: int) -> list[tuple[Tenso
 def _order_of_keys(indices_CK: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Return the row number of each pair, i32 [C, K], and each key's first row, i32 [S + 1].
 
-    Rows are sorted by key, then by query. Pairs with index −1 come last, and entry S starts them.
+    Rows are sorted by key, then query. Pairs with index −1 come last. Their first row is entry S.
     """
     key_M = torch.where(indices_CK >= 0, indices_CK, num_keys).flatten()
     key_M, pair_M = key_M.sort(stable=True)

@@ -4,10 +4,10 @@
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
     entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
 
-- One tile is in memory at a time: the larger of `chunk_tokens` × V logits and one logit a token.
+- One tile of logits is in memory at a time: `chunk_tokens` × V, but at least one logit per token.
   Triton tiles span all tokens and some words, plain tiles some tokens and all words.
-- The backward pass recomputes the tiles bitwise, or with `keep_logits` reads them. Gradients that
-  several tiles share are summed in float32.
+- The backward pass recomputes bitwise equal tiles, or reads them with `keep_logits`. Gradients to
+  which several tiles contribute are summed in float32.
 - Only hidden and weight get gradients, without second derivatives. There are no host syncs.
 """
 
@@ -70,7 +70,7 @@ def token_logprob(
 def reference_token_logprob(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `token_logprob`'s result from all logits at once, with plain autograd."""
+    """Compute `token_logprob` from all logits at once, with plain autograd."""
     dtype = _wide(hidden_TD)
     logits_TV = hidden_TD.to(dtype) @ weight_VD.to(dtype).T / temperature_T.to(dtype)[:, None]
     log_softmax_TV = torch.log_softmax(logits_TV, dim=-1)
@@ -168,7 +168,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         _, gradient_pass = _passes(ctx.backend)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dtype = _wide(hidden_TD)
-        # Plain tiles share the weight's rows, so their gradients are summed.
+        # Every plain tile contributes to all rows of the weight's gradient.
         is_summed = len({tokens.start for tokens, _ in ctx.tiles}) != 1
         multiply_weight = _add_matmul if is_summed else _write_matmul
         grad_hidden_TD = grad_weight_VD = None
@@ -205,7 +205,7 @@ def _passes(backend: Backend) -> tuple[Callable[..., None], Callable[..., Tensor
 
 
 def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the first state [4, T]: `update_state`'s m, s and w, and the target's z."""
+    """Return the initial state [4, T]: `update_state`'s m, s and w, and the target's z."""
     state_4T = torch.zeros(4, num_tokens, dtype=dtype, device=device)
     state_4T[0] = -1e38  # finite: −∞ would make the first update 0 · ∞ = NaN
     return state_4T

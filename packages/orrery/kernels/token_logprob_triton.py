@@ -41,7 +41,7 @@ def gradient(
     grad_TB = torch.empty_like(logits_TB, dtype=out_dtype)
     if grad_TB.numel():
         block = min(GRADIENT_BLOCK, triton.next_power_of_2(width))
-        # A sum's gradient has stride 0.
+        # The gradient of a sum has stride 0.
         gradients = (grad_logprob_T.contiguous(), grad_entropy_T.contiguous())
         rows = (target_T, temperature_T, log_normalizer_T, entropy_T, *gradients)
         _gradient[(num_rows, triton.cdiv(width, block))](

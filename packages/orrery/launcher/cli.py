@@ -11,7 +11,7 @@ from orrery.manifest import cli as manifest_cli
 from orrery.manifest.errors import OrreryError, explain_os_error
 
 T = TypeVar("T")
-REQUEUED_S = 600  # longest wait in seconds for Slurm to end a requeued job
+REQUEUED_S = 600  # longest wait for Slurm to end a requeued job
 
 app = typer.Typer(
     name="orrery",
@@ -96,7 +96,7 @@ def join(
     """Train at this site, in a run of several sites.
 
     With `trainer.elastic`, every site trains. With `orchestrator.guests`, one site trains, and the
-    other sites type `orrery lend`.
+    other sites run `orrery lend`.
     """
     from orrery.launcher.runs import check_shard, place_site
 

@@ -4,8 +4,8 @@
   its recipe, a digest of the files from which the image is built.
 - A role sees /dev, its run folder, a read-only copy of the code, the site's mounts, and the job's
   scratch folder as /tmp. Apptainer's `--contain` would hide /dev/shm and InfiniBand.
-- Compiled kernels stay on a node when a job ends, in a folder of the user and the image.
-- Variables pass as APPTAINERENV_*, as other users can read command lines.
+- Compiled kernels stay on a node when a job ends, in a folder per user and image.
+- Variables pass as APPTAINERENV_*, because other users can read command lines.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name. It has a digest, because Snakemake compares only names."""
+    """Return the image's file name, with a digest because Snakemake compares only names."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -91,7 +91,7 @@ def locked(workspace: Workspace) -> dict[str, Built]:
 def find_image(
     workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False
 ) -> Path:
-    """Return the image file of `role` in `images_dir`. `role` may also be the name of an image.
+    """Return the image file of `role` in `images_dir`. `role` may also be an image's name.
 
     Raise OrreryError if the file is missing, its recipe differs from `images.lock` or, with
     `verify`, its sha256 differs.
@@ -147,7 +147,7 @@ def _image(role: str) -> Image:
 CODE = "/orrery/code"  # path of the copied code in a container
 KERNELS = "/orrery/kernels"  # compiled kernels, which the node keeps for later jobs
 APPTAINER_OPTIONS = (
-    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # variables of the user to remove
+    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # environment variables to remove
 )
 CACHES = {  # other caches are in /tmp, because containers have no home folder
     "XDG_CACHE_HOME": "/tmp/.cache",

@@ -26,7 +26,7 @@ BLOCK_BYTES = 2**16
 def overview(path: Path) -> str:
     try:
         check_layout(path)
-    except OrreryError as error:  # list a run of an older release too
+    except OrreryError as error:  # list runs of older releases too
         return str(error)
     status = statuses.read(path)
     if status is None:

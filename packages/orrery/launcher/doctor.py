@@ -376,7 +376,7 @@ def _probe_command(
 
 NEEDS_DRIVER = "580.65.06"  # oldest driver for CUDA 13.0 on Linux
 NEEDS_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16
-FREE = 0.9  # least free share of GPU memory. CUDA and a desktop take below 0.1.
+FREE = 0.9  # least free share of GPU memory. CUDA and a desktop take less than 0.1.
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}

@@ -1,4 +1,4 @@
-"""Turn the answers of Slurm and of the probe's job (`doctor_probe.py`) into findings."""
+"""Turn the output of Slurm commands and of the probe's job (`doctor_probe.py`) into findings."""
 
 import json
 import re
@@ -14,8 +14,8 @@ GIB = 2**30
 START_S = 60  # longest wait for the probe's job to start
 WAIT_S = 20  # longest wait for another node's file
 SLOW_S = 2.0  # longest delay until other nodes see a renamed file
-SKEW_S = 1.0  # largest difference of two clocks. More disorders logs and the report.
-RUNS_GIB, SCRATCH_GIB = 20, 2  # least free GiB for runs and images, and for temporary files
+SKEW_S = 1.0  # largest difference of two nodes' clocks. A larger one disorders log times.
+RUNS_GIB, SCRATCH_GIB = 20, 2  # least free GiB: run and image folders, temporary files
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 Probe = dict[str, Any]
@@ -23,7 +23,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check. `remedy` is "" after success. A run needs every required check."""
+    """A check's result. `remedy` is "" after success. Runs need all required checks to pass."""
 
     what: str
     found: str
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Node:
-    """A node in sinfo. `gpus` is the number of GPUs by type. An unnamed type is ""."""
+    """A node that sinfo lists. `gpus`: number of GPUs by type. An unnamed type is ""."""
 
     name: str
     state: str
@@ -51,7 +51,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Answer:
-    """A command's result. `code` is None for a missing or timed-out command."""
+    """The result of a command. `said`: stderr. `code`: None for a missing or timed-out command."""
 
     code: int | None
     out: str
@@ -143,7 +143,7 @@ def judge_config(text: str, slurm: Slurm) -> list[Finding]:
 
 
 def judge_time_limit(limit: str, slurm: Slurm) -> Finding:
-    """Check the site's time limit. Slurm never starts a job above the partition's limit."""
+    """Check the site's time limit. Slurm never starts a job above the partition's `limit`."""
     allowed_s, remedy = parse_seconds(limit), ""
     if allowed_s and 60 * slurm.time_limit_min > allowed_s:
         remedy = (
@@ -389,10 +389,10 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 
 
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
-    """Return the devices that NCCL_IB_HCA = `wanted` selects.
+    """Return the devices that the value `wanted` of NCCL_IB_HCA selects.
 
-    `wanted` lists prefixes of device names. After `=`, it lists whole names. After `^`, it lists
-    devices to exclude.
+    `wanted` lists prefixes of device names. After a leading `=`, it lists whole names. A leading
+    `^` excludes the listed devices.
     """
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]

@@ -45,7 +45,7 @@ def main():
         os._exit(0)
 
     for name in [name for name in os.environ if re.match(options["theirs"], name)]:
-        del os.environ[name]  # roles do not get these variables either
+        del os.environ[name]  # the launcher hides these variables from roles too
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -71,7 +71,7 @@ def main():
 
 
 def say(found):
-    """Print `found` in short, numbered lines of this rank. srun splits lines above 1024 bytes."""
+    """Print `found` in lines `RANK/PLACE/COUNT TEXT`. srun splits lines above 1024 bytes."""
     text = json.dumps(found)
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
     lines = [
@@ -167,7 +167,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # Look before the file exists, as roles do, because NFS then caches its absence.
+            # Look before the file exists, as roles do. NFS may then cache that the file is missing.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -211,7 +211,7 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Return a pair: the held lock's descriptor or None; MINE, THEIRS or an error message."""
+    """Try to lock `path`. Return (descriptor or None, MINE or THEIRS or an error message)."""
     answers = []
 
     def attempt():

@@ -1,10 +1,10 @@
 """Find the process that failed first, write the stage's last message, and restart engines.
 
 - If a process's error names another failing process, the message blames that process.
-- When a process of an engine ends, all processes of that engine restart, as a new incarnation.
-  There is no restart after a user's mistake (exit code 2), or after two incarnations in a row that
-  never served.
-- The old endpoint, health file and processes are removed before the restart.
+- When a process of an engine ends, all processes of that engine restart, with a new incarnation
+  number. An engine does not restart after a user's mistake (exit code 2), or after two starts in a
+  row that never served.
+- The old endpoint file, health file and processes are removed before the restart.
 """
 
 import re
@@ -25,7 +25,7 @@ from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # longest wait until a process named by an error fails
+BLAME_S = 5.0  # longest wait for the failure of a process that an error names
 SETTLE_S = 0.3  # wait for further failures after the first
 EVIDENCE_S = 2.0  # wait until processes have written their stacks
 RECORDED_S = 10.0  # longest wait for flight recorder files
@@ -172,7 +172,7 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 
 
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
-    """Return the outcome if Slurm ends the job. A role may get its signal before the launcher."""
+    """Return the outcome if Slurm ends the job. Slurm may signal a role before the launcher."""
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
         return None
@@ -200,7 +200,7 @@ WINDOW_S = 24 * 3600.0  # period in which restarts are counted
 
 
 class Restarts:
-    """The restarts of engines. All engines together restart at most `most` times in WINDOW_S."""
+    """Count engine restarts. All engines together restart at most `most` times in WINDOW_S."""
 
     def __init__(self, most: int):
         self.most = most
@@ -215,7 +215,7 @@ class Restarts:
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
         """Count a restart of engine `name` and return None, or return why there is no restart.
 
-        The reason is "" if the manifest allows no restarts. `code`: the engine's exit code.
+        The reason is "" if the manifest allows no restarts. `code`: exit code.
         """
         while self._times_s and self._times_s[0] <= now_s - WINDOW_S:
             self._times_s.popleft()
@@ -277,7 +277,7 @@ class EngineRestarts:
         return True
 
     def _replace(self, process: Process | SlurmTask, has_served: bool) -> None:
-        """Restart all processes of the engine of the ended `process`."""
+        """Restart all processes of the engine to which the ended `process` belongs."""
         stage, engine = self.stage, process.plan.whole
         members = [one for one in stage.processes if one.plan.whole == engine]
         why = sentence(stage, process).removeprefix(f"{stage.name}: ")

@@ -1,9 +1,8 @@
-"""Fetch a model or a dataset by name, never code: `orrery fetch`.
+"""Download a model or a dataset, but no code, from the Hugging Face hub: `orrery fetch`.
 
 - A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`.
-- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`, with file names that begin with
-  the split. `jsonnet/tasks/<name>_fetched.libsonnet` has the fields `source` and `held_out` for a
-  spec.
+- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Its file names begin with the
+  split. `jsonnet/tasks/<name>_fetched.libsonnet` has the fields `source` and `held_out` of a task.
 """
 
 import json
@@ -162,10 +161,7 @@ def _examine(
 
 
 def _ask(module: str, *words: str) -> dict[str, Any]:
-    """Run `python -m module` and return the JSON that it prints.
-
-    If it fails, raise OrreryError with the message that it prints.
-    """
+    """Run `python -m module` and return its JSON output. Raise OrreryError if it fails."""
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", module, *words], capture_output=True, text=True, env=environment
@@ -188,7 +184,7 @@ def fetch_dataset(
     """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines for the user.
 
     `config`: the hub's config, such as `main` of openai/gsm8k. None: the only config. `shard_word`:
-    K/N, to fetch only the files of shard K. None: all files.
+    K/N, to fetch only shard K. None: all files.
     """
     shard = None if shard_word is None else parse_shard(shard_word)
     source = hub.find("dataset", word, (CARD,))
@@ -227,8 +223,8 @@ def _fill(
 ) -> None:
     """Download the dataset's files into `folder`.
 
-    With `shard`, download only its files, files of splits without shards, files without a sha256 on
-    the hub, and files that `target` already has.
+    With `shard`, download only the shard's files of the main split, all files of other splits,
+    files without a sha256 on the hub, and files that `target` already has.
     """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))
@@ -258,7 +254,7 @@ def _fill(
 def _download(
     source: HubRepository, by_path: dict[str, str], paths: Iterable[str], folder: Path
 ) -> None:
-    """Download `paths` into `folder`. `by_path`: name on the hub by path in `folder`."""
+    """Download `paths` into `folder`. `by_path`: hub names by path in `folder`."""
     placed = hub.download(source, [by_path[path] for path in paths], folder)
     for path in paths:
         placed[by_path[path]].rename(folder / path)

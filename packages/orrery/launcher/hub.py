@@ -1,7 +1,7 @@
 """Download files of a Hugging Face repository at one commit, and verify each file.
 
-- `huggingface_hub` downloads, and checks only sizes. It reads `HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`
-  and `HF_HUB_OFFLINE`. `HF_HUB_DISABLE_XET=0` selects Xet instead of HTTP (untested).
+- `huggingface_hub` downloads files and checks only sizes. It reads `HF_TOKEN`, `HF_ENDPOINT`,
+  `HF_HOME` and `HF_HUB_OFFLINE`. `HF_HUB_DISABLE_XET=0` selects Xet instead of HTTP (untested).
 - This module checks digests: sha256 of large files, and git's sha1 of all other files.
 - `SHA256SUMS` in the finished folder lists repository, commit and digests, for `sha256sum -c`.
 """
@@ -28,7 +28,7 @@ constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
 WAITS_S = (1.0, 2.0, 4.0)  # waits before the retries of a request
-LINKED_BYTES = 1 << 20  # least size of a hard-linked file. Users edit smaller files.
+LINKED_BYTES = 1 << 20  # least size of hard-linked files. Smaller files are editable copies.
 Kind = Literal["model", "dataset"]
 
 
@@ -92,7 +92,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
-    """Return the files of a snapshot in the cache, where a file's name is its digest."""
+    """Return a cached snapshot's files. The snapshot links to files that are named by digest."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)
@@ -259,7 +259,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):
-        if not Path("/proc", stale.name.split(".")[-2]).exists():  # a killed process left it
+        if not Path("/proc", stale.name.split(".")[-2]).exists():  # left by a killed process
             shutil.rmtree(stale, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:

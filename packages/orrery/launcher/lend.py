@@ -1,7 +1,7 @@
 """Lend an engine of this machine to a run that trains elsewhere.
 
-The engine and its agent run in a temporary run directory with the run's manifest and links to this
-site's weights. The directory is kept after a failure. The agent fetches newer weights.
+The engine and an agent (`orrery.orchestrator.guests.lend`) run in a temporary run directory. The
+directory is kept after a failure. The agent fetches newer weights.
 """
 
 import json
@@ -48,7 +48,7 @@ def lend(
 ) -> int:
     """Lend an engine until the run is over, or until a signal. Return the exit code.
 
-    Raise OrreryError if the run refuses this site.
+    Raise OrreryError if the run takes no lent engines.
     """
     run = find(word, workspace)
     if run.manifest.orchestrator.guests is None:

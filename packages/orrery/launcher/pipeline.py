@@ -1,6 +1,6 @@
-"""Plan a run's stages on this site: as text, as files, and as the Snakefile's pipeline.
+"""Plan how a run's stages start on this site, as text, as files, and for the Snakefile.
 
-In the text, a word in <> stands for a run folder, image or job that does not exist yet.
+In the text, a word in <> is a placeholder for a value that is not known yet.
 """
 
 import os
@@ -153,7 +153,7 @@ def _srun_line(
 def write_plan(
     run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path
 ) -> list[Path]:
-    """Write the plan into the new folder `folder`. Leave no folder after an error."""
+    """Write the plan into a new `folder`. Leave no folder after an error."""
     if folder.exists() or folder.is_symlink():
         raise OrreryError(f"{folder}: exists already. Remove it, or name a new folder")
     described = [
@@ -164,7 +164,7 @@ def write_plan(
         file = f"{run.stages.index(name) + 1}_{name}.sh"
         texts[file] = _script(run, name, site, workspace)
     made = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(made, ignore_errors=True)  # a killed process left it
+    shutil.rmtree(made, ignore_errors=True)  # left by a killed process
     try:
         made.mkdir(parents=True)
         for name, text in texts.items():
@@ -196,7 +196,7 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
 class Pipeline:
     """The checked-in runs.
 
-    - `folders`: run folders by target, a run's name or a spec file's stem.
+    - `folders`: run folders by target. A target is a run's name or a spec file's stem.
     - `manifests`: manifests by run folder.
     - `broken`: errors of spec files that do not render.
     - `stale`: errors by target, for manifests that are missing or differ from their specs.
@@ -268,7 +268,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # two files define the same run
+    if not broken:  # each file renders alone, so two files define the same run
         raise first
     return render_all(workspace, whole), broken
 

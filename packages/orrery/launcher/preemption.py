@@ -1,7 +1,7 @@
 """End a stage early: preemption, and `orrery stop`.
 
 The RL stage is preempted by SIGUSR1, or `warning_s` before the end of its Slurm job. The stage then
-writes a checkpoint and ends. If the checkpoint is new, the launcher asks Slurm to requeue the job.
+writes a checkpoint and ends. After a new checkpoint, the launcher asks Slurm to requeue the job.
 """
 
 import math
@@ -48,7 +48,7 @@ class Preemption:
         self.stage, self.job = stage, stage.job
         self._step_at_start = newest_checkpoint(stage.run_dir)
         self._ends_at_s = _job_ends_at_s(stage.job)
-        self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: savers' deadline
+        self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: deadline of saver processes
 
     def poll(self) -> Outcome | None:
         """Request a checkpoint when preemption is due. Return the outcome of a preempted stage.

@@ -1,9 +1,9 @@
 """A local process of a stage, with its CPU cores, devices and environment.
 
 - The process has its own session, so Ctrl-C does not reach it, and its group can be killed.
-- SIGTERM goes to the process alone, because an engine ends its own workers in order.
-- Each trainer or engine is pinned to neighbouring cores. If a stage has both, trainers get half of
-  the cores, and engines get the other half.
+- SIGTERM goes to the process, not to its group, because an engine ends its own workers in order.
+- Each trainer or engine is pinned to neighbouring cores. If a stage has both, each kind gets
+  half of the cores.
 """
 
 import os
@@ -28,9 +28,9 @@ from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
-PROCESS = "ORRERY_PROCESS"  # variable with process and incarnation, such as `inference.0.2`
+PROCESS = "ORRERY_PROCESS"  # variable with name and restart number, such as `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
-MAX_THREADS = 4  # most threads of a process. More do not speed up a model on CPUs.
+MAX_THREADS = 4  # most threads of a process. More threads do not speed up models on CPUs.
 LOOPBACK = "127.0.0.1,localhost"
 
 
@@ -70,7 +70,7 @@ class Process:
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the fatal signal. None: still running."""
+        """Return the exit code, or minus the number of the fatal signal, or None while it runs."""
         return self._popen.poll()
 
     @property
@@ -93,14 +93,14 @@ class Process:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    abandon = kill  # `SlurmTask.abandon` does not kill
+    abandon = kill  # `SlurmTask.abandon` kills only srun
 
     def last_output(self) -> str:
         return last_line(self.log, self._log_begin)
 
 
 def reap(group: int) -> bool:
-    """Reap a group's ended processes. Return whether others still run."""
+    """Reap ended processes of a process group. Return whether others still run."""
     try:
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
@@ -189,7 +189,7 @@ def installed_hardware() -> str | None:
 
 
 def check_packages(name: str, needs_gpus: bool) -> None:
-    """Raise OrreryError if .venv has the packages of other hardware than that of run `name`."""
+    """Raise OrreryError if the packages in .venv are not for the hardware of run `name`."""
     needed, found = "cuda" if needs_gpus else "cpu", installed_hardware()
     if found in (None, needed):
         return

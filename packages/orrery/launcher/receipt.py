@@ -1,10 +1,10 @@
 """`receipt.json`: the nodes, code, software, outputs and metrics of every stage.
 
-- Code is examined before the processes start, software and images while they run.
+- Code is examined before the processes start. Software and images are examined while they run.
 - Attempts are numbered without gaps. If a launcher died, its attempt's state is `unrecorded`.
 - Before a stage starts, `verify` compares earlier stages' files with the receipt. For weights above
   WHOLE_BYTES, it compares only sizes and the index.
-- A receipt has no environment variables, absolute paths, or secrets such as TOKEN's value.
+- A receipt has no environment variables, no absolute paths and no secrets, such as tokens.
 """
 
 import hashlib
@@ -98,9 +98,8 @@ def record(
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
     - `code` and `software` are examined now if None.
-    - `images`: facts about the image of each role, from an `ImageReader`.
-    - `secrets`: further texts to strike out of the receipt, such as the token.
-    - `engine_restarts`: number of restarts, by process.
+    - `images`: image facts by role, from an `ImageReader`.
+    - `secrets`: further texts to remove from the receipt, such as the run's token.
     - `endings`: "exit code 0" or a signal such as "SIGKILL", by process.
     - `job_script`: the result of `script_facts`, or None outside Slurm.
     """
@@ -189,7 +188,7 @@ def changes(
 def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
     """Return (commit, diffs of changed files), without the diffs of new files.
 
-    If the attempt's diff file is missing, its path ends the list.
+    If the attempt's diff file is missing, append its path to the list.
     """
     file = run_dir / (code.diff or "")
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
@@ -213,7 +212,7 @@ def code_changes(before: CodeState, after: CodeState) -> str:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt's entries by stage. Without a readable receipt, return {}."""
+    """Return the receipt's entries by stage, or {} without a readable receipt."""
     try:
         return read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
@@ -447,7 +446,7 @@ def verify(
     """Verify the files that `stage` reads, and write their digests to `inputs.json`.
 
     Return the earlier stages whose files the receipt does not list. Raise OrreryError for the first
-    file that differs. The message ends with `remedy(STAGE)`, where STAGE wrote the file.
+    file that differs. The message ends with `remedy` of the stage that wrote the file.
     Return early once `stop()` is true.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)

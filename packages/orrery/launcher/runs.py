@@ -73,7 +73,7 @@ def all_runs(workspace: Workspace) -> list[Path]:
 
 
 def find(word: str, workspace: Workspace | None = None) -> Run:
-    """Return the run with the name or folder `word`. Raise OrreryError if no run has it."""
+    """Return the run with the name or folder `word`. Raise OrreryError if there is none."""
     workspace = workspace or find_workspace()
     word = Path(word).name if "/" in word else word
     folder = FOLDER.fullmatch(word)
@@ -282,7 +282,7 @@ LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}
 
 
 def adopt(run: Run, other: Run) -> str:
-    """Create the folder of `run` with the state of the run `other`, by one rename.
+    """Copy the state of the run `other` into the new folder of `run`, made by one rename.
 
     Return a message. Raise OrreryError if `run` has begun or cannot adopt `other`.
     """
@@ -306,7 +306,7 @@ def adopt(run: Run, other: Run) -> str:
         )
     made = run.path.with_name(f".{run.path.name}.partial")
     with hold_lock(other.path), hold_lock(made):
-        for left in made.iterdir():  # a killed process left it
+        for left in made.iterdir():  # left by a killed process
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
@@ -322,7 +322,7 @@ def adopt(run: Run, other: Run) -> str:
             publish_folder(made, run.path)
         except BaseException as error:
             shutil.rmtree(made, ignore_errors=True)
-            if isinstance(error, shutil.Error):  # copytree has an error per file
+            if isinstance(error, shutil.Error):  # copytree collects an error per file
                 why = error.args[0][0][2]
                 raise OrreryError(f"{run.path.name}: cannot adopt the other run: {why}") from error
             raise

@@ -1,7 +1,7 @@
 """Serve a run's weights, or a Hugging Face folder, by vLLM on this machine. Export checkpoints.
 
-The server runs in a temporary run directory. The directory is kept after a failure. With Slurm, a
-small job exports, because a login node has no torch and little memory.
+The server runs in a temporary run directory, which is kept after a failure. With Slurm, a small job
+writes the export, because a login node has no torch and little memory.
 """
 
 import json
@@ -49,7 +49,7 @@ MODULE = "orrery.inference.folder"
 CONFIG = "config.json"
 POLL_S = 0.1
 STOP_S = 10.0  # wait between SIGTERM and SIGKILL
-MAX_EXAMPLE = 2000  # most characters of the example's messages
+MAX_EXAMPLE = 2000  # most characters of the messages in the printed example
 CUDA = "CUDA_VISIBLE_DEVICES"
 
 
@@ -241,7 +241,7 @@ def _has_chat_template(folder: Path) -> bool:
     return config.is_file() and bool(read_object(config, "copy it again").get("chat_template"))
 
 
-# Torch leaves caches in the container's /tmp, so the job removes that folder.
+# Torch leaves caches in $1, the container's /tmp, so the job removes $1.
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
 CPUS, MEMORY_MB = 2, 16_000
 

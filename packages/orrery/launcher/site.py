@@ -1,6 +1,6 @@
 """The site file (TOML): settings of a cluster. They do not change a run's id.
 
-ORRERY_SITE is its path. The default is `site.toml` in the checkout.
+The variable ORRERY_SITE holds the file's path. The default is `site.toml` in the checkout.
 """
 
 import os
@@ -28,7 +28,7 @@ FILE = "site.toml"
 EXAMPLE = "docs/site.example.toml"
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", re.IGNORECASE)
 
-# sbatch options that `extra` may not set, because the manifest or other keys do.
+# sbatch options that `extra` may not set, because the manifest or other keys set them.
 RESERVED = set(
     """
     nodes N ntasks n ntasks-per-node gres gpus-per-node gpus G cpus-per-task c mem time t
@@ -124,8 +124,8 @@ class Network(Record):
 class Roles(Record):
     """Settings of all roles.
 
-    `deadline_scale` multiplies deadlines (`timing.scaled`). `checkpoint_target`: folder for copies
-    of complete checkpoints, an fsspec URL.
+    `deadline_scale` multiplies deadlines (`timing.scaled`). `checkpoint_target`: fsspec URL of the
+    folder for copies of complete checkpoints.
     """
 
     deadline_scale: PositiveFloat = 1.0

@@ -1,4 +1,4 @@
-"""The state of a running stage, and the end of its processes."""
+"""Hold the state of a running stage, and end its processes."""
 
 import math
 import os
@@ -96,7 +96,7 @@ class RunningStage:
         self.processes: Sequence[Process | SlurmTask] = []
         self.health: dict[str, Health] = {}
         self.health_view = HealthView()
-        self.fenced: dict[str, str] = {}  # reason to kill a process, by its name
+        self.fenced: dict[str, str] = {}  # reason to kill a process, by process name
         self.engine_restarts: Counter[str] = Counter()
         self.is_preempted = False
         slurm_job = job.allocation.job if job.allocation else None
@@ -137,7 +137,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # Slurm kills the other ranks of a step some time after one rank has ended.
+        # After a rank exits with EXIT_PREEMPTED, Slurm may kill the other ranks of its step.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -208,10 +208,10 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 
 
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
-    """Kill descendants of roles that left their process groups.
+    """Kill processes that roles started outside their process groups.
 
-    They are descendants of the launcher, with the attempt's `start` in their environment. With
-    `incarnation`, kill only descendants of that incarnation.
+    A stray is a descendant of the launcher, with the attempt's `start` in its environment. With
+    `incarnation`, kill only strays of that incarnation.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -252,7 +252,7 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 
 
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
-    """Save the checkpoints whose copies in shared memory have outlived their trainers or savers.
+    """Save the checkpoints that ended trainers or savers have left in shared memory.
 
     Wait for running savers first. Then copy the checkpoint to `target`, unless `target` is "".
     """

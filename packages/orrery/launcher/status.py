@@ -1,4 +1,4 @@
-"""Two files in a run's folder: `status.json`, the state of the run, and the run's lock.
+"""Read and write a run's `status.json`, and hold the run's lock.
 
 The launcher holds the lock by flock, and the kernel releases the lock when the launcher ends. If
 `status.json` says `running` and no process holds the lock, the launcher was killed.
@@ -22,7 +22,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # time to retry, as `lock_holder` takes the lock for a moment
+LOOKED_AT_S = 1.0  # longest wait for the lock, which `lock_holder` takes for a moment
 
 
 @dataclass

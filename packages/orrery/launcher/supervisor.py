@@ -1,8 +1,8 @@
-"""The supervisor of one stage, from its first process to its marker `DONE`.
+"""Supervise one stage, from the start of its processes to its marker file `DONE`.
 
 - The supervisor holds the run's lock, so two launchers never share a run directory.
-- If a process fails or a server ends early, all processes are ended within seconds, or an engine is
-  restarted (`failure.py`).
+- If an engine fails, it may be restarted (`failure.py`). Otherwise, if a process fails or a server
+  ends early, all processes are ended within seconds.
 - If the launcher is killed, roles end by themselves. The next start removes the leftovers.
 - A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """
@@ -71,14 +71,14 @@ from orrery.runtime.run_directory import (
 from orrery.runtime.timing import Pace, duration
 
 POLL_S, LOOK_S = 0.1, 0.5
-HUNG_S = 5.0  # longest wait until a process ends that has reported its failure
+HUNG_S = 5.0  # longest wait for the end of a process that has reported its failure
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 SAVES_S = 3.0  # wait before the user is told that savers still run
 RESTART_LOCK_S = 90.0  # longest wait until a file system frees a dead node's lock
 
 
 def run_stage(job: Job) -> Outcome:
-    log_level()  # raise for an unknown level before any role starts
+    log_level()  # raise for an unknown log level before any role starts
     restarted = job.allocation is not None and job.allocation.restarts > 0
     os.umask(os.umask(0o077) | 0o002)  # users outside the group may not write into the run
     with ExitStack() as stack:
@@ -181,7 +181,7 @@ class Supervisor:
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         outcome = self._finish_saves(outcome)
         if outcome.requeue == "ask" and allocation is not None:
-            preemption.requeue(stage)  # first, as Slurm then ends this process
+            preemption.requeue(stage)  # before the cleanup, as Slurm ends this process soon
         observer.close()
         view.close()
         stage.metrics.close()

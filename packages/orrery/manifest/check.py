@@ -40,7 +40,7 @@ def some_of(name: str, among: list[str]) -> str:
 
 
 def sentence(error: ValidationError) -> str:
-    """Return a sentence about the first misspelt field, else wrong value, else missing field."""
+    """Return a sentence about one error. Unknown fields come first, missing fields last."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
@@ -62,7 +62,7 @@ def sentence(error: ValidationError) -> str:
         text = f"{path}: is missing; every field is required, and defaults live in Jsonnet only"
         beside = [e for e in errors if e["loc"][:-1] == first["loc"][:-1]]
         parent = path.rpartition(".")[0].rpartition(".")[2]
-        if len(beside) > 1 and parent.isidentifier():  # the spec has replaced the object
+        if len(beside) > 1 and parent.isidentifier():  # the spec replaced the object
             text += f". If the spec has `{parent}: {{…}}`, write `{parent}+:` to keep its defaults"
     elif first["type"] == "union_tag_invalid":
         kinds = [one.strip(" '") for one in first["ctx"]["expected_tags"].split(",")]
@@ -89,7 +89,7 @@ def _short(value: Any) -> str:
 
 
 def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
-    """Return the manifest with `values` by dotted path. Raise pydantic's ValidationError."""
+    """Return the manifest with `values`, given by dotted path. Raise pydantic's ValidationError."""
     data = manifest.model_dump(mode="json")
     for path, value in values.items():
         *parents, name = path.split(".")

@@ -46,7 +46,7 @@ app = typer.Typer(
 )
 
 FIRST_LINE = "tasks.train[0]: "  # line prefix of `orrery.tasks.check` for each correct manifest
-TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")  # a login node lacks some
+TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")  # a login node may lack some
 NOTE = "  note: "  # line prefix of `orrery.tasks.check` for each note
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
@@ -217,7 +217,7 @@ def hardware(
 def check(names: Names = None) -> None:
     """Check that runs are right and that manifests/ is up to date.
 
-    A path checks that manifest alone. A named run must also be able to start.
+    A path checks only that manifest. A named run must also be able to start.
     """
     workspace = find_workspace()
     given = [(n, load(n)) for n in names or [] if n.endswith(".json")]

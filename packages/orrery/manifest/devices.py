@@ -5,7 +5,8 @@
 - Other devices get a name from their driver's data: `l40g_sm89_44gb` is an L40G of compute
   capability 8.9 with 44 GiB. Each rate is the lowest in `DEVICES` for this capability, or for the
   next lower capability that has a row.
-- Devices without a file in `rates/` are assumed to reach an H200's share of their data sheet.
+- A device without a file in `rates/` is assumed to reach the same share of its data sheet as an
+  H200.
 """
 
 import re
@@ -24,7 +25,7 @@ class Device:
     """One type of device, with rates per second.
 
     - `names`: the driver's names for this type.
-    - `memory_bytes`: memory that the driver offers, on GDDR6 without error correction's part.
+    - `memory_bytes`: memory that the driver offers, on GDDR6 without the part for error correction.
     - `capability`: compute capability as (major, minor).
     - `fp8_flops`: 0 on devices without FP8.
     - `is_estimated`: whether the type is not in `DEVICES`.
@@ -140,7 +141,7 @@ def _short(name: str) -> str:
 def find_device(accelerator: str) -> Device | None:
     """Return the device for a key of `DEVICES` or a name from `told_accelerator`.
 
-    Return None for other texts, and for devices older than all rows.
+    Return None for other texts, and for devices older than all in `DEVICES`.
     """
     if accelerator in DEVICES:
         return DEVICES[accelerator]

@@ -73,8 +73,8 @@ def _has_attempts(stage: Any) -> bool:
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
     """Return the differences, with fields named `receipt.<kind>.<stage>.<field>`.
 
-    A kind is a key of a stage in the receipt, such as "metrics". A change that is equal in all
-    stages with this field appears once, without the stage.
+    A kind is a key of a stage in the receipt, such as "metrics". If a field changes equally in all
+    stages that have it, the change appears once, without the stage.
     """
     a, b = (_facts(receipt, everything) for receipt in (before, after))
     stages = list(dict.fromkeys([*before["stages"], *after["stages"]]))

@@ -1,8 +1,8 @@
 """Explain which file and which axis gave a field its value.
 
 - An axis sets the fields that it contains when evaluated alone. Run files override axes.
-- `lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if the value
-  changes without the axis.
+- `lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if removing
+  the axis changes the value.
 """
 
 import json
@@ -136,7 +136,7 @@ class _Case:
 def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | None:
     """Return the number of the line that sets a field, or None.
 
-    With `under_key`, look for the field inside the object of each run.
+    With `under_key`, look also inside the object of each run.
     """
     stack: list[str | None] = []
     key: str | None = None

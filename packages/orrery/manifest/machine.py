@@ -1,7 +1,7 @@
 """Adapt runs to the GPUs of this machine.
 
-- `nvidia-smi` lists the GPUs, so a login node needs no torch. A machine without `nvidia-smi` and
-  `/dev/nvidia0` has no GPU.
+- `nvidia-smi` lists the GPUs, so a login node needs no torch. A machine that lacks both
+  `nvidia-smi` and `/dev/nvidia0` has no GPU.
 - An adapted run is a new file in `jsonnet/runs` that imports the original run and changes fields.
 """
 
@@ -48,7 +48,7 @@ CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / GPU memory. True: the train
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as `nvidia-smi` reports it. A field is None if `nvidia-smi` does not report it."""
+    """A GPU as `nvidia-smi` reports it. Unreported fields are None."""
 
     name: str
     memory_bytes: int | None
@@ -99,7 +99,7 @@ def this_machine() -> Machine:
 
 
 def _told(found: Sequence[Gpu]) -> str:
-    """Return the name of GPUs outside `DEVICES`. Raise OrreryError if they lack bfloat16."""
+    """Return the accelerator of GPUs outside `DEVICES`. Raise OrreryError if they lack bfloat16."""
     name, capability = found[0].name, found[0].capability
     memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
     if capability is None or not memory:

@@ -1,7 +1,7 @@
 """List the processes of each stage of a run, and check whether Orrery can start them.
 
-- `ends` "itself": the process ends when its work is done. "with_stage": the process is a server. It
-  is stopped when all "itself" processes have exited with 0.
+- `ends` "itself": the process ends when its work is done. "with_stage": the process is a server,
+  stopped when all "itself" processes have exited with 0.
 - In a stage of several nodes, each node belongs to one group. The groups in order are inference (or
   prefill and decode) and trainer. All other roles run on the first node.
 """
@@ -24,7 +24,7 @@ ADMISSIONS = ("fixed", "adaptive")
 
 StageName = Literal["init", "sft", "rl", "evaluate", "report"]
 Role = Literal["trainer", "inference", "headless", "kv_store", "router", "orchestrator", "report"]
-# "inference": server of an engine, and ranks on its first node. "headless": ranks on a later node.
+# "inference": an engine's server and ranks on its first node. "headless": ranks on a later node.
 ENGINE_ROLES = ("inference", "headless")
 
 
@@ -275,7 +275,7 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return notes on why the run cannot start, learn or compile, and on work that it repeats."""
+    """Return notes on why the run cannot start, learn or compile, or ignores entries of `keep`."""
     told = refusal(manifest)
     said = [] if told is None else [f"  note: {told}"]
     if told is not None:

@@ -1,9 +1,9 @@
 """Publish files and folders by renames that survive a power cut, and hash files.
 
 - A file is written under a temporary name, synced and renamed. Then its folder is synced.
-- A marker is published after its files, so the files are complete if the marker exists.
-- Not synced are logs, metrics, samples, health, endpoints, scratch disks, and weights and batches
-  in transit.
+- A marker is published after its files. If it exists, its files are complete.
+- Logs, metrics, samples, health, endpoints, scratch disks, and weights and batches in transit are
+  not synced.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace the content of `path` by `data`, durably. The folder of `path` must exist."""
+    """Replace the content of `path` by `data`, durably. Its folder must exist."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(data)
     publish_file(temporary, path)
@@ -40,7 +40,7 @@ def publish_folder(temporary: Path, folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync all files and folders below a folder, inner folders first, then the folder."""
+    """Sync a folder and everything below it, inner folders first."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             if not os.path.islink(path := os.path.join(parent, name)):

@@ -1,6 +1,6 @@
 """Render Jsonnet run files to checked manifests. If a run is wrong, no manifest is written.
 
-Each key of a run file is a run. Imports give library paths only, such as `lib/run.libsonnet`.
+Each key of a run file is a run. Import paths are relative to `jsonnet/` or to the checkout.
 """
 
 import json
@@ -35,7 +35,7 @@ class Rendered:
 
 
 class Evaluator:
-    """Evaluate Jsonnet. `closure`: imported files. `instead`: replaced file contents by path."""
+    """Evaluate Jsonnet. `closure`: imported files. `instead`: new file contents by path."""
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -176,7 +176,7 @@ def locate(workspace: Workspace, name: str) -> Path:
         return likely
     if (found := file_of(workspace, name)) is not None:
         return found
-    names = list(run_files(workspace))  # raises for a broken file, which may be the run's
+    names = list(run_files(workspace))  # raises for a broken file, which may define the run
     if likely in workspace.run_files:
         has = ", ".join(_names(workspace, likely))
         raise OrreryError(f"run {name!r}: {workspace.shown(likely)} has the runs {has}; name one")

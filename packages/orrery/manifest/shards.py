@@ -1,8 +1,8 @@
 """Divide the files of a fetched dataset into shards, for `orrery fetch dataset` and the trainer.
 
 - File i of a split, in the order of paths, is in shard i mod num_shards.
-- DATA_SUMS in a folder with some shards lists the sha256 of all the dataset's data files. The
-  manifest has the sha256 of DATA_SUMS, so all sites have the same manifest.
+- A folder with only some shards has a file DATA_SUMS, with the sha256 of all data files of the
+  dataset. The manifest has the sha256 of DATA_SUMS, so all sites have the same manifest.
 """
 
 import re
@@ -74,7 +74,7 @@ def write_data_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def data_sums(folder: Path) -> dict[str, str]:
-    """Return the sha256 in DATA_SUMS of each data file by path. Return {} without DATA_SUMS."""
+    """Return the sha256 of each data file by path, as in DATA_SUMS. Without DATA_SUMS: {}."""
     file = folder / DATA_SUMS
     return read_sums(file.read_text().splitlines()) if file.is_file() else {}
 

@@ -60,7 +60,7 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return the folder's model, and why it has no network of our own, or None.
+    """Return (model, reason). `reason`: why the model has no network of our own, or None.
 
     Raise OrreryError if the weights are quantized other than in FP8 blocks, or if transformers
     lacks the model type.

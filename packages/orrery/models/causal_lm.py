@@ -92,9 +92,9 @@ class CausalLm(nn.Module):
 
         - `token_ids`, `positions`: i64 [T].
         - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
-        - `routed_experts`: integers [T, L, K], an engine's routes to replay (see `Router`).
+        - `routed_experts`: integers [T, L, K], experts that an engine chose (see `Router`).
         - `engine_keys`: u8 [T, I, B], B bytes with the keys that an engine chose, for each of I
-          indexers (see `key_bits`).
+          indexers (see `kernels/key_bits.py`).
         - `is_padding`: bool [T], tokens that the indexers' loss and the experts' load exclude.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)

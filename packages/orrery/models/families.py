@@ -216,7 +216,7 @@ class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
     - `ignored`: regular expressions of HF names that loading skips.
-    - `fsdp_units`: groups of modules, each for a `fully_shard` call, in order, before the root.
+    - `fsdp_units`: groups of modules, in the order of their `fully_shard` calls. The root follows.
       `layers.*` means one group per layer. `trainer/parallel` disables `cast_forward_inputs`,
       because temperatures must stay float32.
     - `expert_modules`: name patterns of modules whose parameters have experts as dimension 0.

@@ -53,7 +53,7 @@ def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
 
 
 class WeightCache:
-    """Quantize the changed weights before a forward pass, on one device."""
+    """Quantize changed weights before a forward pass, on a network without FSDP."""
 
     def __init__(self, network: nn.Module):
         self._network = network
@@ -70,9 +70,10 @@ class WeightCache:
 
 
 class SentWeights:
-    """This rank's FP8 weights, at constant addresses, quantized from bfloat16 as in a step.
+    """This rank's FP8 weights for engines, at constant addresses.
 
-    `refresh` raises OrreryError if the edge of a shard lies inside a block.
+    They are quantized from bfloat16, as in a training step. `refresh` raises OrreryError if the
+    edge of a shard lies inside an FP8 block.
     """
 
     def __init__(self, network: CausalLm):

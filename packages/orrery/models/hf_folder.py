@@ -1,13 +1,13 @@
 """Read and write Hugging Face folders: safetensors files, an index and `config.json`.
 
-- `config.json` is removed first and written last, so a folder with this file is complete.
+- `config.json` is removed first and written last, so it exists only in complete folders.
 - Tensors are read lazily, after a check of all names and shapes.
 - FP8 matrices (e4m3, as published for DeepSeek-V3 and GLM-5) are multiplied by scales of 128 × 128
   blocks in float32, then rounded to the parameter's dtype.
-- `check_config` compares `config.json` with the manifest, because tensor shapes do not show
-  rotations, epsilons or routing. Engines get a `config.json` made from the manifest.
-- Layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2), from
-  `model.layers.<num_layers>.…` on, are not trained, only copied to new checkpoints for the engines.
+- `check_config` compares `config.json` with the manifest, because tensor shapes do not show rotary
+  embeddings, norm epsilons or routing. Engines get a `config.json` made from the manifest.
+- Multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) has layers from index
+  `num_layers` on. They are not trained, only copied to new checkpoints for the engines.
 """
 
 import copy
@@ -39,14 +39,14 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 TIED_HEAD = "lm_head.weight"
-FP8 = "F8_E4M3"  # safetensors' name
+FP8 = "F8_E4M3"  # name in safetensors files
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a checkpoint: the part `box` of our parameter `parameter_name`.
+    """One tensor of a checkpoint. It is the part `box` of our parameter `parameter_name`.
 
-    The tensor of one expert lacks the expert dimension of our parameter. MTP tensors have an empty
+    One expert's tensor lacks the expert dimension of our parameter. MTP tensors have an empty
     `parameter_name`.
     """
 
@@ -76,10 +76,10 @@ def open_tensors(
     is_expected: Callable[[str], bool] = lambda name: False,
     tied: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield {tensor name: open file} of the folder's tensors, for `read`.
+    """Check the folder's tensors, and yield {tensor name: open file} for `read`.
 
-    The folder may also have scales of FP8 tensors and tensors whose name `is_expected` accepts. If
-    `tied`, an LM head is ignored. Raise OrreryError for other differences.
+    Raise OrreryError unless the folder has the `wanted` names and shapes. Other names may only be
+    scales of FP8 tensors, names that `is_expected` accepts and, if `tied`, the LM head.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)
@@ -124,7 +124,7 @@ def tensor_names(directory: Path) -> list[str]:
 
 
 def read(files: dict[str, Any], hf: HfTensor, box: Box | None = None) -> Tensor:
-    """Return a tensor or its part `box`, in the folder's dtype. FP8 becomes float32."""
+    """Return a tensor or its part `box`, in the folder's dtype. Dequantize FP8 to float32."""
     file = files[hf.name]
     value = file.get_slice(hf.name)[slices(box)] if box else file.get_tensor(hf.name)
     if value.dtype != torch.float8_e4m3fn:
@@ -191,7 +191,7 @@ def check_digest(directory: Path, expected: str) -> None:
 
 
 def assign_files(tensors: Sequence[HfTensor], max_file_bytes: int) -> dict[str, list[HfTensor]]:
-    """Return {file name: tensors}, in order. Tensors above the limit get their own files."""
+    """Return {file name: tensors}, in order. A tensor above the limit gets its own file."""
     groups: list[list[HfTensor]] = [[]]
     used = 0
     for hf in tensors:
@@ -217,7 +217,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})
-        temporary.chmod(0o666 & ~_umask())  # safetensors makes files private
+        temporary.chmod(0o666 & ~_umask())  # safetensors creates files with mode 0600
         publish_file(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -242,7 +242,7 @@ def _publish_json(path: Path, content: dict) -> None:
     write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-JOIN = "eh_proj.weight"  # joins embedding and hidden state, once per MTP layer
+JOIN = "eh_proj.weight"  # projects [embedding, hidden state], once per MTP layer
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -272,7 +272,8 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
     """Return the MTP tensors in `files`, as yielded by `open_tensors`.
 
-    FP8 tensors get `dtype` and no scales. Raise OrreryError for a dtype outside `DTYPES`.
+    FP8 tensors have `dtype`, and their scales are left out. Raise OrreryError for a dtype outside
+    `DTYPES`.
     """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):
@@ -327,7 +328,7 @@ NOT_COMPARED = re.compile(
     r"|.*(dropout|pdrop)|.*aux_loss_coef|pretraining_tp"
 )
 YARN_FAMILIES = ("deepseek_v3", "deepseek_v32", "kimi_k2")
-SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # type that transformers lacks → type with the same config
+SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # type that transformers lacks → type with equal config
 _POSITIONS = ("model_type", "max_position_embeddings", "n_positions")
 _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 COMPARED_SEPARATELY = _POSITIONS + _ROTATION
@@ -402,7 +403,7 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
 
 def rotation(settings: Any) -> dict[str, Any]:
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    # Nested values mean a separate rotation per layer type.
+    # Nested dicts are separate settings for each layer type.
     if not rope or any(isinstance(one, dict) for one in rope.values()):
         return rope
     rope.pop("type", None)  # older name of rope_type

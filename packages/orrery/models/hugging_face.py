@@ -1,10 +1,10 @@
 """Give any causal language model of transformers the interface of our own networks.
 
-- A pack of documents becomes a padded batch and back. This is exact for causal models. Other models
-  are refused.
+- A pack of documents is padded to a batch, and the output is packed again. Padding does not change
+  the output of causal models. Other models are refused.
 - Context parallelism, expert parallelism and router replay are not supported. Only the LM head uses
   our kernels.
-- Files may have one tensor per expert where the network stacks them. Other differences are refused.
+- Checkpoints may split stacked experts into one tensor per expert. Other differences are refused.
 
 T tokens · E experts · D hidden · V vocabulary
 """
@@ -75,9 +75,9 @@ def check_config(model: Model, config: PreTrainedConfig) -> None:
 
 
 def check_network(model: Model, network: PreTrainedModel) -> None:
-    """Raise OrreryError if a token's output depends on later tokens, or the head size differs.
+    """Raise OrreryError if the network is not causal, or its head size is not the manifest's.
 
-    The network may be on "meta", so model type and `is_decoder` decide whether it is causal.
+    A network on "meta" cannot run, so model type and `is_decoder` show whether it is causal.
     """
     kind = network.config.model_type
     if kind in NOT_CAUSAL:
@@ -145,8 +145,8 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network does not support `max_positions` positions.
 
-    Networks without a rotation may have a table of positions. Beyond some length, `longrope` and
-    `dynamic` rotations depend on the longest row of a batch.
+    A position table limits positions by its size. For `longrope` and `dynamic` rotary embeddings,
+    the limit is the length beyond which the longest row changes the whole batch's angles.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
@@ -172,12 +172,12 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
             )
 
 
-try:  # a private function, which renames tensors as saving does
+try:  # a private function that renames tensors as `save_pretrained` does
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # shape of one expert in a probe. 2, 3 and 4 divide the rows
+PROBE_SHAPE = (12, 2)  # shape of one expert in a probe: 12 rows split into 2, 3 or 4 parts
 
 _global_generator = threading.Lock()  # transformers draws from torch's global generator
 
@@ -202,7 +202,7 @@ class HuggingFaceLm(CausalLm):
         self.lm_head = Head(network, body_name, head_name, embedding)
         self.body.eval()
         self._latest_draw: tuple[tuple[str, int, float], Tensor] | None = None
-        self._network = (network,)  # a tuple keeps it from being a submodule
+        self._network = (network,)  # a tuple, so that `network` is no submodule
         ours = {f"{body_name}.{name}": f"body.{name}" for name in self.body.state_dict()}
         ours |= {f"{head_name}.{name}": f"lm_head.{name}" for name in self.lm_head.state_dict()}
         state = network.state_dict(keep_vars=True)
@@ -241,7 +241,7 @@ class HuggingFaceLm(CausalLm):
     ) -> Tensor:
         if routes is not None or engine_keys_TIB is not None:
             raise ValueError("a network of transformers cannot replay an engine's choices")
-        # An empty pack computes one token, so that gradients and collectives run.
+        # Compute one token for an empty pack, so that gradients and collectives run.
         num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
         index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
         row_T = torch.searchsorted(documents.cu_seqlens[1:].long(), index_T, right=True)
@@ -272,7 +272,7 @@ class HuggingFaceLm(CausalLm):
 
     @torch.no_grad()
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor:
-        """Draw as transformers does, with the manifest's `std`. Cache the latest draw."""
+        """Return float32 values, drawn by transformers with `std`. Cache the latest draw."""
         network, key = self._network[0], (parameter_name, seed, std)
         owner_name, _, attribute = parameter_name.rpartition(".")
         with _global_generator, torch.random.fork_rng(devices=[]):
@@ -317,7 +317,7 @@ class _PassthroughBody(nn.Module):
 
 
 class _PassthroughHead(nn.Identity):
-    """Identity. Some networks cast the head's input to the dtype of `weight`."""
+    """Identity with a `weight`, because some networks cast the head's input to its dtype."""
 
     weight = torch.empty(0)
 
@@ -325,8 +325,8 @@ class _PassthroughHead(nn.Identity):
 class Head(nn.Module):
     """Map hidden states to log-probs and entropies, with the interface of `LmHead`.
 
-    If the network changes logits, transformers' own `forward` processes chunks of logits, and does
-    so again in the backward pass.
+    If the network changes logits (by a bias or soft-capping), its own `forward` changes them in
+    chunks. The backward pass recomputes each chunk.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         head = network.get_submodule(head_name)
-        self._embedding = (embedding,)  # a tuple keeps it from being a submodule
+        self._embedding = (embedding,)  # a tuple, so that `embedding` is no submodule
         self.weight = head.weight if embedding is None else None
         self.bias = head.bias
         shell = copy.copy(network)
@@ -414,10 +414,10 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 
 
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
-    """Return the names, with `{expert}`, of stacked experts in files, or of their equal parts.
+    """Return the checkpoint's tensor name of one expert, with `{expert}` for its index.
 
-    Rename a small probe as transformers does, and find each part by its values. Raise OrreryError
-    if the files split the experts in another way.
+    Return several names if checkpoints split an expert into equal parts. Names are found by letting
+    transformers rename a small probe. Raise OrreryError for any other split.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")

@@ -5,11 +5,11 @@ N unrotated width of a head · R rotated width · V value width · W = C + R wid
 K number of chosen keys, or the head width N + R · J indexer heads · I width of an indexer's keys
 
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
-  https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
+  https://arxiv.org/abs/2512.02556. Layers that share a choice of keys: GLM-5.1,
+  https://arxiv.org/abs/2603.12201.
 - If no document is longer than the indexer's `top_k`, a query attends to all keys up to its own.
-  With indexers and context parallelism, keys stay latent, so no rank expands the keys of all ranks.
 - Indexers are frozen. With `train_indexers` they learn the mean attention of the layers that share
-  their choice. Their loss has no gradient in other weights. The choice itself has no gradient.
+  their choice. The loss has no gradient in other weights. The choice itself has no gradient.
 """
 
 from collections.abc import Sequence
@@ -42,19 +42,19 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """The latest indexer's choice, passed from layer to layer. `kl` and `differ` are running sums.
+    """The latest indexer's choice, and sums over all layers so far.
 
     `score_TK` and `kl` are None unless indexers learn. `differ` is None without an engine's keys.
     """
 
     chosen_TK: Tensor  # i32 indices of keys, −1 for none
     score_TK: Tensor | None = None  # f32, the indexer's scores of the chosen keys
-    kl: Tensor | None = None  # f32 [], sum of the losses so far
+    kl: Tensor | None = None  # f32 [], sum of the indexers' losses
     differ: Tensor | None = None  # i64 [2], sum of the counts of `engine_keys`
 
 
 class KeyIndexer(nn.Module):
-    """Choose each query t's keys s of highest score Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
+    """Choose for query t the keys s of highest score Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
 
     Rotary embeddings rotate column pairs of q and k in GLM-5 (`turns_pairs`), but halves in
     DeepSeek-V3.2.
@@ -64,7 +64,7 @@ class KeyIndexer(nn.Module):
         super().__init__()
         self.turns_pairs = turns_pairs
         self.rotate = rotate_pairs if turns_pairs else rotate_halves
-        self.replays = False  # whether an engine's keys replace this choice
+        self.replays = False  # whether an engine's keys replace the own choice
         self.indexer, self.rotary_dim = indexer, mla.rope_head_dim
         width, num_heads = indexer.head_dim, indexer.num_heads
         self.wq_b = nn.Linear(mla.q_lora_rank, num_heads * width, bias=False)
@@ -78,14 +78,14 @@ class KeyIndexer(nn.Module):
         return self.wk.weight.requires_grad and torch.is_grad_enabled()
 
     def in_fp8(self, x_TD: Tensor) -> bool:
-        """Return whether keys are chosen in FP8, with the arithmetic of vLLM's engines."""
+        """Return whether keys are chosen in FP8, with vLLM's arithmetic."""
         return sparse_index_fp8.supports(x_TD, self.indexer.num_heads, self.indexer.head_dim)
 
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
-        """Return this device's part of `forward`'s `keys`, in x's dtype.
+        """Return the indexer keys of this device's tokens, in x's dtype, for `forward`.
 
         - Not `in_fp8`: k [T, I].
-        - `in_fp8`: bytes of FP8 keys and their scales [T, ·], after k [T, I] if the indexer learns.
+        - `in_fp8`: k [T, I] if the indexer learns, then packed FP8 keys and scales [T, ·].
         """
         k_TI = self.wk(x_TD.detach())
         if not self.in_fp8(x_TD):
@@ -110,14 +110,14 @@ class KeyIndexer(nn.Module):
         longest: int,
         engine_keys_TB: Tensor | None = None,
     ) -> ChosenKeys:
-        """Choose at most K = min(`top_k`, `longest`) keys for each query, then −1.
+        """Choose at most K = min(`top_k`, `longest`) keys for each query, padded with −1.
 
         - `q_TC`: output of `q_a_layernorm`.
         - `keys`: results of the method `keys`, gathered from all ranks.
         - `ranges`: first and last key that each query may choose, i32 [T] each.
         - `longest`: tokens of the longest document.
-        - `engine_keys`: an engine's choice, compared with this one if `longest` > `top_k`. If
-          `replays`, its valid rows replace this choice.
+        - `engine_keys_TB`: an engine's choice as bits (`key_bits`), compared with the own choice if
+          `longest` > `top_k`. If `replays`, its valid rows replace the own choice.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
@@ -131,7 +131,7 @@ class KeyIndexer(nn.Module):
             compared = q, keys[-1], gate_TJ.detach() * scale_TJ * width**-0.5 * num_heads**-0.5
         else:
             compared = scored
-        chosen_TK = select_keys(*compared, *ranges, self.indexer.top_k)[:, :longest]  # rest: −1
+        chosen_TK = select_keys(*compared, *ranges, self.indexer.top_k)[:, :longest]  # rest is −1
         differ = None
         if engine_keys_TB is not None and longest > self.indexer.top_k:
             keys_TK, differ = engine_keys(engine_keys_TB, chosen_TK, *ranges)
@@ -145,7 +145,7 @@ class KeyIndexer(nn.Module):
 
 
 class LocalKeys(nn.Module):
-    """The keys of this device. Context parallelism replaces this module.
+    """Pass on the keys of this device. Context parallelism replaces this module.
 
     Queries are computed between `send` and `receive`. `is_gathered`: keys come from several ranks.
     """
@@ -155,8 +155,7 @@ class LocalKeys(nn.Module):
     def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
         """Start to gather `keys`, tensors [T, ·]. `receive` turns the result into tensors [S, ·].
 
-        `is_latent`: sparse attention to latent keys follows, otherwise dense attention to expanded
-        keys.
+        `is_latent`: attention reads latent keys, otherwise expanded keys.
         """
         return keys
 
@@ -199,7 +198,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
-        # Some are never in FP8: q_a and kv_a are narrow, and `absorb` reads the weight of kv_b.
+        # Never in FP8: q_a and kv_a, which are narrow, and kv_b, whose weight `absorb` reads.
         is_fp8 = "attention" in (config.fp8 or ())
         self.q_b_fp8: Parts | None = [] if is_fp8 else None
         self.o_fp8: Parts | None = [] if is_fp8 else None
@@ -234,6 +233,7 @@ class LatentAttention(nn.Module):
         keys = [torch.cat((self.kv_a_layernorm(latent_TC), k_TR), dim=-1)]
         if indexer is not None:
             keys += indexer.keys(x_TD, angles)
+        # Keep gathered keys latent, so that no rank expands the keys of all ranks.
         is_latent = is_sparse or (mla.indexer is not None and self.keys.is_gathered)
         sent = self.keys.send(keys, documents, is_latent)
         q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
@@ -256,7 +256,7 @@ class LatentAttention(nn.Module):
             if choice is not None:
                 chosen_TK = choice.chosen_TK
             else:
-                assert not is_sparse  # the schema wants an indexer in the first layer
+                assert not is_sparse  # the schema requires an indexer in the first layer
                 first_T, last_T = self.keys.ranges(documents, x_TD.shape[0])
                 chosen_TK = every_key(first_T, last_T, documents.max_seqlen)
             out_THV = self._attend_sparsely(q_THW, kv_SW, chosen_TK)
@@ -275,10 +275,10 @@ class LatentAttention(nn.Module):
     def _with_loss(
         self, choice: ChosenKeys, q_THW: Tensor, kv_SW: Tensor, documents: Documents
     ) -> ChosenKeys:
-        """Add this layer's loss to `choice.kl`: the sum of `index_kl` over tokens / `num_served`.
+        """Add this layer's loss to `choice.kl`: Σ over tokens of `index_kl` / `num_served`.
 
-        The sum over layers that share a choice has the gradient of one KL divergence to the layers'
-        mean attention.
+        Summed over the layers that share a choice, its gradient is the gradient of the KL
+        divergence to their mean attention.
         """
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
@@ -296,7 +296,7 @@ class LatentAttention(nn.Module):
         return out_THK[..., : self.mla.value_head_dim]
 
     def expand(self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, and each head's keys and values from latent ones.
+        """Return each head's queries, and its keys and values from latent keys.
 
         Zeros pad all three to one width.
         """
@@ -317,8 +317,7 @@ class LatentAttention(nn.Module):
     def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
         """Return queries [T, H, W] for latent keys.
 
-        The first C columns are q_THN times the key part of `kv_b_proj`. The other columns are
-        q_THR.
+        The first C columns are q_THN times the key part of `kv_b_proj`, the others q_THR.
         """
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))

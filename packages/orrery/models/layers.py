@@ -1,11 +1,11 @@
-"""Layers of the pre-norm families: attention, feed-forward, and mixtures of experts.
+"""Layers of pre-norm transformers: attention, feed-forward, and mixtures of experts.
 
 T tokens · D hidden · H query heads · G key and value heads · K head size · R rotated width
 In mixtures: E experts · K experts per token · M = T·K rows, one per token and expert ·
 I intermediate width of an expert
 
 Grouped matrix products take rows sorted by expert, and stacked expert weights. Each row's
-activation is multiplied by its score before the down projection.
+activation is multiplied by the router's score before the down projection.
 """
 
 import math
@@ -35,8 +35,8 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
     """Return each linear layer's output.
 
-    `fp8` holds the layers' quantized weights. If it is empty, this call quantizes them. If it is
-    None, the products are not in FP8.
+    `fp8` holds the layers' quantized weights. If `fp8` is empty, this call quantizes them into it.
+    If `fp8` is None, the products are not in FP8.
     """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
@@ -48,7 +48,7 @@ def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate x) · up x).
 
-    `gate_up_fp8`, `down_fp8`: quantized weights (`fp8.py`), or None if the layer is not in FP8.
+    `gate_up_fp8`, `down_fp8`: the argument `fp8` of `project`.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, is_fp8: bool = False) -> None:
@@ -80,7 +80,7 @@ class Adapter(nn.Module):
         return F.linear(F.linear(x, a), b)
 
     def scaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return a and the scaled b. Scaling the output instead would cost more."""
+        """Return `a` and `b` · `scale`. Scaling the output instead would cost more."""
         return self.a.to(dtype), (self.b * self.scale).to(dtype)
 
 
@@ -112,7 +112,7 @@ def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
 
 
 def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """Divide low frequencies by `factor` (YaRN). Interpolate linearly in the frequency's index."""
+    """Divide low frequencies by `factor`, keep high ones, interpolate between by index (YaRN)."""
     half = frequency.shape[0]
 
     def index(turns: float) -> float:
@@ -217,9 +217,9 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
 
-        `replayed_TK` sets the ids (router replay). The router still gives scores and gradients.
-        The number, i64 [], counts replayed ids that the router did not choose. It is None without
-        replay.
+        Valid ids in `replayed_TK` replace the choice (router replay). Scores and gradients still
+        come from the router. The number, i64 [], counts replayed ids that the router did not
+        choose. It is None without replay.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -241,7 +241,7 @@ class Router(nn.Module):
 
 
 def _keep_groups(choice_TE: Tensor, num_groups: int, num_kept: int) -> Tensor:
-    """Keep the `num_kept` groups whose two best values sum highest. Set others to −∞."""
+    """Keep the `num_kept` groups with the highest sum of two best values. Set others to −∞."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1)
     kept_TG = best_TG.topk(num_kept, dim=-1).indices
@@ -258,7 +258,7 @@ def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tens
 class Experts(nn.Module):
     """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has gate rows before up rows.
 
-    In FP8, each expert's rows begin at a multiple of 128 (`row_block`).
+    In FP8, each expert's token rows begin at a multiple of 128 (`row_block`).
     """
 
     def __init__(

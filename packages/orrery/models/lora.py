@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A, W frozen.
 
-- A projection has the adapter `lora`, stacked experts `gate_up_lora` and `down_lora`.
+- A linear layer has the adapter `lora`. Stacked experts have `gate_up_lora` and `down_lora`.
 - Merging computes in float32 and rounds once.
-- A is initially uniform in ±1/√(inputs), B is zero. Draws depend only on seed and adapter name.
+- A starts uniform in ±1/√(inputs), B at zero. A depends only on seed and adapter name.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(module: CausalLm, lora: Lora, dtype: torch.dtype) -> None:
-    """Freeze all weights and add adapters in `dtype` to the targets. Then call `initialize`."""
+    """Freeze all weights and add adapters in `dtype`, not yet initialised, to the targets."""
     module.requires_grad_(False)
     for layer in module.layers:
         for owner in list(layer.modules()):
@@ -95,9 +95,9 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 
 
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
-    """Return `box` of an adapter's factor A or B.
+    """Return part `box` of an adapter's factor A or B.
 
-    Only placements decide whether to gather, so all ranks decide alike.
+    Only placements decide whether to gather the factor, so all ranks decide alike.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

@@ -59,10 +59,10 @@ def local_box(parameter: Tensor) -> Box:
 
 
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
-    """Split `shape` by mesh axes (strided, dim, number of parts, this part) like `torch.chunk`.
+    """Return this rank's box. Mesh axes split `shape` like `torch.chunk`.
 
-    Apply axes from left to right, strided axes last. FSDP's axis is strided if a later mesh axis
-    (expert or tensor parallelism) has already split the dimension.
+    An axis is (strided, dim, number of parts, this part). Axes split from left to right, strided
+    axes last. FSDP's axis is strided if expert or tensor parallelism splits the same dimension.
     """
     box = [(0, size) for size in shape]
     for _, dim, num_parts, part in sorted(axes, key=lambda axis: axis[0]):

@@ -2,8 +2,8 @@
 
 - `load` and `initialize` read or draw only tensors that overlap this rank's shards.
 - On a sharded module, `save` and `named_hf_tensors` are collectives. All ranks iterate to the end.
-- Each drawn tensor has its own generator, seeded by the manifest's seed and the tensor's name.
-- A Hugging Face ("HF") tensor is a box of a parameter or buffer. Checkpoints have no adapters.
+- Each drawn tensor has its own generator, seeded by the manifest's seed and its name.
+- A Hugging Face ("HF") tensor is a box of a parameter or buffer. Adapters are merged into weights.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def _seed(init: RandomInit, name: str) -> int:
 
 @torch.no_grad()
 def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
-    """Draw shards on their device: fast, but the weights depend on the mesh."""
+    """Draw shards on their device. This is fast, but the weights depend on the mesh."""
     _allocate(module)
     device = local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
@@ -88,11 +88,11 @@ def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
 def write_initial(
     model: Model, directory: Path | str, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
 ) -> int:
-    """Write the same files as `initialize`, then `save`. Return the number of parameters."""
+    """Write the files that `initialize` and `save` would write. Return the parameter count."""
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
-    # A generator uses only one core. Reading is disk-bound.
+    # Draw in threads, because a random generator uses one core. Reading is disk-bound.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as (tensors, tensor), pool:
@@ -131,7 +131,7 @@ def _open_pretrained(
 
 
 def _allocate(module: CausalLm) -> None:
-    """Allocate a module on "meta" on its mesh's device, or on the CPU if not sharded."""
+    """Allocate a "meta" module on its mesh's device, or on the CPU if not sharded."""
     parameters = list(module.parameters())
     if not any(parameter.is_meta for parameter in parameters):
         return
@@ -185,7 +185,7 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
     start: Path | None = None,
 ) -> None:
-    """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
+    """Write `config.json` and safetensors files, each of at most `max_file_bytes` or one tensor.
 
     Copy MTP layers from the folder `start`. Keep other files in `directory`. This is a collective
     if sharded: ranks write in parallel, and each holds at most one file in host memory.
@@ -329,7 +329,7 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
 def named_hf_slices(
     module: CausalLm, replacements: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-    """Yield (HF tensor, box in it, this rank's data). This is no collective and makes no copy.
+    """Yield (HF tensor, box within the tensor, this rank's data). This neither gathers nor copies.
 
     Replicas yield equal boxes. `replacements`: shards to yield instead, by our parameter name.
     """

@@ -1,7 +1,7 @@
 """Find stalls: processes that will make no more progress.
 
-`find_stall` reads the health of a stage's processes. A wait's text names the awaited roles, or a
-thing outside the stage. Stalls are:
+`find_stall` reads the health of a stage's processes. A wait's text names the awaited roles or
+processes, if any. Stalls are:
 
 - hung: an event loop sent no heartbeat within its limit.
 - overdue: a wait or activity of a living process is GRACE_S past its deadline.
@@ -27,7 +27,7 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
-STILL_S = 40.0  # limit on time without progress. Then a stall ends a stage within a minute
+STILL_S = 40.0  # limit on time without progress, so that a stall ends a stage within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
@@ -99,9 +99,9 @@ def _deadlock(living: Mapping[str, Health], now_s: float, deadlock_s: float) -> 
 def _abandoned(
     processes: Mapping[str, Health], living: Mapping[str, Health], now_s: float, deadlock_s: float
 ) -> Stall | None:
-    """Return the stall of processes that wait only for done processes for over `deadlock_s`.
+    """Return the stall of abandoned processes.
 
-    The limit is long, because messages may arrive after their sender's end.
+    The limit `deadlock_s` is long, because messages may arrive after their sender's end.
     """
     quiet = {name for name, health in processes.items() if now_s - health.time_s > deadlock_s}
     done = {name: health for name, health in processes.items() if health.doing == DONE}
@@ -193,7 +193,7 @@ def _clause(health: Health, now_s: float) -> str:
 
 @dataclass
 class _SeenRank:
-    """A rank's health, and times of its last progress (`moved_s`) and change (`heard_s`)."""
+    """A rank's health, and times of its last progress (`moved_s`) or any change (`heard_s`)."""
 
     health: Health
     moved_s: float
@@ -203,17 +203,16 @@ class _SeenRank:
 class RankStallDetector:
     """Find the ranks that delay their role. Only one reader may call `look`.
 
-    A role has stalled when each of its ranks is in one of these states:
+    A role has stalled when each of its ranks is in one of these states. A rank's limit is its
+    `still_s`, or else the detector's. Progress is any change of the health except heartbeats.
 
-    - silent: sends no heartbeats during a wait or an activity with `still_s`.
-    - held: no progress within its limit, in a collective that it has not completed.
-    - still: no progress within its `still_s`, outside a collective.
-    - late: still waits for data `behind_s` after the role's last progress, while a rank is held.
+    - silent: no heartbeat within the limit, during a wait or an activity with `still_s`.
+    - held: no progress within the limit, in a collective.
+    - still: no progress within its `still_s`, outside collectives.
+    - late: waits for data `behind_s` after the role's last progress, while another rank is held.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
     silent for `hang_s` are blamed even without a stall of their role.
-
-    Progress is any change of the health except heartbeats.
     """
 
     def __init__(self, still_s: float = STILL_S, hang_s: float = HANG_S):
@@ -264,7 +263,7 @@ class RankStallDetector:
         return now_s - seen.moved_s > (health.still_s or self._still_s)
 
     def _sentence(self, blamed: list[str], held: list[str], now_s: float, last_s: float) -> str:
-        """Return the error. For late ranks, seconds count from the role's last progress."""
+        """Return the error text. A late rank's seconds count from the role's last progress."""
         seen = [self._seen[name] for name in blamed]
         silent = self._is_silent(seen[0], now_s)
         for_s = now_s - max(
@@ -312,7 +311,7 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SeenHealth:
-    """A process's health: `said` has times of the process's clock, `stamped` of the reader's."""
+    """A process's health, `said` with times of its own clock, `stamped` of the reader's clock."""
 
     said: Health
     stamped: Health
@@ -321,10 +320,10 @@ class _SeenHealth:
 class HealthView:
     """Convert health to the reader's monotonic clock, because wall clocks differ and can be set.
 
-    - A change's time is when the reader first saw it. A deadline keeps its distance from the start
-      of its wait or activity. The clock stops while the host is suspended.
+    - A change's time is when the reader first saw the change. A deadline keeps its distance from
+      the start of its wait or activity. The clock stops while the host is suspended.
     - A gap of more than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
-    - `changed_s` orders changes of processes. It shifts a host's clock by the smallest delay seen.
+    - `changed_s` orders changes on all hosts. It adds a host's smallest seen delay to its clock.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 - TensorBoard files lie in `metrics/tensorboard/<stage>/<process>`. W&B needs the site's
   WANDB_PROJECT.
-- A value is named `<event>/<value>`, in nested dicts `<event>/<name>/<value>`. A role's name
+- Sinks name a value `<event>/<value>`, in nested dicts `<event>/<name>/<value>`. The role's name
   replaces a missing event. SUBJECTS follow the event: `evaluation/<task>/reward_mean`.
 - TensorBoard's step is the row's `step`, else its `version`, else seconds since the first row.
 """
@@ -96,7 +96,7 @@ def panel(
     now_s: float,
     instead: Sequence[str] = (),
 ) -> RenderableType:
-    """Return the live view. `states`: "running" or the ending of each process, by name.
+    """Return the live view. `states`: "running" or how the process ended, by process name.
 
     `instead`: lines that replace the process table.
     """
@@ -171,12 +171,12 @@ def _clock(seconds: float) -> str:
     return f"{days} d {text}" if days else text
 
 
-SUBJECTS = ("task", "policy", "engine", "process")  # names and indices, never measurements
+SUBJECTS = ("task", "policy", "engine", "process")  # names and indices, not measurements
 STAMPS = ("time_s", "stage", "attempt", "step", "event", "version", *SUBJECTS)
 
 
 def scalars(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    """Yield the named numbers of a row. Skip texts, lists and nulls."""
+    """Yield (name, number) for the numbers of a row. Skip texts, lists and nulls."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from scalars(value, f"{prefix}/{name}")

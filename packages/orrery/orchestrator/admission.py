@@ -1,13 +1,12 @@
-"""Limit the rollouts in flight by the engines' load. A permit is one rollout.
+"""Limit the rollouts in flight by the engines' load. A permit allows one rollout in flight.
 
 - Lowering the limit cancels no rollout.
-- The adaptive limit is `engines / share`. `share` is the part of one engine's cache that a rollout
-  in flight uses.
+- The adaptive limit is the number of engines / `share`. `share` estimates the part of one engine's
+  KV cache that a rollout in flight uses.
 - `share` rises at once. It falls slowly, and only while all permits are taken and the engines'
   queues are short. Otherwise young rollouts, which use little cache, would raise the limit.
-- Each preemption in an engine lowers the limit by 1. One poll lowers the limit by at most 1 or the
-  fraction BACKOFF, whichever is more. Later preemptions count only once the rollouts in flight fit
-  the new limit.
+- Each preemption in an engine lowers the limit by 1, and one poll by at most max(1, BACKOFF ·
+  limit). Later preemptions count only once the rollouts in flight fit the new limit.
 """
 
 import math
@@ -24,7 +23,7 @@ from orrery.runtime.timing import Pace, period_s
 
 BACKOFF = 0.05
 LEAST = 1e-9
-DECAY = 3.0  # while all rollouts in flight end, `share` − measured share shrinks by e^DECAY
+DECAY = 3.0  # `share` − measured share shrinks by e^DECAY while all rollouts in flight end
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
 
@@ -150,7 +149,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # Skip the prefill engines, which come first: rollouts in flight fill the other engines' caches.
+    # Skip prefill engines, which come first: rollouts in flight fill the other engines' caches.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})
@@ -165,7 +164,7 @@ async def poll_engines(
 
 
 class EngineActivity:
-    """Write the times in which an engine has requests as spans `generate`."""
+    """Write spans `generate` for the times in which an engine has requests."""
 
     def __init__(self, add_span: Callable[..., None]):
         self._add_span = add_span

@@ -31,15 +31,15 @@ from orrery.wire.weight_wire.leases import LeaseClient
 
 T = TypeVar("T")
 
-READ_S = 1800.0  # time limit to read tasks and checkpoints from a slow file system, scaled
+READ_S = 1800.0  # time limit to read tasks and checkpoints, scaled
 SERVERS_START_S = 600.0  # time limit for engines to import vLLM and compile, scaled
 
 
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
     """Wait until all engines and any router listen. Return their pool.
 
-    If the stage is preempted meanwhile, raise Preempted with the newest checkpoint's step. The step
-    is 0 without a checkpoint.
+    If the stage is preempted meanwhile, raise Preempted with the newest checkpoint's step, or with
+    0 if there is no checkpoint.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -122,7 +122,7 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """Return a scheduler, with the state of the newest checkpoint if there is a checkpoint.
+    """Return a scheduler with the state of the newest checkpoint, if any.
 
     Remove incomplete checkpoints, and the checkpoints of SFT.
     """
@@ -144,7 +144,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 def _first_problem(ctx: RoleContext) -> int:
-    """Return the index of this site's first problem. The index is 0 if the run is not elastic.
+    """Return the index of this site's first problem, or 0 if the run is not elastic.
 
     The index is a hash of the site's name, so that sites draw different problems.
     """

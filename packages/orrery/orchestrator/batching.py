@@ -1,7 +1,6 @@
 """Turn a `TrainBatch` into columns, micro-batches for every rank, a metrics row and samples.
 
-A sample is one rollout as text. `rollouts/evaluate.jsonl` and `rollouts/samples.jsonl` hold one
-sample per line.
+A sample is a rollout as text, one line in `rollouts/evaluate.jsonl` or `rollouts/samples.jsonl`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,7 +49,7 @@ def document(rollout: Rollout, temperature: float) -> Columns:
 
 
 def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str]:
-    """Return the digest of each version that sampled the rollouts. Keys are text, for JSON."""
+    """Return {policy version as text: weight digest} of the versions that sampled `rollouts`."""
     versions = np.unique(np.concatenate([each.sampled_versions for each in rollouts]))
     return {str(version): known[version] for version in versions.tolist()}
 

@@ -4,7 +4,7 @@
 - With `drop_zero_advantage_groups`, groups whose advantages are all zero are spare. A batch uses
   spare groups once `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled for it.
 - A batch has exactly `rollouts_per_batch` rollouts, oldest group first. A batch may split a group.
-- Stale rollouts are dropped before each batch, which guarantees the staleness bound.
+- Groups with a stale rollout are dropped before each batch. This guarantees the staleness bound.
 """
 
 import math
@@ -15,7 +15,7 @@ from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.advantages import Group, with_advantages
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = 10  # number of batches of untrainable rollouts in a row that end the run
+BARREN_BATCHES = 10  # batches of untrainable rollouts in a row that end the run
 RAISE = {  # reason of a drop → setting that the error advises to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",
@@ -27,13 +27,13 @@ class RolloutBuffer:
     def __init__(self, settings: Orchestrator):
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
-        # Number of rollouts to sample for a batch before it uses spare groups.
+        # Rollouts to sample for a batch before it uses spare groups.
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
-        # Number of spare rollouts to keep: as many as generation may be ahead of the trainer.
+        # Spare rollouts to keep: as many as generation may be ahead of the trainer.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
         self.queue: deque[list[Rollout]] = deque()
         self.spare: deque[list[Rollout]] = deque()  # groups whose advantages are zero
-        self.num_sampled = 0  # number of sampled rollouts, less the budget of each taken batch
+        self.num_sampled = 0  # sampled rollouts, less the budget of each taken batch
         self.dropped: Counter[str] = Counter()
         self._barren: Counter[str] = Counter()
         self._details: dict[str, str] = {}
@@ -90,7 +90,7 @@ class RolloutBuffer:
                 groups.extend(fresh)
 
     def drop_engine(self, engine: int) -> int:
-        """Drop all groups with a rollout of this engine. Return how many rollouts were dropped."""
+        """Drop all groups with a rollout of this engine. Return the number of dropped rollouts."""
         num_dropped = 0
         for groups in (self.queue, self.spare):
             kept = [group for group in groups if all(each.engine != engine for each in group)]

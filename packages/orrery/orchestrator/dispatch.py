@@ -3,11 +3,11 @@
     Source → GroupRequest → Dispatch → Request (one per member) → Rollout | Failed | GroupDropped
 
 - The next group comes from the task that is furthest below its share of all groups.
-- Every request leaves exactly once: finished, failed, or inside a `GroupDropped(reason)`.
+- Every request leaves exactly once: finished, failed, or in a `GroupDropped(reason)`.
 - Evaluation goes first, then started groups, whose prompt is cached, then new groups.
 - A group's cache salt is the engines' policy version at the start of its first member.
 - Failed rollouts are not retried. Evaluations restart rollouts of a lost engine.
-- This module only decides. The caller runs and cancels the requests.
+- The caller runs and cancels the requests.
 """
 
 from collections import deque
@@ -77,7 +77,7 @@ class GroupDropped:
 
 
 class Source:
-    """Choose the problem of each new group, from `first_problem` on."""
+    """Give `unfinished` groups, then new groups. A task's problems start at `first_problem`."""
 
     def __init__(
         self,
@@ -238,12 +238,12 @@ class Dispatch:
 @dataclass
 class _Expired:
     since_s: float
-    tokens: dict[int, int] = field(default_factory=dict)  # engine → tokens at the first poll
+    tokens: dict[int, int] = field(default_factory=dict)  # engine → total tokens at the first poll
     is_slow: bool = False
 
 
 class TimeoutClassifier:
-    """Find out why rollouts took longer than `timeout_s`.
+    """Find why rollouts took longer than `timeout_s`.
 
     - `timeout`: every engine with requests still makes tokens, so the rollout itself is slow.
     - `engine_still`: an engine with requests made no tokens for PROOF_S.

@@ -81,8 +81,8 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from the trainer's last `version`.
 
-    Only digests of the wire `files` without FP8 are comparable. Otherwise, the launcher compares
-    the weights with the receipt.
+    Only digests of the wire `files` without FP8 are comparable. The launcher compares other
+    weights with `receipt.json`.
     """
     newest = checkpoints.latest(ctx.run_dir)
     comparable = ctx.manifest.transport.weights == "files" and not ctx.manifest.model.fp8

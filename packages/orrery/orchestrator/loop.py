@@ -1,12 +1,12 @@
-"""Run the RL stage as four activities in one event loop. All share only the scheduler's state.
+"""Run the RL stage as four asyncio tasks, which share only the scheduler's state.
 
     generate       start rollouts, and end slow rollouts
-    train          take a batch when the trainer is close enough, then pack, record and send it
+    train          take a batch up to `max_batches_ahead` early, then pack, record and send it
     follow         load new versions into the engines, and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-At a preemption, `train` writes the orchestrator's half of a checkpoint. Then `train` sends all
-trainer ranks an empty batch marked `wind_down`, so that all complete the same step's checkpoint.
+At a preemption, `train` writes the orchestrator's half of a checkpoint. Then it sends all trainer
+ranks an empty batch marked `wind_down`, so that all write the checkpoint of the same step.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from orrery.wire.rollout_wire import Batch, RolloutSender
 
 TICK_S = 0.5
 POLL_S = 0.03
-GATHER_S = 0.01  # wait before new rollouts start, so that whole groups start together
+GATHER_S = 0.01  # pause before new rollouts start, so that whole groups start together
 FIRST_VERSION_S = 600.0  # time limit for the trainer to publish its first version, scaled
 NUM_SAMPLES = 4
-MANY_TRUNCATED = 0.5  # share of truncated replies from which a warning advises a longer limit
+MANY_TRUNCATED = 0.5  # share of truncated replies at which a warning advises a longer limit
 PREEMPTION_POLL_S = 1.0
-TAKE_S = 900.0  # time limit of a trainer that starts or writes a checkpoint, scaled
+TAKE_S = 900.0  # time limit for the trainer to start or write a checkpoint, scaled
 
 
 class PreemptionWatch:
@@ -69,8 +69,8 @@ async def update_engines(
 ) -> bool:
     """Load the newest version into all engines. Return whether a version was loaded.
 
-    During an evaluation, load no version. Stale rollouts are cancelled before the update, because
-    a paused engine handles no aborts.
+    Do nothing during an evaluation. Cancel stale rollouts before the update, because a paused
+    engine handles no aborts.
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -79,13 +79,13 @@ async def update_engines(
         return False
     version, digest = published.version, published.digest
     scheduler.updating = True
-    # Record the digest first: tokens may arrive before the update returns, even if it then fails.
+    # Record the digest first: the version's tokens may arrive before the update returns or fails.
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())
     drained_s = time.time()
     manifest = ctx.manifest
-    # Allow for a restart, because without engines the update waits until an engine returns.
+    # Allow time for a restart, because the update waits until at least one engine serves.
     return_s = RETURN_S if manifest.inference.max_restarts else 0.0
     with ctx.health.waiting(
         f"engines to take version {version} (inference)",
@@ -190,7 +190,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # Wait for every engine's canary, because an unchecked engine may compute wrongly.
+            # Wait for every engine's canary check, because its log-probs may be wrong until then.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)
@@ -213,7 +213,7 @@ class Loop:
                 self.changed.notify_all()
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # not at every `changed`, because each pass reads files
+            await asyncio.sleep(POLL_S)  # do not wait for `changed`, because each pass reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler
@@ -265,7 +265,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write the row before the send: a run resumed after this batch would not write it.
+        # Write the row before sending, because a run resumed after this batch does not write it.
         self.ctx.metrics.write(
             step,
             **row,

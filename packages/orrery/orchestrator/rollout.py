@@ -1,9 +1,9 @@
 """Run one episode of a task and return it as arrays, a `Rollout`.
 
-- Prompt and tool tokens are untrained and have NO_VERSION.
-- A rollout that reaches a length limit is `truncated`, and is still judged.
-- If the engine, task or judge fails, or a generation is empty, `RolloutFailed(reason)` is raised,
-  and there is no reward. A broken judge (`JudgeBroken`) ends the run.
+- Prompt tokens and tool results are untrained and have NO_VERSION.
+- A rollout that reaches a length limit is `truncated`, but still judged.
+- A failure of the engine, task or judge, or an empty generation, raises `RolloutFailed(reason)`.
+  `JudgeBroken` ends the run.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ ENGINE_GONE = "engine_gone"
 
 
 class WorkerThread:
-    """Run blocking calls in order in a daemon thread. Cancelling withdraws a queued call."""
+    """Run blocking calls in order in a daemon thread. Cancelling removes a queued call."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
@@ -81,7 +81,7 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# Exceptions that pass through a task unchanged, because the task has not caused them.
+# Exceptions that a task does not cause, so they are not turned into RolloutFailed.
 NOT_THE_TASKS = (
     RolloutFailed,
     JudgeBroken,
@@ -107,13 +107,13 @@ class Rollout:
     truncated: bool
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
-    routed_experts: np.ndarray | None = None  # [n, layers, top_k], or None if not replayed
+    routed_experts: np.ndarray | None = None  # [n, layers, top_k], or None without replay
     engine: int = UNKNOWN_ENGINE  # index of the engine that sampled all turns
     advantage: float | None = None
     group_id: int = -1
     member: int = -1
     task_index: int = -1
-    problem_index: int = -1  # number of the problem, not kept in snapshots
+    problem_index: int = -1  # index of the problem in its task, not kept in snapshots
     dispatch_version: int = NO_VERSION
 
     @property
@@ -166,7 +166,7 @@ class _Tokens:
 
     @property
     def routes_from(self) -> int:
-        """Return the position of the first token without routes. A last sampled token has none."""
+        """Return the position of the first token without routed experts."""
         return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:
@@ -207,7 +207,7 @@ async def run_episode(
     """Sample and judge a rollout. Raise RolloutFailed if task, renderer or engine fails.
 
     - `name`: unique among rollouts in flight.
-    - `seed`: turn t samples with `seed + t`.
+    - `seed`: turn t is sampled with `seed + t`.
     - `routes`: shape of the routed experts that the engine returns for replay. None: no routes.
     - `share`: key of single-turn rollouts that may share an engine request. None: not shared.
     - Cancelling aborts the engine request, unless other rollouts still wait for it.
@@ -247,7 +247,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # no answer fits after this reply, so drop the reply
+            truncated = True  # no answer fits after this reply, so drop it
             break
         messages.extend(reply)
         tokens.append(turn_tokens)
@@ -288,7 +288,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     try:
         generation = await engine.generate(token_ids, request_id=request_id, **options)
     except asyncio.CancelledError:
-        # Abort the request by its id, because a router keeps the engine's connection open.
+        # Abort by id, because a router keeps its connection to the engine open.
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:

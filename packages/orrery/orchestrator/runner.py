@@ -3,7 +3,7 @@
 - Rollouts of a group that start together share the problem and its prompt. Single-turn training
   rollouts also share the engine request.
 - Every request ends in one call of `on_ended`, unless it is cancelled.
-- Any exception except `RolloutFailed` ends the run: `check` raises the exception in the loop.
+- Any exception except `RolloutFailed` ends the run: `check` raises it in the loop.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ from orrery.orchestrator.rollout import (
 from orrery.wire.rendezvous import request_s
 from orrery.wire.routed_experts import row_shape
 
-# Pause after an engine's loss, because its rollouts would otherwise fail in a tight loop.
+# Pause after an engine is lost, because new rollouts would fail at once, in a tight loop.
 GONE_PAUSE_S = 1.0
 
 
 class Notifier:
-    """Wake all waiting tasks. A task must not `await` between its check and its wait."""
+    """Wake all waiting tasks. Between its last check and `wait`, a task must not `await`."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -62,10 +62,10 @@ class RolloutRunner:
         on_ended: Callable[[Request, Rollout | Failed], None],
         is_compared: Callable[[int], bool] = lambda version: False,
     ):
-        """Take the built tasks by purpose, in the manifest's order.
+        """`tasks` holds the built tasks by purpose, "train" or "evaluation", in manifest order.
 
-        `is_compared(version)` returns whether the trainer may compare log-probs of that version's
-        evaluation.
+        `is_compared(version)` returns whether the trainer may compare the log-probs of the
+        version's evaluation.
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_ended = on_ended
@@ -104,7 +104,7 @@ class RolloutRunner:
             for request in members:
                 running = asyncio.create_task(self._run(request, opening), name=request.name)
                 self._running[request.name] = running
-                running.add_done_callback(self._ended)  # called even if the task never starts
+                running.add_done_callback(self._ended)  # runs even if the task never starts
 
     def _opened(self, opening: "asyncio.Future[Opening]") -> None:
         self._openings.discard(opening)

@@ -1,14 +1,14 @@
-"""Make every decision of the loop, without engines, clocks or asyncio.
+"""Make all decisions of `loop.py`, without calls of engines, clocks or asyncio.
 
-- A new group starts only if the unfinished and queued rollouts do not fill the open batches. Open
-  batches may contain tokens of the engines' version. They are at most `max_batches_ahead` + 1
-  batches ahead of the trainer.
+- A group starts only if the unfinished and queued rollouts do not fill the open batches. A batch is
+  open if tokens of the engines' version may enter it, and if it is at most `max_batches_ahead` + 1
+  after the trainer's newest requested batch.
 - No rollout starts during a weight update (`updating`).
-- An evaluation pins one policy version: weight updates wait for its end. An evaluation is due at
-  the first version, at or after each multiple of `interval_steps`, and at the last version.
-- An evaluation uses problems 0 to num_problems − 1 of every task. A task's mean excludes failed
+- Weight updates wait for the end of an evaluation. An evaluation is due at the first version, at or
+  after each multiple of `interval_steps`, and at the last version.
+- An evaluation uses problems 0 to num_problems − 1 of each task. A task's mean excludes failed
   rollouts. If all rollouts of a task fail, the run fails.
-- `start`, `expired` and `batching.row` take monotonic times. Other functions take wall-clock times.
+- `start` and `expired` take monotonic times. Other functions take wall-clock times.
 """
 
 from collections import Counter
@@ -102,7 +102,7 @@ class Evaluations:
     ) -> EvaluationResult | None:
         """Add a rollout. Return the result after the evaluation's last rollout.
 
-        Raise RunFailed if the rollout has tokens of another version, or if all of a task failed.
+        Raise RunFailed for tokens of another version, or if all rollouts of a task failed.
         """
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
@@ -186,7 +186,7 @@ class Clock:
     max_off_policy_steps: int
     num_batches: int
     next_batch: int = 1
-    version: int = NO_VERSION  # policy version that the engines have loaded
+    version: int = NO_VERSION  # policy version in the engines
 
     def oldest_version(self, batch: int) -> int:
         return batch - 1 - self.max_off_policy_steps
@@ -206,7 +206,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    # For each rollout: its task's index, its reward, whether an advantage of its group is not 0.
+    # By rollout: task index, reward, whether its group has a nonzero advantage.
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
@@ -214,7 +214,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Batch `step` of exactly `rollouts_per_batch` rollouts, and statistics of its sampling."""
+    """Batch `step` of exactly `rollouts_per_batch` rollouts, and its sampling statistics."""
 
     step: int
     rollouts: list[Rollout]
@@ -232,7 +232,7 @@ class Snapshot:
     evaluated: int
     num_evaluation_groups: int
     digests: dict[int, str]
-    num_batches: int  # number of RL batches, which an early end lowers
+    num_batches: int  # number of RL batches, lowered by an early end
     rewards: list[tuple[int, float, bool]]
 
 
@@ -303,7 +303,7 @@ class Scheduler:
         return self.dispatch.expired(now_s, timeout_s, is_served and not self.updating)
 
     def drain(self) -> list[Request]:
-        """Drop groups in flight that are too stale for all batches. Return requests to cancel."""
+        """Drop groups in flight that are too stale to train. Return the requests to cancel."""
         return self._give_up(self.dispatch.drop_stale(self.clock.oldest_useful))
 
     def end_training(self) -> list[Request]:
@@ -326,7 +326,6 @@ class Scheduler:
         return TrainBatch(step, rollouts, tally)
 
     def may_update(self, version: int) -> bool:
-        """Return whether engines may load `version` now."""
         return version > self.clock.version and self.evaluations.pinned is None
 
     def begin_evaluation(self, now_s: float) -> bool:
@@ -392,7 +391,7 @@ class Scheduler:
         return None
 
     def drop_engine(self, engine: int) -> int:
-        """Drop the rollouts of an engine whose site is refused. Return their number."""
+        """Drop an engine's rollouts after its site was refused. Return the number dropped."""
         num_open = self.groups.drop_engine(engine)
         self.buffer.count("site_refused", num_open)
         return num_open + self.buffer.drop_engine(engine)
@@ -405,7 +404,7 @@ class Scheduler:
         return [request for group in dropped for request in group.in_flight]
 
     def snapshot(self) -> Snapshot:
-        """Return the state. A resumed run restarts groups in flight and an active evaluation."""
+        """Return the state. A resumed run repeats groups in flight and an active evaluation."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),

@@ -1,9 +1,9 @@
 """Write and read `…/step_<n>.attempt_<k>/orchestrator/`, the orchestrator's half of a checkpoint.
 
-- `queue.safetensors` has the finished, untrained groups as columns. `state.json` has the rest.
+- `queue.safetensors` has the finished groups that wait for a batch. `state.json` has the rest.
 - Step n's files are written before batch n is sent, so every trainer checkpoint has them.
-- A preemption after batch n writes the current state. If step n has files already, they stay, and
-  the state goes to `later.attempt_<k>/orchestrator/`, which a resumed run prefers.
+- A preemption after batch n writes the current state. If step n has files already, the state goes
+  to `later.attempt_<k>/orchestrator/`, which a resumed run prefers.
 """
 
 import shutil
@@ -27,7 +27,7 @@ FORMAT = 4
 
 
 class _QueuedRollout(msgspec.Struct):
-    group: int  # index of the group. Spare groups follow the queued groups
+    group: int  # index of the group: queued groups first, then spare groups
     member: int
     advantage: float
     reward: float
@@ -78,7 +78,7 @@ def write_now(
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # A kill between the two calls leaves an older valid state, so a run repeats later groups.
+    # A kill between these calls leaves an older valid state. The run then repeats later groups.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"
@@ -136,7 +136,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
 def read(checkpoint: Path, step: int) -> Snapshot:
     """Return the newest orchestrator state in the checkpoint of `step`.
 
-    Raise OrreryError if the state is incomplete, or of another step.
+    Raise OrreryError if the state is incomplete or belongs to another step.
     """
     path = checkpoint / "orchestrator"
     remedy = f"remove {checkpoint} to go on from the checkpoint before it"
@@ -180,7 +180,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
 
 def _rollout(columns: Columns, index: int, kept: _QueuedRollout) -> Rollout:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    # Copy, because a mapped file on NFS becomes unreadable if another node removes it.
+    # Copy, because a mapped NFS file becomes unreadable if another node removes it.
     arrays: dict[str, Any] = {
         name: columns.token[name][tokens].copy()
         for name in ("token_id", "logprob", "trained", "version")

@@ -1,1 +1,1 @@
-"""The parts that all processes of a run share. Start with `role_context.py`."""
+"""Code that all processes of a run share. Start with `role_context.py`."""

@@ -1,8 +1,8 @@
-"""Write and read health files, which state a process's current activity and its open waits.
+"""Write and read health files: a process's current activity and open waits.
 
 - `stages/<stage>/health/<role>.<i>.json` is replaced atomically, without fsync.
-- Times are `time.time()`. `time_s` is the last change other than a heartbeat. `clock_s` is the same
-  moment on the host's monotonic clock, and `boot` is the host's boot id.
+- Times are `time.time()`. `time_s` is the last change that is not a heartbeat. `clock_s` is the
+  same moment on the host's monotonic clock, and `boot` is the host's boot id.
 - On a full disk the file is overwritten in place. A reader may then see broken JSON once.
 """
 
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # limit between heartbeats, scaled. NFS may show a heartbeat a minute late
+HANG_S = 90.0  # longest gap between heartbeats, scaled. NFS may show a heartbeat a minute late
 
 
 @dataclass(frozen=True)
 class Wait:
-    """An open wait. `what` names the awaited thing and its role: "batch 4 from orchestrator".
+    """An open wait for `what`, such as "batch 4 from orchestrator".
 
-    The rank is late `behind_s` seconds after its role's last progress (`RankStallDetector`).
+    The rank counts as late `behind_s` after its role's last progress (`RankStallDetector`).
     """
 
     what: str
@@ -55,7 +55,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LoopBeats:
-    """Heartbeats of an event loop. The loop hangs if `count` stays equal for `within_s`."""
+    """Heartbeats of an event loop. The loop hangs if `count` does not change for `within_s`."""
 
     count: int
     time_s: float
@@ -76,7 +76,7 @@ class Health:
     waits: tuple[Wait, ...] = ()
     error: str | None = None
     was: str | None = None  # a failed process's last activity or wait
-    still_s: float | None = None  # limit on time without progress
+    still_s: float | None = None  # time limit without progress
     heartbeat: Heartbeat | None = None
     clock_s: float = 0.0
     boot: str = ""
@@ -154,7 +154,7 @@ class HealthFile:
             self._write(changed=False)
 
     def beat_loop(self, within_s: float | None) -> None:
-        """Count one heartbeat. The next is due within `within_s`. None: no more are due."""
+        """Count a heartbeat. The next is due within `within_s`. None: no more are due."""
         with self._lock:
             count = self._loop_beats.count + 1 if self._loop_beats else 1
             beats = None if within_s is None else LoopBeats(count, time.time(), within_s)
@@ -282,7 +282,7 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return health by process name, of `attempt` (None: of all). Skip unreadable files."""
+    """Return the health of `attempt` (None: all) by process name. Skip unreadable files."""
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:
@@ -296,7 +296,7 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 
 @asynccontextmanager
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
-    """Write event-loop heartbeats during the body. The launcher ends a process if they stop.
+    """Write event-loop heartbeats in the body. If they stop, the launcher ends the process.
 
     Run blocking work in a thread, inside a wait with a deadline.
     """

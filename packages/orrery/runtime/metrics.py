@@ -3,7 +3,7 @@
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`.
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
   **attrs}`, times as `time.time()`.
-- A kill or full disk may leave an incomplete row. Readers skip it. The next row begins a new line.
+- Readers skip an incomplete row, left by a kill or full disk. The next row begins a new line.
 - If an attempt resumes at step n, its rows replace older attempts' rows from step n on.
 """
 
@@ -61,7 +61,7 @@ class MetricsFile:
 
 
 class _Lines:
-    """An append-only JSONL file. The first row begins a new line after an incomplete row."""
+    """An append-only JSONL file. A row after an incomplete row begins a new line."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
@@ -79,7 +79,7 @@ class _Lines:
                 self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
             if self._is_torn:
                 line = b"\n" + line
-            while line:  # a full disk may accept only a part
+            while line:  # a full disk may take only a part
                 line = line[os.write(self._file, line) :]
                 self._is_torn = bool(line)
 
@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def rows(path: Path | str) -> Iterator[Row]:
-    """Yield the complete rows of all attempts in file order. A missing file has no rows."""
+    """Yield the valid rows of all attempts in file order. A missing file has no rows."""
     try:
         file = open_regular(Path(path))
     except FileNotFoundError:
@@ -152,7 +152,10 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Find rows that no newer attempt replaces, by stage, event and name. First `add` all rows."""
+    """Find rows that no newer attempt replaces, separately by stage, event and name.
+
+    First `add` all rows.
+    """
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}
@@ -194,7 +197,7 @@ def read(path: Path | str) -> list[Row]:
 class MetricsTail:
     """Read rows appended to `metrics/*.jsonl` (not spans) since the last call.
 
-    Leave an incomplete last line to a later call.
+    A later call reads an incomplete last line.
     """
 
     def __init__(self, run_dir: Path, from_end: bool = False):
@@ -208,7 +211,7 @@ class MetricsTail:
         return [path for path in found if not path.name.endswith(".spans.jsonl")]
 
     def new_rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield `(process, row)` file by file. At the end raise the last OSError, if any."""
+        """Yield `(process, row)` by file. At the end raise the last OSError, if any."""
         trouble: OSError | None = None
         for path in self._paths():
             try:
@@ -254,7 +257,7 @@ def parse_stat(stat: str) -> Stat:
 
 
 def process_tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
-    """Return process `root` and its descendants. psutil would list all processes."""
+    """Return process `root` and its descendants. psutil would read all processes."""
     found: dict[int, Stat] = {}
     left = [root]
     while left:

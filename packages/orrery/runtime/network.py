@@ -1,4 +1,4 @@
-"""Find free ports, and the address on which a role listens. Roles never listen on all interfaces.
+"""Find free ports and the address on which a role listens. Roles never listen on all interfaces.
 
 ORRERY_INTERFACE names the network interface. The default is loopback, for one machine.
 """
@@ -54,7 +54,7 @@ def name_interface() -> None:
 
 
 def name_ucx_devices() -> None:
-    """Set UCX_NET_DEVICES to the role's interface and all RDMA ports. Keep an existing value."""
+    """Set UCX_NET_DEVICES, unless set, to the role's interface and all RDMA ports."""
     ports = sorted(f"{port.parents[1].name}:{port.name}" for port in RDMA_DEVICES.glob("*/ports/*"))
     os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *ports]))
 
@@ -70,7 +70,7 @@ def without_proxy(hosts: Iterable[str]) -> None:
 
 
 def adjoining_ports(count: int, host: str) -> int:
-    """Return the first of `count` consecutive free ports. Raise RunFailed without any."""
+    """Return the first of `count` consecutive free ports. Raise RunFailed if none are found."""
     for _ in range(PORT_TRIES):
         first = random.randrange(PORTS.start, PORTS.stop - count + 1)
         with ExitStack() as held, suppress(OSError):

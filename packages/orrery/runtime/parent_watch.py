@@ -1,9 +1,9 @@
 """End a process soon after its parent has ended.
 
-- A role polls its parent (`ParentWatch`). After the parent's end the role runs its callbacks and
-  kills its process group.
-- Another project's program cannot poll. Start it with `preexec_fn=die_with_parent`.
-- A pipe would not show the parent's end, because other children inherit the parent's side.
+- A role polls its parent (`ParentWatch`). After the parent has ended, the role runs its callbacks
+  and kills its process group.
+- A third-party program does not poll. Start it with `preexec_fn=die_with_parent`.
+- A pipe would stay open, because other children inherit the parent's end of it.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # pid of a role's parent, or 0 if unknown
-START = "ORRERY_START"  # marks an attempt's processes. The value is not secret
+START = "ORRERY_START"  # variable that marks an attempt's processes. Its value is not secret
 # Read at import, because `ParentWatch` removes LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
 POLL_S = 0.5
@@ -34,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the thread that forked this process ends.
 
-    Use it as `preexec_fn`. exec keeps the request. Forks do not inherit it.
+    Use this as `preexec_fn`. exec keeps the setting. Forks do not inherit it.
     """
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -52,9 +52,9 @@ def hide_memory() -> None:
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities permanently, so that root has an ordinary user's rights."""
+    """Drop all capabilities permanently, so that root has the rights of an ordinary user."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(CAPABILITIES):  # fails harmlessly unless root
+    for capability in range(CAPABILITIES):  # fails without effect unless root
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
     if _libc.capset(header, none):
@@ -71,7 +71,7 @@ class ParentWatch:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], object]] = []
         self.is_launched = LAUNCHER_PID in os.environ
-        # Remove the variable, because this process is its children's parent.
+        # Remove the variable, because children must watch this process, not the launcher.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)

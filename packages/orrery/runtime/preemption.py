@@ -1,11 +1,12 @@
-"""Stop a stage at a checkpoint before its job ends, and end single engines.
+"""Stop a stage at a checkpoint before its job's time limit, and end single engines.
 
-- Preemption: near the end of the job's time, the launcher writes `stages/<stage>/wind_down`. The
-  orchestrator reads it and tells all trainer ranks over the rollout wire, so that they stop at the
-  same step. Both roles raise `Preempted` and exit with EXIT_PREEMPTED.
+- Preemption: near the time limit, the launcher writes `stages/<stage>/wind_down`. The orchestrator
+  reads it and tells all trainer ranks over the rollout wire, so that they stop at the same step.
+  Both roles raise `Preempted` and exit with EXIT_PREEMPTED.
 - Only STAGES are preempted. Other stages are short, or resume from their own checkpoints.
-- Fence: if an engine does not answer, the orchestrator writes
-  `stages/<stage>/fenced/<name>.<attempt>.<incarnation>`. The launcher kills that incarnation.
+- Fence: if an engine does not respond, the orchestrator writes
+  `stages/<stage>/fenced/<name>.<attempt>.<incarnation>`. The launcher kills that process. An
+  engine's incarnation is its number of restarts.
 """
 
 import os
@@ -20,7 +21,7 @@ STAGES = ("rl",)
 
 
 class Preempted(Exception):
-    """The stage stopped after batch `step` (0: before any batch) and can be resumed."""
+    """Signal that the stage stopped after batch `step` (0: before any batch). It can resume."""
 
     def __init__(self, step: int):
         super().__init__(f"wound down at step {step}")

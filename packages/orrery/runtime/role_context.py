@@ -1,9 +1,9 @@
 """Run a role's process: its command line, logs, signals and exit code.
 
 - The launcher gives `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
-- An `OrreryError` prints one line `error: …`, sets the health `failed` and exits with its code.
-  `Preempted` sets the health `wound down` and exits with EXIT_PREEMPTED. Other exceptions, even
-  `SystemExit(0)`, print a traceback and exit with 1.
+- An `OrreryError` prints a line `error: …`, sets the health `failed` and exits with the error's
+  code. `Preempted` sets the health `wound down` and exits with EXIT_PREEMPTED. Other exceptions,
+  even `SystemExit(0)`, print a traceback and exit with 1.
 - SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
 - SIGUSR1 writes all threads' stacks to stderr, even if the main thread is stuck.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
 STDERR = 2  # `sys.stderr` may have no descriptor
-PROGRAM_S = 60.0  # time limit for the start of another project's server, scaled
+PROGRAM_S = 60.0  # time limit for a third-party server to start, scaled
 POLL_S = 0.05
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
@@ -70,7 +70,7 @@ class RoleContext:
         self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.parent_watch = ParentWatch()
-        if self.parent_watch.is_launched:  # a manual report must keep running stages' memory
+        if self.parent_watch.is_launched:  # a role run by hand must keep running stages' memory
             self.on_orphaned(
                 lambda: run_directory.remove_memory(run_directory.memory_prefix(run_dir))
             )
@@ -99,9 +99,9 @@ class RoleContext:
         what: str,
         answers: Callable[[], bool],
     ) -> None:
-        """Wait until `answers()`. Raise RunFailed if `process` ends, or after scaled PROGRAM_S.
+        """Wait until `answers()`. Raise RunFailed if `process` ends, or after PROGRAM_S.
 
-        `what` is the verb of the error, such as "listen".
+        `what` is the verb in the error, such as "listen".
         """
         limit_s = scaled(PROGRAM_S)
         end = time.monotonic() + limit_s
@@ -181,7 +181,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
 
 
 def _allow_open_files() -> None:
-    """Raise the limit of open files, because each rollout in flight has a connection."""
+    """Increase the limit of open files, because each rollout in flight has a connection."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -202,7 +202,7 @@ def stacks_on_signal(chain: bool = False) -> None:
 
 
 def call_on_signal(answer: Callable[[], object]) -> None:
-    """Also run `answer` in a thread at every SIGUSR1. Call this in the main thread."""
+    """Run `answer` in a thread at every SIGUSR1, too. Call this in the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

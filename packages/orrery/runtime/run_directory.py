@@ -2,10 +2,10 @@
 
 - `<process>` is a name such as `trainer.0`.
 - `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
-- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so two launchers never share
-  an attempt.
-- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so a process on an unreachable
-  node never changes a newer attempt's checkpoint.
+- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`. Hence two launchers never
+  share an attempt.
+- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`. Hence an old process on an
+  unreachable node never changes a newer attempt's checkpoint.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ ATTEMPTS = "attempts"
 COMPLETE = "COMPLETE"  # marker of a complete checkpoint
 MANIFEST = "manifest.json"
 STATUS = "status.json"
-SITE_FILE = "site.json"  # addresses of one site, in training over several sites
+SITE_FILE = "site.json"  # a site's addresses, in training over several sites
 LOCK = ".lock"
-ADOPTED = "adopted.json"  # the state copied by `orrery adopt`
+ADOPTED = "adopted.json"  # description of the state that `orrery adopt` copied
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
@@ -42,7 +42,7 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker of a finished stage, the last file of the stage."""
+    """Return the marker of a finished stage, its last written file."""
     return stage_dir(run_dir, stage) / "DONE"
 
 
@@ -100,7 +100,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return the folder of weights of a stage, an export (`step_<n>`) or policy versions (WIRE)."""
+    """Return a folder of weights: of a stage, an export (`step_<n>`) or policy versions (WIRE)."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -125,7 +125,7 @@ def code_dir(run_dir: Path) -> Path:
 
 
 def begin(run_dir: Path) -> None:
-    """Make the run's folder. Write its layout file unless a manifest exists."""
+    """Make the run's folder, and its layout file unless a manifest exists."""
     make_folder(run_dir)
     sync(run_dir.parent)
     if not (run_dir / MANIFEST).exists():
@@ -226,7 +226,7 @@ SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
 
 
-# Variable with the fsspec URL of the folder for copies of complete checkpoints.
+# Variable with the fsspec URL of a folder to which complete checkpoints are copied.
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -238,13 +238,14 @@ def memory_prefix(run_dir: Path) -> str:
     """Return the prefix of a run's names in /dev/shm: `orrery-<run id>-<hash of the path>-`.
 
     The launcher removes these names and the scratch folders at a stage's start (on its own node)
-    and end (on every node). An ending engine removes its own names and names of killed starts.
+    and end (on every node). An engine that ends removes its own names, even those of its
+    killed starts.
     """
     return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the prefix of checkpoint copies, kept until saved even if the trainer ends."""
+    """Return the prefix of checkpoint copies. They stay until saved, even if the trainer ends."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
@@ -253,7 +254,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove shared memory named `*name*`, and return its paths. End its processes first."""
+    """Remove shared memory named `*name*`, and return the paths. First end its processes."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -267,7 +268,8 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's cache folders. Raise FileNotFoundError without a manifest.
 
-    The prefix has the manifest's inode and time, because a run begun anew repeats version numbers.
+    The hash covers the manifest's inode and time, because a new run in the same folder repeats
+    version numbers.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
@@ -279,7 +281,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
-    """Return the prefix of engines' socket folders. Socket paths have at most 107 bytes."""
+    """Return the prefix of engines' socket folders. It is short: socket paths have ≤ 107 bytes."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

@@ -1,7 +1,7 @@
-"""Scale deadlines, pace the rows of long series, and format durations.
+"""Scale deadlines, lengthen the period of metrics in long runs, and format durations.
 
-ORRERY_DEADLINE_SCALE (default 1) multiplies deadlines in the code, but not in the manifest, for
-slow file systems and busy machines.
+For slow machines, ORRERY_DEADLINE_SCALE (default 1) multiplies the deadlines in the code, but not
+those in the manifest.
 """
 
 import math
@@ -15,7 +15,7 @@ SHARE_OF_AGE = 1e-3
 
 
 def scaled(seconds: float) -> float:
-    """Return `seconds` · ORRERY_DEADLINE_SCALE. Constants marked "scaled" pass through here."""
+    """Return `seconds` · ORRERY_DEADLINE_SCALE. It applies to constants marked "scaled"."""
     text = os.environ.get(SCALE, "1")
     try:
         scale = float(text)
@@ -34,7 +34,7 @@ def period_s(age_s: float, shortest_s: float) -> float:
 
 
 class Pace:
-    """Decide when a series' next row is due. Call `due` at least every `shortest_s`."""
+    """Decide when the next row of metrics is due. Call `due` at least every `shortest_s`."""
 
     def __init__(self, shortest_s: float, now_s: float):
         self._shortest_s, self._begin_s, self._next_s = shortest_s, now_s, now_s

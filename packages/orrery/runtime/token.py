@@ -1,11 +1,11 @@
-"""Pass an attempt's secret token from the launcher to each role, and authenticate callers by it.
+"""Pass an attempt's secret token from the launcher to each role, and authenticate callers with it.
 
-- The token is the first line of a role's standard input (`srun` copies it to each task), never a
-  variable or argument. Children inherit an empty input.
+- The token is the first line of a role's standard input, never a variable or argument. `srun`
+  copies the input to each task. Children inherit an empty input.
 - ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
-  secret of Kubernetes.
-- A process with the token hides its memory from its user's other processes.
-- Requests carry a credential derived from the token, for generation or for administration.
+  Kubernetes secret.
+- A process with the token hides its memory from the user's other processes.
+- A request carries a credential, derived from the token, for one `Purpose`.
 """
 
 import hmac
@@ -41,7 +41,7 @@ def handed_over(token: str) -> Iterator[int]:
 def take() -> str:
     """Return this process's token, read at the first call. Return "" without ORRERY_TOKEN_FILE.
 
-    Raise OrreryError if the file is unreadable, or if no token comes within scaled TAKE_S.
+    Raise OrreryError if the file is unreadable, or if no token arrives within TAKE_S.
     """
     global _kept
     place = os.environ.pop(TOKEN_FILE, "")
@@ -86,7 +86,7 @@ def _from_file(path: str) -> str:
 
 
 def run_token() -> str:
-    """Return the token, or "" without a launcher. Raise RunFailed if the launcher gave no token."""
+    """Return the token, or "" without a launcher. Raise RunFailed if a launcher passed none."""
     token = take()
     if not token and WAS_LAUNCHED:
         raise RunFailed(

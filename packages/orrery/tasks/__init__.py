@@ -1,7 +1,7 @@
-"""The kinds of tasks. A task gives problems, replies to a model's calls, and rewards.
+"""The kinds of tasks. A task gives problems, replies to a model's tool calls, and rewards.
 
-A package adds a kind by an entry point in the group `orrery.tasks`: its name is the kind, its value
-a `task.Task` class.
+A package adds a kind by an entry point in the group `orrery.tasks`. The entry point's name is the
+kind, and its value is a `task.Task` class.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +27,7 @@ from orrery.tasks.task import (
 
 __all__ = ["KINDS", "Judgement", "Message", "Problem", "Task", "Tool", "ToolCall", "kinds", "make"]
 
-EXAMPLES_SEED = 30_000  # above all `seeds` of problems in jsonnet/lib/run.libsonnet
+EXAMPLES_SEED = 30_000  # above all `seeds` in jsonnet/lib/run.libsonnet
 ENTRY_POINT_GROUP = "orrery.tasks"
 KINDS = {  # kind -> module:class, imported at first use
     "reverse_text": "orrery.tasks.synthetic:ReverseText",
@@ -79,7 +79,7 @@ def make(task_use: TaskUse) -> Task:
 
 def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel]) -> str:
     errors: list[Any] = invalid.errors()
-    # A misspelt arg is also missing, so report unknown args first.
+    # A misspelt arg also counts as missing, so report unknown args first.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in error["loc"])
     match error["type"]:
@@ -104,7 +104,7 @@ class FewShot:
 
     - A chat begins with the message `system`, if any, and `num_examples` demonstrations.
     - All seeds and splits share the examples, so engines cache this prefix once per policy version.
-      They come from the training side of an inner task with a `split`.
+      If the inner task has a `split`, the examples come from its training side.
     """
 
     class Args(Record):

@@ -1,11 +1,11 @@
 """Evaluate an integer expression with a calculator tool, in several turns.
 
-- The model calls `calculator` with the argument `input` and gets the value as a tool message. The
-  model must then answer with the value alone. At most three calls per turn get a result.
-- `call_syntax`: "chat_format" for the chat format's tool calls, or "text" for `calculator(12+7)` in
-  the answer's text.
+- The model calls `calculator` with the argument `input` and gets the value as a tool message. Then
+  it must reply with only the value. At most three calls per turn get a result.
+- `call_syntax`: "chat_format" for the chat template's tool calls, or "text" for `calculator(12+7)`
+  in the text of the reply.
 - Reward: `call_reward` for any valid call, plus 1 − `call_reward` for the right answer.
-- A malformed call counts as text, so it ends the episode.
+- A malformed call counts as text and ends the episode.
 """
 
 import ast

@@ -1,9 +1,9 @@
 """Render chats as tokens for any Hugging Face tokenizer folder, without transformers.
 
-- `prompt` renders a chat up to the assistant's turn, `next_turn` the messages after an assistant
-  turn. Sampled tokens are never decoded and encoded again.
-- `example` joins the same parts, so SFT trains on the same tokens as RL. It finds a message's text
-  by rendering the chat with a marker as the message's content.
+- `prompt` renders a chat up to the assistant's turn. `next_turn` renders the messages after an
+  assistant turn. Sampled tokens are never decoded and encoded again.
+- `example` joins the same parts, so SFT trains on the same tokens as RL. To find a message's text,
+  it renders the chat with a marker as the message's content.
 """
 
 import re
@@ -27,7 +27,7 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # train all tokens, including tokens without characters
+EVERYTHING = (0, -1)  # train all tokens, even those without characters
 Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
 
 
@@ -39,7 +39,7 @@ class _Part(NamedTuple):
 class Renderer:
     """The chat format of one tokenizer folder.
 
-    `stop_token_ids` end an assistant turn. Token ids of `vocab_size` or more raise OrreryError.
+    `stop_token_ids` end an assistant turn. Token ids ≥ `vocab_size` raise OrreryError.
     """
 
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
@@ -74,7 +74,7 @@ class Renderer:
         return self.encode(self._render(chat, tools, add_generation_prompt=True))
 
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
-        """Return the tokens of `messages` and of the opening of the next assistant turn.
+        """Return the tokens of `messages` and of the generation prompt after them.
 
         `closed`: whether the sampled tokens of the previous turn end with a stop token.
         """
@@ -103,12 +103,12 @@ class Renderer:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
         Messages of `trained_roles` are trained: all tokens of an assistant's turn, and the content
-        and any end-of-turn token of other roles. The template's other text and the first token are
-        untrained. A token partly in trained text is trained.
+        and any end-of-turn token of other roles. All other tokens are untrained, and so is the
+        first token. A token partly in trained text is trained.
 
-        Raise OrreryError if the chat begins with the assistant, ends with an untrained message of
-        another role, or has no trained part, or if the template mixes a trained message with other
-        text.
+        Raise OrreryError if the chat begins with the assistant, ends with neither the assistant
+        nor a trained role, or has no trained part, or if the template mixes a trained message with
+        other text.
         """
         parts = self._parts(messages, tools, trained_roles)
         return self._joined(parts, self._encode_batch([part.text for part in parts]))
@@ -134,7 +134,7 @@ class Renderer:
         return made
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """Return the sampled message. Malformed calls and stray special tokens become text."""
+        """Return the sampled message. Malformed calls and misplaced special tokens become text."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -148,7 +148,7 @@ class Renderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's token ids, including named special tokens, or raise OrreryError."""
+        """Return a text's token ids. Names of special tokens give their ids."""
         return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:
@@ -226,7 +226,7 @@ class Renderer:
         tools: Sequence[Tool],
         trained_roles: Sequence[Role],
     ) -> _Part:
-        """Return the part with the messages between two assistant turns."""
+        """Return the part of the messages between two assistant turns."""
         before = [] if first == 0 else BEHIND
         chat = [*before, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, tools, is_answered)

@@ -1,10 +1,10 @@
 """Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
-- Every task must create its first problems within `MAX_CPU_S` seconds of CPU time, plus a second
-  for each `BYTES_PER_S` bytes of the task's files.
+- A task must create its first problems within `MAX_CPU_S` seconds of CPU time, plus a second per
+  `BYTES_PER_S` bytes of the task's files.
 - Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context. This
   check is skipped if a pretrained tokenizer is missing here.
-- A task with a file checks all rows (`check_rows`). Notes report long answers, and evaluations of
+- A task with a file checks all rows (`check_rows`). Notes report long answers, and evaluations with
   more problems than rows.
 - Tasks of training and SFT must differ from tasks of evaluation in kind, args or seed.
 """
@@ -30,7 +30,7 @@ from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 6.0
-BYTES_PER_S = 1_000_000  # a tenth of the reading speed of the slowest file format
+BYTES_PER_S = 1_000_000  # a tenth of the read speed of the slowest file format
 NUM_MEASURED = 256  # answers to tokenize for the note on long answers
 NOTE = "  note: "
 
@@ -177,12 +177,12 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """The CPU time is over. This is no Exception, because a task may catch Exceptions."""
+    """The CPU time is over. A BaseException, because a task may catch Exception."""
 
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError after the task's limit of CPU time. This works only in the main thread."""
+    """Raise OrreryError after the task's limit of CPU time. Call this in the main thread."""
     limit_s = MAX_CPU_S + _file_bytes(use.args) / BYTES_PER_S
 
     def stop(*_: Any) -> None:

@@ -1,9 +1,9 @@
-"""Problems with answers from a file: JSONL, JSON, CSV, Parquet, or a fetched dataset.
+"""Problems with answers from a JSONL, JSON, CSV or Parquet file, or a fetched dataset.
 
 - `prompt` and `answer` are templates over columns, such as `{question}`. A prompt that is a single
   column may hold chat messages. `answer_pattern` extracts the answer from a longer text.
-- `held_out` divides rows into training and evaluation. `split` chooses the side.
-- The order of rows is a random function of (seed, epoch).
+- `held_out` divides rows into a training and a held-out side. `split` chooses the side.
+- The order of rows is a random permutation by (seed, epoch).
 - A reply that cannot be judged gets the reward 0 (metric `unscorable`).
 """
 
@@ -44,8 +44,8 @@ from orrery.tasks.verdicts import Verdict, compiled, scorer_of, told
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows in an error message
-TRIED = 16  # rows to try a user's function on
-LONG_ANSWER = 4  # words from which an answer may be a whole solution
+TRIED = 16  # rows on which to try a user's function
+LONG_ANSWER = 4  # least words of an answer that may be a whole solution
 KEPT = 8192  # cached problems, more than rollouts in flight
 
 
@@ -92,7 +92,7 @@ class ProblemFile(Record):
 
 
 class Fraction(Record):
-    """Hold out rows by the hash of their prompts, so equal prompts are on the same side."""
+    """Hold out rows by the hash of their prompts. Equal prompts are on the same side."""
 
     kind: Literal["fraction"]
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -284,7 +284,7 @@ class Dataset(SingleTurn):
     ) -> tuple[str, str] | None:
         """Return (kind of the row's error, advice), or None for a valid row.
 
-        `answers` maps the prompts of earlier rows to answers. This row is added.
+        `answers` maps prompts of earlier rows to their answers. Add this row to it.
         """
         try:
             problem = self._problem(at, at)
@@ -370,7 +370,7 @@ class Dataset(SingleTurn):
 
 @lru_cache(2**16)
 def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
-    """Return whether a reply scores 1. Cached, as rows share answers and parsing is slow."""
+    """Return whether a reply scores 1. Cached: rows share answers, and parsing is slow."""
     request = {"verdict": verdict.model_dump(), "answer": answer, "row": None}
     return scorer_of(request)(reply) == 1.0
 
@@ -393,8 +393,9 @@ def watched(
 ) -> dict[int, Any]:
     """Call `check` on each row in a fork. Return the results by row, except None.
 
-    A result must be a JSON value other than a string. Raise RowFailed if a row takes longer than
-    `limit_s` or ends the fork, and any OrreryError of `check`. The fork may allocate MEMORY_BYTES.
+    A result must be a JSON value, but no string. Raise RowFailed if a row takes longer than
+    `limit_s` or ends the fork. Reraise an OrreryError of `check`. The fork may allocate
+    MEMORY_BYTES.
     """
     limit_s = scaled(limit_s)
     reader, writer = os.pipe()
@@ -420,7 +421,7 @@ def watched(
 
 
 def _serve(check: Callable[[int], Any], rows: Sequence[int], limit_s: float, writer: int) -> None:
-    """Write each row's result as a line of JSON. Stop after an OrreryError and write its text."""
+    """Write each row's result as a line of JSON. After an OrreryError, write its text and stop."""
     os.dup2(2, 1)  # a user's function may print
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

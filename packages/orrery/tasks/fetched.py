@@ -1,7 +1,8 @@
 """Examine a fetched folder for `orrery fetch`, and print JSON.
 
-- `tokenizer FOLDER`: the `sha256` for a model axis, the number of tokens, and added tokens' ids.
-- `dataset FOLDER`: rows and columns of each fetched split, and the dataset's `sha256` for a spec.
+- `tokenizer FOLDER`: the `sha256` for the Jsonnet model axis, the vocabulary size
+  without added tokens, and the added tokens' ids.
+- `dataset FOLDER`: rows and columns of each fetched split, and the `sha256` for a run's spec.
 """
 
 import argparse

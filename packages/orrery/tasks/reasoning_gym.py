@@ -1,8 +1,8 @@
-"""Problems of a family of the library `reasoning-gym`, judged by the library. Single turn.
+"""Single-turn problems of one family of the library `reasoning-gym`, judged by the library.
 
-- A draw is item 0 of a dataset whose seed is a hash of (seed, index, draw number). Other items
-  are unused, because the library seeds item i with seed + i. Problem `index` is the first draw on
-  the side `split`. A small family may repeat problems.
+- A draw is item 0 of a dataset whose seed is a hash of (seed, index, draw number). The library
+  seeds item i with seed + i, so other items would recur in other datasets. Problem `index` is the
+  first draw on the side `split`. A small family may repeat problems.
 - Reward: the library's score of the text in `<answer>` tags, or of the whole reply without tags,
   clipped to [0, 1]. A reply that cannot be scored gets 0 (metric `unscorable`).
 """
@@ -34,7 +34,7 @@ from orrery.tasks.task import (
 )
 
 MAX_DRAWS = 1000  # draws for a problem. A draw can take half a second.
-KEPT_DRAWS = 8192  # cached draws, more than rollouts in flight, so `judge` finds its draw
+KEPT_DRAWS = 8192  # cached draws: more than rollouts in flight, so `judge` finds its draw
 
 
 class Family:
@@ -63,7 +63,7 @@ class Family:
         return library.create_dataset(self.name, **self.config, seed=seed, size=1)
 
     def _reseeded(self, seed: int) -> Any:
-        """Return a copy of the first dataset with another seed, without rereading word lists."""
+        """Return a copy of the first dataset with another seed. This rereads no word lists."""
         dataset = copy.copy(self._first)
         dataset.config, dataset.seed = dataclasses.replace(dataset.config, seed=seed), seed
         return dataset
@@ -116,7 +116,7 @@ class ReasoningGym(SingleTurn):
 def scorer_of(request: list[Any]) -> Callable[[str], float]:
     """Return the library's scorer for `request`, [family, config, seed, question].
 
-    Raise OrreryError if the seed gives another question in this process.
+    Raise OrreryError if the seed gives a different question in this process.
     """
     name, config, seed, question = request
     dataset = _family(name, json.dumps(config)).dataset(seed)

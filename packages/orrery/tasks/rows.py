@@ -1,7 +1,7 @@
-"""Rows of JSONL, JSON, CSV, Parquet and Arrow files, by index, for the task `dataset` and for SFT.
+"""Read rows of JSONL, JSON, CSV, Parquet and Arrow files, for the task `dataset` and for SFT.
 
-- A folder was written by `save_to_disk` or `orrery fetch`. Names of fetched files begin with the
-  split (`main/train-00000-of-00001.parquet`). Files are read in the order of their names.
+- `save_to_disk` or `orrery fetch` writes folders. Names of fetched files begin with the split
+  (`main/train-00000-of-00001.parquet`). Files are read in the order of their names.
 - JSONL and Arrow files are memory-mapped, so they may exceed memory. Other files are read whole.
 """
 
@@ -155,7 +155,7 @@ class JsonLines:
 
 
 class Listed:
-    """A JSON list of objects, an object with one such list, or a CSV file with a header."""
+    """A JSON list of objects, a JSON object with one such list, or a CSV file with a header."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -259,7 +259,7 @@ def _object(row: Any) -> dict[str, Any]:
 
 
 def _present(value: Any) -> Any:
-    """Return a value without null fields at any depth. Arrow fills missing fields with null."""
+    """Remove null fields at any depth. Arrow fills missing fields with null."""
     if isinstance(value, dict):
         return {name: _present(one) for name, one in value.items() if one is not None}
     return [_present(one) for one in value] if isinstance(value, list) else value

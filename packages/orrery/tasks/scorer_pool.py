@@ -1,10 +1,10 @@
-"""A pool of processes that run scorers, because some scorers execute answers.
+"""Score answers in a pool of processes, because some scorers execute answers.
 
-- Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
+- Some reasoning-gym families order words by hash, so all processes need the same PYTHONHASHSEED.
   The launcher sets it for roles, and the pool sets it for its processes.
-- Requests are served in order. LIMIT_S limits the scoring of an answer, without its wait.
+- Requests are served in order. LIMIT_S limits the scoring of an answer, not its wait.
 - `score_once` caches the newest KEPT_SCORES scores, because a group often has equal answers.
-- A process that fails is replaced. The failure raises OrreryError, and never gives a score of 0.
+- A process that fails is replaced. The failure raises OrreryError and never scores 0.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 NUM_SCORERS = 8
 START_S = 120.0  # time limit of a start with slow imports, scaled
-MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # for numbers and an escaped sentence
+MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # numbers, and an escaped sentence
 HASH_SEED = "0"
-SLACK_S = 5.0  # time after LIMIT_S to kill the fork and reply, scaled
-CANARY_EVERY = 500  # answers between two checks with known scores
+SLACK_S = 5.0  # time after LIMIT_S for killing the fork and replying, scaled
+CANARY_EVERY = 500  # answers between two checks of known answers
 KEPT_SCORES = 10_000
 CANARY = "spiral_matrix"  # a family whose scorer executes answers
 WRONG = "[]"
@@ -47,7 +47,7 @@ class ScorerPool:
         self._scores: dict[bytes, asyncio.Future[float | None]] = {}
 
     async def score_once(self, kind: str, request: Any, text: str) -> float | None:
-        """Return `score` of the same arguments, from the cache if possible. None is not cached."""
+        """Return `score(kind, request, text)`, cached unless it is None."""
         content = json.dumps([kind, request, text]).encode()
         key = hashlib.blake2b(content, digest_size=16).digest()
         scoring = self._scores.get(key)
@@ -56,7 +56,7 @@ class ScorerPool:
             scoring.add_done_callback(partial(self._forget_failure, key))
             if len(self._scores) > KEPT_SCORES:
                 del self._scores[next(iter(self._scores))]
-        # If one call is cancelled, the scoring must continue for other calls.
+        # A cancelled call must not stop the scoring for other calls.
         return await asyncio.shield(scoring)
 
     def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:
@@ -100,7 +100,7 @@ class ScorerPool:
             return await scorer.score(kind, request, text, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """Regularly score a right and a wrong answer. Raise JudgeBroken for a wrong score."""
+        """Regularly score a right and a wrong answer. Raise JudgeBroken if a score is wrong."""
         if scorer.num_until_canary == 0:
             question, right = _canary()
             for text, known in ((right, 1.0), (WRONG, 0.0)):
@@ -128,7 +128,7 @@ class ScorerPool:
             if isinstance(error, TimeoutError):
                 why = "it was too slow"
             raise OrreryError(f"the process that scores answers did not start: {why}") from error
-        except BaseException:  # cancelled: the next answer uses this process
+        except BaseException:  # cancelled: keep the process for the next answer
             self._idle.append(scorer)
             raise
         return scorer
@@ -195,7 +195,7 @@ class _Scorer:
 
 
 def _environment() -> dict[str, str]:
-    """Return a minimal environment. One thread for numpy saves address space."""
+    """Return a minimal environment. With one thread, numpy uses less address space."""
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}

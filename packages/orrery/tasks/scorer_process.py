@@ -2,10 +2,10 @@
 
 - In: a line `[number, kind, request, text, limit_s]` per answer.
 - Out: an empty line when ready, then a line `[number, score, note]` per answer. The score is null
-  if the scorer fails, and a sentence after a wrong request. The note is null, or the exception of a
-  user's reward function.
-- This process never interprets an answer. It has no secrets, no capabilities, and no open file
-  except its socket.
+  if the scorer fails, and an error message if the request is invalid. The note is null, or the
+  exception of a user's reward function.
+- The parent process never interprets an answer. It has no secrets, no capabilities, and no open
+  file except its socket.
 - A fork scores one answer in a deleted folder, without output. It has MEMORY_BYTES of address space
   and `limit_s` seconds, and cannot write data to files.
 """
@@ -35,13 +35,13 @@ LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
 MAX_BYTES = 256  # size limit of a score's or note's text
 NOTE = b"note "
-KEPT_SCORERS = 64  # cached scorers, as answers to one problem arrive together
+KEPT_SCORERS = 64  # cached scorers, because answers to one problem arrive together
 MAX_SENTENCE = 500
 
 
 def main() -> None:
     die_with_parent()
-    # Slurm signals the whole process group. An answer whose fork ends by a signal looks wrong.
+    # Ignore Slurm's signals to the process group. They would end forks, whose answers get no score.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -60,9 +60,9 @@ def main() -> None:
     adopt_orphans()  # a fork's orphans are killed with the fork
     drop_privileges()
     hide_memory()
-    gc.freeze()  # otherwise a garbage collection in a fork copies all pages
+    gc.freeze()  # else a garbage collection in a fork copies all pages
     answers.write(b"\n")
-    os.dup2(nowhere, 2)  # after the start, because errors at the start are printed
+    os.dup2(nowhere, 2)  # only now, because errors at the start are printed
     for line in requests:
         number, *request = json.loads(line)
         answers.write(json.dumps([number, *_score(*request)]).encode() + b"\n")
@@ -112,7 +112,7 @@ def _answer(
 ) -> None:
     die_with_parent()
     os.dup2(writer, 3)
-    os.closerange(4, 1024)  # enough, as new files get the lowest free numbers
+    os.closerange(4, 1024)  # enough, because new files get the lowest free numbers
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
     try:

@@ -1,4 +1,4 @@
-"""Tasks with random text: reverse a string or words, and answers of given lengths. Single turn.
+"""Single-turn tasks with random text: reverse a string or words, or sample given lengths.
 
 `reverse_text` and `reverse_words`:
 
@@ -125,7 +125,7 @@ class Lengths(SingleTurn):
 
     - Lengths are log-normal with `median_tokens` and `sigma`, at most `max_tokens`. All answers of
       a group have the same length.
-    - The reward is a hash of the answer, so that gradients are not zero.
+    - The reward is a hash of the answer in [0, 1], so that gradients are not zero.
     """
 
     class Args(Record):

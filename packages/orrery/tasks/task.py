@@ -1,10 +1,10 @@
 """The task protocol: problems, replies, a judge, and the split of problems into two sides.
 
 - A problem is a pure function of (args, seed, index), equal in all processes. All types are JSON.
-- `reply` and `judge` may be coroutines. An exception in them fails the rollout, and never counts as
+- `reply` and `judge` may be coroutines. An exception in them fails the rollout and never counts as
   a reward of 0. A judge must accept any text.
-- Other functions block the event loop. Do slow work, and run code that a model wrote, in another
-  process (`scorer_pool.py`).
+- A `reply` or `judge` that is no coroutine blocks the event loop. Do slow work, and run code that a
+  model wrote, in another process (`scorer_pool.py`).
 """
 
 import difflib
@@ -66,7 +66,7 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgeBroken(RunFailed):
-    """The judge gives wrong rewards, which ends the run. Other exceptions fail one rollout."""
+    """The judge gives wrong rewards. This ends the run. Other exceptions fail one rollout."""
 
 
 @runtime_checkable
@@ -102,7 +102,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return the judgement for `score`, clipped to [0, 1]. None: a reply without a score."""
+    """Return the judgement for `score`, clipped to [0, 1]. None: the reply cannot be scored."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)
@@ -110,7 +110,7 @@ def scored(score: float | None) -> Judgement:
 
 
 def split_of(text: str, held_out: float = HELD_OUT) -> Split:
-    """Return a text's side by its BLAKE2b digest. `held_out`: share of held-out texts."""
+    """Return a text's side by its BLAKE2b digest. `held_out` is the share of held-out texts."""
     first = int.from_bytes(hashlib.blake2b(text.encode()).digest()[:4], "big")
     return "held_out" if first < held_out * 2**32 else "train"
 
@@ -118,7 +118,7 @@ def split_of(text: str, held_out: float = HELD_OUT) -> Split:
 def draw(
     split: Split, kind: str, seed: int, index: int, sample: Callable[[random.Random], str]
 ) -> str:
-    """Return the first `sample` on the side `split`, drawn with the seed (kind, seed, index)."""
+    """Return the first `sample` on the side `split`. The RNG's seed is (kind, seed, index)."""
     rng = random.Random(f"{kind}/{seed}/{index}")
     for _ in range(MAX_DRAWS):
         text = sample(rng)

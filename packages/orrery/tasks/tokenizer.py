@@ -1,8 +1,8 @@
-"""Tokenizer folders: write them, and read their chat template and call syntax.
+"""Write tokenizer folders, and read their chat template and call syntax.
 
-- The character format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. An assistant's call is
+- The character tokenizer's format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. A tool call is
   `<|call|>name input<|end_call|>`, and its result is a `<|tool|>` turn. The prompt lists no tools.
-- Calls in pretrained formats have the Hermes / Qwen syntax,
+- Calls in formats of pretrained models have the Hermes / Qwen syntax,
   `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 - `strftime_now` in a template uses the date TODAY, so prompts are reproducible.
 """
@@ -31,7 +31,7 @@ from orrery.tasks.task import ToolCall
 PAD, END = "<|pad|>", "<|end|>"
 CALL, END_CALL = "<|call|>", "<|end_call|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 to 7, before those of the alphabet
+SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 to 7, before the alphabet's
 PAD_ID, END_ID = 0, 1
 
 TODAY = datetime.datetime(2024, 7, 26)  # the default date of Llama's templates
@@ -122,7 +122,7 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
     if len(set(alphabet)) != len(alphabet):
         twice = "".join(sorted(c for c in set(alphabet) if alphabet.count(c) > 1))
         raise OrreryError(f"model.tokenizer.alphabet: it contains {twice!r} twice. Remove one")
-    # A larger vocab_size adds unused rows.
+    # A larger vocab_size adds unused embedding rows.
     if model.vocab_size < vocab_size(alphabet):
         rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
         raise OrreryError(
@@ -166,7 +166,7 @@ def template_source(config: dict[str, Any], folder: Path) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Render the body of `{% generation %}…{% endgeneration %}`, a mark of assistant text."""
+    """Render the body of `{% generation %}…{% endgeneration %}`, which marks assistant text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

@@ -1,8 +1,8 @@
-"""The kinds of verdict on a reply of the task `dataset`.
+"""Verdicts of the task `dataset`: ways to judge a reply.
 
 `scorer_of(request)` returns a function that scores a reply in an isolated process
 (`scorer_process.py`). A request holds the verdict's args, the reference answer and, for a user's
-function, the row.
+reward function, the row.
 """
 
 import hashlib
@@ -156,7 +156,7 @@ def _equal(gold: list[Any], text: str, boxed: bool) -> bool:
     return bool(verify(gold, parse(text, config, **_UNTIMED), timeout_seconds=None))
 
 
-_UNTIMED: dict[str, Any] = {"parsing_timeout": None}  # the process has a limit
+_UNTIMED: dict[str, Any] = {"parsing_timeout": None}  # `scorer_process.py` limits the time
 
 
 def _normal(text: str, ignore_case: bool) -> str:
@@ -209,7 +209,7 @@ def _number(given: Any) -> float:
 
 
 def told(error: Exception) -> str:
-    """Return an error and the failing line of the user's code: `KeyError: 'x' (reward.py:3)`."""
+    """Return an error and the line of user code that failed: `KeyError: 'x' (reward.py:3)`."""
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return f"{said.partition(' (')[0]} ({Path(error.filename or '').name}:{error.lineno})"

@@ -1,6 +1,6 @@
 """Train the policy. `__main__` parses arguments, `assemble` builds the objects, `loop` trains.
 
-Do not import torch here, because `grow_segments` must run first.
+Do not import torch here: `grow_segments` must run first.
 """
 
 import os
@@ -12,7 +12,7 @@ EXPANDABLE = "expandable_segments:True"
 def grow_segments() -> None:
     """Give torch's CUDA allocator expandable segments, unless the environment configures it.
 
-    Micro-batches differ in length and would fragment segments of fixed size.
+    Micro-batches of different lengths would fragment segments of fixed size.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault(ALLOCATOR, EXPANDABLE)

@@ -1,6 +1,6 @@
 """Run one rank of the trainer in one stage: `python -m orrery.trainer --stage init|sft|rl`.
 
-The health file and the parent watch start before torch, which is slow to import.
+The health file and the parent watch start before the slow import of torch.
 """
 
 import gc

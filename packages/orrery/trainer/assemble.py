@@ -42,15 +42,15 @@ from orrery.wire.weight_wire import (
     weight_dir,
 )
 
-STEP_DEADLINE_S = 600.0  # time limit for a batch, added to four rollout timeouts
+STEP_DEADLINE_S = 600.0  # time limit for a batch, scaled, plus four rollout timeouts
 ORCHESTRATOR_DEADLINE_S = 900.0  # time limit for the orchestrator to start while engines load
 
 
 @contextmanager
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
-    """Join the process group, and yield its `World`.
+    """Join the process group and yield its `World`.
 
-    After an error the group stays open, because closing would wait for collectives of other ranks.
+    After an error the group stays open, because closing would wait for other ranks' collectives.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
@@ -82,7 +82,7 @@ def assemble_learner(
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:
         learner.outer_momentum = fresh_outer(learner)
-        # A checkpoint between two rounds of a fragment needs the earlier round's weights.
+        # A checkpoint between two rounds of a fragment needs its weights of the earlier round.
         has_start = elastic.fragments > 1 or ctx.stage == "rl"
         learner.outer_start = fresh_outer(learner) if has_start else {}
     return learner
@@ -153,7 +153,8 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return the seconds without progress after which a publication has stalled.
 
-    A direct wire gets the longer limit: its error after `coordinator.MEET_S` names absent ranks.
+    A direct wire gets the longer limit, so that its own error (`coordinator.MEET_S`), which names
+    absent ranks, comes first.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -175,12 +176,12 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # Engines load one version, one is in training, one is queued, and the rest are ahead.
+    # One version in the engines, one in training, one queued, and those ahead.
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> int:
-    """Return the bytes of shared memory that kept weight versions need, or 0 if there are none.
+    """Return the bytes of shared memory for kept weight versions, 0 if they are not kept there.
 
     Only the wire `files` keeps versions, in shared memory or on disk. Raise OrreryError if they do
     not fit.

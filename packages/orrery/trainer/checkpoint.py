@@ -1,4 +1,4 @@
-"""Read the trainer's half of a checkpoint, at any world size and mesh.
+"""Read the trainer's part of a checkpoint, at any world size and mesh.
 
     checkpoints/step_<n>.attempt_<k>/trainer/
         state.json            {"format", "step", "world_size", "frozen", "base_sha256"}
@@ -78,9 +78,9 @@ def _frozen_names(learner: Learner) -> frozenset[str]:
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return one sha256 over all weight files in `start`, which adapters leave frozen.
+    """Return one sha256 for all weight files in `start`, which adapters leave frozen.
 
-    It hashes a line "digest  name" for each file, sorted. Digests in `inputs.json` are reused.
+    Hash a line "digest  name" for each file, sorted. `inputs.json` gives known digests.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}

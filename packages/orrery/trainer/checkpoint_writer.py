@@ -5,8 +5,7 @@
   files, then a checksum file. The trainer raises the saver's error at the next step.
 - The first rank's saver waits for all checksum files, renames the folder, writes the marker and
   removes old checkpoints.
-- A step's metrics are written between `copy` and `write`, so a complete checkpoint has them.
-- Non-finite state raises RunFailed, because every run resumed from it would fail.
+- A step's metrics are written between `copy` and `write`, before the checkpoint is complete.
 """
 
 import json
@@ -64,10 +63,10 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 class CheckpointWriter:
     """Save one rank's part of each checkpoint while training continues.
 
-    Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside
-    `waiting(what, deadline_s, behind_s)`. Leaving the `with` block waits for the last checkpoint,
-    except after an exception. The saver may upload for hours, so `World.at_end` waits for it after
-    the last collective.
+    Call `copy` and `write` for each checkpoint, and `check` at every step. Each wait runs inside
+    `waiting(what, deadline_s, behind_s)`, as in `health.py`. Leaving the `with` block without an
+    exception waits for the last checkpoint. The saver may then upload for hours, so `World.at_end`
+    waits for it after the last collective.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class CheckpointWriter:
             self._saver.wait()
 
     def reserve(self, learner: Learner, spared: int = 0) -> None:
-        """Start to allocate memory. Leave `spared` bytes of shared memory free. A collective."""
+        """Start to allocate shared memory. Leave `spared` bytes of it free. A collective."""
         self.wait()
         state = {name: one.local for name, one in state_of(learner).items() if one.writes}
         num_bytes = layout(state | rng_state(self._world.device)).file_bytes
@@ -146,9 +145,9 @@ class CheckpointWriter:
         marker: Path | None = None,
         completion: Completion | None = None,
     ) -> None:
-        """Start to write the copy to disk. Then the first rank calls `on_written`.
+        """Start to write the copy to disk. The first rank then calls `on_written`.
 
-        `marker` exists once the checkpoint is complete. The default is its folder.
+        `marker`: path that exists once the checkpoint is complete, by default its folder.
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
@@ -180,7 +179,7 @@ class CheckpointWriter:
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # not reached by an interrupted wait, which can be repeated
+        self._work = None  # kept if the wait is interrupted, to repeat it
         if work.error is not None:
             raise work.error
 
@@ -189,7 +188,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait for the previous checkpoint's marker. A collective would time out too early."""
+        """Wait for the previous checkpoint's marker. Use no collective, as it would time out."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:
@@ -302,8 +301,8 @@ def _json(content: dict[str, Any]) -> bytes:
 class StageCheckpoints:
     """Write one rank's checkpoints of a stage. Leaving the `with` block waits for the last.
 
-    The role `beside` writes the other half of checkpoint n before it sends batch n. `spared` bytes
-    of shared memory stay free.
+    The role `beside`, if any, writes its part of checkpoint n before it sends batch n. `spared`
+    bytes of shared memory stay free.
     """
 
     def __init__(
@@ -316,7 +315,7 @@ class StageCheckpoints:
     ):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
         self._spared = spared
-        # An earlier attempt's saver may still run on a node without a launcher, so add `attempt`.
+        # The name has the attempt, because an earlier attempt's saver may still run.
         memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}.{ctx.attempt}"
         self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 
@@ -326,7 +325,7 @@ class StageCheckpoints:
         num_steps = (manifest.sft if self._stage == "sft" else manifest.stages.rl).num_steps
         steps_left = range(self._learner.step + 1, num_steps + 1)
         if any(self.is_due(step) for step in steps_left):
-            # Remove copies of killed jobs. `reserve` allocates only after all ranks did this.
+            # Remove copies of killed jobs. `reserve` waits for all ranks before it allocates.
             remove_memory(saves_prefix(self._ctx.run_dir))
             self._writer.reserve(self._learner, self._spared)
         return self

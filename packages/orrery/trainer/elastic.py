@@ -1,4 +1,4 @@
-"""Train one site of a run with several sites (`orrery.elastic`).
+"""Train one site of a run that trains one model at several sites (`orrery.elastic`).
 
 - `orrery join` writes `site.json` into the run's folder: the addresses to listen on and to join.
 - The log of rounds uses P, the port of `listen`, and P + 1. Rank i of R ranks serves snapshots at
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 class HeldRound(msgspec.Struct, frozen=True):
-    """The last round in a checkpoint, and the data trained until then."""
+    """The last round before a checkpoint, and the data trained until then."""
 
     round: int
     shards: ShardMap
@@ -100,7 +100,7 @@ class SiteTraining:
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
         self._phase = spec.inner_steps // spec.fragments  # steps between rounds
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
-        # After the last step every fragment is exchanged once.
+        # Last round: after the last step, every fragment is exchanged once.
         self._last = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
         self._held, self._holders = NO_ROUND, dict[str, int]()
@@ -119,7 +119,7 @@ class SiteTraining:
 
     @property
     def start(self) -> int:
-        """Return the number of trained documents of the shard, also since the last round."""
+        """Return the number of trained documents of the shard, up to the current step."""
         num_beyond = self._learner.step - (self._loop.round - 1) * self._phase
         return self._shards.trained[self.shard] + num_beyond * self._step_documents
 
@@ -164,7 +164,7 @@ class SiteTraining:
     def _delay(self, step: int) -> int:
         """Return the number of steps between sending and applying a round.
 
-        It is 0 at a checkpoint and the last step. RL has no delay, as published versions are fixed.
+        Checkpoints and the last step have no delay. RL has none, as published versions are fixed.
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
@@ -309,7 +309,7 @@ class SiteTraining:
         last, found, members = self._ranks.from_first(join, tuple[int, str, list[str]])
         self._loop.site_id = site_id
         if not self._holders.keys().isdisjoint(members):
-            self._shards.holders = self._holders  # members of the checkpoint still hold its shards
+            self._shards.holders = self._holders  # the checkpoint's members still hold its shards
         self._holders, self._place = {}, msgspec.structs.replace(self._place, rewinds=False)
         waits = self._is_resumed_rl and last > held
         if (last, found) != (held, digest) and not waits:

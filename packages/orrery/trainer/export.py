@@ -5,8 +5,8 @@
 `orrery export RUN …` runs this module on one CPU, even during a stage.
 
 - A folder appears only when it is complete.
-- An exported checkpoint has the exact weights of its step. Merged adapters may differ, because
-  devices round differently.
+- An exported checkpoint has the exact weights of its step. Merged adapters may differ from a merge
+  on a GPU, because devices round differently.
 - Memory holds the tensors of at most one output file.
 - Frozen weights and buffers come from the stage's start weights. Router biases that
   `expert_bias_rate` trains come from the checkpoint.
@@ -39,8 +39,8 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.wire import checkpoints
 
-PREFIX = "weight/network."  # prefix of parameter names in checkpoints
-BIAS_PREFIX = "bias/network."  # prefix of the names of trained router biases
+PREFIX = "weight/network."  # prefix of parameters in checkpoints
+BIAS_PREFIX = "bias/network."  # prefix of trained router biases
 
 
 def export_policy(policy: Policy, world: World, model: Model, start: Path, folder: Path) -> None:
@@ -157,7 +157,7 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
 
 
 class _Tensors:
-    """Read the policy's tensors. In the order of `hf_tensors`, each byte is read once."""
+    """Read the policy's tensors. Reads in the order of `hf_tensors` read each byte once."""
 
     def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
         self._stored, self._network, self._base = stored, network, base

@@ -1,9 +1,10 @@
 """Report this rank's progress to the launcher's hang detector.
 
-- The health file regularly gets the numbers of started collectives, completed collectives and
-  marks. torch's private flight recorder counts collectives. Without it their numbers are 0.
+- A thread writes the numbers of started collectives, completed collectives and marks into the
+  health file. torch's private flight recorder counts collectives. Without it, their number is 0.
 - A mark is a micro-batch that began on the device, or a tensor or file finished on the host.
-- SIGUSR1 and NCCL's watchdog write `logs/flight_recorder/rank_<i>` for `torchfrtrace`.
+- SIGUSR1 or a timeout of NCCL's watchdog writes the flight recorder's content, for `torchfrtrace`,
+  to `logs/flight_recorder/rank_<i>`.
 """
 
 import json
@@ -47,7 +48,7 @@ def warms_up(trainer: Trainer, device: torch.device) -> bool:
 class _Progress:
     """Count marks. On a GPU a thread waits for each mark's CUDA event.
 
-    It does not poll, because `Event.query` holds the GIL while another CUDA call blocks.
+    The thread does not poll, as `Event.query` holds the GIL while another CUDA call blocks.
     """
 
     def __init__(self) -> None:

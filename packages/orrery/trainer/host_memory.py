@@ -1,8 +1,8 @@
 """Measure available host memory, and allocate blocks that a GPU copies to at full speed.
 
 - Linux kills a process without a message if its control group (Slurm job, container) exceeds its
-  memory limit, so `available_bytes` counts that limit.
-- A container may lack the folder of a control group. Missing folders are skipped.
+  memory limit, so `available_bytes` respects that limit.
+- Missing folders of control groups are skipped, because a container may lack them.
 - A block is unregistered from CUDA before its pages are freed. Otherwise the next use of their
   addresses fails (CUDA error 712).
 - torch's pinned allocator is not used, because it rounds sizes up to powers of two.
@@ -47,7 +47,7 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 def cgroup_available_bytes(root: Path = ROOT) -> int:
-    """Return the least limit − used + page cache of all groups, or `sys.maxsize` without any."""
+    """Return the minimum over groups of limit − used + page cache. No group: `sys.maxsize`."""
     found = [sys.maxsize]
     for version, path in _groups(root):
         mount = root / "sys/fs/cgroup" / version.mount
@@ -107,16 +107,16 @@ class _Pages(mmap.mmap):
 
 
 def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
-    """Return (zeros u8 [num_bytes] in resident memory, CUDA error of registering them or 0).
+    """Return (u8 zeros [num_bytes] in resident memory, CUDA error of pinning them or 0).
 
-    A descriptor `file` is mapped and filled with the zeros. Raise OSError if memory is short.
+    `file`: descriptor of a file to hold the zeros. Raise OSError if memory is short.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
     if file is None:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        os.posix_fallocate(file, 0, num_bytes)  # without memory, raise here to avoid a SIGBUS
+        os.posix_fallocate(file, 0, num_bytes)  # raises if memory is short, to avoid a SIGBUS
         pages = _Pages(file, num_bytes)
     # Zeroing maps the pages with many threads. Registration would use one thread.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()

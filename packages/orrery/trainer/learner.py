@@ -2,8 +2,8 @@
 
 - All ranks have equally many micro-batches. Each micro-batch is trained when it arrives.
 - `MismatchGuard` compares log-probs of engines and trainer. `trainer.mismatch` bounds the batch's
-  KL and the mean |difference|, over all engines and over each engine with MIN_TOKENS tokens.
-- An engine may report a wrong number (`X-Orrery-Engine`), so the canary checks each address.
+  KL, and the mean |difference| of all engines and of each engine with MIN_TOKENS tokens.
+- An engine may report a wrong index (`X-Orrery-Engine`), so the canary checks each address.
 - A step raises RunFailed before the weights change if a `stop` bound is exceeded, a number is not
   finite, or a token count is not the announced count.
 """
@@ -69,7 +69,7 @@ class MismatchGuard:
     def check(self, step: int, kl: float | None) -> float | None:
         """Return the mean |difference| of `rl` tokens. Without `rl` tokens, return None.
 
-        Raise RunFailed beyond a `stop` bound. A collective.
+        Raise RunFailed if a `stop` bound is exceeded. A collective.
         """
         differences, tokens = self.world.sum(self._sums).cpu()
         num_tokens = float(tokens.sum())
@@ -142,7 +142,7 @@ class Learner:
         self.policy, self.world, self.trainer = policy, world, trainer
         self.loss, self.max_grad_norm, self.peak_lr = trainer.loss, max_grad_norm, optimizer.lr
         self.route_shape = route_shape(policy.network.config)
-        self.num_indexers = self.top_k = 0  # 0 unless engines send indexers' keys
+        self.num_indexers = self.top_k = 0  # 0 unless engines send the keys that indexers chose
         if trainer.indexer_choice != "own" and (mla := policy.network.config.mla) and mla.indexer:
             self.num_indexers, self.top_k = policy.network.config.num_indexers, mla.indexer.top_k
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
@@ -227,7 +227,7 @@ class Learner:
 
         Blocks run uncompiled, because a graph for this length would change later compilations.
         """
-        # The engine log-probs hold positions, to put scored tokens back in order.
+        # Positions replace engine log-probs, to put scored tokens back in order.
         positions = np.arange(len(token_ids), dtype=np.float32)
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),
@@ -254,7 +254,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return an error message's end that names a non-finite weight, if any. A collective."""
+        """Return the end of an error message: a non-finite weight, if any. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -365,7 +365,7 @@ class Learner:
     def _name_gradient(self, step: int) -> None:
         """Raise RunFailed with the weight and ranks of a non-finite gradient.
 
-        The backward pass spreads it from head to embedding, so name the weight nearest to the head.
+        The backward pass spreads NaN towards the embedding, so name the weight nearest to the head.
         If only the sum over ranks is not finite, name the rank of the shard.
         """
         found = self.world.all_gather(
@@ -459,7 +459,7 @@ def _metrics(sums: dict[str, float], peak: float) -> Metrics:
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:
     """Return the learning rate at `step` (1 … num_steps) as a fraction of the peak.
 
-    The rate rises to 1 at `warmup_steps`. A decay reaches `final_fraction` at `num_steps`.
+    The rate rises linearly to 1 at `warmup_steps`. A decay reaches `final_fraction` at `num_steps`.
     """
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps

@@ -1,8 +1,8 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
 - The final batch, marked `compare`, is not trained. The last version sampled it, to compare
-  log-probs with the engines. It comes early if the policy is good enough.
-- A batch marked `wind_down` makes every rank write a checkpoint of the last step and end.
+  log-probs with the engines. This batch comes early if the policy reaches `evaluation.stop_at`.
+- After a batch marked `wind_down`, each rank writes a checkpoint of the last step and ends.
 """
 
 import time
@@ -74,7 +74,7 @@ class RlLoop:
         return self.ctx.manifest.stages.rl.num_steps
 
     def receive(self, step: int) -> ReceivedBatch:
-        """Wait for batch `step`. Raise Preempted after a checkpoint if it is marked `wind_down`."""
+        """Wait for batch `step`. If marked `wind_down`, write a checkpoint and raise Preempted."""
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
             deadline_s=self.batch_deadline_s,

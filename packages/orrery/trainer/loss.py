@@ -2,7 +2,7 @@
 
     L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c    c in rl, cross_entropy, reference_kl
 
-Component c has the trained tokens t of weight w_c[t] ≠ 0. N_c is their number on all ranks, at
+Component c covers the trained tokens t of weight w_c[t] ≠ 0. N_c is their number on all ranks, at
 least 1. A token has probability π in the trainer, probability μ in the engine, and advantage A.
 `rl` is DPPO with the binary total-variation mask (arXiv 2602.04879) and Kimi K2.5's penalty
 (arXiv 2602.02276):

@@ -1,4 +1,4 @@
-"""Turn columns into the tensors of one forward pass.
+"""Turn `Columns` into the tensors of one forward pass.
 
 - The LM head scores only trained tokens with a loss weight. Hidden row t − 1 predicts token t.
 - A rank without samples gets one token of weight 0, because every rank must join all collectives.
@@ -24,7 +24,7 @@ _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 class MicroBatch:
     """One forward pass over T packed tokens. M of them are scored.
 
-    L layers with experts · K experts per token · I indexers · B bytes of key bits
+    L layers with experts · K experts per token · I indexers · B bytes with one bit per key
     """
 
     token_id: torch.Tensor  # i64 [T]
@@ -94,7 +94,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
             f"batch {step}: the first token of a sample is marked trained, "
             f"but it cannot be, because no earlier token predicts it"
         )
-    if not len(scored):  # without a token the rank would miss the LM head's collectives
+    if not len(scored):  # without one, the rank would miss the LM head's collectives
         scored = np.array([min(1, columns.num_tokens - 1)])
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
     ones = np.ones(columns.num_samples, dtype=np.float32)

@@ -1,8 +1,8 @@
 """Explain an out-of-memory error: the manifest field to change, its gain and its cost.
 
 The missing bytes are a margin plus the larger of the failed allocation and the memory plan's excess
-over torch's memory. A CUDA error has no numbers. If a manifest field pins host memory, and the
-device has free memory, the error is taken as failed pinning.
+over torch's memory. An error of CUDA itself has no sizes. It counts as failed pinning of host
+memory if a manifest field pins host memory and the device has free memory.
 """
 
 import os

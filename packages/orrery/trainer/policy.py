@@ -28,7 +28,7 @@ class Policy(nn.Module):
     ):
         super().__init__()
         self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
-        self.copies: ComputeCopies | None = None  # only on a single rank
+        self.copies: ComputeCopies | None = None  # used on a single rank instead of FSDP
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (log-prob f32 [M], entropy f32 [M]) at each token's temperature."""
@@ -49,7 +49,7 @@ class Policy(nn.Module):
 
 
 class _SelectRows(torch.autograd.Function):
-    """Select distinct rows. The backward pass of `index_select` would sum in no fixed order."""
+    """Select distinct rows. Unlike `index_select`, the backward pass is deterministic."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, row_M: Tensor) -> Tensor:

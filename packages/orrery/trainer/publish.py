@@ -1,10 +1,10 @@
 """Publish the policy's weights after every step, under Hugging Face names.
 
-- If `transport.weights` is files or adapters, rank 0 gathers and writes one tensor at a time. If it
-  is nccl or nixl, every rank sends its shards on request.
+- With `transport.weights` files or adapters, rank 0 gathers and writes one tensor at a time. With
+  nccl or nixl, every rank sends its shards on request.
 - Weights are cast to the engines' dtype, but not in files. Buffers keep their dtype. Layers of
   `model.fp8` are sent in FP8.
-- Rank 0 checks batches by the digests of all versions. Checkpoints hold the digests too.
+- Rank 0 compares each batch's weight digests with the published digests, kept in checkpoints.
 """
 
 import json
@@ -39,7 +39,7 @@ from orrery.wire.weight_wire.transfer import SETTLE_S, WeightSender
 class Publisher:
     """Publish on the wire `files`. Only rank 0 has a `wire`.
 
-    `close` leaves the last version to the engines. The launcher frees its shared memory.
+    `close` keeps the last version for the engines. The launcher removes its files.
     """
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):

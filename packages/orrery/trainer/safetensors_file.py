@@ -1,6 +1,6 @@
 """Copy a rank's part of a checkpoint into shared memory.
 
-The copy has the bytes that `safetensors.torch.save_file` would write to a file.
+The copy has the bytes that `safetensors.torch.save_file` would write.
 """
 
 import errno
@@ -24,7 +24,7 @@ REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
     "or free some (as trainer.memory.optimizer_offload)"
 )
-# In the order of safetensors, by rising alignment.
+# By rising alignment, the order of the safetensors library.
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
@@ -61,8 +61,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 class SharedCopy:
     """A safetensors file at `path`, in shared memory.
 
-    If shared memory is too small, as in many containers, `path` links to the descriptor of a
-    nameless file.
+    If shared memory is too small, as in many containers, `path` is a symlink to a memfd.
     """
 
     def __init__(self, path: Path, device: torch.device):
@@ -71,10 +70,10 @@ class SharedCopy:
         self._fits, self._nameless = True, -1
 
     def check_room(self, num_bytes: int, world: World, spared: int = 0) -> None:
-        """Raise RunFailed if this host's ranks need more memory than it has. A collective.
+        """Raise RunFailed if this host lacks memory for its ranks' copies. A collective.
 
-        All ranks read free memory before any rank allocates. The largest `spared` of all ranks
-        (bytes of shared memory) stays free.
+        All ranks read free memory before any rank allocates. The largest `spared` of all ranks, in
+        bytes of shared memory, stays free.
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())
@@ -128,7 +127,7 @@ class SharedCopy:
                 if full.errno != errno.ENOSPC:
                     raise
                 self._path.unlink()
-        if self._nameless < 0:  # stays open for new savers
+        if self._nameless < 0:  # the descriptor stays open for restarted savers
             self._nameless = os.memfd_create("orrery.saves")
         self._path.symlink_to(f"/proc/self/fd/{self._nameless}")
         self._buffer, error = host_block(num_bytes, self._device, self._nameless)

@@ -1,11 +1,11 @@
 """Save a rank's copied state from shared memory to disk, in a process that outlives the trainer.
 
     python -m orrery.trainer.saver serve MEMORY     save after each line of input
-    python -m orrery.trainer.saver finish MEMORY…   save copies that ended processes have left
+    python -m orrery.trainer.saver finish MEMORY…   save copies left by ended processes
 
-- The folder MEMORY holds `copy`, which the trainer maps, and `job.json` until the copy is saved.
+- The trainer maps the file `copy` in the folder MEMORY. `job.json` exists until `copy` is saved.
 - If shared memory is too small, `copy` links to a file descriptor that the saver inherits.
-- Every step can be repeated, so the trainer or the launcher may restart a killed saver.
+- Saving can be repeated, so the trainer or the launcher may restart a killed saver.
 - After the trainer's end, the saver saves the copy, removes MEMORY and ends.
 """
 
@@ -43,7 +43,7 @@ POLL_S = 0.1
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The first rank's extra work. `beside`: role that wrote the checkpoint's other half."""
+    """Rank 0's extra work: complete the checkpoint. `beside`: role that writes the other half."""
 
     run_dir: str
     stage: str
@@ -53,7 +53,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class SaveJob(msgspec.Struct, frozen=True):
-    """Content of `job.json`. Only the first rank's job has `completion`."""
+    """Content of `job.json`. Only rank 0's job has `completion`."""
 
     folder: str
     rank: int
@@ -72,7 +72,7 @@ def partial_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-# The work
+# Saving
 
 
 def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
@@ -98,7 +98,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
 
 def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
     if (partial / (note := checksum_file(job.rank))).exists():
-        return  # an earlier process saved it, and the first rank may rename `partial` now
+        return  # saved by an earlier process, and rank 0 may rename `partial` now
     tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
     with copy.open("rb") as file:
         mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)
@@ -151,7 +151,7 @@ def _is_listed(path: Path) -> bool:
 def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write and sync a file. Return (number of bytes, sha256). Remove the file on failure.
 
-    It is synced every SYNC_BYTES, so that unwritten pages do not fill memory.
+    Sync every SYNC_BYTES, so that dirty pages do not fill memory.
     """
     digest, num_bytes, unsynced = sha256(), 0, 0
     # Writing and hashing release the GIL, so they run in parallel.
@@ -285,12 +285,12 @@ def _ask(process: "subprocess.Popen[bytes]") -> bytes:
         return b""
 
 
-# The process
+# The saver process
 
 
 def serve(memory: Path, asked: IO[bytes], answers: IO[bytes]) -> None:
     parent, uploads = os.getppid(), Uploads()
-    with suppress(FileNotFoundError), _locked(memory):  # without MEMORY there is no copy
+    with suppress(FileNotFoundError), _locked(memory):  # without the folder there is no copy
         while asked.readline():
             uploads.note(memory)
             error = failure(memory, lambda: os.getppid() == parent)

@@ -60,7 +60,7 @@ class _SftLoop:
     first_step: int
 
     def run(self) -> None:
-        """Train to the last step or, with other sites, to the next round."""
+        """Train to the last step or, in elastic training, to the end of the next round."""
         ctx, learner, checkpoints = self.ctx, self.learner, self.checkpoints
         manifest, spec, world = ctx.manifest, ctx.manifest.sft, learner.world
         last_step = spec.num_steps
@@ -143,7 +143,7 @@ class ValidationSet:
             mark_micro_batch(world.device)
             batch = micro_batch(columns, learner.step + 1, world.device, learner.shard)
             logprob_M, _ = learner.policy(batch)
-            counts_M = batch.loss.cross_entropy_weight.double()  # 0 for an empty rank's token
+            counts_M = batch.loss.cross_entropy_weight.double()  # 0 for an empty rank's dummy token
             total += torch.stack([-(logprob_M.double() * counts_M).sum(), counts_M.sum()])
         reshard_all(learner.policy)
         nats, num_tokens = world.sum(total).tolist()

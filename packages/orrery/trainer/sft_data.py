@@ -1,9 +1,9 @@
-"""Read SFT chats by index, and tokenise them shortly before a step trains them.
+"""Read SFT chats by index, and tokenise them shortly before a step trains on them.
 
 - Chats come from a task's demonstrations, a JSONL file or a dataset. Data whose sha256 or
   fingerprint differs from the manifest is refused.
 - An error names a malformed chat as `data.jsonl:7` or `folder: row 6`. Unknown fields of a
-  message, call or tool are errors. So are a row's fields in REFUSED.
+  message, call or tool are errors, and so are the row fields in REFUSED.
 - Each epoch has its own permutation, drawn from (manifest.seed, epoch). The first KEPT_TOKENS
   tokens stay in memory.
 - At start each rank tokenises about CHECKED_TOKENS tokens, to find errors early.

@@ -1,4 +1,4 @@
-"""Give the outer loop access to the weights and ranks of one site."""
+"""Give DiLoCo's outer loop (`orrery.elastic`) access to the weights and ranks of one site."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -118,6 +118,6 @@ class WorldRanks:
 
 
 def fresh_outer(learner: Learner) -> dict[str, torch.Tensor]:
-    """Return zeros for start weights or outer momentum, which a checkpoint may fill."""
+    """Return zeros, f32, for outer momentum or start weights. A checkpoint may fill them."""
     weights = LearnerWeights(learner)
     return weights.views(np.zeros(weights.num_parameters, dtype=np.float32))

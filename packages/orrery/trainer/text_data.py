@@ -1,9 +1,9 @@
 """Read plain text for SFT. Each token is trained once an epoch.
 
 - A document stands between two end tokens. Only the second end token is trained.
-- A document longer than a micro-batch is cut. A part repeats the previous part's last token as
-  context.
-- A shard's order is a permutation drawn from (manifest.seed, epoch, shard).
+- A document longer than a micro-batch is cut into parts. Each part begins with the last token of
+  the previous part, untrained.
+- A shard's document order is a permutation drawn from (manifest.seed, epoch, shard).
 - With `shard_by` "file", a site may lack files of other shards. Indices count local documents.
 """
 
@@ -48,7 +48,7 @@ class TextDocuments:
 class Texts:
     """The documents of `data`, with the methods of `Examples`.
 
-    With `is_partial` files of other shards may be missing.
+    With `is_partial`, files of other shards may be missing.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ def open_texts(manifest: Manifest, field: str, data: TextData, tokenizer: Path) 
 
 
 def text_order(documents: Sequence[int], seed: int, shard: int | None, start: int) -> Iterator[int]:
-    """Yield documents without end, from position `start` of the shard's order."""
+    """Yield document indices endlessly, from position `start` of the shard's order."""
     epoch, begin = divmod(start, len(documents))
     while True:
         draw = np.random.default_rng([seed, epoch, 0 if shard is None else 1 + shard])

@@ -43,7 +43,7 @@ from orrery.wire import checkpoints
 
 FIELD = "[roles] checkpoint_target"
 FETCHED = ".fetched"
-UPLOADING = f"{checkpoints.DISCARDED}.uploading"  # this prefix lets the next attempt remove it
+UPLOADING = f"{checkpoints.DISCARDED}.uploading"  # the next attempt removes folders of this prefix
 
 
 class FsspecTarget:
@@ -69,7 +69,7 @@ class FsspecTarget:
         self._files.pipe_file(f"{self._root}/{name}.json", msgspec.json.encode(header))
         kept: dict[str, StateSnapshot] = {}
         for path in reversed(self._headers()):
-            with suppress(msgspec.MsgspecError, ElasticError):  # a killed upload left a part
+            with suppress(msgspec.MsgspecError, ElasticError):  # partial header of a killed upload
                 if len(kept) < keep:
                     kept[path] = self._header(path)
             if path not in kept:
@@ -112,7 +112,10 @@ def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
 
 @contextmanager
 def _kept(folder: Path, links: Path) -> Iterator[Path]:
-    """Yield hard links to `folder`, which the trainer may remove. If that fails, yield `folder`."""
+    """Yield hard links to the files of `folder`, or `folder` itself if linking fails.
+
+    The trainer may remove `folder` meanwhile.
+    """
     shutil.rmtree(links, ignore_errors=True)
     files = links
     try:

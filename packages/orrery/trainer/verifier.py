@@ -1,7 +1,7 @@
-"""Recompute log-probs with kept weight versions on the CPU: `python -m orrery.trainer.verifier`.
+"""Recompute log-probs with published weights on the CPU: `python -m orrery.trainer.verifier`.
 
 The argument is the manifest's path. The process reads `Recompute` messages from standard input, and
-writes `Recomputed` messages to standard output. It keeps the two most recently used networks.
+answers with `Recomputed` on standard output. It caches the two most recently used networks.
 """
 
 import os
@@ -76,7 +76,7 @@ def recompute(network: CausalLm, request: Recompute) -> Recomputed:
 def _answer(networks: Networks, request: Recompute) -> Recomputed:
     folder = Path(request.folder)
     try:
-        # Look first, because `read_weights` waits for a missing folder.
+        # Check first, because `read_weights` waits for a missing folder.
         return recompute(networks.at(request.folder), request) if folder.is_dir() else Recomputed()
     except OrreryError:
         if folder.is_dir():

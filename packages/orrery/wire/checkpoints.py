@@ -4,8 +4,8 @@
   `files.json` (the sha256 of every file) and, last, the marker.
 - Each rank hashes its own large files and writes the hashes to a note, which `complete` reads.
 - SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
-- If attempt k is preempted before the next checkpoint, `later.attempt_<k>/`, with a separate
-  marker, is added to the complete folder.
+- If attempt k is preempted before the next checkpoint, the orchestrator adds its state to the last
+  checkpoint, as `later.attempt_<k>/` with a separate marker.
 - To discard a folder, remove its marker, rename the folder, then remove its files.
 """
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # prefix of folders with orchestrator state of a preemption after the checkpoint
-PUBLISHED = "published.json"  # digests of all versions that the trainer published, by version
+LATER = "later"  # prefix of folders with orchestrator state from after the checkpoint
+PUBLISHED = "published.json"  # digests of all published versions, by version
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders that are being removed
 
@@ -134,7 +134,7 @@ def verify(
     share: tuple[int, int] = (0, 1),
     each: Callable[[], object] = lambda: None,
 ) -> None:
-    """Raise OrreryError, ending in `remedy`, if a file is missing, damaged or not listed.
+    """Raise OrreryError, ending in `remedy`, if a file is missing, damaged or not in FILES.
 
     `share` (i, n): hash only part i of n parts of the files. Worker threads call `each` after every
     CHUNK_BYTES.
@@ -207,7 +207,7 @@ def discard(run_dir: Path, folder: Path) -> None:
 
 
 def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
-    """Remove incomplete checkpoints. Return their steps. Call this before any process writes."""
+    """Remove incomplete checkpoints. Return their steps. Call this before any process saves."""
     whole = set(whole_checkpoints(run_dir, stage))
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):

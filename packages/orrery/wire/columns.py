@@ -4,8 +4,9 @@
   to sample i.
 - Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`. `TOKEN_COLUMNS`
   and `SAMPLE_COLUMNS` fix dtypes. A column with another name may have any dtype.
-- `logprob[t]` is log p(token t | earlier tokens). `trained[t]` puts token t into the loss, but
-  never a sample's first token. `routed_experts[t]` has the experts that computed `logprob[t + 1]`.
+- `logprob[t]` is log p(token t | earlier tokens). The loss includes token t if `trained[t]`, which
+  is false for a sample's first token.
+- `routed_experts[t]` has the experts that computed `logprob[t + 1]`.
 - A safetensors file holds `offsets`, `token/<name>`, `sample/<name>`, and JSON metadata.
   `rollouts/step_<n>.safetensors` holds the batch of step n.
 - Missing weight columns mean `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
@@ -39,7 +40,7 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # version when the group began, the cache salt
+    "dispatch_version": np.dtype("int32"),  # version when the group began; the cache salt
     "engine": np.dtype("int32"),  # index of the sampling engine. −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
@@ -119,15 +120,10 @@ class Columns:
 
 
 # The byte layout of columns, shared by all wires and files
-#
-# - A micro-batch is a list of `Columns`, its parts. The sender sends views of the parts' arrays,
-#   called segments. The receiver makes one `Columns` from one buffer, without a copy.
-# - Columns follow each other without gaps, wider dtypes first. So each column is aligned to its
-#   dtype, and the bytes are a valid safetensors body.
 
-MicroBatch = Columns | Sequence[Columns]
+MicroBatch = Columns | Sequence[Columns]  # a sequence: the parts of one micro-batch
 
-COALESCE_BYTES = 64 * 1024  # smaller segments are joined into one chunk
+COALESCE_BYTES = 64 * 1024
 _KINDS = ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
 DTYPES = {dtype.str: dtype for dtype in map(np.dtype, _KINDS)}
 
@@ -147,6 +143,11 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class ColumnLayout(msgspec.Struct, frozen=True):
+    """The place of each column in a safetensors body, without gaps.
+
+    Offsets come first, then columns with wider dtypes. So each column is aligned to its dtype.
+    """
+
     slots: tuple[Slot, ...]
     num_bytes: int
 

@@ -26,7 +26,7 @@ PROTOCOL = 3
 MAX_ASK_BYTES = 4096
 MAX_HEAD_BYTES = 64 << 20
 HANDSHAKE_S = 5.0
-# Errors of decoding. Deep nesting raises RecursionError. Bad UTF-8 raises ValueError.
+# Decoding errors. Deep nesting raises RecursionError. Bad UTF-8 raises ValueError.
 NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def authenticate(socket: Any, is_sender: bool) -> None:
-    """Make `socket` accept only the run's token. Raise OrreryError if pyzmq lacks CURVE."""
+    """Make `socket` refuse peers without the token. Raise OrreryError if pyzmq lacks CURVE."""
     if not zmq.has("curve"):
         raise OrreryError(
             "pyzmq: it was built without CURVE, with which the rollout wire authenticates peers. "
@@ -67,7 +67,7 @@ def dealer(context: zmq.Context, url: str) -> zmq.Socket:
 
 
 class ControlSocket:
-    """The orchestrator's end, in one event loop. `num_foreign` counts refusals."""
+    """The orchestrator's end (one event loop). `num_foreign` counts refused peers and messages."""
 
     def __init__(self, host: str, port: int) -> None:
         self.num_foreign = 0
@@ -97,7 +97,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Call `handle(peer, message)` for messages of type `kind`. It returns False to refuse."""
+        """Pass messages of type `kind` to `handle(peer, message)`. False refuses the message."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
@@ -111,7 +111,7 @@ class ControlSocket:
         return self.server
 
     async def post(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Queue a message. Drop it if `peer` has disconnected: the peer asks again as a new one."""
+        """Queue a message. Drop it if `peer` has disconnected, because it asks again later."""
         try:
             await self._socket.send_multipart([peer, msgspec.msgpack.encode(message)], copy=False)
         except zmq.ZMQError as error:

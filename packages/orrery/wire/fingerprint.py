@@ -5,8 +5,8 @@ b_i is element i in row-major order, with its bits read as a signed integer:
     F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
     m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix(i): output i of splitmix64 from seed 0
 
-- c_i depends only on the position i in the whole tensor. So F is the sum of the shares of disjoint
-  slices. A slice's share is the sum over its elements.
+- c_i depends only on the position i in the whole tensor. A slice's share is the sum over its
+  elements. So F is the sum of the shares of disjoint slices.
 - A flipped bit always changes F, because it adds ± a power of two times c_i, and c_i is odd.
 - Swapping elements i and j changes F unless 2^64 divides (b_i − b_j) · (c_j − c_i).
 - F detects damage, not tampering.
@@ -72,7 +72,10 @@ def digest(fingerprints: dict[str, int]) -> str:
 def slice_share(
     tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]
 ) -> "torch.Tensor":
-    """Return a slice's share, i64 [] on its device. No checks and no device synchronization."""
+    """Return the share of the slice at index `starts`, i64 [], without device synchronization.
+
+    Raise ValueError if the dtype has no integer view.
+    """
     import torch
 
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -80,7 +83,7 @@ def slice_share(
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
-    # A run of consecutive elements of the full tensor.
+    # Whether the slice is a run of consecutive elements of the full tensor.
     is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]
     if not is_run and tensor.numel() > most:  # flattening would copy the whole slice
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
@@ -146,7 +149,10 @@ def _positions(
     run: int,
     device: "torch.device",
 ) -> "torch.Tensor":
-    """Return positions in the full tensor of runs of `run` elements, i64 [runs], in runs."""
+    """Return where a slice's runs of `run` elements lie in the full tensor.
+
+    Positions, i64 [runs], count runs.
+    """
     import torch
 
     index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -193,7 +199,7 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """Return (elements per row, distance of rows, first position). None if distances vary.
+        """Return (elements per row, distance between rows, first position). None if distances vary.
 
         A row is a run of elements that are consecutive in the full tensor. Distances and positions
         count elements of the full tensor.
@@ -215,7 +221,7 @@ class SliceSpec(NamedTuple):
 class SliceFingerprints:
     """Compute the shares of many slices in one buffer.
 
-    On a GPU, a few fused kernels replace tens of thousands of kernel launches.
+    On a GPU, a few fused kernels replace tens of thousands of launches.
     """
 
     def __init__(

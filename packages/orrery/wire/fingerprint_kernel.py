@@ -28,7 +28,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice: `begin` and size in the buffer, and rows in the tensor, counted in elements."""
+    """A slice, in elements. It starts at `begin` in the buffer and at `origin` in the tensor."""
 
     begin: int
     num_elements: int
@@ -52,7 +52,7 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 @triton.jit
 def _position(run, columns, stride, origin):
-    """Return positions in the tensor, counted in runs: elements or groups. Stride 0: one row."""
+    """Return positions in the tensor. All numbers count elements or groups. Stride 0: one row."""
     index = origin + run
     if stride:
         row = run // columns
@@ -141,7 +141,7 @@ class KernelLaunch(NamedTuple):
     integers: torch.dtype  # the buffer's dtype in the kernel
     factors: list[torch.Tensor]
     slice_of: torch.Tensor  # i32 [programs]
-    first_of: torch.Tensor  # i32 [programs], first run
+    first_of: torch.Tensor  # i32 [programs], first element or group
     rows: list[torch.Tensor]  # [slices] for each field of `Rows`
     constants: dict[str, int]
 

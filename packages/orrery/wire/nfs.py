@@ -40,7 +40,7 @@ def _if_there(look: Callable[[], T]) -> T | None:
 
 
 def appears(path: Path, within_s: float | None = None) -> bool:
-    """Return whether `path` appears within `within_s` seconds. None: VISIBLE_S, scaled."""
+    """Return whether `path` appears within `within_s` (default: scaled VISIBLE_S) seconds."""
     end = time.monotonic() + (scaled(VISIBLE_S) if within_s is None else within_s)
     while True:
         try:

@@ -1,8 +1,9 @@
 """Pack samples into micro-batches, one for each rank and micro-step.
 
 - No micro-batch exceeds `max_tokens`, padding included. All ranks have equally many micro-steps.
-- Without padding, best-fit decreasing makes the micro-batches ("bins"). It needs at most 11/9 of
-  the fewest possible bins, plus one. Empty bins then fill the last micro-step.
+- Without padding, best-fit decreasing makes the micro-batches ("bins"), at most 11/9 of the fewest
+  possible, plus one. Empty bins fill the last micro-step. `_spread` divides costs evenly over as
+  many bins, and the cheaper of both plans is used.
 - A micro-step lasts as long as its slowest rank, so its micro-batches get similar costs.
 """
 
@@ -88,7 +89,7 @@ def pack(
 
 
 def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Fill one bin after another, longest sample first. Count padding."""
+    """Fill one bin after another, longest sample first. Padding counts as tokens."""
     bins = np.empty(len(lengths), dtype=np.int64)
     begin = bin_index = 0
     while begin < len(order):
@@ -154,7 +155,8 @@ def _lock_step(
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """Return a plan's cost, its bins from costliest to cheapest, and each sample's bin.
 
-    The plan's cost is the sum over micro-steps of the costliest bin. Memory use peaks early.
+    The plan's cost is the sum over micro-steps of the costliest bin. The first step costs most, so
+    memory use peaks early.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")

@@ -94,7 +94,7 @@ def await_endpoints(
 ) -> list[Endpoint]:
     """Wait until endpoints 0 to `count` − 1 of `role` are published. Return them.
 
-    Block the thread. Call `meanwhile` at each poll. Raise RunFailed after `deadline_s` seconds.
+    Call `meanwhile` at each poll. Raise RunFailed after `deadline_s` seconds.
     """
     with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
         start = time.monotonic()

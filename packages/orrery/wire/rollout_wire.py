@@ -4,8 +4,8 @@
   once the batch exists, so a rank can join or restart at any time.
 - The answer to `micro_step` −1 is the batch's head. Other answers have a layout and a ticket to
   fetch the bytes (`bulk`). Neither end copies a whole batch.
-- `send` waits while `keep` earlier batches lack acknowledgements. The sender refuses an ask for a
-  batch that all ranks have acknowledged, and an ask that skips a batch.
+- `send` waits until all ranks have acknowledged the previous batch. The sender refuses an ask for
+  a batch that all ranks have acknowledged, and an ask that skips a batch.
 - A receiver repeats an ask until the answer arrives. The sender answers each ask number once per
   connection. If a transfer stops, the receiver asks again with a new number.
 """
@@ -46,7 +46,7 @@ class Batch:
 
     - `micro_batches[rank][micro_step]`: equally many per rank. The wire may read an item twice.
       Arrays must not change until all ranks have acknowledged the batch.
-    - `totals`: token counts for the loss. Like `info`, JSON values for every rank.
+    - `totals` (token counts for the loss) and `info`: JSON values, sent to every rank.
     """
 
     step: int
@@ -134,7 +134,7 @@ _TURNED_AWAY = (
 
 
 class RolloutSender:
-    """The orchestrator's end, for one event loop. `control` also carries leases of weights."""
+    """The orchestrator's end, for one event loop. `control` also carries weight leases."""
 
     def __init__(self, host: str, port: int, num_ranks: int) -> None:
         """Listen at `host`. With `port` 0, choose a free port."""
@@ -158,7 +158,7 @@ class RolloutSender:
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
-        """Wait while a batch lacks acknowledgements. Then send in the background."""
+        """Wait until all ranks have acknowledged earlier batches. Then send in the background."""
         batch.check(self.num_ranks, self._last_taken)
         self._last_taken = batch.step
         await self._until(lambda: not self._held)
@@ -174,7 +174,7 @@ class RolloutSender:
         return self._wanted
 
     async def drained(self, deadline_s: float | None) -> None:
-        """Wait for all acknowledgements. Raise RunFailed after `deadline_s`. None: no limit."""
+        """Wait for all acknowledgements. Raise RunFailed after `deadline_s` (None: never)."""
         try:
             await asyncio.wait_for(self._until(lambda: not self._held), deadline_s)
         except TimeoutError:

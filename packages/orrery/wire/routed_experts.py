@@ -5,7 +5,7 @@
 - If a route is missing, its ids are the dtype's largest value, and the trainer's router chooses.
   A document's last token has no route. With 256 experts and top_k 1, a route to expert 255 counts
   as missing.
-- All documents of a batch have the column, or no document has it.
+- All or no documents of a batch have the column.
 - Unless `trainer.indexer_choice` is "own", a row is X bytes, [1, X]: the routes of all layers, then
   each indexer's chosen keys, with one bit for each position of the document.
 """
@@ -22,9 +22,9 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Manifest, Model
 
 COLUMN = "routed_experts"
-PIECE = 1 << 20  # characters, a multiple of 4
+PIECE = 1 << 20  # base64 characters decoded at a time, a multiple of 4
 _FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
-_HEADER_CHARACTERS = 1024  # more than the .npy header of 3 dimensions
+_HEADER_CHARACTERS = 1024  # more than the header of a 3-dimensional .npy
 
 
 class RouteShape(NamedTuple):
@@ -60,7 +60,7 @@ def route_shape(model: Model) -> RouteShape | None:
 
 
 def row_shape(manifest: Manifest) -> RouteShape | None:
-    """Return the shape of a token's row in answers and batches, or None without replay."""
+    """Return the shape of a row in engine answers and batches, or None without replay."""
     if not manifest.transport.routed_experts:
         return None
     if not manifest.choice_bytes:
@@ -96,7 +96,7 @@ def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
 
 
 def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRoutes:
-    """Return the routes as the network takes them. `what` names the routes in errors.
+    """Return routes in the format of the network. `what` names the routes in errors.
 
     Raise RunFailed if their dtype, shape or an id does not fit the model.
     """
@@ -137,22 +137,19 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
 
 
 # The field `routed_experts` in an engine's answer
-#
-# - The field is a base64 .npy file, uint8 or uint16 [rows, layers, top_k]. Rows are input tokens
-#   from the requested position on. The last sampled token is never an input, so it has no row.
-# - The engine sends all layers. The column keeps only the last layers, which have experts.
-# - The field may have tens of MB, so `split` removes it before JSON decoding. It is decoded once,
-#   in pieces that fit the CPU cache.
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Encoded routes of `num_rows` tokens, from token `start` on."""
+    """A base64 .npy file with the routes of `num_rows` input tokens, from token `start` on.
+
+    The engine sends all layers. The last sampled token is never an input, so it has no row.
+    """
 
     start: int
     shape: tuple[int, int, int]  # rows, layers, experts a token
     dtype: np.dtype
-    _text: memoryview  # the whole .npy file
+    _text: memoryview  # the whole file, in base64
     _header_bytes: int
 
     @property
@@ -160,7 +157,10 @@ class Routes:
         return self.shape[0]
 
     def decode_into(self, rows: np.ndarray) -> None:
-        """Fill `rows` [num_rows, layers with experts, top_k]. Raise ValueError for damaged data."""
+        """Fill `rows` [num_rows, layers with experts, top_k], in pieces that fit the CPU cache.
+
+        Layers with experts come last. Raise ValueError for damaged data.
+        """
         import pybase64  # only the orchestrator has it
 
         num_layers, row_bytes = rows.shape[1], int(np.prod(self.shape[1:])) * self.dtype.itemsize
@@ -179,7 +179,8 @@ class Routes:
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
     """Return `body` with `routed_experts` emptied, and the routes, or None without that field.
 
-    Raise ValueError if the field is not a .npy file of routes.
+    The field may have tens of MB, so call this before JSON decoding. Raise ValueError if the field
+    is not a .npy file of routes.
     """
     import pybase64
 
@@ -219,7 +220,7 @@ def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.nd
                 f"experts per token, as {shape.dtype}"
             )
     rows = np.empty((num_tokens, shape.num_layers, shape.top_k), shape.dtype)
-    filled = 0  # rows before this belong to a part or are marked missing
+    filled = 0  # rows before this index belong to a part or are marked missing
     for part in sorted(parts, key=lambda part: part.start):
         rows[filled : max(filled, part.start)] = shape.no_route
         filled = max(filled, part.start + part.num_rows)

@@ -1,4 +1,4 @@
-"""The codecs of an exchange, by kind."""
+"""List the codecs that encode the values of an exchange."""
 
 from orrery.elastic.codecs.base import Codec
 from orrery.elastic.codecs.float32 import Float32Codec

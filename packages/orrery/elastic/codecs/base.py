@@ -1,10 +1,11 @@
-"""The contract of codecs: float32 values to bytes and back.
+"""Define the interface of codecs, which encode float32 values as bytes and decode them.
 
-- `wire_bytes(n)` depends only on n. Blocks are independent. The last block may be shorter.
+- `wire_bytes(n)` is the size of n encoded values. Blocks of `block` values are independent. The
+  last block may be shorter.
 - Values are finite, with magnitudes up to 2^100. A lossy codec decodes a block to zeros if its
   largest magnitude, absmax, is below 2^-100.
-- Equal values give equal bytes everywhere, with or without native code: each float32 operation
-  rounds once, and only integers are summed.
+- Equal values give equal bytes on every host, with or without native code. Each float32 operation
+  rounds once, and values are summed as integers.
 """
 
 import os
@@ -24,7 +25,7 @@ Bytes = NDArray[np.uint8]
 
 SMALLEST = np.float32(2.0**-100)
 LARGEST = np.float32(2.0**100)
-UNITS = np.float32(2.0**20)  # integer sums count in units of absmax · 2^-20
+UNITS = np.float32(2.0**20)  # values are summed as integers, in units of absmax · 2^-20
 THREAD_VALUES = 1 << 18  # fewest values per thread
 
 
@@ -71,8 +72,8 @@ class Codec(ABC):
     def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
         """Encode the sum of `share` · x and the decoded `added` into `out`. Return `out`.
 
-        The result equals separate calls of multiply, `decode_add` and `encode`, bit for bit. If
-        `share` is 0, the product is 0 even for NaN.
+        The result is bitwise equal to a multiplication, `decode_add` and `encode`. If `share` is 0,
+        the product is 0 even for NaN.
         """
         if added is not None:
             added = self._checked(added, x)
@@ -92,7 +93,7 @@ class Codec(ABC):
         self._decode(self._checked(wire, out), out, 1.0, False)
 
     def decode_add(self, wire: Bytes, acc: Floats, scale: float = 1.0) -> None:
-        """Add the values times `scale`, rounded to float32, to `acc`, f32[n]."""
+        """Multiply the values by `scale` in float32, and add them to `acc`, f32[n]."""
         self._decode(self._checked(wire, acc), acc, scale, True)
 
     def _decode(self, wire: Bytes, out: Floats, scale: float, adds: bool) -> None:

@@ -1,4 +1,4 @@
-"""float32: the values themselves, 4 bytes a value."""
+"""float32: values without compression, 4 bytes a value."""
 
 import numpy as np
 

@@ -1,7 +1,7 @@
 """int8_codebook: 256 levels over ±6σ for each block of 65,536 values. 1.016 bytes a value.
 
-Each level is the mean of the values that it encodes. Values beyond 6σ become the mean of their
-tail. Layout: a codebook (256 float32) for each block, then one byte a value.
+Each level is the mean of the values that it encodes. Values beyond ±6σ get the first or last level.
+Layout: a codebook (256 float32) for each block, then one byte a value.
 
 Source: INTELLECT-1 (arXiv 2412.01152, §2.2).
 """
@@ -44,5 +44,5 @@ def _codebook(values: Floats) -> tuple[Floats, Bytes]:
     inverse = np.float32(1.0 / (12.0 / 256.0 * sigma))
     codes = np.clip(np.rint(values * inverse), -128, 127).astype(np.int32) + 128
     counts = np.bincount(codes, minlength=256)
-    sums = np.bincount(codes, weights=units, minlength=256)  # integers below 2^53: exact
+    sums = np.bincount(codes, weights=units, minlength=256)  # exact, as sums are below 2^53
     return (sums / np.maximum(counts, 1) * unit).astype(np.float32), codes.astype(np.uint8)

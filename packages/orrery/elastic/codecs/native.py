@@ -1,8 +1,8 @@
 """Build and load the native code of the codecs, `native.cpp`.
 
-- `g++` builds it at set-up or first use, into `~/.cache/orrery`. The file's name holds a hash of
-  the source, flags and processor, because different hosts may share a home folder.
-- Without a compiler the codecs run in numpy, with equal bits and a warning.
+- `g++` builds `native.cpp` at set-up or first use, into `~/.cache/orrery`. The library's name has a
+  hash of the source, flags and processor, because different hosts may share a home folder.
+- Without a compiler, the codecs log a warning and use numpy, with equal bits.
 """
 
 import ctypes
@@ -32,14 +32,14 @@ BUILD_S = 120.0
 
 
 class Library:
-    """The native functions. ctypes releases the interpreter lock while they run."""
+    """The native functions, which run without the interpreter lock."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
 
     def encoder(self, kind: str) -> Callable[..., int]:
-        """Return `encode(x, n, wire, first, last)`. It returns a refused value's index or -1."""
-        call = self._library[f"{kind}_encode"]  # a new object at each access
+        """Return `encode(x, n, wire, first, last)`. Its result is a bad value's index, or -1."""
+        call = self._library[f"{kind}_encode"]  # indexing returns a new function object
         call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64
         return call  # type: ignore[no-any-return]

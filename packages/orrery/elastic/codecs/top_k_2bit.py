@@ -1,8 +1,8 @@
-"""top_k_2bit: the largest 64 of 4,096 values, in 2 bits each. 0.029 bytes a value.
+"""top_k_2bit: keep the 64 largest magnitudes of each 4,096 values. 0.029 bytes a value.
 
-A kept value becomes plus or minus a level. The high level is the mean of the kept magnitudes above
-their mean, and the low level is the mean of the others. Dropped values become 0, so use error
-feedback. Source: SparseLoCo (arXiv 2508.15706).
+A kept value becomes plus or minus one of two levels. The high level is the mean of the kept
+magnitudes above their mean. The low level is the mean of the others. Dropped values become 0, so
+use error feedback. Source: SparseLoCo (arXiv 2508.15706).
 
 Layout of a block of m values, k = ⌈m/64⌉: 2 float32 levels, low first, then k codes of 2 bits, then
 k indices of 12 bits. Bit 0 of a code is the level, bit 1 the sign. Codes and indices are each
@@ -60,11 +60,11 @@ class TopK2BitCodec(Codec):
 
 
 def _records(rows: Floats) -> Bytes:
-    """Return one record per row, u8[rows, record bytes]."""
+    """Encode each row as a record, u8[rows, record bytes]."""
     num_rows, m = rows.shape
     k = -(-m // SHARE)
     bits = np.abs(rows).view(np.uint32).astype(np.uint64)
-    # Keys are unique: among equal magnitudes the lower index wins.
+    # Keys are unique. Among equal magnitudes, the lower index has the larger key.
     keys = bits << np.uint64(12) | np.arange(LAST, LAST - m, -1).astype(np.uint64)
     best = np.partition(keys, m - k, axis=1)[:, m - k :]
     places = np.sort(LAST - (best & np.uint64(LAST)).astype(np.int64), axis=1)
@@ -75,7 +75,7 @@ def _records(rows: Floats) -> Bytes:
     to_units = np.where(is_zero, np.float32(0), UNITS / np.where(is_zero, UNITS, absmax))
     units = np.rint(magnitudes * to_units[:, None]).astype(np.int64)
     is_high = units * k > units.sum(axis=1)[:, None]
-    has_zeros = units.min(axis=1) == 0  # the low level becomes 0, so that zeros stay zeros
+    has_zeros = units.min(axis=1) == 0  # then the low level is 0, so kept zeros stay zeros
     is_high[has_zeros] = units[has_zeros] > 0
     levels = np.empty((num_rows, 2), np.float32)
     for level, members in enumerate((~is_high, is_high)):
@@ -92,7 +92,7 @@ def _kept(records: Bytes, m: int) -> tuple[NDArray[np.int64], Floats]:
     split = 8 + -(-k // 4)
     levels = np.ascontiguousarray(records[:, :8]).view(np.float32)
     codes = _numbers(records[:, 8:split], k, 2)
-    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # in case of a damaged record
+    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # a damaged record may exceed m
     values = np.take_along_axis(levels, codes & 1, axis=1)
     return places, np.where(codes & 2, -values, values)
 

@@ -1,1 +1,1 @@
-"""Patches of upstream libraries. `registry` lists them all and applies them."""
+"""Patch upstream libraries. `registry` lists and applies all patches."""

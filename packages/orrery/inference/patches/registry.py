@@ -16,7 +16,7 @@ TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
 # Environment variable: size of the route store, as a multiple of the device's KV blocks.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: tokens of the longest sequence. Unset unless key choices are reported.
+# Environment variable: longest sequence in tokens. Set only if engines report chosen keys.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -246,7 +246,7 @@ PATCHES = (
 
 
 def environment(manifest: Manifest) -> dict[str, str]:
-    """Return the variables that choose vLLM's model runner and its processes' patches."""
+    """Return the environment variables that choose vLLM's model runner and patches."""
     if manifest.hardware.accelerator == "cpu":
         return {}
     chosen = {}

@@ -38,7 +38,7 @@ def import_without_compiler() -> None:
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> None:
-    """Make MoE layers pack new weights. Call before each reload on CPU."""
+    """Make MoE layers prepack new weights. Call before each reload on CPU."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -46,7 +46,7 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Pack a tied head's new weights. Call after each reload on CPU."""
+    """Prepack a tied head's new weights. Call after each reload on CPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -88,7 +88,7 @@ def has_stale_head(model: torch.nn.Module) -> bool:
 
 
 def fork_engine_core() -> None:
-    """Fork the engine core. Apply before the client is built.
+    """Make vLLM fork the engine core. Apply before the client is built.
 
     With OMP_NUM_THREADS=1, a CPU process has no threads that a fork would lose.
     """
@@ -101,7 +101,7 @@ def fork_engine_core() -> None:
 
 
 def inspect_models_here() -> None:
-    """Inspect model classes in this process. Apply before vLLM inspects a model."""
+    """Make vLLM inspect model classes in this process. Apply before vLLM inspects a model."""
     import vllm.model_executor.models.registry as registry
 
     def call(inspect: Callable[[], Any]) -> Any:
@@ -119,7 +119,7 @@ def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def draw_again_after_a_part() -> None:
-    """Keep a seeded generator's state over prompt chunks. Apply before the core is forked."""
+    """Undo seeded random draws for partial prompts. Apply before the engine core is forked."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -153,7 +153,7 @@ def draw_again_after_a_part() -> None:
 
 
 def keep_adapters(manager: Any) -> None:
-    """Make `manager` keep its adapters. Call after warm-up."""
+    """Make vLLM's LoRA manager keep its adapters. Call after warm-up."""
     if not hasattr(manager, "remove_all_adapters"):
         raise RuntimeError(
             "vLLM's LoRAModelManager has no remove_all_adapters any more. "
@@ -163,7 +163,7 @@ def keep_adapters(manager: Any) -> None:
 
 
 def keep_kernels_of_experts() -> None:
-    """Make experts use kernels without adapters. Apply before a model is built."""
+    """Make experts use kernels without LoRA. Apply before a model is built."""
     import vllm.model_executor.layers.fused_moe.layer as layer
 
     config = layer.FusedMoEConfig
@@ -228,7 +228,7 @@ def _all_gatherv(
     dim: int = 0,
     sizes: list[int] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Return all ranks' rows, `sizes[i]` from rank i, padded because Gloo needs equal parts."""
+    """Return all ranks' rows, `sizes[i]` from rank i. Gloo needs equal parts, so send padding."""
     if isinstance(input_, list):
         return [_all_gatherv(self, each, dim, sizes) for each in input_]  # type: ignore[misc]
     if dim != 0:
@@ -259,7 +259,7 @@ def _reduce_scatterv(
 
 
 def compute_own_experts() -> None:
-    """Make CPU engines leave out experts of other ranks. Apply before the core is forked."""
+    """Make CPU engines skip other ranks' experts. Apply before the core is forked."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
@@ -300,7 +300,7 @@ def _store(
     if is_master and options.get("master_listen_fd") is None:
         try:
             listener = socket.create_server((host_name, port))
-        except OSError as error:  # at this message vLLM tries another port
+        except OSError as error:  # with this name in the message, vLLM tries another port
             name = errno.errorcode.get(error.errno or 0, "")
             raise DistNetworkError(f"{name} {host_name}:{port}: {error}") from error
         port = listener.getsockname()[1]
@@ -309,7 +309,7 @@ def _store(
 
 
 def name_shared_memory(name: str) -> None:
-    """Put `name` into names of shared memory. Apply before any shared memory is made."""
+    """Prefix the names of shared memory with `name`. Apply before any shared memory is made."""
     # Python limits these names to FreeBSD's length. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     length = len(name) + 1 + RANDOM_CHARACTERS
@@ -321,7 +321,7 @@ def name_shared_memory(name: str) -> None:
 
 
 def unlink_host_tiers(name: str) -> None:
-    """Unlink each host tier's shared memory, once all processes have opened it.
+    """Unlink each host tier's shared memory. Call this once all processes have opened it.
 
     The kernel frees the memory when the last process ends. An empty file keeps the name.
     """
@@ -347,7 +347,7 @@ def _name_reductions(name: str) -> None:
 
 
 def pause_beside_unread_blocks() -> None:
-    """Let an engine pause before other engines have read its blocks. No update changes blocks.
+    """Let an engine pause before others read its KV blocks, which no weight update changes.
 
     Apply in each process that may be an engine core.
     """
@@ -383,7 +383,7 @@ def bootstrap_on_one_address() -> None:
 
 
 def pulls_that_end_with_their_engine() -> None:
-    """End reads from an ended engine. Apply before a Mooncake worker is made, in its process."""
+    """Make reads from an ended engine fail. Apply before a process makes a Mooncake worker."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
         MooncakeConnectorWorker,
     )
@@ -423,7 +423,7 @@ def _end_of(worker: Any, engine_id: str) -> asyncio.Event:
 
 
 def device_index_on_cpu() -> None:
-    """Make the device index 0 on CPU. Apply in each process that may be a Mooncake worker."""
+    """Report device index 0 on CPU. Apply in each process that may be a Mooncake worker."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -431,7 +431,7 @@ def device_index_on_cpu() -> None:
 
 
 def sleep_for_messages() -> None:
-    """Let workers on CPU sleep `MESSAGE_S` between two looks for a message in shared memory."""
+    """Let CPU workers sleep `MESSAGE_S` between polls for a message in shared memory."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
 

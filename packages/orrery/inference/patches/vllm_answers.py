@@ -1,11 +1,11 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
 - `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token, because
-  these objects delay requests that end together. It omits top log-probs, which repeat the token's.
+  these objects delay requests that end together. It omits top log-probs, as requests ask for none.
 - `stream_samples`: a streamed answer has one line of JSON per sample, sent when the sample ends.
-- `hold_outputs`: the engine core sends a FINAL_ONLY request's first and last outputs at once. Other
-  outputs go out every CHUNK tokens, and before a pause, weight update or abort, so that weight
-  versions are exact. Outputs with other fields pass unchanged and in order.
+- `hold_outputs`: the engine core sends a FINAL_ONLY request's first and last outputs immediately.
+  Other outputs go out every CHUNK tokens, and before a pause, weight update or abort, so that
+  weight versions are exact. Outputs with fields outside MERGED and LAST pass unchanged, in order.
 - An aborted answer may lack its last tokens.
 """
 
@@ -72,10 +72,7 @@ def write_answers() -> None:
 
 
 def stream_samples() -> None:
-    """Stream each sample of a request as one line of JSON when the sample ends.
-
-    Call in the API server before the server is made.
-    """
+    """Patch /generate's streams. Call in the API server before the server is made."""
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -90,7 +87,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # Changes still count, because vLLM sends the parameters when the first result is awaited.
+        # This still takes effect, as vLLM sends the parameters when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:

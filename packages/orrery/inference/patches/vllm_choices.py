@@ -1,7 +1,7 @@
-"""Report the keys that sparse attention's indexers chose, within vLLM's rows of routed experts.
+"""Append the keys that sparse attention's indexers chose to vLLM's routed experts (routes).
 
-- A token's row becomes bytes u8 [1, bytes]: the routes of all layers, then for each indexer a bit
-  per position. Choices are thus stored, cached and sent with the routes.
+- A token's row becomes u8 [1, bytes]: the routes of all layers, then one bit per position for each
+  indexer. vLLM stores, caches and sends the bits with the routes.
 - For a prompt of at most `top_k` tokens, vLLM attends densely and the bits are unset.
 """
 
@@ -17,7 +17,7 @@ CHUNK_ROWS = 1024  # tokens expanded to bits at a time
 
 
 def capture() -> None:
-    """Report choices. Apply before the model is made, in an engine core's or worker's process."""
+    """Report chosen keys. Apply in each engine core or worker, before it builds the model."""
     from vllm.distributed.aux_output_connector import worker
 
     bind = worker.bind_routed_experts_capturer
@@ -53,7 +53,7 @@ def _bind_indexers(model: torch.nn.Module, capturer: Any) -> None:
 
 
 def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
-    """Return positions [tokens, keys] as bits u8 [tokens, `num_bits` / 8]. Skip negatives."""
+    """Return positions [tokens, keys] as bits u8 [tokens, `num_bits` / 8]. Ignore negatives."""
     place_TK = torch.where(position_TK < 0, num_bits, position_TK).clamp(max=num_bits).long()
     is_set_TL = position_TK.new_zeros(len(place_TK), num_bits + 8, dtype=torch.uint8)
     is_set_TL.scatter_(1, place_TK, 1)
@@ -65,7 +65,7 @@ def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
 def _with_choices(capturer: type) -> type:
     class RoutesAndChoices(capturer):
         def add_indexers(self, prefixes: list[str], num_bits: int) -> None:
-            """Widen the rows. `prefixes`: names of the indexers' caches, in the order of layers."""
+            """Add bits to the rows. `prefixes`: names of the indexers' caches, in layer order."""
             self._index = {prefix: index for index, prefix in enumerate(prefixes)}
             self._num_bits, routes = num_bits, self.device_buffer
             self._choices = routes.new_zeros(

@@ -1,9 +1,9 @@
-"""Return routed experts (routes) from vLLM on CPU, and keep the routes of offloaded KV blocks.
+"""Return routed experts (routes) from vLLM on CPU, with KV tiers and with KV transfers.
 
-- `routes_on_cpu`: `RoutedCPUModelRunner` drives `vllm.distributed.aux_output_connector` from Model
-  Runner V1. vLLM's store keeps rows by block hash. CPU steps do not speculate.
-- `keep`: the store also holds routes of blocks in tiers. A tier loads only blocks with known
-  routes. The worker's store reports its changes with each step's output.
+- `routes_on_cpu`: vLLM on CPU uses Model Runner V1, which returns no routes. `RoutedCPUModelRunner`
+  adds them through `vllm.distributed.aux_output_connector`, without speculative decoding.
+- `keep`: vLLM's store maps block hashes to routes, here also for KV blocks in tiers. The scheduler
+  loads only blocks with known routes. The worker reports the store's changes after each step.
 - `beside_transfer`: a decode engine has routes only from the prompt's last token on.
 - An unknown route is a row of the dtype's largest value (`orrery.wire.routed_experts`).
 """
@@ -18,7 +18,7 @@ import numpy as np
 from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
-CHANGES = "routes that came and went"  # differs from any request id by its spaces
+CHANGES = "routes that came and went"  # key beside request ids, which have no spaces
 
 _known: set[str] = set()  # hashes of blocks whose routes the worker has reported
 
@@ -40,7 +40,7 @@ def routes_on_cpu() -> None:
 
 @contextmanager
 def _own_runner() -> Any:
-    """Make the CPU platform report its own model runner."""
+    """Make the CPU platform seem out-of-tree, so that vLLM does not require Model Runner V2."""
     from vllm.platforms import current_platform
 
     current_platform.is_out_of_tree = lambda: True  # type: ignore[method-assign]
@@ -51,7 +51,7 @@ def _own_runner() -> Any:
 
 
 class _Batch:
-    """The arrays of V2's `InputBatch` that the connector reads, made by V1's runner."""
+    """The fields of Model Runner V2's `InputBatch` that the connector reads, from V1's runner."""
 
     def __init__(self, runner: Any):
         self.req_ids = list(runner.input_batch.req_ids)
@@ -101,7 +101,7 @@ def _routed(runner: type) -> type:
 
 
 def keep() -> None:
-    """Keep routes of offloaded blocks. Apply before a core or worker is made, in its process."""
+    """Keep routes of offloaded blocks. Apply in each engine core or worker, before it is built."""
     from vllm.distributed.aux_output_connector import worker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
@@ -143,7 +143,7 @@ def keep() -> None:
 
 
 def beside_transfer() -> None:
-    """Return routes with transfers. Apply in API servers and cores, before the config is made."""
+    """Allow routes with KV transfers. Apply in servers and engine cores, before they configure."""
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
 
@@ -179,7 +179,7 @@ def _num_known(block_hashes: Any) -> int:
 
 
 class _Slots(OrderedDict[str, int]):
-    """vLLM's map from block to slot, with a record of changes."""
+    """vLLM's map from block hash to slot of the store, with a record of changes."""
 
     def __init__(self, unallocated: int) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def _known_routes(store: type) -> type:
 
         def put(self, objects: list[Any], **keys: Any) -> None:
             for each in objects:
-                if self._has(each.key):  # the block was computed again, maybe by newer weights
+                if self._has(each.key):  # block recomputed, maybe with newer weights
                     begin = self._lru[each.key] * self.object_nbytes
                     self._arena[begin : begin + self.object_nbytes] = each.payload
             if self._disk is not None:

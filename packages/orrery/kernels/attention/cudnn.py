@@ -38,7 +38,7 @@ _lock = threading.Lock()
 def runs_on(q: Tensor) -> bool:
     """Return whether cuDNN is fast on this device and dtype, and has gradients of this head size.
 
-    Its gradients vary in their last bits, so deterministic runs use FlashAttention.
+    cuDNN's gradients are not reproducible bitwise, so deterministic runs use FlashAttention.
     """
     return (
         q.is_cuda
@@ -52,15 +52,15 @@ def runs_on(q: Tensor) -> bool:
 
 
 class CudnnDense(AttentionBackend):
-    """Attend in documents of equal length, usually one, through torch's operator.
+    """Attend in documents of equal length through torch's operator.
 
-    Torch takes about 100 ms to plan a new shape. Lengths must be multiples of 256, because such
-    lengths are configured and recur in every step.
+    Torch takes about 100 ms to plan a new shape. Only lengths that are multiples of 256 are
+    accepted, because they are usually configured and recur in every step.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         num_q, num_k = q.shape[0], k.shape[0]
-        # cuDNN aligns a causal mask's start, `Layout` its end. Both agree for equal lengths.
+        # cuDNN aligns causal masks at the first key, `Layout` at the last: equal for equal lengths.
         agrees = not layout.causal or num_q == num_k
         recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
         fits = agrees and recurs and layout.is_dense(num_q, num_k)
@@ -118,12 +118,12 @@ def load_library() -> Any:
 class CudnnPacked(AttentionBackend):
     """Attend in packed documents of any lengths, through NVIDIA's optional `cudnn` package.
 
-    Up to torch 2.13, torch's operator plans for about 40 ms a call. This backend caches plans, and
-    rounds sizes up to need few plans.
+    Up to torch 2.13, torch's operator spends about 40 ms per call on a plan. This backend caches
+    plans, and rounds sizes up to share them.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
-        # As in `CudnnDense`. The lengths are equal in self-attention.
+        # As in `CudnnDense`, a causal mask needs equal lengths. Self-attention has them.
         agrees = layout.is_self_attention or not layout.causal
         return runs_on(q) and agrees and k.shape[0] > 0 and load_library() is not None
 

@@ -1,9 +1,9 @@
-"""Provide the public attention functions and custom operators, and choose a backend.
+"""Define attention's public functions and custom operators, and choose a backend.
 
-- `BACKENDS` starts with the fastest. A backend that fails is not used again in this process.
+- `BACKENDS` is sorted by speed, fastest first. A process does not use a failed backend again.
 - `torch.compile(fullgraph=True)` traces symbolic lengths, so a new packing does not recompile.
-- A checkpoint policy that saves `torch.ops.orrery.varlen_attention_forward.default` avoids
-  recomputing attention.
+- Activation checkpointing need not recompute attention if its policy saves
+  `torch.ops.orrery.varlen_attention_forward.default`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -96,7 +96,7 @@ def varlen_attention(
 def reference_varlen_attention(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None
 ) -> Tensor:
-    """Return `varlen_attention`'s result, document by document."""
+    """Compute `varlen_attention` document by document."""
     dtype = lse_dtype(q_THD)
     heads_per_group = q_THD.shape[1] // k_TGD.shape[1]
     outputs = [q_THD[:0]]
@@ -154,8 +154,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v.
 
-    `out` and `lse` [T, H] may cover more keys than k, as in ring attention. Then sum the parts of
-    dq in float32.
+    `out` and `lse` [T, H] may cover more keys than k, as in ring attention. The caller then sums
+    the parts' dq in float32.
     """
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
     sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)

@@ -1,4 +1,4 @@
-"""Run FlashAttention 2 of torch, or FlashAttention 4 from a package."""
+"""Run torch's FlashAttention 2, or FlashAttention 4 from the package `flash-attn-4`."""
 
 import contextlib
 import inspect
@@ -34,7 +34,7 @@ _FLASH2_SIGNATURES = {
 
 
 class Flash2(AttentionBackend):
-    """Run torch's FlashAttention 2, for half precision on a GPU and any layout."""
+    """Run torch's FlashAttention 2, for any layout in half precision on a GPU."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         return (
@@ -51,7 +51,7 @@ class Flash2(AttentionBackend):
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             q_THD, k_SGD, v_SGD, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale
         )
-        if not layout.is_self_attention:  # the kernel gives +∞, not −∞, without keys
+        if not layout.is_self_attention:  # for queries without keys, the kernel's lse is +∞
             lse_HT = lse_HT.masked_fill(lse_HT == torch.inf, -torch.inf)
         return out_THD, lse_HT
 
@@ -129,7 +129,7 @@ def _documents(layout: Layout) -> dict[str, Any]:
 
 
 class Flash4(AttentionBackend):
-    """Run FlashAttention 4 on Hopper, if the package `flash-attn-4` is installed.
+    """Run FlashAttention 4 on Hopper, if its package is installed.
 
     - Gradients are summed in no fixed order, so deterministic runs use FlashAttention 2.
     - Only the cases of benchmarks/kernels/attention.json are supported. Short documents, or more

@@ -1,4 +1,4 @@
-"""Define packed documents and the interface of backends, and check torch's private operators."""
+"""Define packed documents and the backends' interface, and check torch's private operators."""
 
 import itertools
 import logging
@@ -12,11 +12,11 @@ log = logging.getLogger("orrery.kernels.attention")
 
 
 class Documents:
-    """Packed documents, built once a forward pass. Document i: `cu_seqlens[i]:cu_seqlens[i + 1]`.
+    """Packed documents. Document i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
     `cu_seqlens` i32 [n + 1] rises from 0 to the number of tokens. `max_seqlen` bounds the lengths.
-    Without it the constructor syncs the device, so compiled code must give it. `is_padding`, bool
-    [T], marks this device's tokens that no loss counts.
+    Without it, the constructor syncs the device, so compiled code must pass it. `is_padding` bool
+    [T] marks tokens that the indexers' loss and the experts' load exclude.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Layout(NamedTuple):
     """The keys that each query attends to, and the scale of scores.
 
     Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`, and likewise keys and values.
-    `max_q` and `max_k` bound the lengths. `causal` aligns the ends: of l queries and m keys, query
-    a attends to keys 0 to a + m − l.
+    `max_q` and `max_k` bound the lengths. With `causal`, query a of a document with l queries and m
+    keys attends to keys 0 to a + m − l.
     """
 
     cu_seqlens_q: Tensor
@@ -75,7 +75,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # gradients of q, k and v, in their d
 
 
 class AttentionBackend(Protocol):
-    """Both passes over contiguous tensors. The passes may use different backends."""
+    """Forward and backward pass on contiguous tensors. They may run on different backends."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...
 
@@ -90,7 +90,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def has_signatures(signatures: dict[str, str]) -> bool:
-    """Return whether private operators of `torch.ops.aten` begin with these parameters."""
+    """Return whether private operators of `torch.ops.aten` have these first parameters."""
     return all(_matches(name, tuple(words.split())) for name, words in signatures.items())
 
 

@@ -21,7 +21,7 @@ from orrery.kernels.attention.layout import (
 )
 
 _BLOCK_QUERIES = 512  # queries in a block of `Plain`
-_SHORTEST_SHARE = 0.75  # smallest ratio of shortest to longest document of a grid
+_SHORTEST_SHARE = 0.75  # smallest ratio of shortest to longest document in a grid (`Grids`)
 _MAX_LENGTH = 1024  # longest document of `Batched`, in tokens
 _MAX_SCORES = 1 << 26  # scores at a time: three tensors of 256 MiB in float32
 
@@ -36,8 +36,8 @@ _SIGNATURES = {
 class Plain(AttentionBackend):
     """Use plain products, one document and one block of queries at a time, for any inputs.
 
-    The backward pass takes the log-sum-exp over *all* keys, so it may run on a part of them (ring
-    attention, arXiv 2310.01889).
+    The backward pass takes the log-sum-exp over *all* keys, so it may run on a part of the keys
+    (ring attention, arXiv 2310.01889).
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -117,10 +117,10 @@ def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
 
 
 class Grids:
-    """Documents of similar lengths as rows of padded grids, longest first, without empty ones.
+    """Padded grids of non-empty documents, one per row, with similar lengths in a grid.
 
-    `sources[b]` i64 [N_b, L_b]: each cell's packed token. Padding repeats the document's last one.
-    `place` i64 [T]: each token's cell over all grids. None if one grid holds all in order.
+    `sources[b]` i64 [N_b, L_b]: each cell's packed token. Padding repeats the row's last token.
+    `place` i64 [T]: each token's cell, counted over all grids. None if cells and tokens coincide.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:
@@ -218,7 +218,7 @@ class Padded(AttentionBackend):
 
 
 def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
-    """Return a grid's [N, H, L, D], with repeated key heads, as the kernel has no groups."""
+    """Return a grid's [N, H, L, D]. Repeat key heads, because the kernel has no groups."""
     x_NLHD = grids.gather(x, grid)
     if x.shape[1] != num_heads:
         x_NLHD = x_NLHD.repeat_interleave(num_heads // x.shape[1], dim=2)
@@ -247,7 +247,7 @@ class Batched(AttentionBackend):
         q_THD, k_TGD, v_TGD, out_THD, lse_HT = saved
         grids = Grids.of(layout.cu_seqlens_q)
         gradients: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-        spread = grids.spread(dout_THD)  # zeros in padding
+        spread = grids.spread(dout_THD)
         for grid in range(len(grids.sources)):
             others = _parts(grids, grid, q_THD, k_TGD, v_TGD, out_THD, lse_HT.t()[..., None])
             douts = _grouped(spread[grid], k_TGD.shape[1]).split(_rows(grids, grid, q_THD))
@@ -272,7 +272,7 @@ def _rows(grids: Grids, grid: int, q_THD: Tensor) -> int:
 def _parts(
     grids: Grids, grid: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *like_q: Tensor
 ) -> list[tuple[Tensor, ...]]:
-    """Split a grid's tensors into batches [N, G, R, L, D], with R query heads a key head."""
+    """Split a grid's tensors into batches [N, G, R, L, D], with R query heads per key head."""
     groups = k_TGD.shape[1]
     wholes = [_grouped(grids.gather(x, grid), groups) for x in (q_THD, k_TGD, v_TGD, *like_q)]
     return list(zip(*(whole.split(_rows(grids, grid, q_THD)) for whole in wholes), strict=True))

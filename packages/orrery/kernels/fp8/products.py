@@ -7,7 +7,7 @@
 - The operators are opaque to torch.compile, and skip unwanted gradients.
 - `fp8_experts` fuses permutation and SwiGLU into quantization. Its results equal bitwise those of
   `gather_rows`, `fp8_grouped_matmul`, `swiglu_rows`, `fp8_grouped_matmul` and `combine_rows`.
-- Without `parts` each pass quantizes the weight, as a gathered weight is freed after a pass.
+- Without `parts`, each pass quantizes the weight, because a gathered weight is freed after a pass.
 """
 
 import importlib
@@ -40,7 +40,7 @@ from orrery.kernels.fp8.quantize import (
 )
 
 HOPPER = (9, 0)
-BY_CHANNEL = (1, 1, BLOCK)  # recipe of 1 × 128 blocks on both sides
+BY_CHANNEL = (1, 1, BLOCK)  # DeepGEMM's recipe for 1 × 128 blocks in both operands
 
 
 @cache
@@ -94,7 +94,7 @@ def weight_gradient(library: Any, grad: Quantized, x: Quantized) -> Tensor:
 def grouped_product(
     library: Any, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
 ) -> Tensor:
-    """Return rows of group e times weight[e] transposed. Padding is undefined."""
+    """Return [M, N]: rows of group e times weight[e]ᵀ. Padding rows are undefined."""
     num_rows = x.value.shape[0]
     out_MN = x.value.new_empty(num_rows, weight.value.shape[1], dtype=dtype)
     group_M = group_of_rows(groups, num_rows)
@@ -107,7 +107,7 @@ def grouped_product(
 def grouped_weight_gradient(
     library: Any, grad: Quantized, x: Quantized, groups: RowGroups, sides: tuple[int, int]
 ) -> Tensor:
-    """Return gradᵀ · x of each group [E, N, K] in float32 from flat columns, 0 for empty groups."""
+    """Return f32 [E, N, K]: gradᵀ · x of each group, from flat columns. Empty groups give 0."""
     num_groups = groups.ends_E.shape[0]
     out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
     length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
@@ -129,7 +129,7 @@ def weight_parts(weight: Tensor) -> Parts:
 
 
 def fp8_linear(x_MK: Tensor, weights: Sequence[Tensor], parts: Parts | None = None) -> list[Tensor]:
-    """Return x times each weight [N, K] transposed: [M, N] each, in x's dtype, from one product.
+    """Return x · weightᵀ [M, N] in x's dtype for each weight [N, K], by one product.
 
     `parts`: `weight_parts(torch.cat(weights))`. Raise ValueError if 128 does not divide K and every
     N.
@@ -146,10 +146,10 @@ def fp8_linear(x_MK: Tensor, weights: Sequence[Tensor], parts: Parts | None = No
 def fp8_grouped_matmul(
     x_MK: Tensor, weight_ENK: Tensor, groups: RowGroups, parts: Parts | None = None
 ) -> Tensor:
-    """Return rows of group e times weight[e] transposed: [M, N] in x's dtype.
+    """Return [M, N] in x's dtype: rows of group e times weight[e]ᵀ.
 
     Padding rows may hold any numbers in x, and are undefined in the result and x's gradient.
-    `parts`: `weight_parts(weight)`. M must be a multiple of 128. Raise ValueError if N or K is not.
+    `parts`: `weight_parts(weight)`. 128 must divide M. Raise ValueError unless it divides N and K.
     """
     keeps = torch.is_grad_enabled() and weight_ENK.requires_grad
     return _grouped(x_MK, weight_ENK, parts or [], *groups, keeps)[0]
@@ -213,7 +213,7 @@ def _linear_backward(ctx: Any, grad_MN: Tensor | None, *_: Any) -> tuple[Any, ..
     if grad_MN is None:
         return None, None, nothing, None
     wants = ctx.needs_input_grad[:2]
-    saved = ctx.saved_tensors  # readable once in a checkpoint
+    saved = ctx.saved_tensors  # activation checkpointing allows one read
     weight, columns = saved[:-2], saved[-2:]
     found = _linear_gradients(grad_MN.contiguous(), list(columns), list(weight), *wants)
     return *_wanted(ctx, found), nothing, None
@@ -404,8 +404,8 @@ def fp8_experts(
     """Return [T, D]: each token's sum of score · output over its K experts.
 
     `rows`: from `sort_by_expert` with block 128. `weights`: gate-up [E, 2·I, D] and down [E, D, I].
-    `parts`: the `weight_parts` of each, or two empty lists. With `has_spare`, the last 128 rows
-    have zero outputs and gradients, and take all slots without an expert. Raise ValueError if 128
+    `parts`: each weight's `weight_parts`, or two empty lists. With `has_spare`, the last 128 rows
+    hold the slots without an expert, and have zero outputs and gradients. Raise ValueError if 128
     does not divide the number of rows.
     """
     if rows.row_M.shape[0] % BLOCK:

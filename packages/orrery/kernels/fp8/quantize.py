@@ -3,9 +3,9 @@
 M rows · K columns · N outputs · E groups. Blocks of activations are 1 × 128 (`rows`) or 128 × 1
 (`columns`, stored transposed). Blocks of weights are 128 × 128.
 
-- The bytes of rows equal those of vLLM 0.32's `per_token_group_fp8_quant`, and the bytes of weights
-  those of `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0). Engines use no columns.
-- With groups (`RowGroups`) blocks of columns never cross a group, and padding counts as zero.
+- Rows equal bitwise those of vLLM 0.32's `per_token_group_fp8_quant`, and weights those of
+  `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0). Engines need no columns.
+- With groups (`RowGroups`), each block of columns is in one group, and padding counts as zero.
 - Backends: plain torch (CPU), Triton (GPU).
 """
 
@@ -22,13 +22,13 @@ from orrery.kernels.expert_rows import swiglu_rows
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 MAX = 448.0  # largest e4m3 number
-MIN_AMAX_ROWS = 1e-10  # smallest amax of activations, as in vLLM
-MIN_AMAX_WEIGHT = 1e-4  # smallest amax of weights, as in vLLM
+MIN_AMAX_ROWS = 1e-10  # lower bound of a block's amax for activations, as in vLLM
+MIN_AMAX_WEIGHT = 1e-4  # the same for weights
 HAS_TRITON = find_spec("triton") is not None
 
 
 class Quantized(NamedTuple):
-    """Each number is its value times its block's scale."""
+    """A quantized tensor. A number is its value times its block's scale."""
 
     value: Tensor  # float8_e4m3fn
     scale: Tensor  # float32
@@ -62,7 +62,7 @@ def quantize(
     """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
     With `token_M` (integers), x is [T, K] and x[token] is quantized. With `score_M`, x is [M, 2·K]
-    and swiglu_rows(x, score) is quantized. Triton never stores these intermediates.
+    and swiglu_rows(x, score) is quantized. Triton never stores x[token] or swiglu_rows(x, score).
 
     - Rows are values [M, K] and scales [M, K/128].
     - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' = M rounded up to whole
@@ -110,7 +110,7 @@ def reference_quantize_rows(x_MK: Tensor) -> Quantized:
 
 
 def reference_quantize_columns(x_MK: Tensor, groups: RowGroups | None = None) -> Quantized:
-    """Return `quantize`'s columns of x, whose padding is zero."""
+    """Return `quantize`'s columns. Padding rows of x must be zero."""
     x_MK = F.pad(x_MK, (0, 0, 0, -x_MK.shape[0] % BLOCK))
     x_KGB = x_MK.T.contiguous().float().unflatten(-1, (-1, BLOCK))
     scale_KG = x_KGB.abs().amax(-1).clamp(min=MIN_AMAX_ROWS) * (1 / MAX)

@@ -1,4 +1,4 @@
-"""Triton kernels of FP8 quantization, with one program a tile of 128 × 128.
+"""Triton kernels of FP8 quantization, with one program per tile of 128 × 128.
 
 Rows of activations are divided by their scales with correct rounding, as in vLLM's CUDA kernel: a
 product with the scale's reciprocal, corrected by the remainder (Markstein 1990, theorem 8.3).
@@ -29,7 +29,7 @@ def quantize(
         width //= 2
     num_tiles, num_blocks = triton.cdiv(num_rows, BLOCK), width // BLOCK
     options = {"device": x.device}
-    rows_stride = triton.cdiv(num_rows, 4) * 4  # DeepGEMM needs strides of 16 bytes
+    rows_stride = triton.cdiv(num_rows, 4) * 4  # DeepGEMM needs multiples of 16 bytes
     of_rows, of_columns = int(has_rows), int(has_columns)
     value = torch.empty(of_rows * num_rows, width, dtype=DTYPE, **options)
     scale = torch.empty(of_rows * num_blocks, rows_stride, dtype=torch.float32, **options)
@@ -37,7 +37,7 @@ def quantize(
     value_t = torch.empty(shape if has_columns else 0, dtype=DTYPE, **options)
     scale_t = torch.empty(of_columns * num_tiles, width, dtype=torch.float32, **options)
     tiles = None if groups is None else _tiles(groups, num_tiles)
-    # One launch for both would be slower, and ptxas 12.8 miscompiles it.
+    # One launch for rows and columns would be slower, and ptxas 12.8 miscompiles it.
     wanted = [flag for flag in (True, False) if (has_rows if flag else has_columns)]
     for with_rows in wanted if num_rows and width else ():
         _quantize[(num_tiles, num_blocks)](
@@ -174,7 +174,7 @@ def _tile(
     HAS_SCORES: tl.constexpr,
 ):
     """Return `row` × `column` of a tile of x, x[token] or swiglu_rows(x, score), 0 in padding."""
-    # Offsets of tiles need 64 bits. Those inside a tile have 32 bits, to save registers.
+    # A tile's offset needs 64 bits. Offsets inside a tile have 32 bits, to save registers.
     is_real = row < num_real
     if HAS_TOKENS:
         token_row = tl.load(token + tile * 128 + row, mask=is_real, other=0).to(tl.int64)

@@ -1,6 +1,6 @@
 """The Slurm job that this launcher runs in: its nodes and the stage's steps.
 
-The launcher writes the run's token to srun's stdin. srun copies the token to each task's stdin.
+The launcher writes the run's token to srun's stdin, which srun copies to each task.
 """
 
 import os
@@ -36,9 +36,9 @@ CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 
 @dataclass(frozen=True)
 class Allocation:
-    """A job's allocation. `nodes` lists the host names of each component of the job.
+    """A job's allocation.
 
-    `restarts` is the number of times that Slurm has restarted the job.
+    `nodes`: host names by component. `restarts`: Slurm's restarts of the job.
     """
 
     job: str
@@ -112,7 +112,7 @@ class Allocation:
         return self.nodes[step.component][step.first_node : step.first_node + step.num_nodes]
 
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
-        """Return the silent nodes: nodes on which two probes in a row failed.
+        """Return the silent nodes, on which two probes in a row failed.
 
         Return [] if at least half of the nodes are silent. With `suspected`, also return [] if all
         suspected nodes answer.
@@ -145,8 +145,8 @@ class Allocation:
     def clean(self, caches: str, starts: str, shared: str) -> None:
         """Remove the job's files from every node, within CLEAN_S seconds.
 
-        The files are the job's scratch folder, files in shared memory with `shared` in their names,
-        and engines' temporary folders whose names begin with `caches` or `starts`.
+        The files are the scratch folder, shared-memory files with `shared` in their names, and
+        engines' temporary folders that begin with `caches` or `starts`.
         """
         script = (
             "tmp=${TMPDIR:-${TEMP:-${TMP:-/tmp}}}; "

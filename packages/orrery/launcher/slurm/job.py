@@ -4,8 +4,8 @@
   only some GPUs of a node gets the same fraction of the node's CPU cores and memory.
 - Each engine has one step on its first node, and a second step on its further nodes. In a node
   group, each other role has one step.
-- A failed task ends its step (`--kill-on-bad-exit`). A finished task does not (`--wait`), because
-  the first rank may upload for a long time.
+- A failed task ends its step (`--kill-on-bad-exit`). A finished task does not (`--wait=0`),
+  because the first rank may upload for a long time.
 """
 
 import math
@@ -32,8 +32,8 @@ from orrery.manifest.schema import Hardware
 from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
-IN_JOB = "ORRERY_SLURM"  # variable that is set only inside Orrery's jobs
-MEMORY_MB = 6000  # least MB of memory to request per node
+IN_JOB = "ORRERY_SLURM"  # variable that only Orrery's jobs set
+MEMORY_MB = 6000  # least memory per node
 LAUNCHER_CPUS = 2  # least cores per node, for launcher, orchestrator and router
 
 
@@ -166,12 +166,12 @@ def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
 
 
 LOOK_S = 0.2
-CTRL_C_S = 0.2  # wait between two SIGINTs. Two within a second make srun kill the step.
+CTRL_C_S = 0.2  # wait between two SIGINTs. srun kills the step after two within a second.
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The processes of an engine's first node, of its further nodes, or of a role in a node group.
+    """One step: an engine's first node, an engine's further nodes, or a role in a node group.
 
     Each node runs the same number of processes. `devices`: (first device, number of devices) of
     each task on its node.
@@ -198,8 +198,8 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
     """Return the stage's steps in the plan's order, servers first.
 
     Slurm gives overlapping steps the same devices, so each step gets all devices of the job on a
-    node, and `task.sh` selects among them. Engine tasks see the engine's devices. For CUDA IPC,
-    trainer tasks see the devices of all trainer tasks on the node.
+    node, and `task.sh` selects among them. Engine tasks see the engine's devices. Trainer
+    tasks see all trainer devices of the node, for CUDA IPC.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -296,7 +296,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Start the step again, with all its tasks, and return the new step."""
+        """Start the step again, once for all its tasks. Return the new step."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
@@ -355,7 +355,7 @@ class SlurmTask:
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the fatal signal. None: still running."""
+        """Return the exit code, or minus the number of the fatal signal, or None while it runs."""
         ended, code = self.step.endings(), self.step.poll()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL
@@ -370,7 +370,7 @@ class SlurmTask:
         return signal_or_code(self.poll())
 
     def signal(self, number: int) -> None:
-        if self.rank == 0:  # only rank 0 signals the step, because srun signals every task
+        if self.rank == 0:  # only rank 0 signals srun, because srun signals every task
             self.step.signal(number)
 
     def wait(self, within_s: float) -> bool:
@@ -380,7 +380,7 @@ class SlurmTask:
         self.step.kill()
 
     def abandon(self) -> None:
-        """Stop watching the task. Slurm ends the task with the job."""
+        """Kill only srun. Slurm ends the task with the job."""
         self.step.abandon()
 
     def last_output(self) -> str:
@@ -403,7 +403,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 + signal number. 143 may be a role's own code.
+        # Apptainer exits with 128 + signal number. Keep 143, as roles may exit with 143.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

@@ -1,6 +1,6 @@
 """Slurm's queue: a user's jobs and their states.
 
-- `squeue` gives states. `sacct` gives lost nodes, and jobs that `squeue` no longer lists.
+- `squeue` gives states. `sacct` gives lost nodes, and states of jobs that `squeue` does not list.
 - Job names contain a hash of the run folder's path, so they differ between checkouts.
 """
 
@@ -73,7 +73,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without Slurm's variables. `inside`: keep those that identify the job."""
+    """Return `env` without Slurm's variables. `inside`: keep variables that identify the job."""
 
     def is_kept(name: str) -> bool:
         if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):
@@ -237,7 +237,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Return the seconds of `1-02:03:04`, `2:03:04` or `03:04`, or None for other texts."""
+    """Parse `1-02:03:04`, `2:03:04` or `03:04`. Return seconds, or None for other texts."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """Plan the memory and the speed of one vLLM engine from the manifest.
 
-- A decode step takes the longer of the times of memory reads and operations (roofline, arXiv
-  2402.16363, section 3), plus collectives and host work. Prefill takes the time of operations.
+- The time of a decode step is the maximum of memory time and compute time (roofline, arXiv
+  2402.16363, section 3), plus collectives and host work. Prefill takes its compute time.
 - An engine is one of `num_replicas` replicas. Each data-parallel rank serves its own sequences.
 - GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
   `benchmarks/async/memory_h100.json`.
@@ -21,14 +21,14 @@ from orrery.manifest.schema import Inference, Model
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
-MAX_GRAPH_TOKENS = 4096  # token limit of CUDA graphs. Larger steps gain little.
-CONTEXT_BYTES = 700 << 20  # bytes of a process's CUDA context and libraries
-NCCL_BYTES = 400 << 20  # bytes of a process's NCCL buffers
+MAX_GRAPH_TOKENS = 4096  # most tokens of a CUDA graph. Larger steps gain little from graphs.
+CONTEXT_BYTES = 700 << 20  # CUDA context and libraries of a process
+NCCL_BYTES = 400 << 20  # NCCL buffers of a process
 LOGIT_COPIES = 4  # float32 copies of a step's logits during sampling
 GRAPH_COPIES = 5  # bytes of all graphs / bytes of hidden states of sum(graph_sizes) tokens
 SEQUENCE_S = 20e-6  # host seconds per sampled token (scheduling, log-probs, response)
 LAYER_S = 15e-6  # seconds of short kernels and gaps per layer and decode step
-PRODUCTS_SHARE = 0.7  # share of the matrix-product rate that prefill reaches
+PRODUCTS_SHARE = 0.7  # share of the matrix-product rate in `Rates` that prefill reaches
 
 Bytes = dict[str, int]
 
@@ -37,7 +37,7 @@ def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts of vLLM's CUDA graphs. vLLM pads steps to these counts.
 
     Most steps of a busy engine also prefill, so they exceed vLLM's default limit of 512 tokens.
-    With data parallelism, all ranks pad to the largest rank, so the limit stays 512.
+    With data parallelism, all ranks pad to the rank with most tokens, so the limit stays 512.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
@@ -51,7 +51,7 @@ def graph_sizes(inference: Inference) -> list[int]:
 def weight_bytes(model: Model, inference: Inference) -> tuple[int, int]:
     """Return one device's bytes: (all weights, routed experts).
 
-    Norms, routers, indexers and down-projections of latent attention are whole on each device.
+    Norms, routers, indexers and down-projections of latent attention are replicated on each device.
     Routed experts are split over a replica's devices, all other weights over tensor-parallel ranks.
     """
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
@@ -114,7 +114,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
     }
     if not is_gpu:
         return found
-    if inference.dtype == "bfloat16":  # engines keep the LM head in float32 too
+    if inference.dtype == "bfloat16":  # engines also keep a float32 LM head
         found["weights"] += 4 * model.vocab_size * model.hidden_size // tensor
     if not inference.enforce_eager:
         graphs = sum(graph_sizes(inference)) * model.hidden_size * value_bytes

@@ -80,7 +80,7 @@ def memory_options(
 ) -> Iterator[MemoryOption]:
     """Yield the options that `trainer` does not use yet, roughly from cheap to slow.
 
-    `before`: memory plan of `trainer`, which gives the seconds that offload takes.
+    `before`: memory plan of `trainer`, to estimate the seconds of offload.
     """
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)
@@ -104,8 +104,8 @@ def choose_options(
 ) -> ChosenOptions:
     """Return the cheapest combination of options that frees `needed_bytes`.
 
-    If there is none, return the combination that frees most. `device_bytes`: memory of a device.
-    `host_bytes`: free host memory of a rank.
+    If there is none, return the combination that frees most. `host_bytes`: a rank's free host
+    memory.
     """
     base = plan_memory(model, trainer, load, device_bytes, counted)
 
@@ -284,7 +284,7 @@ def _checkpointing(
 
 
 def module_choices(model: Model) -> list[tuple[RecomputedModule, ...]]:
-    """Return two choices: the modules without products, and all modules."""
+    """Return two choices of modules to recompute: those without matrix products, and all."""
     every = tuple(recomputable_modules(model))
     cheap = tuple(name for name in every if name in ("norms", "experts_activation"))
     return [cheap, every]
@@ -378,9 +378,10 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
-    """Return new values by field that make the engines fit or, if they fit, the trainer.
+    """Return new values by field with which the engines fit.
 
-    Return {} if the run fits or no change suffices.
+    If the engines already fit, return values with which the trainer fits. Return {} if the run fits
+    or no change suffices.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
@@ -448,7 +449,7 @@ def _engine_sentence(run: Manifest, needed: int, capacity: int) -> str:
 
 
 def _prefill_sentence(one: Manifest, needed: int, capacity: int) -> str:
-    """Return a sentence about prefill engines that do not fit. `one`: the run with their shape."""
+    """Return a sentence about prefill engines that do not fit. `one.inference`: these engines."""
     remedy = "set its kv_cache_bytes to less, or its data_parallel to more"
     if one.inference.quantization == "none":
         fp8 = one.inference.model_copy(update={"quantization": "fp8"})

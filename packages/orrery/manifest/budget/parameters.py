@@ -2,13 +2,13 @@
 
 `orrery.models.families` counts the parameters of family `hugging_face`. Symbols:
 L layers · H query heads · K head size · C latent width of keys · R rotary width of keys
-- `model_flops`: 6 per token and weight that multiplies the token (4 if weights are frozen), plus,
-  for attention, 12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, app. B).
-- Sparse attention, in documents of more than the indexer's `top_k` tokens: 6 · L · H · (2C + R) per
-  query and chosen key, plus the forward pass of indexers.
+- `model_flops`: 6 per token and active weight (4 if weights are frozen). Attention adds
+  12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, app. B).
+- Sparse attention, if a document has more than the indexer's `top_k` tokens, adds instead
+  6 · L · H · (2C + R) per query and chosen key, plus the forward pass of indexers.
 - `hardware_flops` adds recomputed blocks, logits and attention scores (5 backward products, not 4).
-  With context parallelism (cp), it adds repeated up-projections of latent keys, or with indexers
-  attention to the latent keys themselves. FLOPs of adapters are not counted.
+  With context parallelism (cp), it adds repeated up-projections of latent keys. With cp and
+  indexers, queries attend to latent keys instead. FLOPs of adapters are not counted.
 """
 
 import math
@@ -59,7 +59,7 @@ class UnitParameters:
         return self.trained + self.frozen
 
     def gathered(self, ep: int) -> int:
-        """Return the parameters that a rank gathers: 1/ep of the experts, all other weights."""
+        """Return the number of parameters that a rank gathers, with only 1/ep of the experts."""
         experts = self.trained_experts + self.frozen_experts
         return self.total - experts + experts // ep
 
@@ -96,7 +96,7 @@ def keys_per_query(model: Model, cp: int) -> float:
 
     A document is cut into 2·cp pieces. Rank i has the queries of pieces i and 2·cp − 1 − i
     (zig-zag). With indexers, the rank reads the keys of all 2·cp pieces. Without indexers, it
-    expands the keys up to each of its pieces: i + 1 and 2·cp − i pieces of keys.
+    up-projects the keys up to each query piece: i + 1 and 2·cp − i pieces of keys.
     """
     if cp == 1 or model.mla is None:
         return 1.0
@@ -295,7 +295,7 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
-    """Return how many parameters of the layer are in products that are computed again."""
+    """Return the number of parameters in the layer's recomputed matrix products."""
     names, heads, total = trainer.memory.recomputed_modules(layer), model.num_heads, 0.0
     if "attention_projections" in names:
         if (mla := model.mla) is None:
@@ -310,7 +310,7 @@ def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
 
 
 def _repeated_parameters(model: Model, cp: int) -> float:
-    """Return the parameters of all `kv_b_proj`, times how often cp repeats their products.
+    """Return the parameters of all `kv_b_proj`, times the extra products per token under cp.
 
     Return 0 for networks with indexers.
     """
@@ -343,7 +343,7 @@ def _indexers(model: Model, lengths: Sequence[int]) -> float:
 
 
 def attended_keys(length: int, most: int) -> float:
-    """Return the (query, key) pairs of causal attention with at most `most` keys per query.
+    """Count the (query, key) pairs of causal attention with at most `most` keys per query.
 
     The sum 1 + … + n is taken as n² / 2.
     """

@@ -2,8 +2,8 @@
 
 - Memory is planned for rollouts of `inference.max_model_len_tokens`. Times are planned for a mean
   length, by default a quarter of this length.
-- Trainer and engines work at the same time, so the slower sets the step's time. On shared devices
-  they take turns.
+- Trainer and engines work at the same time, so the slower role sets the step's time. On shared
+  devices they take turns.
 - Staleness follows from Little's law. With N rollouts in flight and B rollouts in a batch, a
   rollout lasts N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the
   batch is full.
@@ -33,11 +33,11 @@ from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
 Bytes = dict[str, int]
 FRAGMENTATION = 0.065  # bytes lost to fragmentation / allocated bytes: median in benchmarks/trainer
-NETWORK_BYTES = 50e9  # default network bytes per second of a device (400 Gb/s)
-MEAN_SHARE = 0.25  # default mean tokens of a rollout / max_model_len_tokens
+NETWORK_BYTES = 50e9  # default network bytes/s of a device (400 Gb/s)
+MEAN_SHARE = 0.25  # default ratio of mean rollout tokens to max_model_len_tokens
 COLUMN_BYTES = 17  # bytes per token of a batch: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # bytes per second of an 'nccl' or 'nixl' weight update
-UPDATE_S = 0.05  # seconds to pause and resume the engines
+UPDATE_S = 0.05  # time to pause and resume the engines
 FILE_BYTES = 1e9  # bytes per second at which a node reads or writes files
 KINDS = {  # kinds of trainer memory → categories of `MemoryPlan` to sum
     "weights": ("weights", "gathered weights"),
@@ -75,7 +75,7 @@ class RunBudget:
     engines: dict[str, float]
     step_s: float
     slower: str
-    longest_step_s: float  # seconds of a step if all rollouts have the greatest length
+    longest_step_s: float  # time of a step if all rollouts have the greatest length
     staleness: float
     update: dict[str, float]
     loading: dict[str, dict[str, float]]  # bytes and seconds to read the start weights, by role
@@ -127,7 +127,7 @@ def plan_run(
 def trainer_plan(manifest: Manifest, counted: ParameterCounts) -> MemoryPlan:
     """Return a trainer rank's memory plan in stage rl."""
     trainer, load = stage_workload(manifest, "rl")
-    capacity = usable_bytes(manifest.hardware.accelerator) or 0  # a CPU has no device memory
+    capacity = usable_bytes(manifest.hardware.accelerator) or 0
     return plan_memory(manifest.model, trainer, load, capacity, counted)
 
 
@@ -138,7 +138,7 @@ def engine_memory(manifest: Manifest, shape: Inference) -> Bytes:
 
 
 class RunPlan:
-    """Plan the memory, times and traffic of a run, which `plan_run` collects."""
+    """Plan the memory, times and traffic of a run."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class RunPlan:
 
     @cached_property
     def work(self) -> tuple[int, list[int]]:
-        """Return a step's number of micro-batches, and the tokens of each rollout of a cp group."""
+        """Return (micro-batches per step, tokens of each rollout) of one context-parallel group."""
         mesh, orchestrator = self.trainer.mesh, self.manifest.orchestrator
         per_group = -(-orchestrator.rollouts_per_batch // mesh.num_data_ranks)
         room = max(1, int(self.trainer.memory.max_tokens_per_micro_batch // self.tokens))
@@ -374,10 +374,10 @@ class RunPlan:
         return found | ({f"with ep {ep}": c * largest.gathered(ep)} if ep > 1 else {})
 
     def other_ep(self) -> dict[str, Bytes]:
-        """Return the change of the trainer's peak without expert parallelism, by kind of memory.
+        """Return how another `ep` changes the trainer's peak memory, by kind of memory.
 
-        With `ep` 1, return the change with the largest `ep` of 8, 4 and 2 that divides the ranks.
-        Return {} for a dense model, or if this `ep` does not divide the experts.
+        The other `ep` is 1. If `ep` is 1, the other is the largest of 8, 4 and 2 that divides the
+        ranks. Return {} for a dense model, or if the other `ep` does not divide the experts.
         """
         mesh, moe = self.trainer.mesh, self.model.moe
         ranks = mesh.dp_shard * mesh.cp

@@ -11,15 +11,15 @@ from orrery.manifest.budget.parameters import ParameterCounts, count_parameters
 from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory, state_bytes
 from orrery.manifest.schema import Model, Trainer
 
-SHARE = 0.9  # share of the planned free memory to use, as plans have errors
+SHARE = 0.9  # share of planned free memory to use, because plans have errors
 
 
 @dataclass(frozen=True)
 class StateRooms:
     """Bytes of optimizer state that fit on the device, by block.
 
-    - `forward`, `head`, `backward`: bytes that fit during the block's forward pass, the LM head and
-      the block's backward pass, in the first micro-batch.
+    - `forward`, `head`, `backward`: bytes that fit in the first micro-batch, during the block's
+      forward pass, the LM head and the block's backward pass.
     - `arriving`: bytes that fit from the start of the block's backward pass in the last micro-batch
       to the end of the step.
     """
@@ -59,7 +59,7 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # Whole gradients wait between micro-batches. Only plan `last` counts their memory.
+    # Unsharded gradients stay in memory between micro-batches. Only plan `last` counts them.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
     # The most memory used from each moment to the end of the step.

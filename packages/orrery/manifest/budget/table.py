@@ -2,8 +2,8 @@
 
 - The model, the optimizer, precisions and the numbers of devices and rollouts are fixed.
 - For the trainer, the search varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For
-  engines, it varies replicas and tensor, data and expert parallelism. The cache fills the remaining
-  memory.
+  engines, it varies replicas and tensor, data and expert parallelism. The KV cache fills the
+  remaining memory.
 """
 
 import textwrap
@@ -33,8 +33,8 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # values that save memory. Each row add
     {"memory.optimizer_offload_resident": 0.0},
     {"memory.activation_offload": True},
 )
-SIZES = (0.5, 1, 2)  # micro-batches to try / the run's `max_tokens_per_micro_batch`
-EVERY = (1, 2)  # `activation_checkpointing_every` to try with "full"
+SIZES = (0.5, 1, 2)  # micro-batches to try, in multiples of `max_tokens_per_micro_batch`
+EVERY = (1, 2)  # `activation_checkpointing_every` to try with kind "full"
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 Changes = dict[str, Any]  # new values by field
@@ -44,8 +44,8 @@ Changes = dict[str, Any]  # new values by field
 class Proposal:
     """A layout of the trainer or of the engines.
 
-    `seconds`: time of a batch. `device_bytes`: memory of a device. `changes`: changed fields of
-    `manifest`.
+    `seconds`: time of a batch. `device_bytes`: planned memory on a device. `changes`: changed
+    fields of `manifest`.
     """
 
     seconds: float
@@ -57,7 +57,7 @@ class Proposal:
 def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
     """Return the fastest trainer layouts that fit, at most one per mesh and kind of checkpointing.
 
-    Constraints are checked last, because this takes longest.
+    Constraints are checked last, because this check is slow.
     """
     room, now = _room(run), RunPlan(run, tokens)
     if run.hardware.shared_devices:

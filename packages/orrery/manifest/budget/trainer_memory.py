@@ -1,6 +1,6 @@
 """Plan the bytes that torch allocates on a trainer rank at each moment of a step.
 
-No factor is fitted. Torch's allocator reserves more. Symbols:
+No factor is fitted to measurements. Torch's allocator reserves more. Symbols:
 
 n parameters of an FSDP unit (such as a block) gathered on a rank · s ranks that shard the unit
 T tokens of a micro-batch on a rank · V vocabulary size · D hidden size
@@ -38,9 +38,9 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# Bytes of an optimizer bucket on a rank: state, or weights if there is no state.
+# Size of an optimizer bucket on a rank, in bytes of state (of weights if there is no state).
 OFFLOADED_BYTES = 128 << 20  # large enough for the full rate of PCIe
-WHOLE_BYTES = 256 << 20  # for Muon, with and without offload, for equal results
+WHOLE_BYTES = 256 << 20  # for Muon. Equal with and without offload, for equal results
 NUM_SLOTS = 3  # buckets of offloaded state on the device at a time
 BATCH_VALUES = 1 << 27  # values that Muon orthogonalizes at a time, to bound memory
 MUON_COPIES = 4  # temporary bfloat16 copies of a batch of matrices in Muon
@@ -68,11 +68,11 @@ class _Results:
     """Bytes per token of a block's forward results.
 
     - `named`: results that selective checkpointing can keep, by their name in `keep`.
-    - `unread`: other results with these names. No backward pass reads them.
+    - `unread`: results that `keep` selects by the same names, but no backward pass reads.
     - `rest`: results without a name.
     - `for_attention`: recomputed results that only attention's backward pass reads.
-    - `of_attention`, `of_feed_forward`: results that the kind `modules` recomputes, one entry a
-      module. The feed-forward's backward pass holds one entry at a time.
+    - `of_attention`, `of_feed_forward`: results that the kind `modules` recomputes, with one entry
+      per module. The feed-forward's backward pass holds one entry at a time.
     """
 
     named: dict[str, int]
@@ -87,9 +87,8 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     """Return a block's activation bytes under the trainer's checkpointing.
 
     Without checkpointing, all results are kept. `modules` keeps all but `of_attention` and
-    `of_feed_forward`. `full` keeps the block's input (c·D). `selective` keeps this input, the
-    `named` results in `keep` and, unless compiled as one graph, the `unread` results of these
-    names.
+    `of_feed_forward`. `full` keeps the block's input (c·D). `selective` keeps this input and the
+    `named` results in `keep`. Unless the block is one graph, their `unread` results are kept too.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -123,7 +122,7 @@ def _activation_bytes_of_blocks(model: Model, trainer: Trainer) -> list[Activati
 
 
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
-    """Return the bytes per token of a block's results, with the module's symbols.
+    """Return the bytes per token of a block's results. The module docstring has the symbols.
 
         attention     c·h output · 4 per query head for log-sum-exps
         projections   c·(h + 2g) queries, keys, values · c·D output · c·2F gate and up
@@ -132,7 +131,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
         rest          c·2D normalised inputs · c·(h + g) rotated queries and keys, if `qk_norm`
                       · c·F activation · c·K·D rows in expert order · c·K·I activation · statistics
 
-    An adapter adds a result of width `rank`. In checkpointed blocks it adds a copy of the output.
+    A LoRA adapter adds a result of width `rank`, and in checkpointed blocks a copy of the output.
     Frozen projections without an adapter do not keep their input.
     """
     c, hidden = DTYPE_BYTES[trainer.compute_dtype], model.hidden_size
@@ -151,7 +150,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
     named = {"attention": c * h + 4 * model.num_heads, "experts": 0}
     inputs = c * (h + 2 * g) * copies("attention") + narrow("attention", 3)
-    # With cp, the core keeps exchanged copies of its inputs. These are not recomputed.
+    # With cp, attention keeps exchanged copies of its inputs. The copies are not recomputed.
     gathered, heads = 0, inputs if trainer.mesh.cp == 1 else 0
     if model.mla is not None:
         named["attention"], inputs, gathered, heads = _latent_results(model, trainer)
@@ -174,7 +173,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     modules = trainer.memory.recomputed_modules(layer)
     of_attention = {"norms": norms, "attention_projections": heads}
     if trainer.compile and model.mla is None and "attention_projections" in modules:
-        of_attention["norms"] = 0  # the compiler keeps values passed between modules
+        of_attention["norms"] = 0  # the compiler keeps results that another recomputed module reads
     norms = c * hidden * (reads_input("feed_forward") or not dense)
     rest += norms
     of_feed_forward = {"norms": norms}
@@ -201,8 +200,8 @@ def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]
     """Return latent attention's bytes per token: (output, inputs, gathered keys, recomputed).
 
     The inputs are `both` plus the larger of `dense` and `sparse`. `recomputed`: inputs that
-    `attention_projections` recomputes, if compiled without rotated queries (c·H·R).
-    H heads · R rotated width of a head · K rotated plus unrotated width (here not experts)
+    `attention_projections` recomputes. If compiled, these exclude rotated queries (c·H·R).
+    H heads · R rotated width of a head · K rotated plus unrotated width (not experts per token)
     V value width of a head · C latent width of keys · q latent width of queries
     k ratio `keys_per_query`
     output    c·H·max(V, C) output · 4·H log-sum-exps
@@ -276,9 +275,9 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     """Return the temporary bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    `tokens`: queries of a rank. For symbols, see `_latent_results`. Each pair has a 4-byte row
-    number. At most SPARSE_PAIRS pairs at a time also have c·(C + R) bytes of the key's gradient and
-    2·c·H of probabilities and gradients of logits. In float32, the backend holds no pairs.
+    `tokens`: number of a rank's queries. For symbols, see `_latent_results`. Each pair has a 4-byte
+    row number. At most SPARSE_PAIRS pairs at a time also have c·(C + R) bytes of the key's gradient
+    and 2·c·H bytes of probabilities and gradients of logits. In float32, the backend has no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
@@ -293,7 +292,7 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a context-parallel (cp) group in a step of `micro_batches` micro-batches.
+    """The work of a context-parallel (cp) group in a step.
 
     `tokens`: tokens of a micro-batch. `document_tokens`: tokens of the longest document.
     `merged_width`: bytes per value of the merged weights that LoRA runs send by NCCL or NIXL.
@@ -308,7 +307,7 @@ class Workload:
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
     """Return the trainer, with the optimizer of `stage` ("sft" or "rl"), and the workload.
 
-    The workload has samples of the greatest length.
+    All samples have the greatest length.
     """
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
@@ -423,8 +422,8 @@ class _StepPlan:
     def moments(self) -> Iterator[tuple[str, Bytes]]:
         """Yield (moment, bytes by category).
 
-        Weights, optimizer states and waiting gradients count at every moment. Without
-        `reshard_after_forward`, all blocks before i stay gathered, not only block i − 1.
+        Weights, optimizer state and gradients that wait for the optimizer count at every moment.
+        Without `reshard_after_forward`, all blocks before i stay gathered, not only block i − 1.
 
         LM head           activations of all blocks · gathered head and last block · head's gradient
                           (c·n) · logits · T·D·(3c + 4) hidden states and their gradient
@@ -563,13 +562,13 @@ class _StepPlan:
         return self.r * unit.gathered_trained(self.ep) if self.is_sharded else 0
 
     def reduced_gradient(self, unit: UnitParameters) -> int:
-        """Return the device bytes of a unit's reduced gradient: p·n / s or 0 with `cpu_offload`."""
+        """Return the device bytes of a unit's reduced gradient: p·n / s, 0 with `cpu_offload`."""
         return 0 if self.on_host else self.p * unit.trained // self.shards
 
     def earlier_gradient(self, unit: UnitParameters) -> int:
         """Return the device bytes of the unit's gradient from earlier micro-batches, if any.
 
-        With `reduce_gradients: step` the gradient is whole (r·n), otherwise reduced.
+        With `reduce_gradients: step` the gradient is unsharded (r·n), otherwise reduced.
         """
         if self.load.micro_batches == 1:
             return 0
@@ -587,8 +586,8 @@ class _StepPlan:
     def logits(self) -> int:
         """Return the bytes of logits if all T tokens are scored, in tiles of the vocabulary.
 
-        Without `lm_head_keeps_logits`, only the largest tile counts, with 6 bytes per logit. With
-        it, all logits take 4·T·V bytes, and the largest tile takes 2 more bytes per logit.
+        With `lm_head_keeps_logits`, all logits take 4·T·V bytes, and the largest tile takes 2 more
+        bytes per logit. Otherwise only the largest tile counts, with 6 bytes per logit.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         chunk = auto_chunk_tokens(self.device_bytes, vocab)

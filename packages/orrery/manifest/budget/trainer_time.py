@@ -2,8 +2,7 @@
 
 - FSDP's gathers and reductions overlap with computation. Exchanges of cp and ep do not. Compiled
   blocks fuse elementwise work.
-- Constants are fitted to profiled steps. `benchmarks/trainer/planned.py` prints the error of each
-  planned step.
+- Constants are fitted to profiled steps. `benchmarks/trainer/planned.py` prints the errors.
 """
 
 from collections.abc import Sequence
@@ -22,13 +21,13 @@ from orrery.manifest.devices import Rates
 from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
-SHARDING_SHARE = 2 / 3  # share of the memory rate that FSDP's copies reach during collectives
-LAUNCH_S = 0.7e-3  # least host seconds per block and micro-batch for both passes
+SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach during collectives
+LAUNCH_S = 0.7e-3  # least host seconds of a block and micro-batch, for both passes
 IDLE_SHARE = 0.015  # share of a step without work on the device
 EAGER = 2.5  # elementwise bytes without the compiler / with the compiler
 FORWARD_SHARE = 0.3  # share of the forward pass in a micro-batch's computation
-BOTH_WAYS = 0.75  # share of the host link's rate per direction if copies go both ways
-QUEUED_SHARE = 0.5  # share of computation that hides gathers with cp: exchanges wait for gathers
+BOTH_WAYS = 0.75  # share of the host link's rate in each direction, if both are in use
+QUEUED_SHARE = 0.5  # with cp, share of computation that hides gathers. Exchanges wait for gathers.
 
 
 @dataclass(frozen=True)
@@ -206,8 +205,8 @@ def _communication(
 ) -> tuple[float, float]:
     """Return a step's seconds of communication: (all, the part that computation does not hide).
 
-    `tokens`: tokens of the rank. `computing`: seconds of computation. Gathers and reductions
-    overlap with their pass, exchanges of cp and ep do not. `_optimizer_s` counts Muon's exchanges.
+    `tokens`: tokens of the rank. `computing`: seconds of computation. `_optimizer_s` counts Muon's
+    exchanges.
     """
     moved = traffic(model, trainer, counted, tokens)
     gather = moved.gather / link.shards + moved.gather_experts / link.experts
@@ -265,9 +264,9 @@ def _state_copies_s(
 ) -> float:
     """Return the seconds of copies of offloaded states that computation does not hide.
 
-    `room`: device bytes for states that arrive during the last backward pass and return during the
-    next step's first micro-batch. All other states arrive later, while as many bytes return. The
-    backward pass of the first micro-batch hides copies only if more micro-batches follow
+    `room`: device bytes for state that is copied in during the last backward pass, and out during
+    the next step's first micro-batch. All other state is copied in and out during the optimizer
+    step. The first micro-batch's backward pass hides copies only if more micro-batches follow
     (`has_more`).
     """
     link, backward_s = rates.host_link_bytes, (1 - FORWARD_SHARE) * micro_batch_s
@@ -277,10 +276,10 @@ def _state_copies_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return the values that Muon updates, the values of split matrices, and the operations.
+    """Return (number of values that Muon updates, values in split matrices, operations).
 
-    Split matrices are sharded within a matrix. The operations are those of one Newton-Schulz
-    iteration over all matrices.
+    Ranks hold parts of a split matrix. The operations are one Newton-Schulz iteration over all
+    matrices.
     """
     values, split, operations = 0, 0, 0.0
     for layer in range(model.num_layers):

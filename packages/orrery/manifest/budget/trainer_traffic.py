@@ -12,8 +12,8 @@ class Traffic:
     """Bytes that a rank sends.
 
     - `gather`, `reduction`: in one FSDP gather or reduction of all weights except experts.
-    - `gather_experts`, `reduction_experts`: in one FSDP gather or reduction of all experts. With
-      expert parallelism (`ep`), their FSDP group is smaller.
+    - `gather_experts`, `reduction_experts`: the same for all experts. With expert parallelism
+      (`ep`), the FSDP group of experts is smaller.
     - `cp`, `ep`: in a step's exchanges of context and expert parallelism.
     - `replicas`: in a step's all-reduce of gradients over `dp_replicate` replicas.
     """
@@ -69,10 +69,10 @@ def step_bytes(
 ) -> dict[str, dict[str, float]]:
     """Return the bytes of a step over all ranks, by collective and by link.
 
-    "links": bytes inside nodes. "network": bytes between nodes. `tokens`: tokens of a rank. A ring
-    leaves each node once. In an exchange, each rank sends equally many bytes to every other rank of
-    its group. If a group's ranks are `stride` apart, a node holds `devices_per_node` / `stride` of
-    them.
+    "links": bytes inside nodes. "network": bytes between nodes. `tokens`: tokens of a rank. In a
+    ring, one rank of each node sends to another node. In an exchange, each rank sends equally many
+    bytes to every other rank of its group. If a group's ranks are `stride` apart, a node holds
+    `devices_per_node` / `stride` of them.
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp
@@ -113,7 +113,7 @@ def step_bytes(
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return the number of values per token for each cp peer, over all layers and passes."""
+    """Return the number of values sent per token to each cp peer, over all layers and passes."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp

@@ -1,7 +1,7 @@
 # ruff: noqa: F401
 """The manifest: all settings that determine a run's result.
 
-- Every field is required, because reviewers do not see defaults.
+- Every field is required, so that reviewers see every value.
 - Hosts, partitions, mounts, ports and log levels are in the site's file.
 - Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
 """

@@ -1,7 +1,7 @@
 """Check constraints between fields. The other `*_constraints.py` files hold further constraints.
 
-Each function yields a sentence (field, value, rule, remedy) for each broken constraint, the most
-basic constraint first. `Manifest` raises the first sentence.
+Each function yields a sentence (field, value, rule, remedy) for each broken constraint. `Manifest`
+raises the first sentence.
 """
 
 import re
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # Snakemake's rules
 SEGMENT_BYTES = 16 << 20  # least bytes of a Mooncake segment per device
-KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # `kv_block_tokens` must be a multiple
+KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # `kv_block_tokens` must be a multiple of this
 
 _QWEN3 = {
     "rotary_fraction": (1.0,),
@@ -80,7 +80,7 @@ PARTS = {  # families whose models have this part
 
 
 def misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each broken constraint. Later checks rely on earlier ones."""
+    """Yield a sentence for each broken constraint. Later checks rely on earlier checks."""
     yield from _model_misfits(run.model)
     yield from trainer_field_misfits(run.trainer)
     yield from _inference_misfits(run.inference)
@@ -112,7 +112,7 @@ def misfits(run: "Manifest") -> Iterator[str]:
         yield "; ".join(found)
 
 
-# One part
+# Fields of one section
 
 
 def _model_misfits(model: Model) -> Iterator[str]:
@@ -267,7 +267,7 @@ def _task_misfits(tasks: Tasks) -> Iterator[str]:
             )
 
 
-# Several parts
+# Fields of several sections
 
 
 def _node_misfits(run: "Manifest") -> Iterator[str]:

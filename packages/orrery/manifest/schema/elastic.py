@@ -1,4 +1,4 @@
-"""Training at several sites, its constraints, and the constraints of `orchestrator.guests`."""
+"""Fields and constraints of training at several sites. Constraints of `orchestrator.guests`."""
 
 import json
 from collections.abc import Iterator
@@ -43,18 +43,17 @@ class Elastic(Record):
       `topology`. Δ is the weights at the start of the round minus the current weights.
     - `error_feedback`: add the codec's error of a round to the next Δ.
     - `weights` "tokens": weight a site's Δ by its number of tokens since its last exchange.
-    - `admission` "open": sites may join before any round. "closed": new sites may join only before
-      the first round.
-    - An exchange starts when all live members have arrived, or `grace_s` after `quorum` sites
-      (including a member) have arrived. A site that arrives later adds its Δ to the next round.
-    - `heartbeat_s`: time in which a site renews its lease twice.
+    - `admission` "open": sites may join before any round. "closed": only before the first round.
+    - An exchange starts when all live members (sites already admitted) have arrived, or `grace_s`
+      after `quorum` sites (including a member) have arrived. A late site adds its Δ to the next
+      round.
+    - `heartbeat_s`: a site renews its lease every half of this time.
     - `dead_after_s`: time without a heartbeat after which a site is dead.
-    - `voters`: at most this many sites keep the log of rounds.
+    - `voters`: limit on sites that run etcd, which keeps the log of rounds.
     - `fragments` F: layer i belongs to fragment i mod F. After every `inner_steps` / F steps the
       sites exchange one fragment, in turn (Streaming DiLoCo, arXiv 2501.18512).
-    - `delay_steps`: inner steps that a site takes while a fragment is exchanged. Then the
-      fragment's weights become `delay_merge` · own + (1 − `delay_merge`) · common weights. With 0
-      steps, the site waits for the exchange.
+    - `delay_steps`: inner steps that a site takes while a fragment is exchanged (0: it waits). Then
+      the fragment's weights become `delay_merge` · own + (1 − `delay_merge`) · common weights.
     - `snapshots`: copies of a site's state in shared memory, from which other sites recover.
     """
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 INDEXER_BLOCK_TOKENS = 64  # tokens that vLLM's indexers read at a time. Divides `kv_block_tokens`.
 CHOSEN_KEYS_BLOCK = 128  # chosen keys that FlashMLA reads at a time. Divides `top_k`.
-MOST_CHOICE_TOKENS = 16384  # limit on sequence length: a query's choice then takes 2 KiB
+MOST_CHOICE_TOKENS = 16384  # limit on sequence length, so that a query's choice takes ≤ 2 KiB
 
 
 def latent_misfits(model: Model, mla: MLA) -> Iterator[str]:

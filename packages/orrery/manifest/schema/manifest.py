@@ -1,4 +1,4 @@
-"""The manifest of a run. `constraints.py` checks that the manifest's fields fit together."""
+"""The manifest of a run. `constraints.py` checks that its fields fit together."""
 
 from typing import Annotated, Literal
 

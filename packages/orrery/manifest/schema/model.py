@@ -73,7 +73,7 @@ class CharacterTokenizer(Record):
 class PretrainedTokenizer(Record):
     """The tokenizer files beside the pretrained weights.
 
-    - `sha256`: output of `sha256sum FILES | sha256sum`. FILES are those that exist, in this order:
+    - `sha256`: output of `sha256sum FILES | sha256sum`. FILES: existing files, in this order:
       `chat_template.jinja`, `generation_config.json`, `special_tokens_map.json`, `tokenizer.json`,
       `tokenizer_config.json`.
     - `chat_template_kwargs`: arguments of the chat template, such as `enable_thinking`. Manifests
@@ -124,8 +124,8 @@ class Llama3RopeScaling(Record):
 class YarnRopeScaling(Record):
     """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn"): scaling of low frequencies.
 
-    - Frequencies with more than `fast_turns` turns in the original context are unchanged. Those
-      with fewer than `slow_turns` are divided by `factor`.
+    - Frequencies with more than `fast_turns` turns in the original context are unchanged.
+      Frequencies with fewer than `slow_turns` are divided by `factor`.
     - Let s(x) = 0.1 · x · log(factor) + 1. Attention scores are multiplied by s(score_scale)².
       Cosines and sines are multiplied by s(angle_scale) / s(score_scale).
     """
@@ -146,7 +146,7 @@ class Indexer(Record):
     """DeepSeek sparse attention: a query attends to the `top_k` tokens with the best scores.
 
     `types`: one value per layer. A "full" layer has an indexer. A "shared" layer attends to the
-    tokens that the layer before it attends to (GLM-5.1). Null: each layer has an indexer.
+    same tokens as the layer before it (GLM-5.1). Null: each layer has an indexer.
     """
 
     num_heads: PositiveInt

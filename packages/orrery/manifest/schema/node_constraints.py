@@ -1,4 +1,4 @@
-"""Check the nodes and the token exchange of engines, and the groups of nodes."""
+"""Check the constraints of engines' nodes and token exchange, and of groups of nodes."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

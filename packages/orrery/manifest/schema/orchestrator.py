@@ -79,7 +79,7 @@ Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="k
 
 
 class Evaluation(Record):
-    """The evaluation on held-out problems during RL, each time of one policy version.
+    """Evaluations on held-out problems during RL. Each evaluation uses one policy version.
 
     `stop_at`: RL ends successfully once the mean held-out reward reaches this value. Null: RL runs
     all steps.
@@ -92,7 +92,7 @@ class Evaluation(Record):
 
 
 class GuestEngines(Record):
-    """Engines of other sites, which come and go (`orrery lend`).
+    """Engines that other sites lend (`orrery lend`). They may join and leave at any time.
 
     - `max_sites`: limit on sites that lend engines at a time.
     - `lease_s`: time without a request after which a site is lost.
@@ -117,7 +117,7 @@ class Orchestrator(Record):
     """Sampling of rollouts, and the choice of rollouts to train on.
 
     - `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. These groups fill
-      the batch once `max_sampled_ratio` times `rollouts_per_batch` have been sampled.
+      the batch once `max_sampled_ratio` · `rollouts_per_batch` rollouts have been sampled.
     - `on_timeout`: effect of `rollout_timeout_s`. "failure": drop and count the rollout. "zero":
       give it the reward 0 in evaluations and in its group's baseline. A timed-out rollout is never
       trained.
@@ -144,7 +144,7 @@ class Tasks(Record):
     evaluation: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
 
 
-DIRECT_KINDS = ("nccl", "nixl")  # values of `Transport.weights` without files
+DIRECT_KINDS = ("nccl", "nixl")  # values of `Transport.weights` that use no files
 
 
 class Transport(Record):
@@ -153,8 +153,8 @@ class Transport(Record):
     - `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
       engine its slices (CUDA IPC within a host). "nixl": engines read these slices by RDMA.
       "adapters": files of the adapters (`trainer.lora`) only. Engines keep the initial weights.
-    - `routed_experts`: batches contain the engines' choice of experts, which the trainer replays
-      (R3).
+    - `routed_experts`: batches contain the engines' choice of experts, and the trainer uses it
+      (router replay, R3).
     """
 
     rollouts: Literal["zmq"]
@@ -196,7 +196,7 @@ class TextData(Record):
 
     - `path`: a file, or a folder whose files begin with `split` (`orrery fetch dataset`).
     - `num_shards`: document i is in shard i mod num_shards. With `trainer.elastic`, a site trains
-      one shard. Otherwise all shards are trained. Data ranks share the documents of each batch.
+      one shard. Otherwise all shards are trained.
     - `shard_by` "file": instead of document i, file i of the split is in shard i mod num_shards. A
       site needs only the files of its shard (`orrery fetch dataset NAME --shard K/N`).
     - `sha256`: hash of the file, or hash of the folder as `orrery fetch dataset` prints it.
@@ -208,7 +208,7 @@ class TextData(Record):
     column: str
     sha256: Sha256
     num_shards: Count
-    # Not written if None, so that the ids of older manifests stay valid.
+    # Omitted if None, so that the ids of older manifests stay valid.
     shard_by: Literal["file"] | None = Field(default=None, exclude_if=lambda found: found is None)
 
 

@@ -84,8 +84,8 @@ class AdamW(Record):
 class Muon(Record):
     """Muon for the blocks' matrices (Jordan et al. 2024), `rest` for all other weights.
 
-    Muon's updates have the root mean square of AdamW's updates (arXiv 2502.16982), so one learning
-    rate suits both.
+    Muon's updates are scaled to the root mean square of AdamW's updates (arXiv 2502.16982), so one
+    learning rate suits both.
     """
 
     kind: Literal["muon"]
@@ -155,7 +155,7 @@ Schedule = Annotated[
 
 
 class DppoLoss(Record):
-    """DPPO binary-TV mask with a squared-log-ratio penalty (`orrery.trainer.loss`)."""
+    """DPPO's binary total-variation mask with a squared-log-ratio penalty (`trainer/loss.py`)."""
 
     kind: Literal["dppo"]
     mask_low: Probability
@@ -164,7 +164,7 @@ class DppoLoss(Record):
 
 
 class Mismatch(Record):
-    """Bounds on the difference between engines and trainer. Null: no bound.
+    """Bounds on differences between engines' and trainer's log-probs. Null: no bound.
 
     Above `warn_*` the run logs a warning. Above `stop_*` the run ends.
 
@@ -297,7 +297,7 @@ class Trainer(Record):
       keys, and the trainer counts where its own choice differs.
     - `expert_bias_rate`: after each step, routers' biases move by this value towards an equal load
       of all experts (`trainer/expert_load.py`). Null: biases are frozen.
-    - `elastic`: several sites train one model. Null: one site trains it.
+    - `elastic`: several sites train one model. Null: one site.
     """
 
     mesh: Mesh
@@ -331,7 +331,7 @@ class Trainer(Record):
         return not self.needs_fsdp and self.param_dtype != self.compute_dtype
 
     def is_one_graph(self, model: Model) -> bool:
-        """Return whether a block is one graph of our own code, so its saved tensors are known."""
+        """Return whether a block is one compiled graph of our code, with known saved tensors."""
         return self.compile and not self.mesh.has_exchange and model.family != "hugging_face"
 
     @property

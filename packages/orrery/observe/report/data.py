@@ -1,8 +1,8 @@
 """Read a report's data once from a run directory.
 
 - If several attempts trained a step, the newest row counts. Spans come from the newest attempt.
-- Rows are stored as columns with eight bytes per number, so a run of weeks fits into memory.
-- A line with more than POINTS points is cut into equal pieces. Each piece is drawn as its mean
+- Columns store eight bytes per number, so the rows of a run of weeks fit into memory.
+- A plotted line with more than POINTS points is cut into equal pieces. A piece is drawn as its mean
   (rates and shares), its extremes (single values) or its largest value.
 """
 
@@ -220,13 +220,13 @@ class RunData:
     sft: Table
     validation: Table  # losses on held-out SFT examples
     compared: Table  # log-probs of trainer and engine for the last version
-    rounds: Table  # exchanges with other sites
+    rounds: Table  # weight exchanges with other sites
     batches: Table
     stopped_early: Table  # row of RL's early end at `evaluation.stop_at`
     evaluations: Table
     updates: Table
     engine_restarts: Table
-    refused_sites: Table  # sites that were refused for false answers
+    refused_sites: Table  # sites refused for false answers
     admission: Table  # rollouts in flight and their adaptive limit
     engines: Mapping[int, Table]  # load of each engine
     usage: Sequence[Row]
@@ -316,7 +316,7 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of work of all attempts at finished stages, except stages `left_out`."""
+    """Return the seconds of all attempts at finished stages, except stages `left_out`."""
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [
         row["last_s"] - row["first_s"]

@@ -1,7 +1,7 @@
 """Draw the report's figures. Each function returns a plotly figure, or None without data.
 
 - A function's docstring is the caption on the page.
-- A line has at most POINTS points, a role at most POINTS spans.
+- A line has at most POINTS points. The timeline has at most POINTS spans per role.
 - `layout.meta` holds the caption's sentences about omitted data.
 """
 

@@ -49,7 +49,7 @@ SECTIONS = (
 WIDE = {figures.reward, figures.timeline, figures.agreement, figures.admission, figures.processors}
 MAX_PAIRS = 8
 MAX_ROUNDS = 500
-POOR_REWARD = 0.5  # below it, the last line says where to find advice
+POOR_REWARD = 0.5  # below this reward, the summary says where to find advice
 
 
 def summary(run: RunData, wall_s: float, page: Path) -> str:
@@ -224,7 +224,7 @@ def render(run: RunData, wall_s: float) -> str:
 
 # Planned speed and memory of the RL stage (`orrery plan`) beside the measurements
 
-WARM = 2  # first rows to leave out, as their steps compile
+WARM = 2  # first rows to leave out, because their steps compile
 # Planned memory outside torch's peak of allocated bytes.
 NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 

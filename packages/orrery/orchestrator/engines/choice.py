@@ -2,9 +2,9 @@
 
 - A rank's cost is the number of prompt tokens missing from its cache, plus the number of tokens
   still to process for its requests in flight. The rank with the lowest cost gets the request.
-- A session thus stays on the rank that caches its earlier turns, unless another rank costs less.
-- The cache contents are estimated from the requests sent to each rank, per salt and token block.
-  The least recently used blocks are forgotten.
+- A session stays on the rank that caches its earlier turns, unless another rank costs less.
+- Cache contents are estimated from the requests sent to each rank, per salt and token block. The
+  least recently used blocks are forgotten.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK_TOKENS = 64
-MAX_BLOCKS = 1 << 20  # number of blocks that are remembered, over all ranks
+MAX_BLOCKS = 1 << 20  # limit on remembered blocks of all ranks
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -38,8 +38,8 @@ class EngineChoice:
     def __init__(self, num_ranks: Sequence[int], is_decoding: bool = False):
         """Take the number of ranks of each engine.
 
-        A request in flight adds its uncached tokens to its rank's load. If `is_decoding`, a request
-        adds all its tokens, because each decoding step reads their cache.
+        A request in flight adds its uncached tokens to its rank's load. If `is_decoding`, it adds
+        all its tokens, because each decoding step reads their cache.
         """
         self.addresses = [Address(e, r) for e, ranks in enumerate(num_ranks) for r in range(ranks)]
         self.owed_tokens = [0] * len(self.addresses)

@@ -1,11 +1,11 @@
-"""Call one vLLM server, or the router in front of several servers, and update one server's weights.
+"""Call a vLLM server or a router of several servers, and update a server's weights.
 
 - Every call has a deadline. No request is retried once it was sent.
 - Control calls (pause, update, abort, fingerprints) go to each engine directly, because a router
   forwards them to one engine only.
-- `update_engine` pauses, loads, attests, resumes, then checks the canary. Requests in flight wait,
-  and continue with the new weights on their old KV cache. After a failure before the resume, the
-  engine stays paused, so no token is sampled from unknown weights.
+- `update_engine` pauses, loads, compares digests (attests), resumes, then checks the canary.
+  Requests in flight wait, and continue with new weights on their old KV cache. After a failure
+  before the resume, the engine stays paused, so no token is sampled from unknown weights.
 """
 
 import time
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from orrery.wire.weight_wire import Published
 
 CONTROL_TIMEOUT_S = 120.0  # time limit of a control call except loads and aborts, scaled
-LOAD_TIMEOUT_S = 300.0  # time limit of a load, more than a weight wire waits for a peer, scaled
+LOAD_TIMEOUT_S = 300.0  # time limit of a load, longer than a weight wire waits for a peer, scaled
 QUERY_TIMEOUT_S = 10.0  # time limit of a call of health, metrics or abort
 # vLLM prepends this to request ids. An abort without the prefix returns 200 and has no effect.
 REQUEST_ID_PREFIX = "generate-tokens-"
@@ -127,7 +127,7 @@ class EngineClient:
         - `rank`: data-parallel rank that serves the request. None: the client chooses.
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
-        Raise EngineGone if the engine was lost. Raise GenerationFailed after other failures.
+        Raise EngineGone if the engine was lost, GenerationFailed after other failures.
         Samples that ended before the failure are delivered. Cancelling aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
@@ -163,7 +163,7 @@ class EngineClient:
                     *(chosen, take),
                 )
         except EngineGone as error:
-            # Ask for health: a healthy server also closes a kept connection after an error 500.
+            # A healthy server also closes a kept connection after an error 500.
             if await self.health():
                 raise GenerationFailed(
                     f"{self.name} closed the connection of {what}, but is healthy"
@@ -285,7 +285,7 @@ class EngineClient:
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return the last update's maximum seconds over workers, by part. Adapters give {}."""
+        """Return the seconds of the last update's parts, maxima over workers. Adapters give {}."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -293,7 +293,7 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free KV blocks of lost readers. `names`: request (NIXL) or transfer (Mooncake) ids."""
+        """Free lost readers' KV blocks. `names`: request ids (NIXL) or transfer ids (Mooncake)."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
@@ -318,7 +318,7 @@ class EngineClient:
         return status == 200
 
     async def death(self) -> str | None:
-        """Return why the server is unreachable or unhealthy. Return None if it is well or slow."""
+        """Return why the server is unreachable or unhealthy, or None if it is healthy or slow."""
         try:
             status, *_ = await self._get("/health", GenerationFailed)
         except EngineGone as error:

@@ -3,12 +3,12 @@
     prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ address of its KV blocks
     prompt, address ──▶ decode engine: reads the blocks, recomputes the last token, samples
 
-- Sampled tokens and versions are the decode engine's. The prompt's cache may be of an older
-  version, but not older than the version in the cache salt.
-- `choice` picks each engine's rank, as routers drop request ids and credentials.
+- The decode engine gives tokens and versions. The prompt's cache may be of an older version, but
+  not older than the version in the cache salt.
+- `choice` picks each engine's rank. Routers would drop request ids and credentials.
 - Requests with the same prompt, such as those of a group, share one prefill.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
-- A cancelled request still finishes its handover, so that no blocks stay until their lease expires.
+- A cancelled request still hands over its blocks, or they would stay until their lease expires.
 - A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
 """
 
@@ -27,7 +27,7 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Suffixes of a salt. ARRIVED: blocks that a decode engine surely holds. COMPUTED: its own blocks.
+# Salt suffixes to record a decode engine's blocks. ARRIVED: surely held. COMPUTED: self-computed.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0  # time limit to free blocks, scaled
@@ -53,7 +53,7 @@ class Peer:
 
 
 async def _do_not_look() -> None:
-    """Do nothing, because without restarts the first loss of an engine ends the run."""
+    """Do nothing. Without restarts, the first lost engine ends the run."""
 
 
 class DisaggregatedEngines:
@@ -68,10 +68,10 @@ class DisaggregatedEngines:
     ):
         """Share `engines` and `admitted` with the pool.
 
-        - `engines`: one prefill engine for each of `handovers`, then the decode engines.
+        - `engines`: a prefill engine for each of `handovers`, then the decode engines.
         - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap` with Mooncake, or {}.
         - `admitted`: indices of engines that get requests. `look` removes lost engines from it.
-        - `num_ranks`: number of data-parallel ranks of each engine. Empty: one rank each.
+        - `num_ranks`: data-parallel ranks of each engine. Empty: one rank each.
         """
         self.engines, self.handovers = engines, list(handovers)
         self._admitted = range(len(engines)) if admitted is None else admitted
@@ -80,7 +80,7 @@ class DisaggregatedEngines:
         ranks = num_ranks or [1] * len(engines)
         self._prefill_of = EngineChoice(ranks)
         self._decode_of = EngineChoice(ranks, is_decoding=True)
-        self._prompts: dict[Any, asyncio.Future[None]] = {}  # prompts in computation
+        self._prompts: dict[Any, asyncio.Future[None]] = {}  # prompts that are being computed
         self._prefilling: dict[str, bool] = {}
         self._unwanted: dict[EngineClient, list[str]] = {}  # names of KV caches without a reader
         self._background: set[asyncio.Task[None]] = set()
@@ -132,7 +132,7 @@ class DisaggregatedEngines:
     ) -> bool:
         """Return whether the decode engine computes the prompt. If so, record the prompt's blocks.
 
-        A decode engine has no routes of tokens whose blocks come from a prefill engine.
+        A decode engine lacks the routed experts of tokens that a prefill engine computed.
         """
         if not self._max_local_tokens:
             return False
@@ -286,7 +286,7 @@ class DisaggregatedEngines:
     async def _once_computed(
         self, key: Any, generate: Callable[..., Awaitable[Generation]], *args: Any, **options: Any
     ) -> Generation:
-        """Call `generate` once no other call computes the same prompt. Return its result.
+        """Wait for a running call with the same prompt, then return the result of `generate`.
 
         vLLM would compute the prompt again for each request that arrives before the first ends.
         """

@@ -38,7 +38,7 @@ class GenerationFailed(OrreryError):
 
 
 class OutOfConnections(RunFailed):
-    """This host could not open a connection before the call's deadline."""
+    """This host opened no connection before the call's deadline."""
 
 
 class EngineGone(RunFailed):
@@ -58,7 +58,7 @@ class VersionGone(UpdateInterrupted):
 
 
 class WeightsDiffer(UpdateFailed):
-    """An engine holds other weights than the published weights. The run must end."""
+    """An engine holds other weights than published. The run must end."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Generation:
 class TensorAttestation:
     """An engine's fingerprint of a tensor.
 
-    `how`: "resident" (read from the processed model) or "as_consumed" (taken while loading).
+    `how`: "resident" (of the loaded model) or "as_consumed" (of the received tensor).
     """
 
     fingerprint: int  # 64 bits, see `orrery.wire.fingerprint`
@@ -159,7 +159,7 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 def parse_generation(
     request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None
 ) -> Generation:
-    """Parse a response. Raise GenerationFailed if the response is malformed or incomplete."""
+    """Parse a response. Raise GenerationFailed if it is malformed or incomplete."""
     try:
         answer, routes = split(answer, routes_from or 0)
         generated = _decode_generated(answer)
@@ -275,7 +275,7 @@ NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
 
 class HttpServer:
-    """Client of one server."""
+    """HTTP client of one server."""
 
     def __init__(self, url: str, name: str, token: str | None) -> None:
         self.url, self.name, self._token = url, name, token
@@ -288,7 +288,7 @@ class HttpServer:
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
         """Return the session for generation if `keep_connection`, or for control calls if not.
 
-        Each control call opens a connection, because the server might be closing a kept connection.
+        A control call opens a new connection, because the server might be closing a kept one.
         """
         if keep_connection not in self._sessions:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}

@@ -4,8 +4,8 @@
 - Without restarts, the first engine failure ends the run.
 - With restarts, `recovery` fences a failed engine and readmits its next incarnation. The failed
   engine's requests raise EngineGone. While no engine serves, requests and updates wait.
-- The run still ends if an engine holds wrong weights, if every engine refuses an update, or if an
-  engine does not return.
+- The run still ends if an engine holds wrong weights or does not return, or if every engine refuses
+  an update.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Limit, to be scaled, for updating an engine after another's transfer was interrupted.
+# Time limit of a transfer after another engine's transfer was interrupted, scaled.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -65,7 +65,7 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """One engine. `incarnation` counts its processes, and is −1 before the first process listens.
+    """One engine. `incarnation` is the index of its process, or −1 before any process listens.
 
     `version` is the version that the engine holds, or None if it is fenced or does not listen yet.
     """
@@ -134,7 +134,7 @@ class EngineRegistry:
         self.wanted = version
 
     def took(self, index: int, incarnation: int, version: int) -> bool:
-        """Record that the engine holds `version`, attested. Return whether it may serve now."""
+        """Record that the engine has attested `version`. Return whether the engine may serve."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase is not Phase.STALE:
             return False
@@ -243,7 +243,7 @@ class EnginePool:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether enough engines get requests to generate."""
+        """Return whether the admitted engines suffice to generate."""
         if self.disaggregated is not None:
             return self.disaggregated.is_serving
         return bool(self.admitted)
@@ -265,8 +265,7 @@ class EnginePool:
         """Run `EngineClient.generate` on an engine that the router picks.
 
         Calls with an equal `share` may become one engine request (`SharedRequests`), so they may
-        differ in `request_id` and `session` only. Raise EngineGone if the engine was lost during
-        the call.
+        differ in `request_id` and `session` only. Raise EngineGone if the engine was lost.
         """
         if share is None or self.disaggregated is not None:
             return await self._asked(lambda front: front.generate(token_ids, **options))
@@ -368,8 +367,9 @@ class EnginePool:
     ) -> dict[int, BaseException]:
         """Update these engines. Return the failures by index.
 
-        On a direct wire, a lost engine interrupts the others, and they retry under the same lease.
-        If the version is gone by then, set `is_version_gone` and leave these engines paused.
+        On a direct wire, a lost engine interrupts the others' transfers, which are retried under
+        the same lease. If the version is gone, set `is_version_gone` and leave these engines
+        paused.
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None

@@ -1,9 +1,9 @@
 """Recover lost engines that the launcher restarts. `pool.EngineRegistry` has their state.
 
 - A lost engine is fenced: it gets no more requests, and the launcher is asked to kill it.
-- Its next incarnation is updated to the wanted version and attested before it gets requests.
-- A lost engine must serve again before its clock exceeds RETURN_S. The clock is reset while the
-  engine can only wait for the next version and other engines serve.
+- Its next process (incarnation) must load and attest the wanted version before it gets requests.
+- A lost engine must serve again before its clock exceeds RETURN_S. The clock stays 0 while
+  other engines serve and the engine waits for the next version.
 """
 
 import asyncio

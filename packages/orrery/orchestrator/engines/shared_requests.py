@@ -1,7 +1,7 @@
 """Send equal generation calls as one engine request for several samples, to save processor time.
 
-- Calls with the same key `share` have equal prompts and sampling options. If such calls begin in
-  one pass of the event loop, they become one request.
+- Calls with the same `share` have equal prompts and sampling options. They become one request if
+  they begin in one pass of the event loop.
 - Each call returns as soon as its sample ends.
 - The request is aborted once no call waits for it.
 """
@@ -52,7 +52,7 @@ class _Request:
 
 
 class SharedRequests:
-    """Collect calls of `generate` by `share`, and send each collection as one request."""
+    """Collect calls by `share`, and send each collection as one request."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""Judge from recomputed log-probs whether a site sampled with the weights that it names.
+"""Judge from recomputed log-probs whether a site sampled with the weights that the site names.
 
 - A rollout's mean and largest absolute difference from the recomputed log-probs are bounded. Each
   bound is a multiple of the 90th percentile over rollouts of the trainer's own engines, but at
   least a configured minimum.
 - Honestly sampled tokens have E[log p] = −entropy. Tokens of another model deviate over many
-  rollouts, even if their log-probs are true. The sum of log p + entropy, divided by its standard
+  rollouts, even if their log-probs are correct. The sum of log p + entropy, divided by its standard
   deviation, must stay within MAX_DEVIATIONS. The standard deviation is at least the root of the
   summed squares, so that a few unlikely tokens of a nearly certain policy are no evidence.
 """
@@ -17,11 +17,11 @@ import numpy as np
 from orrery.manifest.schema import GuestEngines
 from orrery.wire.recompute import Recomputed
 
-NUM_HONEST = 16  # least number of rollouts of the trainer's own engines to set a bound
+NUM_HONEST = 16  # rollouts of the trainer's own engines that a bound needs
 NUM_KEPT = 256
 QUANTILE = 0.9
 PEAK = 10.0  # least bound on the largest difference, divided by the least bound on the mean
-NUM_ROLLOUTS = 64  # number of newest rollouts of a site that are judged together
+NUM_ROLLOUTS = 64  # newest rollouts of a site that are judged together
 MAX_DEVIATIONS = 6.0
 
 

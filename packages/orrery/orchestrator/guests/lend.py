@@ -1,11 +1,10 @@
-"""Lend this site's engine to a run elsewhere: `python -m orrery.orchestrator.guests.lend`.
+"""Lend this site's engine to a run at another site: `python -m orrery.orchestrator.guests.lend`.
 
-- This site opens all connections: to the run's door at the port P, and for blocks to the port P + 1
-  and to other sites. With `listen`, this site serves its blocks too.
-- This site fetches a new version while it samples. Then it asks for no more jobs. When the open
-  request is answered and all samples have ended, the engine loads and attests the version. Each
-  sample is thus of one known version.
-- Only the door's certificate is compared with its address. Blocks are checked by their hashes.
+- The run's HTTPS server, the door, has port P. Port P + 1 and other sites serve blocks of weights.
+  This site opens all connections. With `listen`, it serves its blocks too.
+- The site fetches a new version while its engine samples. Then the site asks for no more jobs. The
+  engine loads the version once all samples have ended, so each sample has one known version.
+- TLS compares only the door's certificate with its address. Hashes verify the blocks.
 """
 
 import asyncio
@@ -56,7 +55,7 @@ from orrery.wire.weight_wire import Published
 
 T = TypeVar("T")
 START_S = 600.0  # time limit for the engine's start, scaled
-AWAY_S = 120.0  # time limit for the door to answer, with retries, scaled
+AWAY_S = 120.0  # time limit for the door to respond, with retries, scaled
 RETRY_S = 1.0
 CALL_S = 60.0
 
@@ -129,7 +128,7 @@ class Lender:
             ) from error
 
     async def _request(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        """Return the answer's body. Retry for AWAY_S while the door does not answer."""
+        """Return the response body. Retry for AWAY_S while the door does not respond."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + scaled(AWAY_S)
         while True:
@@ -190,7 +189,7 @@ class Lender:
                 continue
             finally:
                 self._is_asking = False
-                self._wake()  # `_renew` goes on once this coroutine waits, and then sees the jobs
+                self._wake()  # `_renew` runs at the next await, after `_running` got the new jobs
             if told.is_over:
                 self._ctx.log.info("the run is over")
                 return
@@ -219,7 +218,7 @@ class Lender:
             try:
                 await self._call("answer", Answers(self._lease, tuple(sent)), Noted)
             except LeaseOver:
-                continue  # `_ask` enters again, and the jobs are given to other sites
+                continue  # `_ask` enters again, and the run repeats these jobs
 
     # Jobs
 
@@ -231,7 +230,7 @@ class Lender:
     async def _sample(self, job: SampleJob) -> None:
         try:
             answer = await self._answer(job)
-            self._answers.append(answer)  # after the wait, as `_send` may replace the list
+            self._answers.append(answer)  # after the await: `_send` may replace the list during it
         except EngineGone as error:
             self._failure = error
         finally:
@@ -278,7 +277,7 @@ class Lender:
         try:
             place, num_bytes = await asyncio.to_thread(self._fetch, header, peers)
         except ElasticError as error:
-            self._ctx.log.warning("%s", error)  # `_ask` tries again
+            self._ctx.log.warning("%s", error)  # `_ask` retries
             return
         fetched_s = asyncio.get_running_loop().time()
         self._is_draining = True
@@ -291,7 +290,7 @@ class Lender:
             await update_engine(self._engine, published, Canary.of(self._ctx.manifest))
         finally:
             self._is_draining = False
-        if attempt == self._attempt:  # otherwise the weights may be of an earlier attempt
+        if attempt == self._attempt:  # else the weights may be of an earlier attempt
             self._version, self._digest = header.round, header.digest
         self._wake()
         remove_old(self._folder, 2)

@@ -1,7 +1,7 @@
 """Messages between the trainer's site and a site that lends an engine, in msgpack over HTTPS.
 
-The lending site sends every request. The site first enters, then asks for jobs and posts answers
-under its lease. Its name is the name in its certificate, never part of a message.
+The lending site sends all requests. It first enters and gets a lease. Then it asks for jobs and
+posts answers, with the lease's number. The site's name comes from its TLS certificate.
 """
 
 import msgspec
@@ -10,10 +10,10 @@ import numpy as np
 from orrery.elastic.door import Terms
 from orrery.manifest.errors import OrreryError
 
-MAX_ANSWERS = 32  # largest number of answers in a message
-MAX_REASON = 300  # largest number of characters of a reason
-POLL_S = 1.0  # longest wait for jobs
-LEAST_LOGPROB = -50.0  # least accepted log-prob. Rarer tokens are under one in 10^16 draws
+MAX_ANSWERS = 32  # answers in one message
+MAX_REASON = 300  # longest reason, in characters
+POLL_S = 1.0  # longest wait of an `Ask` for jobs
+LEAST_LOGPROB = -50.0  # least accepted. All rarer tokens together are under one in 10^16 draws
 
 
 class GuestRefused(OrreryError):
@@ -25,7 +25,7 @@ class LeaseOver(Exception):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """`listen`: ADDRESS:PORT where this site serves weights to others, or ""."""
+    """`listen` is the ADDRESS:PORT where this site serves weights to other sites, or ""."""
 
     terms: Terms
     release: dict[str, str]  # versions of the engine's packages
@@ -34,14 +34,14 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """`attempt` names the run's attempt. Another attempt's versions have other weights."""
+    """`attempt` is a random id. Another attempt's versions have other weights."""
 
     lease: int
     attempt: str
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """`version`, `digest`: weights that the engine attested. `room`: number of jobs to take."""
+    """`version`, `digest`: the weights in the engine. `room`: largest number of jobs to send."""
 
     lease: int
     version: int
@@ -61,7 +61,7 @@ class SampleJob(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """The newest version that the site may fetch, and the `peers` that serve its blocks."""
+    """The newest version that the site may fetch, and `peers` that serve the version's blocks."""
 
     version: int
     peers: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Noted(msgspec.Struct, frozen=True):
 
 
 def max_body_bytes(max_tokens: int) -> int:
-    """Return the size of a site's longest message: MAX_ANSWERS answers of `max_tokens` tokens."""
+    """Return the size limit of a message: MAX_ANSWERS answers of `max_tokens` tokens."""
     return MAX_ANSWERS * (8 * max_tokens + 1024) + (64 << 10)
 
 
@@ -100,8 +100,8 @@ def check_answer(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the answer's tokens i32 [n] and log-probs f32 [n].
 
-    Raise GuestRefused if no honest engine sends this answer. `version` is the site's version when
-    the site took the job.
+    Raise GuestRefused if a correct engine cannot give this answer. `version` is the site's version
+    when it took the job.
     """
     tokens, logprobs = _array(answer.token_ids, np.int32), _array(answer.logprobs, np.float32)
     num, stops = len(tokens), np.isin(tokens, job.stop_token_ids)

@@ -3,14 +3,13 @@
     generate ─▶ waiting ─▶ a site's jobs ─answer─▶ arrived ─verified─▶ the caller's Generation
                    └──────────┴── lease over, failure, false answer ──▶ None: our engines sample
 
-- "Our engines" are those of the run that asks.
-- Messages renew a valid lease. Answers to unknown jobs and repeated answers have no effect.
-- All answers of a site that arrive during a check form the next window. A random share of the
-  window is recomputed, at least one answer of each version. The whole window waits for the result.
-- Answers do not count if their version's weights are gone before the check.
+- "Our engines" belong to the run itself. Their log-prob differences set the bounds for answers.
+  Sites get no jobs before these bounds are known.
+- A site's answers that arrive during a check form its next window. A random share of them, at least
+  one per version, is recomputed. The whole window waits for the result.
+- Answers are dropped if their version's weights are removed before the check.
 - A false answer drops the window and the site's rollouts that wait for a batch. The site is
   refused until its line in `refused_sites.json` is removed.
-- No job is given before the spread of our engines' log-prob differences is known.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ from orrery.wire.weight_wire import Published
 
 LEAST = 8  # least number of jobs to give at a time, unless fewer wait
 TAKE_S = 2.0  # time after which our engines sample a job that no site has taken
-MAX_OWN_CHECKS = 2  # limit of own samples in verification, once the spread is known
+MAX_OWN_CHECKS = 2  # samples of our engines to recompute at a time, once `spread` is known
 SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which our engines sample a job
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
@@ -66,7 +65,10 @@ class GuestPool:
         note: Note,
         refused: dict[str, str] | None = None,
     ) -> None:
-        """`check(version, prompt, tokens, temperature)` recomputes log-probs. `note` logs rows."""
+        """`check(version, prompt, tokens, temperature)` recomputes log-probs.
+
+        `note` writes a metrics row.
+        """
         spec = manifest.orchestrator.guests
         assert spec is not None
         self._spec, self._manifest = spec, manifest
@@ -86,7 +88,7 @@ class GuestPool:
         self._waiting: deque[GuestJob] = deque()
         self._changed = asyncio.Event()
         self._num_home = 0
-        self._last = "", False  # the last share, and whether other sites draw it
+        self._last = "", False  # the last key `share`, and whether other sites sample it
         self._own_checks: set[asyncio.Task[None]] = set()
 
     # Calls of the orchestrator
@@ -109,8 +111,8 @@ class GuestPool:
     ) -> Generation | None:
         """Return a sample from another site, or None if our engines have to sample it.
 
-        Consecutive calls with one `share` all go to other sites or all to our engines, so that
-        few engines compute their prompt.
+        Calls with the same key `share` have equal prompts. Consecutive ones all go to other sites
+        or all to our engines, so that few engines prefill the prompt.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
@@ -143,7 +145,7 @@ class GuestPool:
     async def draw_here(
         self, draw: Awaitable[Generation], token_ids: Sequence[int] | np.ndarray, temperature: float
     ) -> Generation:
-        """Return a sample of our engines. Add the differences of some samples to `spread`."""
+        """Return a sample of our engines. Add log-prob differences of some samples to `spread`."""
         self._num_home += 1
         try:
             found = await draw
@@ -160,7 +162,7 @@ class GuestPool:
         return found
 
     def want(self, version: int, digest: str) -> None:
-        """Announce a version, whose snapshot is published, to all sites."""
+        """Announce a version to all sites. Its snapshot is already published."""
         self.digests[version] = digest
         self.registry.want(version)
         self._wake()
@@ -186,7 +188,7 @@ class GuestPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Requests of sites, whose names are authenticated
+    # Requests of sites. TLS has authenticated `name`
 
     def enter(self, name: str, entry: Entry, now_s: float) -> Entered:
         self.check_allowed(name)
@@ -203,7 +205,7 @@ class GuestPool:
         return Entered(site.lease, self._attempt)
 
     async def ask(self, name: str, ask: Ask, poll_s: float) -> Told:
-        """Return new jobs, a new version and cancelled jobs. Wait for them at most `poll_s`."""
+        """Return jobs, the version to fetch and cancelled jobs. Wait at most `poll_s` for news."""
         site, end_s = self._site(name, ask.lease), time.monotonic() + poll_s
         self._attest(site, ask)
         while True:
@@ -231,7 +233,7 @@ class GuestPool:
         for answer in answers.answers:
             own = site.jobs.get(answer.id)
             if own is None or own.result.done() or any(own is each for each, _ in site.arrived):
-                continue  # late, repeated, or of another site
+                continue  # late, repeated, or another site's job
             self._take(site, own, answer)
         if site.arrived and site.checking is None:
             site.checking = asyncio.create_task(self._check_windows(site))
@@ -251,7 +253,7 @@ class GuestPool:
         return site
 
     def _attest(self, site: GuestSite, ask: Ask) -> None:
-        """Record the site's version. Refuse the site if it has another digest for the version."""
+        """Record the version in the site's engine. Refuse the site if the digest differs."""
         if ask.version not in self.digests or ask.version == self.registry[site.index].version:
             return
         if self.digests[ask.version] != ask.digest:
@@ -326,7 +328,7 @@ class GuestPool:
         self._note(event="guest_lost", site=site.name, why=why)
 
     def _refuse(self, site: GuestSite, why: str) -> None:
-        """Fence the site for good, drop its rollouts, and raise GuestRefused."""
+        """Fence the site permanently, drop its rollouts, and raise GuestRefused."""
         num_held = len(site.arrived)
         num_waiting = self.on_refused(self.first_index + site.index)
         self.num_dropped += num_held + num_waiting
@@ -362,7 +364,7 @@ class GuestPool:
     async def _verify(
         self, site: GuestSite, window: Sequence[tuple[GuestJob, Generation]]
     ) -> set[int]:
-        """Refuse the site for a false answer. Return the versions whose weights are removed."""
+        """Refuse the site if an answer is false. Return versions whose weights were removed."""
         removed: set[int] = set()
         for version in {own.version for own, _ in window}:
             group = [each for each in window if each[0].version == version]

@@ -1,4 +1,4 @@
-"""The sites that lend engines: their entry, leases, versions, and peers that serve weights."""
+"""Sites that lend engines: their entry, leases, weight versions, and peers to fetch from."""
 
 import asyncio
 import random
@@ -17,10 +17,10 @@ from orrery.orchestrator.engines.pool import EngineRegistry, Phase
 from orrery.orchestrator.guests.evidence import SiteEvidence
 from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused, SampleJob
 
-MAX_CANCELLED = 4096  # number of cancelled jobs' ids to keep for a site
+MAX_CANCELLED = 4096  # cancelled job ids to keep for a site
 FETCH_S = 10.0
-OPEN_S = 2.5  # time after a request for which a site counts as open
-CHANCE = random.SystemRandom()  # sites must not foresee which answers are recomputed
+OPEN_S = 2.5  # time after its last request in which a site counts as open
+CHANCE = random.SystemRandom()  # so that sites cannot predict which answers are recomputed
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class GuestSite:
     seen_s: float = 0.0
     told: int = START_VERSION  # newest version announced to the site
     told_s: float = 0.0
-    room: int = 0  # number of further jobs that the site takes
+    room: int = 0  # further jobs that the site takes
     jobs: dict[str, GuestJob] = field(default_factory=dict)
     cancelled: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CANCELLED))
     arrived: list[tuple[GuestJob, Generation]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class GuestSite:
 
 
 class SiteTable:
-    """Sites by name. A site's index in `registry` stays when the site enters again."""
+    """Sites by name. A site that enters again keeps its index in `registry`."""
 
     def __init__(self, manifest: Manifest, terms: Terms, release: dict[str, str]) -> None:
         spec = manifest.orchestrator.guests
@@ -107,8 +107,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        At most as many sites fetch a version at a time as serve the version, including the
-        trainer's site. A fetch counts for FETCH_S. A new entry does not restart this time.
+        The number of sites that fetch a version is at most the number that serve it, including
+        the trainer's site. A site counts as fetching for FETCH_S, even if it enters again.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:

@@ -1,6 +1,6 @@
 """`orrery bench trainer`: measure a trainer's speed and memory on synthetic batches.
 
-This file fits a manifest to the machine and makes the batches. `__main__.py` starts one process
+This file applies options to a manifest and makes the batches. `__main__.py` starts one process
 per device. `rank.py` times the steps. `report.py` reports the times.
 """
 
@@ -31,7 +31,7 @@ from orrery.wire.columns import Columns
 from orrery.wire.packing import is_padded
 from orrery.wire.routed_experts import route_shape
 
-# Default options by the run's name.
+# Non-default options, by run name.
 SFT = {"loss": "sft"}
 ROWS: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_16k": SFT,
@@ -105,7 +105,7 @@ class BenchRequest:
 
 
 def make_request(manifest: Manifest, options: Options) -> BenchRequest:
-    """Fit `manifest` to `options`. Raise OrreryError if they do not fit."""
+    """Apply `options` to `manifest`. Raise OrreryError for options that do not fit it."""
     model = _fit_layers(manifest.model, options)
     base = _stage_trainer(manifest, options)
     trainer = _merge_options(manifest, base, model, options)
@@ -209,7 +209,7 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
 
 
 def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
-    """Fit dp_shard to the number of devices, then ep. Fields in `given` stay unchanged."""
+    """Set dp_shard to use all `devices`. Reduce ep to fit, unless it is in `given`."""
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
         fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))
@@ -251,7 +251,7 @@ def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Colu
 
 
 def _document_lengths(request: BenchRequest, rng: np.random.Generator) -> np.ndarray:
-    """Return document lengths that fill one micro-batch, including padding if the model pads.
+    """Return document lengths that fill one micro-batch. Padding counts, if the model pads.
 
     Variable lengths are log-uniform in [longest / 16, longest].
     """
@@ -284,7 +284,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.options.loss == "rl":
-        # Use the log-prob of a new network, so that importance ratios stay finite.
+        # A random network gives about this log-prob, so importance ratios stay finite.
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),
@@ -303,7 +303,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """Return routes [tokens, layers, K] of equal load: each token takes the next K experts."""
+    """Return expert ids [tokens, layers, K] of equal load: each token gets the next K experts."""
     shape = route_shape(model)
     assert shape is not None
     experts = np.arange(num_tokens * shape.top_k) % shape.num_experts

@@ -202,7 +202,7 @@ def keep_trace(trace: Path, folder: Path, request: BenchRequest) -> None:
 def run_ranks(request: BenchRequest, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
     """Run one process per device, and return their results in rank order.
 
-    If a process fails, kill all and raise RunFailed with its error or its log's end.
+    If a process fails, kill all. Raise RunFailed with the error or the end of the log.
     """
     import torch.distributed as dist
 

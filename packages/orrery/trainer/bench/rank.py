@@ -1,6 +1,6 @@
 """Measure one rank: `python -m orrery.trainer.bench.rank FOLDER`.
 
-Weights are random. After the timed steps, rank 0 profiles one step. Each rank writes its numbers or
+Weights are random. After the timed steps, rank 0 profiles one step. Each rank writes its results or
 its error to `FOLDER/rank.<n>.json`.
 """
 
@@ -54,14 +54,14 @@ IDLE = "idle"
 COMMUNICATION = "communication"
 COPIES = "copies"
 _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|b)?mm_?$"
-# (kind, pattern of the kernel's name, pattern of an open host range). The first match decides.
+# (kind, pattern of kernel name, pattern of a host range around the launch). The first counts.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # before "optimizer": kernel names match both
+    ("sharding copies", None, r"FSDP::"),  # before "optimizer", which matches these kernels too
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
-    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # these names may list any operator
+    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # these names list fused operators
     ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
     ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
     ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
@@ -142,7 +142,7 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
         model, trainer = request.model, request.trainer
         text = describe_error(error, rank, step, model, trainer, request.load, size)
         return {"out_of_memory": text}
-    destroy_world(world)  # not after an error, because collectives are then in flight
+    destroy_world(world)  # only here: after an error, collectives may be in flight
     return answer
 
 
@@ -160,7 +160,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """Time `count` steps. A step ends when the host continues, perhaps before the device stops."""
+    """Time `count` steps. A step ends when `learn` returns. Only the last waits for the device."""
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
     totals = [count_totals(each, world) for each in batches]
@@ -223,7 +223,7 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict. If there is a GPU, fill the dict on exit with the means of CLOCK_FIELDS."""
+    """Yield a dict. On exit, fill it with a GPU's mean CLOCK_FIELDS."""
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
@@ -270,8 +270,8 @@ def mean_clocks(text: str) -> dict[str, float] | None:
 class Phases:
     """The seconds of one step, divided by kind, by pass and by kernel.
 
-    `by_kind` counts only exposed communication and adds up to `step_s`. `by_pass` counts
-    overlapping kernels twice. `longest` lists kernels as (name, kind, seconds, count).
+    `by_kind` adds up to `step_s`, so it has only exposed communication. `by_pass` adds times of
+    overlapping kernels. `longest` lists kernels as (name, kind, seconds, count).
     """
 
     step_s: float
@@ -295,7 +295,7 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies in one direction. `hidden_s` of their `seconds` overlapped with computation."""
+    """Copies to or from the host. `hidden_s`: the part of `seconds` that computation overlaps."""
 
     num_bytes: int
     num_copies: int
@@ -306,8 +306,8 @@ class HostCopies:
 def divide_step(events: list[Event], step: str) -> Phases:
     """Divide the time of the host range `step`. Raise ValueError if the trace lacks it.
 
-    Each instant counts for one kind, in this order: computation, copies, communication, idle.
-    Parallel computations share an instant equally. Without a GPU host operators count.
+    Time with several kinds counts for the first of computation, copies and communication. Kinds of
+    computation share it equally. Without a GPU, host operators replace kernels.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]
@@ -328,7 +328,7 @@ def divide_step(events: list[Event], step: str) -> Phases:
 
 
 def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
-    """Return the step's copies by direction. Return {} for a trace without GPU kernels."""
+    """Return the step's host copies by direction. Return {} for a trace without GPU kernels."""
     begin, end = _step_window(events, step)
 
     def union(found: list[Event]) -> Spans:
@@ -353,7 +353,7 @@ def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
 
 
 def kind_of(name: str, around: Iterable[str]) -> str:
-    """Return a kernel's kind. `around` are the host ranges open at its launch."""
+    """Return a kernel's kind. `around`: names of the host ranges around its launch."""
     around = tuple(around)
     for kind, own, outer in _RULES:
         if own is not None and not re.search(own, name):
@@ -364,7 +364,7 @@ def kind_of(name: str, around: Iterable[str]) -> str:
 
 
 def _stage_of(around: tuple[str, ...]) -> str:
-    """Return the pass. Recomputation counts as backward, and the loss as forward."""
+    """Return the pass. Recomputation belongs to "backward", and the loss to "forward"."""
     if any("ptimizer.step" in one for one in around):
         return "optimizer"
     return "backward" if any(one.startswith("autograd::engine") for one in around) else "forward"
@@ -429,7 +429,7 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
-        edges.sort(key=lambda edge: edge[:3])  # at equal times, inner ends come first
+        edges.sort(key=lambda edge: edge[:3])  # at equal times, ends come first, inner before outer
         open_ranges: list[Event] = []
         clock = 0.0
         for at, opens, _, event in edges:
@@ -454,7 +454,7 @@ def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, fl
         if at > clock:
             active = [each for each, count in running.items() if count]
             owners = [each for each in active if each not in (COPIES, COMMUNICATION)]
-            if not owners:  # KINDS lists copies before communication
+            if not owners:  # copies first, as in KINDS
                 owners = active[:1] or [IDLE]
             for owner in owners:
                 time_us[owner] += (at - clock) / len(owners)

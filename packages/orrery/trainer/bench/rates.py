@@ -1,8 +1,8 @@
 """`orrery bench rates`: measure this machine's rates, for `manifest/rates/<device>.json`.
 
-- A rate is the median of several runs of a matrix product, an expert product, attention or a copy.
-- Link rates need two devices. With one device they come from the data sheet, and `source` says so.
-  On a CPU two processes copy over gloo.
+- A rate is the median of several runs of a matrix product, grouped product, attention or copy.
+- Link rates need two devices. With one device, the rates that plans used before stay, and `source`
+  says so. On a CPU, two processes copy over gloo.
 """
 
 import argparse
@@ -210,7 +210,7 @@ def host_bytes(num_bytes: int, device: torch.device) -> float:
 
 
 def link_rates(kind: str, num_bytes: int) -> tuple[float, float]:
-    """Return bytes/s of a send, and of an all-gather during matrix products, of two processes."""
+    """Return bytes/s between two processes: (a send, an all-gather during matrix products)."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()

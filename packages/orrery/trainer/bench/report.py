@@ -1,7 +1,7 @@
-"""Write a measurement as JSON and as a table beside the expected time.
+"""Return a measurement as a JSON object, and print it beside the expected times.
 
 A step takes as long as its slowest rank. Tokens per second are the median over steps. MFU is
-relative to the data sheet's rate.
+relative to the data sheet's bf16 rate.
 """
 
 import os
@@ -70,7 +70,7 @@ def result(
     first = answers[0]
     accelerator = accelerator_of(first["device"])
     device = None if accelerator is None else DEVICES[accelerator]
-    # Predict the last timed step: the profiled step may have documents of other lengths.
+    # Predict the last timed step. The profiled step may have other document lengths.
     predicted = expected(request, first["steps"][-1]["lengths"], accelerator)
     counted = count_parameters(model, trainer.lora)
     planned = plan_memory(model, trainer, request.load, first["device_bytes"], counted)
@@ -127,7 +127,7 @@ def result(
 def _work(
     request: BenchRequest, every: list[list[int]], device_s: float, device: Device | None
 ) -> dict[str, float | None]:
-    """Return the operations, rates and MFU of these steps, by name in `WORK`.
+    """Return FLOPs, rates and MFU of the steps, under the names in `WORK`.
 
     `every`: document lengths by step. `device_s`: mean seconds of a step, summed over devices.
     """
@@ -223,7 +223,7 @@ def _time_by_kind(phases: dict[str, Any], predicted: dict[str, float]) -> Table:
 def expected(
     request: BenchRequest, lengths: Sequence[int], accelerator: str | None
 ) -> dict[str, float] | None:
-    """Return the predicted seconds of a step. None: unknown device or network."""
+    """Return a step's predicted seconds by kind, or None for an unknown device or network."""
     if accelerator is None or not is_counted(request.model):
         return None
     model, trainer, load = request.model, request.trainer, request.load

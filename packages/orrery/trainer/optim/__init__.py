@@ -1,6 +1,6 @@
 """Build the manifest's optimizer.
 
-Norms and biases have no weight decay: it would pull the gain of a norm towards zero.
+Norms and biases have no weight decay, which would pull a norm's gain towards zero.
 """
 
 from torch import nn

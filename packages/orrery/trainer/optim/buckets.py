@@ -1,4 +1,4 @@
-"""Cut groups of weights into buckets, ranges of `FlatShards`. Define the class of update rules."""
+"""Cut groups of weights into buckets (ranges of `FlatShards`), and define `UpdateRule`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ ALIGNMENT = 128  # shards start at multiples of this many values, for vectorised
 class WeightPart:
     """A part of one weight, with its gradient and state on the device.
 
-    Tensors are flat. If the rule needs whole shards, they are whole local shards.
+    Tensors are flat slices, or whole local shards if the rule `needs_whole_shards`.
     """
 
     source: nn.Parameter

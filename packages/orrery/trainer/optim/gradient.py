@@ -20,7 +20,7 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
     if not isinstance(weight, DTensor):
         return {}
     return {
-        axis: placement.dim  # not only `Shard`: with ep, FSDP makes strided shards
+        axis: placement.dim  # also strided shards, which FSDP makes with ep
         for axis, placement in enumerate(weight.placements)
         if hasattr(placement, "dim")
     }
@@ -49,7 +49,7 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
     if (replicas := world.axis_size("dp_replicate")) > 1:
-        # Replicas sum in different orders. Unequal norms would let their weights diverge.
+        # Average, because replicas' norms differ by rounding and would let weights diverge.
         dist.all_reduce(total, group=world.group("dp_replicate"))
         total /= replicas
     return total.sqrt().float()

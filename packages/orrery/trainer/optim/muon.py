@@ -123,10 +123,7 @@ def gate_up(policy: nn.Module, name: str) -> GateUp:
 
 
 def groups(spec: Muon, policy: nn.Module, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
-    """Return the block matrices as a group for Muon, then the other weights as groups for AdamW.
-
-    `weights` are some or all parameters of `policy`, by name.
-    """
+    """Return the block matrices as a group for Muon, then the other weights as groups for AdamW."""
     matrices = {name: weight for name, weight in weights.items() if is_block_matrix(name, weight)}
     fused = {one: gate_up(policy, name) for name, one in matrices.items() if FUSED.search(name)}
     rest = {name: weight for name, weight in weights.items() if name not in matrices}
@@ -146,7 +143,7 @@ class MatrixShard:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Return (rows, columns) of a matrix of `source`. If `fused`, count the gate alone."""
+        """Return (rows, columns) of a matrix of `source`. If `fused`, return the gate's."""
         *_, rows, columns = self.source.shape
         if self.fused is None:
             return rows, columns
@@ -239,7 +236,7 @@ def _stack(one: MatrixShard) -> Tensor:
 
 
 def _orthogonalize_gathered(one: MatrixShard, num_steps: int) -> Tensor:
-    """Orthogonalize matrices split along several mesh axes. Each rank gathers and computes all."""
+    """Orthogonalize matrices split along several mesh axes. Each rank computes them whole."""
     whole, placements = one.whole(_stack(one))
     stack = whole if whole.ndim == 3 else whole.unsqueeze(0)
     [done] = _orthogonalize_whole([stack], [one.fused], num_steps)
@@ -301,7 +298,8 @@ def _orthogonalize_split(
 ) -> list[Tensor]:
     """Orthogonalize stacks [B, M, N] that ranks split along M or N.
 
-    An owner rank gathers each matrix and returns the results (Dion, arXiv 2504.05295).
+    Each matrix has an owner rank, which gathers it and sends back parts of the result (Dion, arXiv
+    2504.05295).
     """
     group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     ranks = range(num_ranks)

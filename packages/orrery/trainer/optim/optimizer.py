@@ -1,7 +1,6 @@
 """Update groups of weights in buckets, each group by its own rule.
 
 State is sharded like its weight. It exists before the first step, so that checkpoints can load it.
-A weight without a gradient does not change.
 """
 
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ class BucketedOptimizer:
         bucket_bytes: int | None = None,
         resident: float = 0.0,
     ):
-        """`resident`: fraction of each group's state that stays on the device despite `offload`."""
+        """Keep the fraction `resident` of each group's state on the device despite `offload`."""
         self._rate = 1.0
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._prepared: list[list[WeightPart]] = []
@@ -85,7 +84,7 @@ class BucketedOptimizer:
             parts = prepared[index] if is_prepared else self._parts(bucket, windows)
             if parts:
                 device = parts[0].weight.device
-                if device not in divisors:  # copy once: fused kernels copy with a sync
+                if device not in divisors:  # fused kernels would copy with a sync
                     divisors[device] = None if divisor is None else divisor.to(device)
                 rate = group.lr * self._rate
                 group.rule.update(parts, rate, group.weight_decay, divisors[device])

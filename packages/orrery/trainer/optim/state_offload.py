@@ -5,9 +5,8 @@ direction on its own stream. `StateStream` copies in during the backward pass of
 micro-batch, and out during the next step's first micro-batch. The memory plan
 (`manifest/budget/state_rooms.py`) gives the device memory for slots.
 
-An AdamW step on the host would move 30 bytes a weight through host memory and 6 over PCIe. Copies
-move 16 through host memory and 8 over PCIe each way. Copies are faster, because a node's GPUs share
-host memory.
+The GPU updates weights, because all GPUs of a node share host memory. AdamW on the host would move
+30 bytes per weight through host memory, and 6 over PCIe. Copies move 16, and 8 over PCIe each way.
 """
 
 from collections import deque
@@ -163,9 +162,9 @@ class StateOffload:
 
 
 class StateStream:
-    """Call `fill` and `drain` in hooks of `blocks`, with the free device memory of the plan.
+    """Call `fill` and `drain` in hooks of `blocks`, with the memory that the plan leaves free.
 
-    `one`: plan of steps with one micro-batch. `many`: plan of steps with several micro-batches.
+    `one`: plan of steps with one micro-batch. `many`: plan of steps with several.
     """
 
     def __init__(

@@ -2,8 +2,9 @@
 
 1. Context parallel replaces `Attention.core`, or `keys` in latent attention.
 2. Expert parallel replaces the token exchange and shards the experts.
-3. Checkpointing wraps blocks or modules (`recomputed_modules.py`). Compilation wraps blocks.
-4. Activation offload wraps blocks, because it moves the activations that they save.
+3. Compilation wraps blocks. Activation checkpointing wraps blocks or `recomputed_modules.py`'s
+   modules.
+4. Activation offload wraps blocks, because it moves the activations that blocks save.
 5. FSDP2 comes last, because its hooks must run outside all other wrappers.
 """
 

@@ -1,8 +1,8 @@
 """Keep tensors saved for the backward pass in pinned host memory.
 
 While block i computes, tensors of the `max_in_flight` blocks before it are copied to the host
-(forward pass) or back (backward pass), each direction on its own stream. Weights, small, shared and
-non-dense tensors, and tensors of the last block stay on the device.
+(forward pass) or back (backward pass), each direction on its own stream. The device keeps weights,
+small and non-dense tensors, arguments that blocks share, and all tensors of the last block.
 """
 
 from collections import defaultdict, deque

@@ -1,8 +1,7 @@
 """Run blocks under activation checkpointing and torch.compile.
 
 - A checkpointed block keeps its input. With `selective` it also keeps results of named operations.
-  Other blocks keep all, or all but some modules'.
-- Equal blocks share one compilation. The checkpoint wraps one graph (`fullgraph`). If ranks
+- Equal blocks share one compilation: one graph (`fullgraph`) with the checkpoint inside. If ranks
   exchange tokens or keys inside a block, the checkpoint wraps several graphs instead.
 - torch compiles the first micro-batch length as a constant, and the second as a symbol.
 - `keep` stores numbers that the host read from the device. `recall` returns them, so recomputation
@@ -161,8 +160,8 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 def without_view(x: Tensor) -> Tensor:
     """Return x as a base tensor (no view) of the same memory. The gradient passes through.
 
-    FSDP passes views, but activation offload returns base tensors. Forward pass and recomputation
-    would get different graphs of a function compiled inside a checkpoint.
+    FSDP passes views, but activation offload returns base tensors. A function compiled inside a
+    checkpoint would get one graph for the forward pass and another for the recomputation.
     """
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 

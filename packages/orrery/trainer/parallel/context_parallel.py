@@ -58,7 +58,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
     """Call `observe` in forward passes with each replaced module's output (or gathered keys).
 
-    The backward pass computes the output's gradient before ranks exchange gradients.
+    The output's gradient is computed before ranks exchange gradients.
     """
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore | GatheredKeys):
@@ -96,7 +96,7 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Cut each document into 2·num_ranks equal pieces. Return piece `rank`, counted from each end.
+    """Return pieces `rank` and 2·num_ranks − 1 − `rank` of each document's 2·num_ranks pieces.
 
     Offsets count this rank's two pieces of each document. All ranks have equal offsets and work.
     """
@@ -158,7 +158,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
 def _routes(
     routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the choices of tokens `source`. Padding has none: its mismatches would count twice."""
+    """Return tokens' choices of experts or keys. Padding has none, to count mismatches once."""
     if routes is None:
         return None
     here = routes[source]

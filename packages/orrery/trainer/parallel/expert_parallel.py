@@ -1,4 +1,4 @@
-"""Expert parallel: each ep rank holds 1/ep of every layer's experts, and tokens travel to them.
+"""Expert parallel: each ep rank holds 1/ep of every layer's experts, and receives their tokens.
 
 `apply` replaces `MixtureOfExperts.exchange` and makes expert parameters DTensors with Shard(0) on
 the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gradient covers all ep
@@ -202,7 +202,7 @@ class HostLengths:
 class DeepEpExchange(nn.Module):
     """Exchange by DeepEP (https://github.com/deepseek-ai/DeepEP) in bfloat16, over NVLink and RDMA.
 
-    The gradient of `dispatch` is `combine`, and vice versa. Raise OrreryError without deep_ep.
+    The gradient of `dispatch` is `combine`, and vice versa.
     """
 
     eager = ("forward",)  # not compiled (`blocks.py`)

@@ -80,7 +80,7 @@ def _prefetch(policy: Policy) -> None:
 
 
 def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
-    """Choose the reductions of the next backward pass. `last`: whether it ends the step."""
+    """Choose the reductions of the next backward pass. `last`: the step's last pass."""
     if not isinstance(policy, FSDPModule):
         return
     if spec.reduce_gradients == "step":

@@ -4,7 +4,6 @@
 - One all-to-all sends gradients to their keys' ranks, to be summed in float32 and in rank order.
 - Tokens lie in zig-zag order (`context_parallel.zigzag`), so all ranks score equally many keys.
 - Indices of keys and offsets in layers' `Documents` refer to the stream of all padded documents.
-- Recomputation does not gather a frozen indexer's keys: the forward pass saves the chosen keys.
 
 t: queries of this rank · S = R·t: keys of all ranks · K: keys that this rank reads. K is S if keys
 stay latent, and (R + ½)·t if dense attention expands them.

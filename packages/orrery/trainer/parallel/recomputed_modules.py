@@ -1,10 +1,10 @@
 """Run named modules of a block again in the backward pass (`ModuleCheckpointing`).
 
-- Each such call runs under torch's `checkpoint`. Only the call's inputs are kept.
-- A call's results are not kept either, even if later operations save them. In a compiled graph
-  torch's partitioner sees to this, except for results that another such call reads.
-- Outside one graph, hooks on saved tensors replace each result by its autograd node. The result is
-  saved in the node, inside the checkpoint.
+- Each call of such a module runs under torch's `checkpoint`, which keeps only the call's inputs.
+- Later operations would save the call's results. In one compiled graph, torch's partitioner avoids
+  this, except for results that another such call reads.
+- Otherwise, hooks on saved tensors replace each result by its autograd node, which saves the result
+  inside the checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ def apply(policy: Policy, trainer: Trainer) -> None:
 
 
 def _methods(block: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (name in the manifest, module, method) of all that can be recomputed."""
+    """Yield (name in the manifest, module, method) of each recomputable method."""
     for module in block.modules():
         match module:
             case TransformerBlock():
@@ -62,7 +62,7 @@ class _Calls:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
-        self._results: dict[int, Tensor] = {}  # by address, until the forward pass ends
+        self._results: dict[int, Tensor] = {}  # by storage address, until the forward pass ends
 
     def run_block(self, *args: Any, **kwargs: Any) -> Any:
         pack, unpack = blocks.storage_of_results()
@@ -96,7 +96,7 @@ def _save_results(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Saved(torch.autograd.Function):
-    """Return x, and save it. `recomputed`: x in the backward pass, from first to last use."""
+    """Return x, and save x. `recomputed`: x from its first to its last use in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The meshes of a trainer's ranks: their axes, innermost last, and the data that they distribute.
+"""Build the device meshes of a trainer's ranks. The last axis of a mesh is the innermost.
 
-    mesh          dp_replicate × dp_shard × cp       documents, shared by a cp group
+    mesh          dp_replicate × dp_shard × cp       documents, each split over a cp group
     fsdp_mesh     [dp_replicate ×] fsdp              weights. fsdp = dp_shard · cp
     expert_mesh   dp_replicate × expert_fsdp × ep    experts. expert_fsdp · ep = fsdp
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 COLLECTIVE_DEADLINE_S = 600.0
-JOIN_DEADLINE_S = 600.0  # time limit to form the group, with slow imports
+JOIN_DEADLINE_S = 600.0  # time limit to form the process group, slow imports included
 COLLECTIVE_BLOCKS = 16  # default of NCCL_MAX_CTAS
 
 
@@ -149,7 +149,7 @@ def _divide_multiprocessors() -> None:
 
 
 def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
-    """Build the meshes. A collective. Raise RunFailed if the group's size is not the mesh's."""
+    """Build the meshes. A collective. Raise RunFailed if `mesh` has another number of ranks."""
     if (found := dist.get_world_size()) != mesh.world_size:
         size = f"dp_replicate·dp_shard·cp = {mesh.world_size}"
         raise RunFailed(f"trainer.mesh: {size}, but {found} ranks are here")
@@ -211,7 +211,8 @@ def all_to_all(
 ) -> tuple[Tensor, ...]:
     """Exchange rows: the first `sent[0]` go to rank 0 of `group`, the next to rank 1, and so on.
 
-    Return tensors with `arriving[r]` rows from each rank r, in rank order. None: equal numbers.
+    Return tensors with `arriving[r]` rows from each rank r, in rank order.
+    By default, all ranks exchange equally many rows.
     """
     num_rows = None if arriving is None else sum(arriving)
     results = [

@@ -1,7 +1,7 @@
 """Send new policy versions from the trainer to the engines.
 
-- A marker file announces each version, with a fingerprint of every tensor in the trainer's memory.
-  Version numbers only rise.
+- A marker file announces each version. It holds a fingerprint of every tensor, computed in the
+  trainer's memory. Version numbers only rise.
 - Kind `files`: rank 0 gathers and writes whole tensors, and engines read them.
 - Kind `adapters`: like `files`, but only LoRA adapters, with PEFT's names. lora_B includes the
   scale.

@@ -4,9 +4,9 @@
   store's address and a secret that is never sent.
 - A TCPStore has no authentication, so each value carries an HMAC-SHA256 of its key and content.
   Another program can read values and stop the run, but not forge a value.
-- Each engine rank writes its arrival for a transfer. Then rank 0 publishes an order with all engine
-  ranks ("members") and the number of their process group ("generation"). A new group forms only
-  when the members change, or after a failure.
+- Each engine rank writes its arrival for a transfer. When all have arrived, rank 0 publishes an
+  order with the engine ranks ("members") and the number of their process group ("generation"). A
+  new group forms only when the members change, or after a failure.
 - All waits of a transfer end when the key CURRENT has another number, or a failing rank has written
   `failed/<transfer>`.
 """
@@ -34,10 +34,10 @@ from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 ADDRESS = "wire.json"  # file with the store's address, on direct wires only
 CURRENT = "current"  # key of the current transfer's number. 0: none
 MEET_S = 120.0  # time limit for a value of another rank
-FOREVER_S = 10.0**7  # time limit of waits that end only with the store
+FOREVER_S = 10.0**7  # time limit of waits that end only when the store closes
 ARRIVAL_S = 120.0  # time limit from the arrival of one engine rank to the next
 DONE_S = 300.0  # time limit for the result of a trainer rank
-LOOK_S = 0.5  # time limit of a blocking wait, before polling, in a transfer
+LOOK_S = 0.5  # a wait in a transfer blocks this long, then polls
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -198,7 +198,7 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Open the store on `host` and write its address into `folder`. Keep the returned store."""
+    """Open the store on `host` and write its address into `folder`. Keep the store alive."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # By default the store would listen on all interfaces.
@@ -256,7 +256,7 @@ def this_host() -> str:
 
 
 class Coordinator:
-    """Coordinate transfers, in a thread of trainer rank 0. A new transfer ends the previous."""
+    """Coordinate transfers, in a thread of trainer rank 0. A new transfer ends the previous one."""
 
     def __init__(self, store: StoreConnection, leases: LeaseTable) -> None:
         self._store, self._leases = store, leases

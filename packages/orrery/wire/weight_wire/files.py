@@ -1,7 +1,7 @@
 """Send weights as safetensors files: the trainer writes the files, every engine maps them.
 
 - The folder has mode 0700. On one node it is in shared memory, on several in the run's folder.
-- `version_<n>/00000.safetensors …`: the tensors, in shards of at most SHARD_BYTES, or one tensor.
+- `version_<n>/00000.safetensors …`: shards of at most SHARD_BYTES, or of one larger tensor.
 - `version_<n>.json`: the marker, written last. Readers look only for markers.
 - The publisher keeps the newest `keep` versions, and removes a marker before its files. A mapped
   file stays readable.
@@ -44,7 +44,7 @@ def remove_weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> None:
 
 
 def own(folder: Path) -> None:
-    """Create `folder` as private. Raise OrreryError if it is a link or another user's."""
+    """Create `folder` with mode 0700. Raise OrreryError if it is a link or another user's."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise OrreryError(
@@ -194,7 +194,7 @@ class WeightWatch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        # Identity and content of the newest marker file.
+        # (`nfs.identity`, content) of the newest marker file.
         self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:
@@ -226,7 +226,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
-    # NFS may show the marker before the folder. A newer version may have replaced the folder.
+    # NFS may show the marker first, so wait, unless a newer version may have replaced the folder.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))

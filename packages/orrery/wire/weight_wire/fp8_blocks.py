@@ -1,10 +1,11 @@
 """Weights in FP8 on a wire: values in e4m3, and a float32 scale for each block of 128 × 128.
 
 - Matrix `x` is sent as tensors `x` and `x` + SCALE, with half the bytes of bfloat16.
-- The engine's model takes bfloat16 (`decode`), and quantizes it to exactly the sent tensors.
+- The engine decodes the tensors to bfloat16 (`decode`). Its model then quantizes the result to
+  exactly the sent tensors.
 - Scales are equal, because 448 · scale rounds to the block's largest bfloat16 magnitude.
-- Values are equal, because bfloat16 changes a value by at most 2⁻⁹ of it, less than half a step of
-  e4m3, 2⁻⁵.
+- Values are equal, because rounding to bfloat16 changes a value by at most 2⁻⁸ of itself. Half a
+  step of e4m3 is larger, at least 2⁻⁵.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,7 +47,7 @@ def in_blocks(box: Box) -> Box:
 
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
-    """Return bfloat16 numbers [N, K] of values [N, K] and scales [N/128, K/128]."""
+    """Return values [N, K] times their blocks' scales [N/128, K/128], in bfloat16."""
     # Lower the least scale, because 448 · LEAST_SCALE rounds up in bfloat16 and exceeds 1e-4.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
@@ -60,7 +61,7 @@ def decode(value: Tensor, scale: Tensor) -> Tensor:
 
 
 def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors. Decode FP8 tensors to bfloat16 once values and scales have come.
+    """Yield all tensors. Decode FP8 tensors to bfloat16 once both values and scales have arrived.
 
     Raise OrreryError if values or scales are missing.
     """
@@ -103,7 +104,7 @@ def with_scales(
 
 
 class SliceDecoder:
-    """Decode slices of a direct wire. Scales must come before or with their values."""
+    """Decode slices of a direct wire. Scales must precede their values, or share their bucket."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], device: torch.device) -> None:
         self._tensors, self._device = tensors, device

@@ -138,7 +138,7 @@ class LeaseTable:
             return Transfer(number, request.version, request.engines)
 
     def admit(self, transfer: Transfer) -> str:
-        """Start the transfer, and keep the weights until `finish`. Return "" or a refusal."""
+        """Return "" and make `settle` wait until `finish`, or return the reason for a refusal."""
         with self.changed:
             if transfer.version != self._open:
                 return f"version {transfer.version} {GONE}"

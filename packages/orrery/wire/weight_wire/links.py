@@ -160,11 +160,6 @@ def _first_line(error: Exception) -> str:
 
 
 # Messages that a target reads from a source's bucket
-#
-# The source announces a filled message in the store. It may overwrite that part of its bucket once
-# the target has acknowledged the message. A pair's message numbers rise over all transfers of a
-# group, so messages are not confused. CUDA IPC uses NVLink if available. The reader maps the memory
-# on its own device, because it does not know the source's device number.
 
 
 class MessageReady(msgspec.Struct):
@@ -181,7 +176,11 @@ class Reader(Protocol):
 
 
 class PullSender:
-    """A source's end. `offer` is the store key of its buckets, removed by `close`."""
+    """A source's end: announce filled messages in the store, and wait for acknowledgements.
+
+    A pair's message numbers rise over all transfers of a group, so messages are not confused.
+    `offer` is the store key of the source's buckets, removed by `close`.
+    """
 
     def __init__(
         self,
@@ -298,6 +297,11 @@ def open_handle(handle: IpcHandle, num_bytes: int, device: torch.device) -> Tens
 
 
 class IpcReader:
+    """Read buckets by CUDA IPC, over NVLink if available.
+
+    `device` is the reader's, because the source's device number is unknown.
+    """
+
     def __init__(
         self, store: StoreConnection, generation: int, source: int, device: torch.device
     ) -> None:
@@ -318,10 +322,7 @@ class IpcReader:
         self._buckets = []
 
 
-# NIXL
-#
-# Both ends register their buckets once per process group. A source publishes its NIXL metadata and
-# its buckets' addresses in the store.
+# NIXL. A source publishes its metadata and bucket addresses in the store.
 
 PROGRESS_US = 20_000  # maximum sleep of NIXL's progress thread without traffic
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
@@ -369,6 +370,8 @@ def wait_for_progress() -> None:
 
 
 class RegisteredBuckets:
+    """Buckets that both ends register with NIXL, once per process group."""
+
     def __init__(self, name: str, buckets: Sequence[Tensor]) -> None:
         api = load_nixl()
         if buckets[0].device.type == "cpu":
@@ -455,7 +458,7 @@ class NixlReader:
 
 
 class SenderLink:
-    """A source's end. Targets in `pulling` read its buckets. Others get messages over the group.
+    """A source's end. Targets in `pulling` read its buckets. The group sends to other targets.
 
     After `close`, all waits at the targets fail.
     """
@@ -482,7 +485,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """A target's end. It reads the buckets of sources in `pulled`. Others send over the group."""
+    """A target's end. It reads buckets of sources in `pulled`. Other sources use the group."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None

@@ -200,7 +200,10 @@ def aligned_bytes(box: Box, itemsize: int) -> int:
 
 
 def schedule(moves: Sequence[Move], itemsize: Mapping[str, int], bucket_bytes: int) -> Rounds:
-    """Put each slice into the first round with space at source and target. Keep the order."""
+    """Put each slice into the first round with space at source and target.
+
+    A rank's slices keep their order.
+    """
     rounds: Rounds = []
     sent: dict[tuple[int, int], int] = defaultdict(int)
     received: dict[tuple[int, int], int] = defaultdict(int)
@@ -355,7 +358,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before`: the boxes of each lower rank, which are not counted again."""
+        """`held_before`: the boxes of each lower rank."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0

@@ -4,7 +4,7 @@
   sends slices while the weights stay unchanged. Before the optimizer step, `settle` withdraws the
   version and waits for its lease (`leases.py`).
 - `WeightReceiver.receive` fingerprints and yields a version's slices round by round. Use a round's
-  bucket before you request the next round, because the request lets its bytes be overwritten.
+  bucket before you request the next round, because the request allows overwriting the bucket.
 - A failed transfer closes its process group, so no process waits for a failed rank. A trainer rank
   whose thread failed raises WireFailed at its next `publish`, and rank 0 also in `settle`. A
   receiver raises TransferFailed.
@@ -503,7 +503,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Messages in flight would keep connections open, and peers would wait.
+        # Forget messages in flight, which would keep connections open and peers waiting.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
