@@ -65,7 +65,7 @@ DIFFERENT = [  # family, key of config.json, value there, the sentence
     ("qwen3", "hidden_act", "gelu",
      'config.json says hidden_act "gelu", and this family computes with "silu" only. Choose'),
     ("qwen3", "model_type", "qwen2",
-     'model.family "qwen3": config.json says model_type "qwen2", which is not its "qwen3". Choose'),
+     'model.family "qwen3": needs model_type "qwen3", but config.json has "qwen2". Choose'),
     ("qwen3", "max_position_embeddings", 128,
      "model.max_positions 256: config.json says max_position_embeddings 128. Write 128, or"),
     ("qwen3", "rope_scaling", YARN,

@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # most bytes per TLS lock acquisition, so that waits are short
+SLICE = 1 << 17  # maximum number of bytes per TLS lock acquisition, so that waits are short
 SLAB = 1 << 23  # bytes per allocation; numpy requests huge pages from 4 MiB up
 FLUSH_S = 5.0  # time limit for sending queued frames after `close`
 

@@ -15,7 +15,7 @@ NO_ROUND = -1  # no round yet: the first round has number 0
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """A site's versions, memory and state."""
+    """A site's manifest, code, protocol, codecs and free memory, and its last round."""
 
     manifest: str  # id of the manifest
     code: str  # digest of the code

@@ -31,7 +31,7 @@ from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
 ELECTION_S = 4.0  # longest leader election, with one split vote
-EXPIRY_S = 2.0  # longest time from a lease's end until other sites begin a round
+EXPIRY_S = 2.0  # maximum time from a lease's end until other sites begin a round
 RETRY_WATCH_S = 0.5
 
 

@@ -233,7 +233,7 @@ class EtcdSite:
 
     def _step(self) -> None:
         if self.server is not None and self.server.data.exists() and not self.server.is_running:
-            self.server.start()  # before any call, as this may be the only coordinator
+            self.server.start()  # start before any call: it may be the only coordinator
         members = self._members()
         voters = [name for name, (_, is_learner) in members.items() if not is_learner]
         if set(voters) != set(self.client.endpoints):

@@ -25,8 +25,8 @@ from orrery.elastic.links import PeerLinks
 from orrery.elastic.routes import ring_order
 from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
 
-PIECE = 1 << 18  # most values per frame
-TIMEOUT_S = 600.0  # longest wait for a frame
+PIECE = 1 << 18  # maximum number of values per frame
+TIMEOUT_S = 600.0  # maximum wait for a frame
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ from orrery.runtime.timing import scaled
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0  # time limit of each socket call, scaled
-MAX_STRANGERS = 32  # most accepted connections with an unfinished handshake
-UNSENT = 1 << 17  # most unsent bytes per socket, so that other connections send the rest
+MAX_STRANGERS = 32  # maximum number of accepted connections with an unfinished handshake
+UNSENT = 1 << 17  # maximum of unsent bytes per socket, so that other connections send the rest
 CONGESTION = b"bbr"  # TCP congestion control that keeps its rate under random packet loss
 WINDOW = 8 << 20  # bytes of a send buffer, enough for 0.4 Gb/s at a round trip of 100 ms
 KERNEL = Path("/proc/sys/net")
 CHUNK = 1 << 18
-WAIT_S = 60.0  # longest wait for the pair's second site
+WAIT_S = 60.0  # maximum wait for the pair's second site
 Pair = tuple[int, int, int, int]  # epoch, lower rank, higher rank, lane
 
 
@@ -153,7 +153,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack BBR
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        sock.getpeername()  # raises if the peer has gone; `wrap_socket` would leak the socket
+        sock.getpeername()  # fails if the peer has gone; in `wrap_socket` that leaks the socket
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:
         sock.close()

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 60.0  # time limit for connecting to all peers; scaled, like the next two
 PING_S = 2.0
-SILENCE_S = 15.0  # longest silence of a live peer
+SILENCE_S = 15.0  # maximum silence of a live peer
 RETRY_S = 0.2
 QUIET_S = 1.0  # pause between round and speed probe, because other sites may still exchange
 MAX_REFUSALS = 10  # refused dials before a peer counts as dead; a site listens before it joins

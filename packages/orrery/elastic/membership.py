@@ -78,9 +78,9 @@ class RoundPace:
 
     founders: int = 1  # fewest sites in the first round
     quorum: int = 1  # fewest sites in later rounds
-    grace_s: float = 600.0  # longest wait for stragglers after the quorum has arrived
-    suspect_s: float = 4.0  # longest wait for a member that a peer reports as lost
-    exchange_s: float = 600.0  # longest wait for other members' reports
+    grace_s: float = 600.0  # maximum wait for stragglers after the quorum has arrived
+    suspect_s: float = 4.0  # maximum wait for a member that a peer reports as lost
+    exchange_s: float = 600.0  # maximum wait for other members' reports
 
 
 class LogMembership:

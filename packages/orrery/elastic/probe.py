@@ -12,7 +12,7 @@ import numpy as np
 from orrery.elastic.connection import Bytes, Header, PeerConnection
 
 PROBE_S = 0.5
-PROBE_BYTES = 1 << 26  # most bytes sent to one peer
+PROBE_BYTES = 1 << 26  # maximum number of bytes sent to one peer
 FRAME = np.zeros(1 << 16, np.uint8)
 ANSWER_S = 5.0  # time limit of the answer; a slow link must empty its buffers first
 FASTEST = 4000  # highest reported Mb/s, as processors limit faster links

@@ -37,7 +37,7 @@ from orrery.elastic.types import ElasticError
 HANDSHAKE_S = 5.0
 SILENCE_S = 20.0
 ANSWER_S = 300.0  # time limit of an answer, against peers that send a byte at a time
-MAX_STRANGERS = 64  # most connections with an unfinished handshake
+MAX_STRANGERS = 64  # maximum number of connections with an unfinished handshake
 POLL_S = 0.2
 LANES = 2  # connections to a peer: one block arrives while another is hashed
 MAX_HEADER_BYTES = 64 << 20

@@ -12,7 +12,7 @@ from functools import cache
 from orrery.elastic.types import Epoch
 
 GAIN = 1.25  # smallest speed ratio for which a path changes
-MOST_EXACT = 10  # most sites for the exact search
+MOST_EXACT = 10  # maximum number of sites for the exact search
 
 
 @cache

@@ -112,7 +112,7 @@ class _Torch:
 
 
 class _OnDevice(torch.Tensor):
-    """A KV-cache tensor that vLLM accepts as a device tensor."""
+    """A CPU tensor of KV blocks. vLLM asserts that the cache is on a device, so `is_xpu` is set."""
 
     is_xpu = True  # type: ignore[assignment]
 

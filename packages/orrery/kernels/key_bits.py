@@ -8,7 +8,7 @@ query's document.
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**24  # most bits in memory at a time: 128 MiB as int64
+CHUNK_ELEMENTS = 2**24  # maximum number of bits in memory at a time: 128 MiB as int64
 
 
 def engine_keys(

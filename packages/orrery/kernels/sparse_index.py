@@ -20,7 +20,7 @@ Backend = Literal["deep_gemm", "triton", "plain"]
 
 HAS_TRITON = find_spec("triton") is not None
 CHUNK_KEYS = 4096
-CHUNK_ELEMENTS = 2**24  # most products q_th · k_s at a time: 64 MiB in float32
+CHUNK_ELEMENTS = 2**24  # maximum number of products q_th · k_s at a time: 64 MiB in float32
 
 
 @torch.no_grad()

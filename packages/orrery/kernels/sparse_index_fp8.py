@@ -23,9 +23,9 @@ HEADS, WIDTH = (32, 64), 128  # numbers of heads, and width, that DeepGEMM accep
 MIN_AMAX = 1e-4  # smallest amax of a head or key, as in vLLM
 SCALE_BYTES = 4
 MOST_CHOSEN = 2048  # largest top_k that cuDNN accepts
-CHUNK_ELEMENTS = 2**26  # most scores of a chunk: 256 MiB
+CHUNK_ELEMENTS = 2**26  # maximum number of scores of a chunk: 256 MiB
 CHOICES = 3  # top-k calls per chunk. cuDNN's buffer, 8 bytes per score, covers a third of a chunk
-QUANTIZED = 2**24  # most numbers quantized at a time: 64 MiB in float32
+QUANTIZED = 2**24  # maximum number of numbers quantized at a time: 64 MiB in float32
 
 
 def has_library() -> bool:

@@ -24,14 +24,14 @@ class IndexTiles(NamedTuple):
 
     rows: int = 256  # queries × heads in a score tile
     keys: int = 64  # keys in a score tile
-    span: int = 4096  # most keys that a program of `_score` reads
+    span: int = 4096  # maximum number of keys that a program of `_score` reads
     warps: int = 8
     stages: int = 2
     block: int = 4096  # scores that `_choose` reads at once
     buffer: int = 8192  # minimum entries of a query's buffer, raised to hold K + block
     choose_warps: int = 8
-    choose_registers: int | None = None  # most registers of a thread in `_choose`
-    chunk_elements: int = 2**26  # most scores of a chunk, C·S: 256 MiB in float32
+    choose_registers: int | None = None  # maximum number of registers of a thread in `_choose`
+    chunk_elements: int = 2**26  # maximum number of scores of a chunk, C·S: 256 MiB in float32
 
 
 TILES = IndexTiles()

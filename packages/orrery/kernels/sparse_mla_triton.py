@@ -26,7 +26,7 @@ from orrery.manifest.devices import SPARSE_PAIRS
 
 LOG2_E = math.log2(math.e)
 SHARED_BYTES = 227 * 1024  # a program's shared memory on Hopper, needed for D = 576
-MAX_HEADS = 64  # most heads of a tile in kernels that gather keys
+MAX_HEADS = 64  # maximum number of heads of a tile in kernels that gather keys
 
 
 class Tiles(NamedTuple):
@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
     queries: tuple[int, int, int, int] = (64, 128, 4, 4)
     pairs: tuple[int, int, int, int] = (128, 64, 4, 3)
     sums: tuple[int, int, int, int] = (2, 1024, 4, 3)
-    chunk_rows: int = SPARSE_PAIRS  # most pairs of a chunk, C·K
+    chunk_rows: int = SPARSE_PAIRS  # maximum number of pairs of a chunk, C·K
     query_first: bool = True  # consecutive programs of `logits` share a query, not a tile of keys
 
 

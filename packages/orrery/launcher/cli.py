@@ -11,7 +11,7 @@ from orrery.manifest import cli as manifest_cli
 from orrery.manifest.errors import OrreryError, explain_os_error
 
 T = TypeVar("T")
-REQUEUED_S = 600  # longest wait for Slurm to end a requeued job
+REQUEUED_S = 600  # maximum wait for Slurm to end a requeued job
 
 app = typer.Typer(
     name="orrery",

@@ -58,7 +58,7 @@ NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
 PATCHES = "orrery.inference.patches.registry"
 COMMAND_S, PROBE_S = 20, 120
-PROBED = 32  # most nodes of one probe
+PROBED = 32  # maximum number of nodes of one probe
 HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 TOOLS = ("sinfo", "squeue", "sbatch", "srun", "scancel", "scontrol")
 
@@ -376,7 +376,7 @@ def _probe_command(
 
 NEEDS_DRIVER = "580.65.06"  # oldest driver for CUDA 13.0 on Linux
 NEEDS_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16
-FREE = 0.9  # least free share of GPU memory. CUDA and a desktop take less than 0.1.
+FREE = 0.9  # minimum free share of GPU memory. CUDA and a desktop take less than 0.1.
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}

@@ -11,11 +11,11 @@ from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import seconds as parse_seconds
 
 GIB = 2**30
-START_S = 60  # longest wait for the probe's job to start
-WAIT_S = 20  # longest wait for another node's file
-SLOW_S = 2.0  # longest delay until other nodes see a renamed file
+START_S = 60  # maximum wait for the probe's job to start
+WAIT_S = 20  # maximum wait for another node's file
+SLOW_S = 2.0  # maximum delay until other nodes see a renamed file
 SKEW_S = 1.0  # largest difference of two nodes' clocks. A larger one disorders log times.
-RUNS_GIB, SCRATCH_GIB = 20, 2  # least free GiB: run and image folders, temporary files
+RUNS_GIB, SCRATCH_GIB = 20, 2  # minimum free GiB: run and image folders, temporary files
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 Probe = dict[str, Any]

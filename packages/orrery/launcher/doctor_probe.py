@@ -20,7 +20,7 @@ import time
 
 PIECE = 800
 POLL_S = 0.02
-LOCK_S = 10  # longest wait for flock, which blocks if the lock service does not answer
+LOCK_S = 10  # maximum wait for flock, which blocks if the lock service does not answer
 MINE, THEIRS = "mine", "theirs"
 IN_IMAGE = """
 import importlib.metadata, json, platform

@@ -25,11 +25,11 @@ from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # longest wait for the failure of a process that an error names
+BLAME_S = 5.0  # maximum wait for the failure of a process that an error names
 SETTLE_S = 0.3  # wait for further failures after the first
 EVIDENCE_S = 2.0  # wait until processes have written their stacks
-RECORDED_S = 10.0  # longest wait for flight recorder files
-SLURM_SAYS_S = 2.0  # longest wait for Slurm to report whether it ends the job
+RECORDED_S = 10.0  # maximum wait for flight recorder files
+SLURM_SAYS_S = 2.0  # maximum wait for Slurm to report whether it ends the job
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:

@@ -28,7 +28,7 @@ constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
 WAITS_S = (1.0, 2.0, 4.0)  # waits before the retries of a request
-LINKED_BYTES = 1 << 20  # least size of hard-linked files. Smaller files are editable copies.
+LINKED_BYTES = 1 << 20  # minimum size of hard-linked files. Smaller files are editable copies.
 Kind = Literal["model", "dataset"]
 
 

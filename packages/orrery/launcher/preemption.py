@@ -21,7 +21,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
-WIND_DOWN_S = 600.0  # longest wait for the checkpoint, without Slurm
+WIND_DOWN_S = 600.0  # maximum wait for the checkpoint, without Slurm
 MARGIN_S = 60.0  # time to end the stage in a Slurm job
 STOP_S = 30.0
 
@@ -142,7 +142,9 @@ def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False) -> str:
     jobs = queue.run_jobs(run_dir) if on_cluster else []
     if not jobs:
         if holder is not None:
-            raise OrreryError(f"{name}: its launcher is {holder}. Type `orrery stop {name}` there")
+            raise OrreryError(
+                f"{name}: its launcher is {holder}. Type `orrery stop {name}` on that machine"
+            )
         raise OrreryError(f"{name}: is not running. Type `orrery status {name}` to see its stages")
     told = ", ".join(f"{job.id} ({job.stage}, {job.slurm_state.lower()})" for job in jobs)
     if checkpoint:

@@ -30,7 +30,7 @@ from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
 PROCESS = "ORRERY_PROCESS"  # variable with name and restart number, such as `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
-MAX_THREADS = 4  # most threads of a process. More threads do not speed up models on CPUs.
+MAX_THREADS = 4  # threads of a process. More threads do not speed up models on CPUs.
 LOOPBACK = "127.0.0.1,localhost"
 
 

@@ -41,7 +41,7 @@ from orrery.runtime.run_directory import (
     weights_path,
 )
 
-KILLED_S = 10.0  # longest wait for the kernel to end a killed process
+KILLED_S = 10.0  # maximum wait for the kernel to end a killed process
 # Exit codes after SIGTERM, sent by Slurm to a step's ranks when one rank fails.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
@@ -50,7 +50,7 @@ TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 class Job:
     """A stage to run. `num_devices` is None on CPUs. `allocation` is None for local processes.
 
-    `max_restarts`: most engine restarts within a day.
+    `max_restarts`: maximum number of engine restarts within a day.
     """
 
     run_dir: Path
@@ -252,9 +252,9 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 
 
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
-    """Save the checkpoints that ended trainers or savers have left in shared memory.
+    """Save the checkpoints that trainers and savers left in shared memory when they ended.
 
-    Wait for running savers first. Then copy the checkpoint to `target`, unless `target` is "".
+    Wait for running savers first. Then upload the newest checkpoint to `target`, if it is given.
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
     # Rank 0 waits for other ranks' files, so its folder comes last.

@@ -22,7 +22,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # longest wait for the lock, which `lock_holder` takes for a moment
+LOOKED_AT_S = 1.0  # maximum wait for the lock, which `lock_holder` takes for a moment
 
 
 @dataclass

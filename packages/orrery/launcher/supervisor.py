@@ -71,10 +71,10 @@ from orrery.runtime.run_directory import (
 from orrery.runtime.timing import Pace, duration
 
 POLL_S, LOOK_S = 0.1, 0.5
-HUNG_S = 5.0  # longest wait for the end of a process that has reported its failure
+HUNG_S = 5.0  # maximum wait for the end of a process that has reported its failure
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 SAVES_S = 3.0  # wait before the user is told that savers still run
-RESTART_LOCK_S = 90.0  # longest wait until a file system frees a dead node's lock
+RESTART_LOCK_S = 90.0  # maximum wait until a file system frees a dead node's lock
 
 
 def run_stage(job: Job) -> Outcome:

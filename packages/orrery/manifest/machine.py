@@ -42,7 +42,7 @@ DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
 WRITTEN = "Written by `orrery "  # commands replace only files with this text in the first line
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
-MAX_FITS = 3  # most rounds of changes to fit a run into device memory
+MAX_FITS = 3  # maximum number of rounds of changes to fit a run into device memory
 CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / GPU memory. True: the trainer shares the GPU.
 
 

@@ -48,7 +48,10 @@ class ProcessPlan:
 
     @property
     def whole(self) -> str:
-        """Return the name of the process with which this process starts and ends."""
+        """Return the name of the engine that this headless process belongs to, else its own name.
+
+        Processes with the same `whole` are restarted together.
+        """
         return (
             f"inference.{self.engine}" if self.role == "headless" else f"{self.role}.{self.index}"
         )

@@ -348,8 +348,8 @@ def check_config(model: Model, directory: Path) -> None:
         if not is_ours:
             raise _mismatch(model, "hf_config.model_type", model_type, file, "model_type", found)
         raise OrreryError(
-            f"model.family {_json(model.family)}: {file} says model_type {_json(found)}, which is "
-            f"not its {_json(model_type)}. Choose the family of that type, or 'hugging_face'"
+            f"model.family {_json(model.family)}: needs model_type {_json(model_type)}, but {file} "
+            f"has {_json(found)}. Choose the family of {_json(found)}, or 'hugging_face'"
         )
     ours = parse_config(wanted, "the manifest's model")
     theirs = parse_config({**content, "model_type": model_type}, str(file))

@@ -37,7 +37,7 @@ from orrery.models.placement import (
 )
 
 MAX_FILE_BYTES = 5_000_000_000
-MAX_DRAWING_THREADS = 16  # each thread holds a float32 tensor
+MAX_DRAWING_THREADS = 16  # limits host memory, as each thread holds a float32 tensor
 # Activation checkpointing and torch.compile add these to parameter names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -92,7 +92,7 @@ def write_initial(
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
-    # Draw in threads, because a random generator uses one core. Reading is disk-bound.
+    # Draw in threads, as a random generator uses one core. The disk limits reading, not the cores.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as (tensors, tensor), pool:

@@ -263,7 +263,11 @@ class RankStallDetector:
         return now_s - seen.moved_s > (health.still_s or self._still_s)
 
     def _sentence(self, blamed: list[str], held: list[str], now_s: float, last_s: float) -> str:
-        """Return the error text. A late rank's seconds count from the role's last progress."""
+        """Return the error text.
+
+        Its seconds count from the last progress or sign of life of the blamed ranks. If they wait
+        for others, they count from `last_s`, the last progress of any rank of the role.
+        """
         seen = [self._seen[name] for name in blamed]
         silent = self._is_silent(seen[0], now_s)
         for_s = now_s - max(

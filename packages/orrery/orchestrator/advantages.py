@@ -17,7 +17,7 @@ from orrery.manifest.schema import Algorithm, Grpo, MaxRl
 from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import Failed, Rollout
 
-STD_FLOOR = 1e-6  # least divisor, because nearly equal rewards have rounding errors
+STD_FLOOR = 1e-6  # minimum divisor, because nearly equal rewards have rounding errors
 
 
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:

@@ -175,7 +175,7 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class Opening:
-    """A problem and its prompt's token ids, for rollouts of a group that start together."""
+    """A problem and its prompt's token ids. Rollouts of a group that start together share it."""
 
     problem: Problem
     prompt: list[int]

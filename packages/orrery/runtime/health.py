@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # longest gap between heartbeats, scaled. NFS may show a heartbeat a minute late
+HANG_S = 90.0  # maximum gap between heartbeats, scaled. NFS may show a heartbeat a minute late
 
 
 @dataclass(frozen=True)

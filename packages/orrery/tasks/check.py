@@ -4,8 +4,8 @@
   `BYTES_PER_S` bytes of the task's files.
 - Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context. This
   check is skipped if a pretrained tokenizer is missing here.
-- A task with a file checks all rows (`check_rows`). Notes report long answers, and evaluations with
-  more problems than rows.
+- A task with a file checks all rows (`check_rows`). Long answers, and evaluations with more
+  problems than rows, are notes, not errors.
 - Tasks of training and SFT must differ from tasks of evaluation in kind, args or seed.
 """
 

@@ -45,7 +45,7 @@ COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows in an error message
 TRIED = 16  # rows on which to try a user's function
-LONG_ANSWER = 4  # least words of an answer that may be a whole solution
+LONG_ANSWER = 4  # minimum words of an answer that may be a whole solution
 KEPT = 8192  # cached problems, more than rollouts in flight
 
 

@@ -345,7 +345,7 @@ class Learner:
         return values
 
     def _not_finite(self) -> str:
-        """Return the name of the last non-finite weight, or "". A collective."""
+        """Return the name of the last weight with a non-finite value, or "". A collective."""
         last = max(self.world.all_gather(last_not_finite(self.weights.values())))
         return list(self.weights)[last] if last >= 0 else ""
 

@@ -29,7 +29,7 @@ class Recompute(msgspec.Struct, frozen=True):
 class Recomputed(msgspec.Struct, frozen=True):
     """The answer: each token's log-prob, and its distribution's entropy and variance of log p.
 
-    Fields are f32 [n], or empty if the folder has been removed.
+    Fields are f32 [n], or empty if the folder of weights no longer exists.
     """
 
     logprob: bytes = b""

@@ -16,7 +16,7 @@ TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
 # Environment variable: size of the route store, as a multiple of the device's KV blocks.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: longest sequence in tokens. Set only if engines report chosen keys.
+# Environment variable: longest sequence in tokens. Set only if engines report indexers' keys.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 

@@ -87,7 +87,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # This still takes effect, as vLLM sends the parameters when the first result is awaited.
+        # vLLM sends the parameters when the first result is awaited, so this change takes effect.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:

@@ -33,8 +33,8 @@ from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
 IN_JOB = "ORRERY_SLURM"  # variable that only Orrery's jobs set
-MEMORY_MB = 6000  # least memory per node
-LAUNCHER_CPUS = 2  # least cores per node, for launcher, orchestrator and router
+MEMORY_MB = 6000  # minimum memory per node
+LAUNCHER_CPUS = 2  # minimum cores per node, for launcher, orchestrator and router
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from orrery.manifest.schema import Inference, Model
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
-MAX_GRAPH_TOKENS = 4096  # most tokens of a CUDA graph. Larger steps gain little from graphs.
+MAX_GRAPH_TOKENS = 4096  # tokens of a CUDA graph. Larger steps gain little from graphs.
 CONTEXT_BYTES = 700 << 20  # CUDA context and libraries of a process
 NCCL_BYTES = 400 << 20  # NCCL buffers of a process
 LOGIT_COPIES = 4  # float32 copies of a step's logits during sampling

@@ -146,7 +146,7 @@ def _combine(
         total, trainer, load = freed(best), best.trainer, best.load
         first = applied.pop(best.field, best)
         applied[best.field] = replace(best, instead_of=first.instead_of)
-        if best.tier == 2:  # otherwise the loop could add devices without end
+        if best.tier == 2:  # stop, as tier 2 doubles the devices each time
             break
     return ChosenOptions(tuple(applied.values()), total, total >= needed_bytes)
 

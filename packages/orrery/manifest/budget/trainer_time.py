@@ -22,7 +22,7 @@ from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
 SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach during collectives
-LAUNCH_S = 0.7e-3  # least host seconds of a block and micro-batch, for both passes
+LAUNCH_S = 0.7e-3  # minimum host seconds of a block and micro-batch, for both passes
 IDLE_SHARE = 0.015  # share of a step without work on the device
 EAGER = 2.5  # elementwise bytes without the compiler / with the compiler
 FORWARD_SHARE = 0.3  # share of the forward pass in a micro-batch's computation

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Hardware, Manifest
 
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # Snakemake's rules
-SEGMENT_BYTES = 16 << 20  # least bytes of a Mooncake segment per device
+SEGMENT_BYTES = 16 << 20  # minimum bytes of a Mooncake segment per device
 KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # `kv_block_tokens` must be a multiple of this
 
 _QWEN3 = {

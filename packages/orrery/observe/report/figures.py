@@ -317,7 +317,10 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """Return the time after which no role has more than POINTS spans, or None to draw all spans."""
+    """Return the time from which to draw, so that each role has at most POINTS spans.
+
+    Return None to draw all spans.
+    """
     newest: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         heap = newest[span.role]

@@ -285,7 +285,7 @@ class EngineClient:
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return the seconds of the last update's parts, maxima over workers. Adapters give {}."""
+        """Return {part of the last update: maximum seconds over workers}, or {} after adapters."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():

@@ -320,7 +320,7 @@ class DisaggregatedEngines:
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()
-            # Free no blocks of a live reader, because it would read another request's data.
+            # Free the prompt's blocks only if the decode engine, which reads them, is lost.
             if not self._is_up(consumer) and self._is_up(producer):
                 name = str(where.get("transfer_id") or where.get("remote_request_id"))
                 self._keep_no_longer(producer.client, name)

@@ -352,7 +352,7 @@ class EnginePool:
         return max(self._reports.values(), key=lambda report: report.paused_s)
 
     def _raise_if_fatal(self, failures: Mapping[int, BaseException], num_engines: int) -> None:
-        """Raise an error that a restart cannot mend, preferably of the engine at fault."""
+        """Raise a failure that a restart cannot mend, or any failure if engines never restart."""
         errors = sorted(failures.values(), key=lambda error: isinstance(error, UpdateInterrupted))
         for error in errors:
             is_fatal = isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed)

@@ -20,7 +20,7 @@ from orrery.wire.recompute import Recomputed
 NUM_HONEST = 16  # rollouts of the trainer's own engines that a bound needs
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # least bound on the largest difference, divided by the least bound on the mean
+PEAK = 10.0  # minimum bound on the largest difference / minimum bound on the mean
 NUM_ROLLOUTS = 64  # newest rollouts of a site that are judged together
 MAX_DEVIATIONS = 6.0
 

@@ -12,8 +12,8 @@ from orrery.manifest.errors import OrreryError
 
 MAX_ANSWERS = 32  # answers in one message
 MAX_REASON = 300  # longest reason, in characters
-POLL_S = 1.0  # longest wait of an `Ask` for jobs
-LEAST_LOGPROB = -50.0  # least accepted. All rarer tokens together are under one in 10^16 draws
+POLL_S = 1.0  # maximum wait of an `Ask` for jobs
+LEAST_LOGPROB = -50.0  # lowest accepted. All rarer tokens together are under one in 10^16 draws
 
 
 class GuestRefused(OrreryError):

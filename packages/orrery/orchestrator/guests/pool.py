@@ -47,7 +47,7 @@ from orrery.orchestrator.guests.sites import CHANCE, GuestJob, GuestSite, SiteTa
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # least number of jobs to give at a time, unless fewer wait
+LEAST = 8  # minimum number of jobs to give at a time, unless fewer wait
 TAKE_S = 2.0  # time after which our engines sample a job that no site has taken
 MAX_OWN_CHECKS = 2  # samples of our engines to recompute at a time, once `spread` is known
 SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which our engines sample a job

@@ -26,10 +26,10 @@ from orrery.trainer.parallel import blocks
 class KeyOrder(NamedTuple):
     """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
-    Row r·t + i is token i of rank r. A rank has an early and a late piece of each document's
-    queries. If keys stay latent, both pieces read one copy of all keys: `parts` has one entry. If
-    keys are expanded, each piece reads a copy of its prefix of the document: two entries. Rows are
-    distinct in an entry, so adding gradients needs no atomics.
+    Row r·t + i is token i of rank r. A rank's queries are an early and a late piece of each
+    document. If keys stay latent, both pieces read the same copy of all keys, and `parts` has one
+    entry. If keys are expanded, each piece reads its own copy of the document's prefix, and `parts`
+    has two entries. An entry has no row twice, so gradients are added without atomics.
     """
 
     row: Tensor  # i64 [K], each key's row of the all-gather's result

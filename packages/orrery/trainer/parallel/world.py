@@ -4,7 +4,7 @@
     fsdp_mesh     [dp_replicate ×] fsdp              weights. fsdp = dp_shard · cp
     expert_mesh   dp_replicate × expert_fsdp × ep    experts. expert_fsdp · ep = fsdp
 
-A process ends if a collective fails or exceeds COLLECTIVE_DEADLINE_S (scaled).
+A process ends if a collective fails or takes longer than `scaled(COLLECTIVE_DEADLINE_S)`.
 """
 
 import os
