@@ -1,5 +1,8 @@
 """Links: which frames are refused, and when connections are made again."""
 
+import contextlib
+import errno
+import os
 import socket
 import threading
 import time
@@ -14,6 +17,7 @@ from orrery.elastic import handshake
 from orrery.elastic import links as module
 from orrery.elastic.certificates import make_authority, make_site
 from orrery.elastic.connection import Header, Kind
+from orrery.elastic.handshake import Handshakes
 from orrery.elastic.links import LinkPhase, PeerLinks
 from orrery.elastic.types import ElasticError, LinkBroken
 
@@ -114,6 +118,41 @@ def test_strangers_and_older_epochs_get_nothing_and_others_go_on(certificates, t
                     raise ConnectionResetError
         links[0].send(1, 0, 0, 0, payload("fine"))
         assert links[1].receive(0, 10.0).payload.tobytes() == b"fine"
+
+
+class Exhausted:
+    """A listener whose first calls of `accept` find no free file descriptor."""
+
+    def __init__(self, listener: socket.socket, num_failures: int) -> None:
+        self.listener, self.left = listener, num_failures
+
+    def fileno(self) -> int:
+        return self.listener.fileno()
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self.listener.accept()
+
+
+def test_a_site_accepts_again_once_descriptors_are_free_and_ends_when_it_is_closed(certificates):
+    meeting = Handshakes(certificates, lambda tls, hello: tls.close())
+    with socket.create_server((HOST, 0)) as listener:
+        exhausted = Exhausted(listener, 2)
+        thread = threading.Thread(target=meeting._accept, args=(exhausted,), daemon=True)
+        thread.start()
+        with (
+            socket.create_connection((HOST, listener.getsockname()[1]), 10) as sock,
+            certificates.client().wrap_socket(sock) as tls,
+        ):
+            tls.sendall(b"GET / HTTP/1.1\r\n" * 20)
+            with contextlib.suppress(ConnectionResetError):
+                assert tls.recv(1) == b""
+        assert exhausted.left == 0 and thread.is_alive()
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])

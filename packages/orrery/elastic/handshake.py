@@ -6,6 +6,7 @@ the two TCP connections, and the sites run their own TLS over them.
 """
 
 import contextlib
+import errno
 import logging
 import socket
 import ssl
@@ -21,19 +22,20 @@ from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S = 10.0  # time limit of each socket call, scaled
+HANDSHAKE_S = 10.0  # time limit of each socket call, before scaling
 MAX_STRANGERS = 32  # maximum number of accepted connections with an unfinished handshake
-UNSENT = 1 << 17  # maximum of unsent bytes per socket, so that other connections send the rest
+RETRY_S = 0.2  # pause after a connection could not be accepted
+UNSENT = 1 << 17  # maximum number of unsent bytes per socket, so that other connections take frames
 CONGESTION = b"bbr"  # TCP congestion control that keeps its rate under random packet loss
 WINDOW = 8 << 20  # bytes of a send buffer, enough for 0.4 Gb/s at a round trip of 100 ms
 KERNEL = Path("/proc/sys/net")
 CHUNK = 1 << 18
-WAIT_S = 60.0  # maximum wait for the pair's second site
-Pair = tuple[int, int, int, int]  # epoch, lower rank, higher rank, lane
+WAIT_S = 60.0  # time for which a relay keeps a connection without its pair's second site
+Pair = tuple[int, int, int, int]  # (epoch, lower rank, higher rank, lane) of a relayed connection
 
 
 class Handshakes:
-    """Call `arrived(tls, hello)` for each accepted connection. `arrived` must answer `hello`."""
+    """Call `arrived(tls, hello)` for each connection. `arrived` must answer the frame `hello`."""
 
     def __init__(
         self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]
@@ -93,8 +95,12 @@ class Handshakes:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if listener.fileno() < 0 or error.errno == errno.EINVAL:  # `close` was called
+                    return
+                log.warning("links: cannot accept a connection: %s", error)
+                time.sleep(RETRY_S)  # for example no file descriptor is free
+                continue
             if not self._strangers.acquire(blocking=False):
                 sock.close()
                 continue
@@ -134,7 +140,7 @@ def _greeted(tls: ssl.SSLSocket, first: Header, end_s: float) -> ssl.SSLSocket:
 
 
 def widen(sock: socket.socket) -> None:
-    """Give `sock` a send buffer of up to WINDOW bytes if the kernel's own limit is lower.
+    """Enlarge the send buffer of `sock`, up to WINDOW bytes, if the kernel's own limit is lower.
 
     The kernel doubles a size set by a program and then stops tuning the buffer (socket(7)).
     """
@@ -153,7 +159,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack BBR
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        sock.getpeername()  # fails if the peer has gone; in `wrap_socket` that leaks the socket
+        sock.getpeername()  # raises if the peer has gone; `wrap_socket` would leak the socket
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:
         sock.close()
@@ -161,7 +167,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
 
 
 class Relay:
-    """Copy bytes between paired connections. A waiting site's new connection replaces its old."""
+    """Copy bytes between paired connections. A site's new connection replaces its waiting one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
 # Environment variable: size of the route store, as a multiple of the device's KV blocks.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: longest sequence in tokens. Set only if engines report indexers' keys.
+# Environment variable: longest sequence in tokens. Set only if engines report indexers' choices.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -25,7 +25,7 @@ class Patch(NamedTuple):
     target: str
     why: str
     until: str  # condition for removal
-    test: str  # must then pass without the patch
+    test: str  # must pass without the patch once `until` is true
     upstream: str = ""
     versions: str = "0.32"
 
@@ -83,7 +83,7 @@ PATCHES = (
     ),
     Patch(
         "vllm.draw_again_after_a_part",
-        "GPUModelRunner._bookkeeping_sync",
+        "CPUModelRunner._sample and _bookkeeping_sync",
         "a seeded request with chunked prefill ends the engine: CPU generators have no offset",
         "vLLM restores the generator's state",
         "test_inference_engine.py",
@@ -148,7 +148,7 @@ PATCHES = (
     ),
     Patch(
         "vllm.answer_for_every_rank",
-        "DPLBAsyncMPClient.call_utility_async",
+        "DPLBAsyncMPClient.collective_rpc_async",
         "/collective_rpc returns data-parallel rank 0's result only, so others escape attestation",
         "collective_rpc returns the results of all ranks",
         "test_inference_wide_engine.py",
@@ -251,7 +251,7 @@ def environment(manifest: Manifest) -> dict[str, str]:
         return {}
     chosen = {}
     if manifest.transport.routed_experts:
-        chosen["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # model runner V1 has no routes
+        chosen["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # model runner V1 cannot return chosen experts
     if manifest.choice_bytes:
         chosen[CHOICE_TOKENS] = str(manifest.inference.max_model_len_tokens)
     if manifest.model.moe is not None:
