@@ -540,7 +540,7 @@ def test_wrong_files_and_shards_are_refused(place, words):
     place.hub.wrong = {"train-0.jsonl"}
     assert "train-0.jsonl has the digest" in place.refuse(*words_of, "0/2")
     sentences = {
-        "4/3": "--shard 4/3: K is below N, and counts from 0. Type a K from 0 to 2",
+        "4/3": "--shard 4/3: K must be below N, as it counts from 0. Type a K from 0 to 2",
         "3": "--shard 3: is not K/N. Type 0/4 for the first of 4 shards",
         "0/0": "--shard 0/0: is not K/N",
         "0/6": "--shard 0/6: the split train has 5 files, and a shard needs one. Type an N of at",

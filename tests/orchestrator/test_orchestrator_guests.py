@@ -370,7 +370,7 @@ async def test_a_wrong_site_is_refused_at_the_door_in_one_sentence(entry, senten
         home.enter(**entry)
     for name in ("a", "b", "c"):
         home.enter(name)
-    with pytest.raises(GuestRefused, match=r"max_sites 3: as many sites take part"):
+    with pytest.raises(GuestRefused, match=r"max_sites 3: that many sites already take part"):
         home.enter("d")
 
 

@@ -45,9 +45,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-FIRST_LINE = "tasks.train[0]: "  # line prefix of `orrery.tasks.check` for each correct manifest
-TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")  # a login node may lack some
-NOTE = "  note: "  # line prefix of `orrery.tasks.check` for each note
+# `orrery.tasks.check` prints one line with this prefix for each correct manifest.
+FIRST_LINE = "tasks.train[0]: "
+# The check of tasks imports these packages. A login node may lack some.
+TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")
+NOTE = "  note: "  # `orrery.tasks.check` prints each note with this prefix
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
@@ -109,8 +111,8 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     """Run `orrery.tasks.check` on (name, manifest) pairs. Return the notes that it prints.
 
-    Raise OrreryError for the first task that cannot be built or does not fit. If one of
-    `TASK_PACKAGES` is missing, note that the init stage checks the tasks.
+    Raise OrreryError for the first task that fails the check. If one of `TASK_PACKAGES` is missing,
+    return only a note that the init stage checks the tasks.
     """
     if not manifests:
         return []
@@ -162,7 +164,9 @@ def render(
         print(f"{'wrote' if changed else 'kept '} {workspace.shown(path)}")
 
     if on_this_machine and not names:
-        raise OrreryError("--on-this-machine: names no run. Type `orrery render RUN` with it")
+        raise OrreryError(
+            "--on-this-machine: needs a run. Type `orrery render RUN --on-this-machine`"
+        )
     if on_this_machine:
         machine = this_machine()
         adapted = [adapt(workspace, name, machine) for name in dict.fromkeys(names or [])]
@@ -193,7 +197,7 @@ def _say_start(names: list[str], runs: list[Rendered]) -> None:
             refused.append(name)
     if refused:
         raise OrreryError(
-            f"{', '.join(refused)}: it refuses to start on this machine, as the note above says. "
+            f"{', '.join(refused)}: it cannot start on this machine, as the note above says. "
             "Change its fields and type the command again"
         )
 
@@ -217,7 +221,7 @@ def hardware(
 def check(names: Names = None) -> None:
     """Check that runs are right and that manifests/ is up to date.
 
-    A path checks only that manifest. A named run must also be able to start.
+    Given a manifest's path, check only this manifest. A named run must also be able to start.
     """
     workspace = find_workspace()
     given = [(n, load(n)) for n in names or [] if n.endswith(".json")]

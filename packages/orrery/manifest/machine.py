@@ -43,7 +43,8 @@ WITHIN_S = 60
 WRITTEN = "Written by `orrery "  # commands replace only files with this text in the first line
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 MAX_FITS = 3  # maximum number of rounds of changes to fit a run into device memory
-CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / GPU memory. True: the trainer shares the GPU.
+# The KV cache's share of GPU memory, by whether the trainer runs on the same GPU.
+CACHE_SHARE = {True: 0.25, False: 0.5}
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,12 @@ def this_machine() -> Machine:
 
 
 def _told(found: Sequence[Gpu]) -> str:
-    """Return the accelerator of GPUs outside `DEVICES`. Raise OrreryError if they lack bfloat16."""
+    """Return the name of GPUs that `DEVICES` lacks. Raise OrreryError if they lack bfloat16."""
     name, capability = found[0].name, found[0].capability
     memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
     if capability is None or not memory:
         raise OrreryError(
-            f"GPU {name!r}: `nvidia-smi` tells neither its memory nor its compute capability, and "
+            f"GPU {name!r}: `nvidia-smi` does not tell its memory or its compute capability, and "
             "packages/orrery/manifest/devices.py has no such device. Add a row with the figures of "
             "its data sheet"
         )
@@ -155,7 +156,7 @@ def gpus() -> dict[str, Gpu]:
 
 
 def _mebibytes(text: str) -> int | None:
-    return int(text) << 20 if text.isdigit() else None  # the text is "[N/A]" if not reported
+    return int(text) << 20 if text.isdigit() else None  # `nvidia-smi` prints "[N/A]" if unknown
 
 
 def _capability(text: str) -> tuple[int, int] | None:
@@ -199,7 +200,7 @@ def describe(machine: Machine) -> str:
 
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
-    """Write a hardware axis. Raise OrreryError if `path` is a file that no command wrote."""
+    """Write a hardware axis (a Jsonnet file). Raise OrreryError if `path` is a user's file."""
     _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n")
 
 
@@ -250,7 +251,7 @@ def _object(fields: Mapping[str, object]) -> str:
 
 
 class Adapted(NamedTuple):
-    """A run after `adapt`.
+    """A run and its changes for a machine, as `adapt` returns them.
 
     - `text`: content of the new run file. None: the original run suits the machine.
     - `fitting`: new values by field that make the run fit into device memory.

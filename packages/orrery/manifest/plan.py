@@ -1,7 +1,7 @@
 """List the processes of each stage of a run, and check whether Orrery can start them.
 
-- `ends` "itself": the process ends when its work is done. "with_stage": the process is a server,
-  stopped when all "itself" processes have exited with 0.
+- A process with `ends` "itself" ends when its work is done. A process with `ends` "with_stage" is a
+  server, stopped when all "itself" processes of the stage have exited with 0.
 - In a stage of several nodes, each node belongs to one group. The groups in order are inference (or
   prefill and decode) and trainer. All other roles run on the first node.
 """
@@ -273,12 +273,12 @@ def refusal(manifest: Manifest) -> str | None:
     try:
         check_supported(manifest)
     except OrreryError as error:
-        return f"it is planned and refuses to start: {error}"
+        return f"it cannot start: {error}"
     return None
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return notes on why the run cannot start, learn or compile, or ignores entries of `keep`."""
+    """Return notes on why the run cannot start, learn or compile, and on ignored `keep` entries."""
     told = refusal(manifest)
     said = [] if told is None else [f"  note: {told}"]
     if told is not None:

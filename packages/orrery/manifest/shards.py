@@ -24,7 +24,8 @@ def parse_shard(word: str) -> Shard:
     shard, num_shards = int(found[1]), int(found[2])
     if shard >= num_shards:
         raise OrreryError(
-            f"--shard {word}: K is below N, and counts from 0. Type a K from 0 to {num_shards - 1}"
+            f"--shard {word}: K must be below N, as it counts from 0. "
+            f"Type a K from 0 to {num_shards - 1}"
         )
     return shard, num_shards
 

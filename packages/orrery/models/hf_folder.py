@@ -6,8 +6,8 @@
   blocks in float32, then rounded to the parameter's dtype.
 - `check_config` compares `config.json` with the manifest, because tensor shapes do not show rotary
   embeddings, norm epsilons or routing. Engines get a `config.json` made from the manifest.
-- Multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) has layers from index
-  `num_layers` on. They are not trained, only copied to new checkpoints for the engines.
+- Layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) have
+  indices from `num_layers` on. They are not trained, only copied to new checkpoints for engines.
 """
 
 import copy
@@ -44,10 +44,10 @@ FP8 = "F8_E4M3"  # name in safetensors files
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a checkpoint. It is the part `box` of our parameter `parameter_name`.
+    """One tensor of a checkpoint. It is the part `box` of our module's `parameter_name`.
 
-    One expert's tensor lacks the expert dimension of our parameter. MTP tensors have an empty
-    `parameter_name`.
+    Our module stacks all experts, but one expert's tensor has no expert dimension. MTP layers are
+    not in our module, so their `parameter_name` is empty.
     """
 
     name: str
@@ -159,7 +159,7 @@ def _refuse(directory: Path, problem: str, names: list[str]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the weights' paths. Raise OrreryError if the folder is incomplete or lacks them."""
+    """Return the weight files. Raise OrreryError if the folder is incomplete or has none."""
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
             f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory. "
@@ -191,7 +191,7 @@ def check_digest(directory: Path, expected: str) -> None:
 
 
 def assign_files(tensors: Sequence[HfTensor], max_file_bytes: int) -> dict[str, list[HfTensor]]:
-    """Return {file name: tensors}, in order. A tensor above the limit gets its own file."""
+    """Return {file name: tensors}, in order. A tensor above `max_file_bytes` gets its own file."""
     groups: list[list[HfTensor]] = [[]]
     used = 0
     for hf in tensors:
@@ -242,7 +242,7 @@ def _publish_json(path: Path, content: dict) -> None:
     write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-JOIN = "eh_proj.weight"  # projects [embedding, hidden state], once per MTP layer
+JOIN = "eh_proj.weight"  # weight that projects [embedding, hidden state], one per MTP layer
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -272,8 +272,8 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
     """Return the MTP tensors in `files`, as yielded by `open_tensors`.
 
-    FP8 tensors have `dtype`, and their scales are left out. Raise OrreryError for a dtype outside
-    `DTYPES`.
+    FP8 tensors get `dtype`, because reading dequantizes them. Their scales are left out. Raise
+    OrreryError for a dtype outside `DTYPES`.
     """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):
@@ -291,7 +291,7 @@ def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list
     return tensors
 
 
-# Field of `config.json` → field of the manifest's model. The family fixes other fields.
+# Field of `config.json` → field of the manifest's model. A family has fixed values for the rest.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -403,7 +403,7 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
 
 def rotation(settings: Any) -> dict[str, Any]:
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    # Nested dicts are separate settings for each layer type.
+    # If the values are dicts, each holds the rotary settings of one layer type.
     if not rope or any(isinstance(one, dict) for one in rope.values()):
         return rope
     rope.pop("type", None)  # older name of rope_type
@@ -434,8 +434,8 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
         from transformers import AutoConfig
     except ImportError as error:
         raise OrreryError(
-            "model.init.kind 'pretrained': transformers is not installed here, "
-            "which knows the config. Install it"
+            "model.init.kind 'pretrained': transformers, which reads the config, is "
+            "not installed here. Install it"
         ) from error
     try:
         content = copy.deepcopy(content)  # transformers modifies its arguments

@@ -4,7 +4,8 @@
   the output of causal models. Other models are refused.
 - Context parallelism, expert parallelism and router replay are not supported. Only the LM head uses
   our kernels.
-- Checkpoints may split stacked experts into one tensor per expert. Other differences are refused.
+- Checkpoints may split stacked experts into one tensor per expert, but must otherwise have the same
+  tensors as the network.
 
 T tokens · E experts · D hidden · V vocabulary
 """
@@ -35,7 +36,7 @@ from orrery.models.causal_lm import CausalLm, Names
 
 # transformers lists these types as causal, but their tokens attend to later tokens.
 NOT_CAUSAL = ("cpmant", "xlnet")
-# Field of the manifest's model → names in configs. A type of config has at most one of them.
+# Field of the manifest's model → its possible names in configs. A config type uses at most one.
 FIELDS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -145,15 +146,15 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network does not support `max_positions` positions.
 
-    A position table limits positions by its size. For `longrope` and `dynamic` rotary embeddings,
-    the limit is the length beyond which the longest row changes the whole batch's angles.
+    The limit is the size of a position table. For `longrope` and `dynamic` rotary embeddings, it is
+    the length beyond which the longest row changes the rotary angles of all rows in the batch.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
     if model.max_positions > most > 0:  # xlnet says -1
         raise OrreryError(
             f"model.max_positions {model.max_positions}: model.hf_config.{field} is {most}, "
-            f"the most positions of this network. Set model.max_positions to {most} or less"
+            f"the maximum of this network. Set model.max_positions to {most} or less"
         )
     for rope in rotations(config):
         kind = rope.get("rope_type", "default")
@@ -167,19 +168,19 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
         if model.max_positions > most:
             raise OrreryError(
                 f"model.max_positions {model.max_positions}: model.hf_config.{field} is {most}, "
-                f"beyond which rope_type {kind!r} rotates a whole pack by its longest document. "
+                f"and beyond it rope_type {kind!r} rotates a batch by its longest document. "
                 f"Set model.max_positions to {most} or less"
             )
 
 
-try:  # a private function that renames tensors as `save_pretrained` does
+try:  # a private function renames tensors as `save_pretrained` does
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # shape of one expert in a probe: 12 rows split into 2, 3 or 4 parts
+PROBE_SHAPE = (12, 2)  # shape of one expert in a test tensor: 12 rows split into 2, 3 or 4 parts
 
-_global_generator = threading.Lock()  # transformers draws from torch's global generator
+_global_generator = threading.Lock()  # held while transformers draws from torch's global generator
 
 
 class HuggingFaceLm(CausalLm):
@@ -217,7 +218,7 @@ class HuggingFaceLm(CausalLm):
         self.names = {ours[name]: in_file for name, in_file in in_files.items()}
 
     def train(self, mode: bool = True) -> "HuggingFaceLm":
-        """Set the mode, but keep dropout off, as in engines."""
+        """Set training or evaluation mode, but keep dropout off, as in engines."""
         super().train(mode)
         self.body.eval()
         return self
@@ -272,7 +273,7 @@ class HuggingFaceLm(CausalLm):
 
     @torch.no_grad()
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor:
-        """Return float32 values, drawn by transformers with `std`. Cache the latest draw."""
+        """Return a parameter's initial float32 values from transformers. Cache the latest draw."""
         network, key = self._network[0], (parameter_name, seed, std)
         owner_name, _, attribute = parameter_name.rpartition(".")
         with _global_generator, torch.random.fork_rng(devices=[]):
@@ -317,7 +318,7 @@ class _PassthroughBody(nn.Module):
 
 
 class _PassthroughHead(nn.Identity):
-    """Identity with a `weight`, because some networks cast the head's input to its dtype."""
+    """Identity with a `weight`, because some networks cast the input to the weight's dtype."""
 
     weight = torch.empty(0)
 
@@ -325,8 +326,8 @@ class _PassthroughHead(nn.Identity):
 class Head(nn.Module):
     """Map hidden states to log-probs and entropies, with the interface of `LmHead`.
 
-    If the network changes logits (by a bias or soft-capping), its own `forward` changes them in
-    chunks. The backward pass recomputes each chunk.
+    If the head has a bias or the network changes logits (soft-capping), logits are computed in
+    chunks, with the network's own `forward`. The backward pass recomputes each chunk.
     """
 
     def __init__(
@@ -385,7 +386,7 @@ class Head(nn.Module):
 
 
 class _WideLinear(torch.autograd.Function):
-    """Compute hidden · weightᵀ in float32 or float64. Return gradients in the inputs' dtype."""
+    """Return hidden · weightᵀ in float32 (or float64). Gradients have the inputs' dtype."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -414,10 +415,10 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 
 
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
-    """Return the checkpoint's tensor name of one expert, with `{expert}` for its index.
+    """Return the name of one expert's tensor in checkpoints, with `{expert}` for its index.
 
-    Return several names if checkpoints split an expert into equal parts. Names are found by letting
-    transformers rename a small probe. Raise OrreryError for any other split.
+    Return several names if checkpoints split an expert into equal parts. To find the names, let
+    transformers rename a small test tensor. Raise OrreryError for any other split.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")
@@ -458,7 +459,7 @@ def _as_linear(head: Head) -> nn.Linear:
 
 
 def _nan_copy(owner: nn.Module) -> nn.Module:
-    """Return a copy with NaN parameters and buffers on the CPU. Share the child modules."""
+    """Return a shallow copy, filled with NaN on the CPU to find uninitialised values."""
     filled = copy.copy(owner)
     filled._parameters, filled._buffers = {}, {}
     for key, one in owner._parameters.items():

@@ -5,7 +5,7 @@
 - Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context. This
   check is skipped if a pretrained tokenizer is missing here.
 - A task with a file checks all rows (`check_rows`). Long answers, and evaluations with more
-  problems than rows, are notes, not errors.
+  problems than rows, give notes, not errors.
 - Tasks of training and SFT must differ from tasks of evaluation in kind, args or seed.
 """
 
@@ -31,7 +31,7 @@ from orrery.tasks.tokenizer import write_tokenizer
 NUM_PROBLEMS = 16
 MAX_CPU_S = 6.0
 BYTES_PER_S = 1_000_000  # a tenth of the read speed of the slowest file format
-NUM_MEASURED = 256  # answers to tokenize for the note on long answers
+NUM_MEASURED = 256  # maximum number of answers to tokenize, to find long ones
 NOTE = "  note: "
 
 
@@ -83,7 +83,7 @@ def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequ
             return _longest_prompt_tokens(use, renderer, roles)
     except OrreryError as error:
         raise OrreryError(f"{path}: {error}") from error
-    except Exception as error:  # a plug-in's task may raise any type
+    except Exception as error:  # a task of a plug-in may raise any exception
         raise OrreryError(
             f"{path}: task {use.name!r}: no problems can be made with these args ({error!r}). "
             f"Correct {path}.args"
@@ -115,7 +115,7 @@ def _long_answers(
 ) -> Iterator[str]:
     """Yield a note if answers of a training task have more than `turn` tokens."""
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    # With these verdicts the answer is not a reply, so its length does not matter.
+    # With these verdicts the answer is no example of a reply, so its length does not matter.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]
@@ -182,7 +182,7 @@ class _TooLong(BaseException):
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError after the task's limit of CPU time. Call this in the main thread."""
+    """Raise OrreryError if the body exceeds its limit of CPU time. Call this in the main thread."""
     limit_s = MAX_CPU_S + _file_bytes(use.args) / BYTES_PER_S
 
     def stop(*_: Any) -> None:
@@ -195,7 +195,7 @@ def _limited(use: TaskUse) -> Iterator[None]:
     except _TooLong:
         raise OrreryError(
             f"task {use.name!r}: args {use.args}: its first {NUM_PROBLEMS} problems take more than "
-            f"{limit_s:g} s. Make them smaller"
+            f"{limit_s:g} s of CPU time. Make them smaller"
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -215,7 +215,7 @@ def _file_bytes(args: dict[str, Any]) -> int:
 
 @cache
 def _task(use: str) -> Task:
-    """Return the task. Cached, because its problems are slow to draw."""
+    """Return the task. It is cached with its problems, because drawing them is slow."""
     return make(TaskUse.model_validate_json(use))
 
 

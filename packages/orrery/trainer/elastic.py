@@ -1,8 +1,8 @@
 """Train one site of a run that trains one model at several sites (`orrery.elastic`).
 
 - `orrery join` writes `site.json` into the run's folder: the addresses to listen on and to join.
-- The log of rounds uses P, the port of `listen`, and P + 1. Rank i of R ranks serves snapshots at
-  port P + 2 + i, and exchanges updates at port P + 2 + R + i.
+- P is the port of `listen` in `site.json`. etcd stores the log of rounds and uses P and P + 1.
+  Rank i of R ranks serves snapshots at port P + 2 + i, and exchanges updates at P + 2 + R + i.
 - After every round each rank copies a snapshot into shared memory: weights θ, outer momentum and
   optimizer state. A site that joins or missed rounds fetches the snapshot from other sites.
 - A joining RL site trains a phase (the steps between rounds) before its first round. A resumed RL
@@ -48,14 +48,14 @@ from orrery.trainer.optim import named_state
 from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
-FETCH_S = 60.0  # time limit of one attempt, scaled
+FETCH_S = 60.0  # time limit of one attempt to fetch a snapshot, scaled
 PHASE_S = 24 * 3600.0  # time limit for other sites to train a phase, scaled
 ROUNDS = "rounds.json"  # file of a checkpoint that holds a `HeldRound`
 T = TypeVar("T")
 
 
 class HeldRound(msgspec.Struct, frozen=True):
-    """The last round before a checkpoint, and the data trained until then."""
+    """The last round before a checkpoint, and the progress through the data at that round."""
 
     round: int
     shards: ShardMap
@@ -65,7 +65,7 @@ class HeldRound(msgspec.Struct, frozen=True):
 class SiteTraining:
     """Exchange weights with other sites in rounds. `resumed`: folder of the loaded checkpoint.
 
-    The next step's data begins at position `start` of shard `shard`.
+    The next step's data begins at document `start` of the data shard `shard`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class SiteTraining:
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
         self._phase = spec.inner_steps // spec.fragments  # steps between rounds
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
-        # Last round: after the last step, every fragment is exchanged once.
+        # Number of the last round. Rounds after the last step exchange each fragment once.
         self._last = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
         self._held, self._holders = NO_ROUND, dict[str, int]()
@@ -150,7 +150,7 @@ class SiteTraining:
         self._stack.close()
 
     def after_step(self, num_tokens: int) -> None:
-        """Add the step's tokens to this site's weight. Exchange a fragment after every phase."""
+        """Count the step for this site's weight in the next average. Exchange after every phase."""
         self._loop.count(num_tokens if self._spec.weights == "tokens" else 1)
         beyond = self._learner.step % self._phase
         if beyond == 0 and self._delay(self._learner.step):
@@ -164,7 +164,7 @@ class SiteTraining:
     def _delay(self, step: int) -> int:
         """Return the number of steps between sending and applying a round.
 
-        Checkpoints and the last step have no delay. RL has none, as published versions are fixed.
+        The delay is 0 at checkpoints, at the last step, and in RL, as published versions are final.
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
@@ -186,7 +186,7 @@ class SiteTraining:
         self._shards.finish_round(row.members, num_documents * (row.round > 0))
         step = min(row.round * self._phase, self._num_steps)
         if self._ctx.stage == "sft" and not step <= self._learner.step < step + self._phase:
-            self._learner.step = step  # in RL, `step` counts this site's batches
+            self._learner.step = step  # not in RL, where `step` counts this site's batches
         self._copy(row.round, row.digest)
         if self._ranks.is_first:
             self._record(row, inner_s)
@@ -309,7 +309,7 @@ class SiteTraining:
         last, found, members = self._ranks.from_first(join, tuple[int, str, list[str]])
         self._loop.site_id = site_id
         if not self._holders.keys().isdisjoint(members):
-            self._shards.holders = self._holders  # the checkpoint's members still hold its shards
+            self._shards.holders = self._holders  # live sites still hold the checkpoint's shards
         self._holders, self._place = {}, msgspec.structs.replace(self._place, rewinds=False)
         waits = self._is_resumed_rl and last > held
         if (last, found) != (held, digest) and not waits:
@@ -415,7 +415,10 @@ class SiteTraining:
 
 
 def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
-    """Raise ElasticError if the run admits no site now. A closed run readmits its sites."""
+    """Raise ElasticError if the run cannot admit this site, whose last round is `held`.
+
+    Once begun, a closed run admits only sites that took part before.
+    """
     if spec.admission == "closed" and ledger.last > NO_ROUND and held == NO_ROUND:
         raise ElasticError(
             "trainer.elastic.admission 'closed': the run has begun, and admits no site; set it "
@@ -423,8 +426,8 @@ def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
         )
     if len(ledger.members) + len(ledger.joining) >= spec.max_sites:
         raise ElasticError(
-            f"trainer.elastic.max_sites {spec.max_sites}: as many sites take part; join when "
-            f"one has left"
+            f"trainer.elastic.max_sites {spec.max_sites}: that many sites already take part; "
+            "join when one has left"
         )
 
 

@@ -1,4 +1,4 @@
-"""Sites that lend engines: their entry, leases, weight versions, and peers to fetch from."""
+"""Keep the state of sites that lend engines, and decide which weights they fetch from where."""
 
 import asyncio
 import random
@@ -17,10 +17,10 @@ from orrery.orchestrator.engines.pool import EngineRegistry, Phase
 from orrery.orchestrator.guests.evidence import SiteEvidence
 from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused, SampleJob
 
-MAX_CANCELLED = 4096  # cancelled job ids to keep for a site
+MAX_CANCELLED = 4096  # maximum number of cancelled job ids to keep for a site
 FETCH_S = 10.0
-OPEN_S = 2.5  # time after its last request in which a site counts as open
-CHANCE = random.SystemRandom()  # so that sites cannot predict which answers are recomputed
+OPEN_S = 2.5  # after its last request, a site counts as open for this time
+CHANCE = random.SystemRandom()  # sites cannot predict its choice of answers to recompute
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class GuestJob:
     job: SampleJob
     prompt: np.ndarray
     result: "asyncio.Future[Generation | None]"
-    version: int = START_VERSION  # version of the site that took the job
+    version: int = START_VERSION  # version in the site's engine when it took the job
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
@@ -46,7 +46,7 @@ class GuestSite:
     seen_s: float = 0.0
     told: int = START_VERSION  # newest version announced to the site
     told_s: float = 0.0
-    room: int = 0  # further jobs that the site takes
+    room: int = 0  # number of further jobs that the site can take
     jobs: dict[str, GuestJob] = field(default_factory=dict)
     cancelled: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CANCELLED))
     arrived: list[tuple[GuestJob, Generation]] = field(default_factory=list)
@@ -67,7 +67,7 @@ class SiteTable:
         self.sites: dict[str, GuestSite] = {}
 
     def check_entry(self, name: str, entry: Entry) -> None:
-        """Raise GuestRefused if the site may not enter. The message names the field."""
+        """Raise GuestRefused if the site may not enter. The message states the reason."""
         try:
             check_terms(self._terms, entry.terms)
         except ElasticError as error:
@@ -84,8 +84,8 @@ class SiteTable:
         up = [each for each in self.sites.values() if self.is_up(each) and each.name != name]
         if len(up) >= self._spec.max_sites:
             raise GuestRefused(
-                f"orchestrator.guests.max_sites {self._spec.max_sites}: as many sites take part; "
-                "enter when one has left"
+                f"orchestrator.guests.max_sites {self._spec.max_sites}: that many sites "
+                "already take part; enter when one has left"
             )
 
     def is_up(self, site: GuestSite) -> bool:
@@ -97,7 +97,7 @@ class SiteTable:
         return self.is_up(site) and engine.version is not None and engine.version >= oldest
 
     def open_sites(self) -> list[GuestSite]:
-        """Return the fresh sites that asked within OPEN_S for more jobs than they got."""
+        """Return sites with recent weights that asked within OPEN_S for more jobs than they got."""
         since_s = time.monotonic() - OPEN_S
         sites = self.sites.values()
         return [

@@ -7,8 +7,8 @@
 - Each engine rank writes its arrival for a transfer. When all have arrived, rank 0 publishes an
   order with the engine ranks ("members") and the number of their process group ("generation"). A
   new group forms only when the members change, or after a failure.
-- All waits of a transfer end when the key CURRENT has another number, or a failing rank has written
-  `failed/<transfer>`.
+- All waits of a transfer end when the key CURRENT names another transfer, or a failing rank has
+  written the key `failed/<transfer>`.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ MEET_S = 120.0  # time limit for a value of another rank
 FOREVER_S = 10.0**7  # time limit of waits that end only when the store closes
 ARRIVAL_S = 120.0  # time limit from the arrival of one engine rank to the next
 DONE_S = 300.0  # time limit for the result of a trainer rank
-LOOK_S = 0.5  # a wait in a transfer blocks this long, then polls
+LOOK_S = 0.5  # a wait during a transfer first blocks this long, then polls
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -55,7 +55,7 @@ class WireAddress(msgspec.Struct):
 
 
 class Arrival(msgspec.Struct):
-    """An engine rank is ready for a transfer. A negative `transfer` ends the sender's thread."""
+    """Announce that an engine rank is ready. A negative `transfer` ends rank 0's sending thread."""
 
     transfer: int
     engine: str
@@ -119,8 +119,8 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raise WireFailed, naming `what`, after `scaled(within_s)` seconds, if the store is gone, or
-        if the value is forged.
+        Raise WireFailed, naming `what`, if no value arrives within `scaled(within_s)` seconds, the
+        store is gone, or the value is forged.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
@@ -169,11 +169,11 @@ class StoreConnection:
             ) from error
 
     def tensors(self) -> list[TensorInfo]:
-        return self.get("tensors", list[TensorInfo], "trainer 0, which tensors there are")
+        return self.get("tensors", list[TensorInfo], "trainer 0's list of tensors")
 
     def holdings(self) -> list[Holding]:
         return [
-            self.get(f"holding/{rank}", Holding, f"trainer {rank}, what it holds")
+            self.get(f"holding/{rank}", Holding, f"trainer {rank}'s list of slices")
             for rank in range(self.address.num_sources)
         ]
 
@@ -184,7 +184,7 @@ class StoreConnection:
         ]
 
     def order(self, number: int) -> TransferOrder:
-        return self.get(f"order/{number}", TransferOrder, "trainer 0, its next order", FOREVER_S)
+        return self.get(f"order/{number}", TransferOrder, "trainer 0's next order", FOREVER_S)
 
     def arrive(self, arrival: Arrival) -> None:
         self.put(f"arrival/{self.store.add('arrivals', 1)}", arrival)
@@ -198,7 +198,7 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Open the store on `host` and write its address into `folder`. Keep the store alive."""
+    """Serve the store on `host`. Write its address into `folder`. The caller keeps it alive."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # By default the store would listen on all interfaces.
@@ -266,7 +266,7 @@ class Coordinator:
         self._member: dict[tuple[str, int], str] = {}
 
     def next(self) -> TransferOrder:
-        """Wait for all engine ranks of a transfer. Publish and return its order."""
+        """Wait for all engine ranks of a transfer. Publish and return the transfer's order."""
         arrived: dict[tuple[str, int], Arrival] = {}
         transfer: Transfer | None = None
         while True:
