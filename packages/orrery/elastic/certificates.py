@@ -48,7 +48,7 @@ class Certificates:
 
     @classmethod
     def of(cls, folder: Path, site: str) -> "Certificates":
-        """Return the site's paths in `folder`. Raise ElasticError if a file is missing."""
+        """Return the site's file paths in `folder`. Raise ElasticError if a file is missing."""
         found = cls(folder / f"{AUTHORITY}.pem", folder / f"{site}.pem", folder / f"{site}.key")
         for path in (found.authority, found.certificate, found.key):
             if not path.is_file():

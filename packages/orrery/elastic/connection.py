@@ -24,8 +24,8 @@ Bytes = NDArray[np.uint8]
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # maximum number of bytes per TLS lock acquisition, so that waits are short
-SLAB = 1 << 23  # bytes per allocation; numpy requests huge pages from 4 MiB up
+SLICE = 1 << 17  # maximum number of bytes that a thread moves while it holds the TLS lock
+SLAB = 1 << 23  # bytes per allocation; from 4 MiB up, numpy requests huge pages: fewer page faults
 FLUSH_S = 5.0  # time limit for sending queued frames after `close`
 
 
@@ -50,11 +50,11 @@ class Kind(IntEnum):
     HELLO = 0  # first frame in each direction
     DATA = 1
     PING = 2
-    BROKEN = 3  # `piece` is the failed rank, and the payload is the reason in UTF-8
-    READY = 4  # the sender has begun the round
-    RELAY = 5  # first frame to a relay; `piece` is the rank to reach
-    PROBE = 6  # part of a speed measurement; `hop` is 1 in the last frame
-    PROBED = 7  # answer to PROBE; `piece` is the speed in Mb/s
+    BROKEN = 3  # the round broke; the header's `piece` is the failed rank, the payload the reason
+    READY = 4  # the sender has begun the header's round
+    RELAY = 5  # first frame to a relay; the header's `piece` is the rank to reach
+    PROBE = 6  # part of a speed measurement; the header's `hop` is 1 in the last frame
+    PROBED = 7  # answer to PROBE; the header's `piece` is the speed in Mb/s
 
 
 class Header(NamedTuple):
@@ -82,9 +82,9 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, sock: ssl.SSLSocket) -> "Header | None":
-        """Return the next header.
+        """Return the header of the next frame, which must have no payload.
 
-        Return None if the header is invalid, if a payload follows, or if the peer closed `sock`.
+        Return None if the header is invalid or announces a payload, or if the peer closed `sock`.
         """
         data = b""
         while len(data) < LAYOUT.size:
@@ -132,7 +132,7 @@ class Backlog:
 
 
 class PeerConnection:
-    """One of the parallel connections, called lanes, to a peer.
+    """One of the parallel connections to a peer, with number `lane`.
 
     `heard_s`: monotonic time of the last received bytes. `ready`: newest round that the peer began.
     """
@@ -222,7 +222,7 @@ class PeerConnection:
             begin, turn = done, min(done + SLICE, size)
             try:
                 with self._tls_lock:
-                    while done < turn:  # each call reads at most one TLS record
+                    while done < turn:  # `recv_into` reads at most one TLS record
                         if (count := self._tls.recv_into(view[done:])) == 0:
                             return False
                         done += count
@@ -241,7 +241,7 @@ class PeerConnection:
             self._end("closed")
         except (OSError, ValueError) as error:
             self._end(f"its connection broke ({error})")
-        self._threads[0].join()  # the reader may still use the file descriptor
+        self._threads[0].join()  # close the file descriptor only after the reader's last use
         self._tls.close()
 
     def _next(self) -> Sequence[bytes | memoryview] | None:
@@ -260,7 +260,7 @@ class PeerConnection:
         while True:
             try:
                 with self._tls_lock:
-                    self._tls.send(view)  # sends all bytes, as Python allows no partial writes
+                    self._tls.send(view)  # sends all bytes or raises, without partial writes
                 return
             except ssl.SSLWantWriteError:
                 self._poll(select.POLLOUT)

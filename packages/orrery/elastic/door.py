@@ -10,22 +10,22 @@ import msgspec
 
 from orrery.elastic.types import ElasticError
 
-PROTOCOL = 2  # increment if the format of the ledger or the links changes
-NO_ROUND = -1  # no round yet: the first round has number 0
+PROTOCOL = 2  # increment when the format of the ledger or of frames changes
+NO_ROUND = -1  # stands for no round, because the first round has number 0
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """A site's manifest, code, protocol, codecs and free memory, and its last round."""
+    """The terms of a site or run: manifest, code, protocol, codecs, memory and last round."""
 
     manifest: str  # id of the manifest
     code: str  # digest of the code
     codec: str
-    memory_bytes: int  # free host memory; in the run's terms, the minimum
+    memory_bytes: int  # a site's free host memory, or the run's required minimum
     protocol: int = PROTOCOL
     codecs: tuple[str, ...] = ()  # codecs that this site knows
     round: int = NO_ROUND  # last round in this site's state
     digest: str = ""  # digest of the state after `round`
-    rewinds: bool = False  # whether to set the run back to `round` if no site is live
+    rewinds: bool = False  # whether the site sets the run back to `round` if no site is live
 
 
 def check_terms(run: Terms, site: Terms) -> None:

@@ -1,6 +1,6 @@
 """Call etcd's v3 API, as JSON over HTTPS with mutual TLS.
 
-- A call tries the endpoints in turn for up to `store_s`. The last to answer is tried first.
+- A call tries the endpoints in turn for up to `store_s`. The endpoint that answered last is first.
 - Calls are retried, so they must be idempotent, like a compare-and-swap.
 - Every thread has its own connections.
 """
@@ -57,7 +57,7 @@ class EtcdClient:
         return tuple(self._endpoints)
 
     def use(self, endpoints: Sequence[str]) -> None:
-        """Use `endpoints`, unless it is empty. Keep the current first endpoint first if listed."""
+        """Replace all endpoints, unless given none. The current first stays first if listed."""
         first = [each for each in self._endpoints[:1] if each in endpoints]
         if endpoints:
             self._endpoints = first + [each for each in endpoints if each not in first]
@@ -87,7 +87,7 @@ class EtcdClient:
         )
 
     def stream(self, path: str, body: dict[str, Any], silence_s: float) -> Iterator[Any]:
-        """Yield the first endpoint's answers. Raise OSError after a silence of `silence_s`."""
+        """Yield the first endpoint's answers. Raise OSError if it sends nothing for `silence_s`."""
         connection = self._connect(self.endpoints[0], silence_s)
         try:
             connection.request("POST", path, json.dumps(body))

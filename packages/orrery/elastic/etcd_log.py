@@ -30,7 +30,7 @@ from orrery.elastic.membership import LedgerView
 from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
-ELECTION_S = 4.0  # longest leader election, with one split vote
+ELECTION_S = 4.0  # maximum time of etcd's leader election, with one split vote
 EXPIRY_S = 2.0  # maximum time from a lease's end until other sites begin a round
 RETRY_WATCH_S = 0.5
 
@@ -63,12 +63,12 @@ class EtcdLog:
 
     def acquire(self, site_id: str) -> None:
         self.release()
-        # If a site and etcd's leader fail together, the lease lasts its TTL and one election.
+        # If a site and etcd's leader fail together, the lease ends after its TTL plus one election.
         ttl_s = max(
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
         self._site_id, self._created = site_id, ""
-        while not self._created:  # a slow etcd can end a lease before its key is written
+        while not self._created:  # retry, as a slow etcd can end a lease before its key is written
             self._created = self._take_lease(ttl_s)
         self._stop = threading.Event()
         for body in (self._beat, self._watch):
@@ -77,7 +77,7 @@ class EtcdLog:
             thread.start()
 
     def _take_lease(self, ttl_s: int) -> str:
-        """Write the site's key. Return the key's revision, or "" if the new lease has ended."""
+        """Write the site's key under a new lease. Return the key's revision, or "" if it ended."""
         self._lease = self._client.call("/v3/lease/grant", {"TTL": ttl_s})["ID"]
         key = {"key": encode(f"{self._prefix}live/{self._site_id}")}
         put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}
@@ -94,7 +94,7 @@ class EtcdLog:
         self._stop.set()
         if lease := self._lease:
             self._lease = ""
-            with suppress(ElasticError, EtcdRefused):  # the lease also ends by itself
+            with suppress(ElasticError, EtcdRefused):  # on failure, the lease ends after its TTL
                 self._client.call("/v3/lease/revoke", {"ID": lease}, RELEASE_S)
 
     def read(self) -> LedgerView:

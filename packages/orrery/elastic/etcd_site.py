@@ -4,7 +4,7 @@
   a time. Their target number is odd and at most `coordinators`.
 - All sites derive changes from the same lists of coordinators and live sites, so no site leads. A
   coordinator is replaced if its site has no lease for REMOVE_S.
-- etcd is a child process with its data in `folder`, so a restarted site is still a voter.
+- etcd is a child process with its data in `folder`, so a restarted coordinator keeps its vote.
 """
 
 import json
@@ -28,7 +28,7 @@ from orrery.runtime.parent_watch import die_with_parent
 
 REMOVE_S = 30.0
 STOP_S = 5.0
-ELECTION_MS = round(ELECTION_S * 250)  # etcd waits one to two times this for each vote
+ELECTION_MS = round(ELECTION_S * 250)  # election timeout; etcd waits 1 to 2 times this per vote
 LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # from `locks/system.sh elastic`
 
 
@@ -41,7 +41,7 @@ def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most
     """Return the change of coordinators that the site `own` must make now.
 
     Sites are named by ADDRESS:PORT. `voters`: all coordinators. `live`: live sites that can run
-    etcd. `gone`: coordinators to replace. `most`: largest number of coordinators.
+    etcd. `gone`: coordinators to replace. `most`: maximum number of coordinators.
     """
     target = min(most, len(live))
     target -= target % 2 == 0
@@ -92,10 +92,10 @@ class EtcdServer:
         return self._process.pid
 
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
-        """Start etcd from its data. Without data, join the cluster of `names`.
+        """Start etcd from its data folder. If it has no data, join the cluster of `names`.
 
-        `is_new` creates a cluster instead. Creation is explicit, because half-written data must not
-        become a new log.
+        Only with `is_new`, create a cluster instead. Otherwise, half-written data could become a
+        new, empty log.
         """
         others = set(names) - {self.name}
         files = self._certificates
@@ -149,7 +149,7 @@ def peer_url(name: str) -> str:
 
 
 class EtcdSite:
-    """Manage this site's membership of `run`, and its coordinator.
+    """Manage this site's membership of `run`, and its coordinator (etcd server).
 
     Addresses are ADDRESS:PORT. `name`: this site's coordinator; "" behind NAT. `join`: any other
     coordinator; "" at the first site. `snapshots`: this site's snapshot server.
@@ -170,7 +170,7 @@ class EtcdSite:
         store_s: float = 300.0,
         coordinators: int = 5,
     ) -> None:
-        check_clock(*certificates.validity())  # etcd's own error does not name the clock
+        check_clock(*certificates.validity())  # etcd's own error would not mention the clock
         self._folder, self._name, self._most = folder, name, coordinators
         self._heartbeat_s, self._is_first = heartbeat_s, not join
         known = [join] if join else [name]
@@ -199,7 +199,7 @@ class EtcdSite:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the run, give up the vote, and stop etcd."""
+        """Leave the run, remove the coordinator from the cluster, and stop etcd."""
         self.membership.leave()
         self._stop.set()
         self._steward.join(STOP_S)
@@ -218,7 +218,7 @@ class EtcdSite:
         return sorted(found - {"", self._snapshots})
 
     def _run(self) -> None:
-        """Start etcd in this thread, because etcd dies with the thread that started it."""
+        """Start etcd in this lasting thread, because etcd dies with the thread that started it."""
         try:
             if self.server is not None and (self._is_first or self.server.data.exists()):
                 self.server.start(is_new=self._is_first)
@@ -233,7 +233,7 @@ class EtcdSite:
 
     def _step(self) -> None:
         if self.server is not None and self.server.data.exists() and not self.server.is_running:
-            self.server.start()  # start before any call: it may be the only coordinator
+            self.server.start()  # call etcd only afterwards, as no other coordinator may exist
         members = self._members()
         voters = [name for name, (_, is_learner) in members.items() if not is_learner]
         if set(voters) != set(self.client.endpoints):

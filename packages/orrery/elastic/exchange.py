@@ -1,10 +1,12 @@
 """Replace each site's weight change Δᵢ by the mean Σ wᵢΔᵢ / Σ wᵢ, bitwise equal on all W sites.
 
-- `ring`: a chunk travels W − 1 hops. At each hop, a site decodes it, adds its own values in float32
-  and encodes the sum. The total then travels W − 1 hops unchanged, so all sites decode equal bytes.
+- `ring`: each of W chunks travels W − 1 hops. At each hop, a site decodes it, adds its values in
+  float32 and encodes the sum. The total then travels W − 1 hops unchanged, so all sites decode
+  equal bytes.
 - `all_to_all`: each rank sums one chunk in a fixed order and sends the sum to all. Each value
   is encoded only twice, for any W.
-- Frames name their piece and hop. They are handled on arrival, so all pieces travel at once.
+- A piece is the part of a chunk in one frame. Frames are handled on arrival, so all pieces travel
+  at once.
 - A site with weight wᵢ = 0 forwards frames but adds no values.
 - Δᵢ is replaced after all frames have arrived. If a peer fails, Δᵢ does not change.
 """
@@ -33,7 +35,7 @@ TIMEOUT_S = 600.0  # maximum wait for a frame
 class ExchangeStats:
     bytes_sent: int
     seconds: float
-    codec_s: float  # encoding and decoding, summed over lanes
+    codec_s: float  # seconds of encoding and decoding, summed over the lanes' threads
 
 
 class ErrorFeedback:
@@ -100,7 +102,7 @@ def exchange(
 
 
 def layer_buckets(sizes: Mapping[str, int]) -> list[slice]:
-    """Return a slice per layer: adjacent tensors whose names have the same first number."""
+    """Return a slice per layer. A layer is a run of tensors whose names share the first number."""
     buckets: list[slice] = []
     last: object = object()
     end = 0
@@ -122,7 +124,7 @@ class _Piece:
 
 
 def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
-    """Cut each bucket into a chunk per site, and chunks into pieces. Spread pieces over lanes."""
+    """Cut each bucket into a chunk per site, and chunks into pieces (frames), spread over lanes."""
     pieces: list[_Piece] = []
     turn = -1
     for bucket in buckets:
@@ -153,7 +155,7 @@ class _Site:
 
 
 class _Lane(ABC):
-    """Exchange the pieces of one lane. `final` has the encoded totals, equal at all sites."""
+    """Exchange one lane's pieces in a thread. `final`: each piece's encoded total of all sites."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         self.site, self.lane, self.pieces = site, lane, pieces
@@ -211,11 +213,11 @@ class _Lane(ABC):
         self.bytes_sent += self.site.links.send(rank, self.lane, hop, number, wire)
 
     def own(self, number: int) -> Floats:
-        """Return a piece of this site's weighted values. The next call overwrites the buffer."""
+        """Return a piece of this site's weighted values. The next call overwrites the result."""
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:
-            out[:] = 0  # 0 · NaN would be NaN
+            out[:] = 0  # do not multiply, because 0 · NaN is NaN
             return out
         return np.multiply(self.site.delta[piece.at], self.site.share, out=out)
 
@@ -335,7 +337,7 @@ def _size(piece: _Piece) -> int:
 
 
 def _in_threads(calls: Sequence[Callable[[], None]]) -> None:
-    """Run all calls in parallel. Raise an error, if possible not LinkBroken."""
+    """Run all calls in parallel. If calls fail, raise one error, preferably not LinkBroken."""
     errors: list[BaseException] = []
 
     def guarded(call: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ from orrery.manifest.publish import make_folder
 
 POLL_S = 0.2
 RETRY_S = 5.0
-NICE = 10  # peers' requests must not slow the trainer
+NICE = 10  # low process priority, so that peers' requests do not slow the trainer
 
 
 class KeeperOptions(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class KeeperOptions(msgspec.Struct, frozen=True):
 
 
 class SnapshotKeeper:
-    """Start the keeper process, which outlives this context, and announce copies to it."""
+    """Start the keeper process, which outlives the `with` block, and announce copies to it."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
@@ -109,7 +109,7 @@ def keep(options: KeeperOptions) -> None:
 def _serve_lines(work: Callable[[], None], is_over: Callable[[], bool]) -> None:
     """Call `work` at the start, after each line on stdin, and at the end.
 
-    End once stdin closes, the parent dies or `is_over()` is true. Retry failed work after RETRY_S.
+    Return once stdin closes, the parent dies or `is_over()`. Retry failed work after RETRY_S.
     """
     parent, is_due, is_open, due_s = os.getppid(), True, True, 0.0
     while is_open and not is_over():

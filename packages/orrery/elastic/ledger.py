@@ -38,7 +38,7 @@ class StateLacking(ElasticError):
 
 class JoiningSite(msgspec.Struct, frozen=True):
     member: SiteMember
-    has_weight: bool  # whether its tokens count: it has the newest state or was a late member
+    has_weight: bool  # whether its tokens count, as it has the newest state or was a late member
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
@@ -57,13 +57,13 @@ class Ledger(msgspec.Struct, frozen=True):
     members: tuple[SiteMember, ...] = ()
     joining: tuple[JoiningSite, ...] = ()
     is_exchanging: bool = False
-    tokens: dict[str, int] = {}  # tokens of arrived sites, by id
+    tokens: dict[str, int] = {}  # tokens of arrived sites, by site id
     weights: tuple[int, ...] = ()  # tokens by rank, while exchanging
     digests: dict[str, str] = {}  # reported digest by member id
     broken: dict[str, tuple[str, ...]] = {}  # ids of lost peers, by reporting member
     strikes: tuple[tuple[str, str], ...] = ()  # site pairs whose link broke in the last attempt
-    measured: dict[str, dict[str, int]] = {}  # speeds in Mb/s, by site and peer
-    speeds: tuple[tuple[int, ...], ...] = ()  # Mb/s from rank to rank, fixed for the epoch
+    measured: dict[str, dict[str, int]] = {}  # speeds in Mb/s, by site id and peer id
+    speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b, fixed for the epoch
     committed: CommittedRound | None = None
 
     @property
@@ -85,7 +85,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
-        """Return the exchanging round if this site must still report in it, or None."""
+        """Return the round in exchange if this site must still report its result, or None."""
         if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
             return None
         return OuterRound(self.number, self.current, self.weights)
@@ -109,7 +109,7 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
     digest = ledger.committed.digest if ledger.committed else ""
     is_first = not ledger.ids & live
     if is_first and terms.rewinds and terms.round > NO_ROUND:
-        # Members of the new epoch refuse messages of the undone rounds.
+        # This opens a new epoch, whose members refuse messages of the undone rounds.
         row = CommittedRound(terms.round, ledger.epoch, (), (), terms.digest)
         ledger = _gather(_with_members(msgspec.structs.replace(ledger, committed=row), ()), {})
         digest = terms.digest
@@ -161,7 +161,7 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
     """Return whether the exchange may start.
 
-    At least `quorum` live sites must have arrived, including a member if any is live.
+    At least `quorum` live sites must have arrived, including a member if one is live.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
@@ -271,7 +271,7 @@ def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
 
 
 def largest_connected(sites: Set[str], broken: Set[tuple[str, str]]) -> frozenset[str]:
-    """Return the largest subset without a broken pair. Among equal sizes, prefer low ids."""
+    """Return the largest subset of `sites` without a broken pair. At equal sizes, keep low ids."""
     involved = sorted({each for pair in broken for each in pair})
     for num_dropped in range(len(involved) + 1):
         for dropped in combinations(reversed(involved), num_dropped):
@@ -301,7 +301,7 @@ def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
 
 
 def _with_better_paths(ledger: Ledger) -> Ledger:
-    """Forget speeds of unknown sites. Open a new epoch if the new ring is GAIN times faster."""
+    """Forget speeds of unknown sites. Open an epoch if new speeds give a GAIN times faster ring."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     kept = {a: {b: m for b, m in row.items() if b in known} for a, row in ledger.measured.items()}
     ledger = msgspec.structs.replace(
@@ -323,8 +323,8 @@ class ShardMap(msgspec.Struct):
     """Assign each site a shard of the data. `holders` maps site ids to shards.
 
     A member keeps its shard. A new member gets the shard that its operator chose, if it is free, or
-    the lowest free shard. `trained[k]` counts the documents of shard k in rounds in which a site
-    held it, even if the site was lost. Hence no document is trained twice before its shard ends.
+    the lowest free shard. `trained[k]` counts the documents of shard k that a site may have
+    trained, even if the site was lost. Hence no document is trained twice before its shard ends.
     """
 
     trained: list[int]

@@ -6,7 +6,7 @@
 - `begin` waits until both ends of every connection are in the round. Lost connections are dialled
   again.
 - During a round, a lost or silent connection breaks the round. The first site to notice tells all
-  others, also on new connections. Idle connections carry a ping every PING_S.
+  others, and repeats this on new connections. Idle connections carry a ping every PING_S.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # time limit for connecting to all peers; scaled, like the next two
+CONNECT_S = 60.0  # time limit for connecting to all peers; scaled, like PING_S and SILENCE_S
 PING_S = 2.0
-SILENCE_S = 15.0  # maximum silence of a live peer
+SILENCE_S = 15.0  # time without received bytes after which a peer counts as lost
 RETRY_S = 0.2
 QUIET_S = 1.0  # pause between round and speed probe, because other sites may still exchange
-MAX_REFUSALS = 10  # refused dials before a peer counts as dead; a site listens before it joins
+MAX_REFUSALS = 10  # refused dials that prove a peer dead, because sites listen before they join
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -46,7 +46,7 @@ class LinkPhase(Enum):
 
 
 class PeerLinks:
-    """This process's connections to peers. `port` is the port of shard 0's listener."""
+    """This process's connections to peers. `port`: listening port of the site's process 0."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PeerLinks:
         host: str,
         port: int = 0,
         shard: int = 0,
-        num_lanes: int = 4,  # connections per peer, as TCP limits the speed of each
+        num_lanes: int = 4,  # connections per peer, because TCP limits the speed of each
     ) -> None:
         """Listen on `port` + `shard`, or on any free port if `port` is 0.
 
@@ -71,7 +71,7 @@ class PeerLinks:
         self._backlogs: list[Backlog] = []  # by rank
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
         self._broken: LinkBroken | None = None  # failure in this round
-        self._told: tuple[int, LinkBroken] | None = None  # peer's report of a later round's failure
+        self._told: tuple[int, LinkBroken] | None = None  # a peer's report (later round, failure)
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
@@ -247,7 +247,7 @@ class PeerLinks:
         return self._header(Kind.PING, lane)
 
     def admit(self, peer: PeerConnection, header: Header) -> bool:
-        """Return whether to keep the payload. Raise BadFrame for a wrong header."""
+        """Return whether to keep the frame's payload. Raise BadFrame if its header is wrong."""
         with self._changed:
             mine = (self._run, self.epoch, peer.rank, self._shard)
             if (header.run, header.epoch, header.source, header.shard) != mine:
@@ -279,7 +279,7 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A sender that names itself also tells the others.
+                    # A sender that reports its own failure tells all sites, so do not repeat it.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)

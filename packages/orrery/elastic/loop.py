@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Weights(Protocol):
-    """This rank's trained weights, as f32[n] in the order of names."""
+    """This rank's trained weights, as f32[n] in the order of their names."""
 
     num_parameters: int
 
@@ -73,7 +73,7 @@ class Ranks(Protocol):
     is_first: bool
 
     def from_first(self, make: Callable[[], T], kind: type[T]) -> T:
-        """Return the first rank's value on every rank, or raise its error. A collective."""
+        """Return the first rank's `make()` on every rank, or raise its error. A collective."""
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
         """Return every rank's value. A collective."""
@@ -128,7 +128,7 @@ class OuterLoop:
         self._optimizer, self._weights, self.rounds = optimizer, weights, rounds
         self._exchange, self.site_id, self._deadline_s = exchange, site_id, deadline_s
         self._ranks = ranks or OneRank()
-        self._sent: list[tuple[slice, Floats]] | None = None  # this rank's Δ of the sent round
+        self._sent: list[tuple[slice, Floats]] | None = None  # this rank's Δ when `send` was called
         self._sent_tokens = 0
         self._thread: threading.Thread | None = None
         self._outcome: _Result | Exception | None = None
@@ -187,7 +187,10 @@ class OuterLoop:
         self._thread.start()
 
     def apply(self, merge: float) -> RoundRow:
-        """Wait for the sent round, and apply its step. `merge` is α. Raise as `exchange` does."""
+        """Wait for the round that `send` began, and apply its step. Raise as `exchange` does.
+
+        `merge`: α, the share of θ_now in the new weights.
+        """
         assert self._thread is not None, "send first"
         self._thread.join()
         outcome, self._thread, self._outcome, self._sent = self._outcome, None, None, None

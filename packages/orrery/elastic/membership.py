@@ -22,12 +22,12 @@ class Membership(Protocol):
     """A site's membership of a run. Methods block, and raise LeaseLost if the site must rejoin."""
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
-        """Join with a new id. Raise ElasticError if the run refuses the site."""
+        """Join the run with a new site id. Raise ElasticError if the run refuses the site."""
 
     def epoch(self) -> Epoch: ...
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
-        """Wait for all live members, or `grace_s` after a quorum. Return the round.
+        """Wait until all live members arrive, or `grace_s` after a quorum. Return the round.
 
         Raise Behind if the round is over, and ElasticError if too few sites are live for a quorum
         after `deadline_s`.
@@ -76,8 +76,8 @@ class EpochLog(Protocol):
 class RoundPace:
     """Quorums and waits, from the fields of `trainer.elastic`."""
 
-    founders: int = 1  # fewest sites in the first round
-    quorum: int = 1  # fewest sites in later rounds
+    founders: int = 1  # minimum number of sites in the first round
+    quorum: int = 1  # minimum number of sites in later rounds
     grace_s: float = 600.0  # maximum wait for stragglers after the quorum has arrived
     suspect_s: float = 4.0  # maximum wait for a member that a peer reports as lost
     exchange_s: float = 600.0  # maximum wait for other members' reports
@@ -87,7 +87,7 @@ class LogMembership:
     def __init__(self, log: EpochLog, pace: RoundPace) -> None:
         self._log, self._pace = log, pace
         self._id = ""
-        self.measured: Callable[[], Mapping[str, int]] = dict  # Mb/s to peers, by site id
+        self.measured: Callable[[], Mapping[str, int]] = dict  # speeds in Mb/s, by peer id
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
         if site.id == self._id:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) → next (θ, m)
 Fragment = tuple[slice, ...]
-BLOCK = 1 << 15  # values per step, so that temporary arrays stay in the cache
+BLOCK = 1 << 15  # number of values processed at once, so that temporary arrays stay in the cache
 DOTTED = 1 << 12  # values per BLAS call; longer calls start threads and slow down
 
 
@@ -48,7 +48,7 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return θ_now as the next θ. θ_start − Δ would round, so `now` takes the place of Δ."""
+    """Return `now`, θ_now, as the next θ, because computing it as θ_start − Δ would round."""
     return now, momentum
 
 
@@ -67,7 +67,7 @@ class OuterState:
         self.forget()
 
     def step(self, step: Step, fragment: int = 0) -> None:
-        """Replace θ_start and m of a fragment. Call `digest` with the same step first."""
+        """Replace θ_start and m of a fragment. First call `digest` with the same arguments."""
         for block in self._blocks(fragment):
             self.start[block], self.momentum[block] = self._stepped(step, block)
         self._digests[fragment], self._next = self._next, ""
@@ -131,6 +131,6 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product. Sum runs of DOTTED products in float32, and runs in float64."""
+    """Return the inner product. Add DOTTED products at a time in float32, their sums in float64."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)

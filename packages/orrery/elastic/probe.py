@@ -14,21 +14,21 @@ from orrery.elastic.connection import Bytes, Header, PeerConnection
 PROBE_S = 0.5
 PROBE_BYTES = 1 << 26  # maximum number of bytes sent to one peer
 FRAME = np.zeros(1 << 16, np.uint8)
-ANSWER_S = 5.0  # time limit of the answer; a slow link must empty its buffers first
-FASTEST = 4000  # highest reported Mb/s, as processors limit faster links
+ANSWER_S = 5.0  # time limit for the answer. It follows a slow link's buffered frames
+FASTEST = 4000  # maximum reported speed in Mb/s, because processors limit faster links
 
 
 class SpeedProbe:
-    """`found`: measured speeds in Mb/s by site id."""
+    """Speed measurements. `found` maps site ids to speeds in Mb/s."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
-        self._arrivals: dict[int, list[tuple[float, int]]] = {}  # (time, bytes) of frames, by rank
+        self._arrivals: dict[int, list[tuple[float, int]]] = {}  # frames' (time, bytes) by sender
 
     def measure(
         self, site_id: str, peer: PeerConnection, header: Header, goes_on: Callable[[], bool]
     ) -> None:
-        """Send frames to `peer` while `goes_on()`, and wait for its answer."""
+        """Send frames to `peer`, and wait for its answer. Stop when `goes_on()` is false."""
         end_s, left = time.monotonic() + PROBE_S, PROBE_BYTES // len(FRAME)
         while goes_on() and left and time.monotonic() < end_s:
             if peer.num_queued < 2:
@@ -44,7 +44,7 @@ class SpeedProbe:
             time.sleep(1e-2)
 
     def arrived(self, header: Header, payload: Bytes) -> int | None:
-        """Count a received frame. Return the speed in Mb/s after the last, otherwise None."""
+        """Count a received frame. Return the speed in Mb/s after the last frame, otherwise None."""
         now_s = time.monotonic()
         found = self._arrivals.setdefault(header.source, [])
         found.append((now_s, len(payload)))

@@ -36,10 +36,10 @@ from orrery.elastic.types import ElasticError
 
 HANDSHAKE_S = 5.0
 SILENCE_S = 20.0
-ANSWER_S = 300.0  # time limit of an answer, against peers that send a byte at a time
+ANSWER_S = 300.0  # time limit of a whole answer, because a peer may send one byte at a time
 MAX_STRANGERS = 64  # maximum number of connections with an unfinished handshake
 POLL_S = 0.2
-LANES = 2  # connections to a peer: one block arrives while another is hashed
+LANES = 2  # connections per peer, so that one block arrives while another is hashed
 MAX_HEADER_BYTES = 64 << 20
 # A header that is nested too deeply raises RecursionError.
 BAD_HEADER = (OSError, ValueError, RecursionError, msgspec.MsgspecError, ElasticError)
@@ -63,7 +63,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
     def find(self, sha256: str) -> bytes:
         """Return a block. Raise BlockLacking if no snapshot has it."""
         with self._indexing:
-            # A rewound run publishes the same round again, so compare times too.
+            # A run that was set back publishes a round again, so compare modification times too.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:
@@ -83,7 +83,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         request.settimeout(HANDSHAKE_S)
         with suppress(OSError):
             try:
-                request.getpeername()  # raises if the peer has gone, as in `handshake`
+                request.getpeername()  # raises, as `wrap_socket` would leak a lost peer's socket
                 wrapped = self._tls.wrap_socket(request, server_side=True)
             finally:
                 self._strangers.release()
@@ -92,7 +92,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
                 _Handler(wrapped, client_address, self)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Refuse connections beyond MAX_STRANGERS before they get a thread."""
+        """Refuse a connection, before it has a thread, if MAX_STRANGERS handshakes are open."""
         return self._strangers.acquire(blocking=False)
 
 
@@ -163,7 +163,7 @@ class PeerSource:
 
 @contextmanager
 def _limited(sock: socket.socket) -> Iterator[None]:
-    """Shut down `sock` if the `with` block takes over ANSWER_S."""
+    """Shut down `sock` if the `with` block takes longer than ANSWER_S."""
     timer = threading.Timer(ANSWER_S, _shut, (sock,))
     timer.daemon = True
     timer.start()
@@ -188,7 +188,7 @@ def fetch_state(
     """Fetch the newest committed state from all peers into `folder`. Return the snapshot's folder.
 
     `peers` returns the live sites' servers. `wanted` returns the number and digest of the log's
-    last round. Each try calls both, because rounds go on. Raise ElasticError after `deadline_s`.
+    last round. Each try calls both, as new rounds may end. Raise ElasticError after `deadline_s`.
     """
     end_s, reason = time.monotonic() + deadline_s, "no peer is live"
     while True:

@@ -4,14 +4,14 @@
   their choices agree. A pair's speed is the lower of its two directions.
 - A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
   faster. A relayed path counts with half its speed, as a relay also carries its own frames.
-- The ring's order maximises the speed of its slowest edge, or is greedy above MOST_EXACT sites.
+- The ring's order maximises the speed of its slowest edge. Above MOST_EXACT sites, it is greedy.
 """
 
 from functools import cache
 
 from orrery.elastic.types import Epoch
 
-GAIN = 1.25  # smallest speed ratio for which a path changes
+GAIN = 1.25  # minimum speed ratio for which a path changes
 MOST_EXACT = 10  # maximum number of sites for the exact search
 
 
@@ -21,7 +21,7 @@ def relay(epoch: Epoch, a: int, b: int) -> int | None:
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
-    turn = accepting[(a + b) % len(accepting) :] + accepting  # relays of equal speed share pairs
+    turn = accepting[(a + b) % len(accepting) :] + accepting  # equally fast relays share the pairs
     best = max(turn, key=lambda r: _detour(epoch, a, r, b))
     if not epoch.members[a].port and not epoch.members[b].port:
         return best
@@ -40,13 +40,13 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
         for a in range(num)
     ]
     most = max(map(max, rows))
-    # Unmeasured pairs count as the fastest pair.
+    # Assume that unmeasured pairs are as fast as the fastest pair.
     rows = [[each or most for each in row] for row in rows]
     return _exact(rows) if num <= MOST_EXACT else _greedy(rows)
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
-    """Return the lowest speed that `newest` has for an edge of `chosen`'s ring, or 0."""
+    """Return the lowest speed of an edge of `chosen`'s ring, with the speeds of `newest`, or 0."""
     order = ring_order(chosen)
     edges = zip(order, [*order[1:], *order[:1]], strict=True)
     found = [_path(newest, a, relay(chosen, a, b), b) for a, b in edges if a != b]

@@ -68,7 +68,7 @@ class BlockSource(Protocol):
     name: str
 
     def read(self, block: Block) -> bytes:
-        """Return the block. Raise BlockLacking, or OSError if the source is gone."""
+        """Return the block. Raise BlockLacking if it is missing, or OSError if the source fails."""
 
 
 class FolderSource:
@@ -158,7 +158,7 @@ def link_files(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Make a copy as `copy_state` does, of hard links to finished files on the same file system."""
+    """Like `copy_state`, but with hard links to finished files on the same file system."""
     make_folder(folder)
 
     def write(partial: Path) -> dict[str, int]:
@@ -193,7 +193,7 @@ def _copied(
 def publish_copies(folder: Path, keep: int) -> list[Path]:
     """Hash and publish all copies. Return their folders. Keep only the newest `keep` snapshots.
 
-    First remove snapshots of rounds after the newest copy, which a rewind has undone.
+    Also remove snapshots of rounds after the newest copy, which a rewind has undone.
     """
     done = []
     for copied in sorted(folder.glob("round_*.copied")):
@@ -222,7 +222,7 @@ def _remove(snapshots: Iterable[Path]) -> None:
     for path in snapshots:
         aside = path.with_name(f".{path.name}.removed")
         with suppress(OSError):
-            path.rename(aside)  # so readers never see half a folder
+            path.rename(aside)  # readers never see a partly removed folder
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -300,7 +300,7 @@ class _BlockQueue:
                 fault = "lacking"
             except (OSError, ValueError) as error:
                 fault = f"{source.name}: {error or type(error).__name__}"
-            finally:  # other threads wait for the block
+            finally:  # other threads may wait for this block
                 self._done(block if fault else None)
             if fault and fault != "lacking":
                 with self._changed:

@@ -45,7 +45,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
     number: int
     members: tuple[SiteMember, ...]
-    speeds: tuple[tuple[int, ...], ...] = ()  # Mb/s from rank to rank, 0 if not measured
+    speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b, 0 if not measured
 
     def rank(self, site_id: str) -> int:
         """Return the site's rank. Raise LeaseLost if it is not a member."""

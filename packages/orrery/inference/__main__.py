@@ -1,6 +1,6 @@
 """Run one vLLM server, replica `index` of the stage: `python -m orrery.inference`.
 
-Only the first node of a replica runs the server. Its other nodes run `headless`.
+Only the first node of a replica runs the server. The replica's other nodes run `headless`.
 """
 
 import gc
@@ -30,9 +30,9 @@ def main() -> None:
 
 
 def run(role: str) -> None:
-    gc.disable()  # collections would slow the imports and free nothing
+    gc.disable()  # garbage collections would slow the imports and free nothing
     with role_process(role) as ctx:
-        run_token()  # raise token errors before the long load
+        run_token()  # raise token errors before vLLM's long start
         ctx.health.doing("loading vLLM")
         engine, part = engine_and_part(ctx)
         inference = ctx.manifest.inference.of_engine(engine)

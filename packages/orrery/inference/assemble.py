@@ -35,11 +35,11 @@ from orrery.wire.weight_wire import check_library, served_model
 PLUGIN = "orrery"  # our entry point in `vllm.general_plugins`
 BACKEND = "orrery"  # our weight receiver in vLLM
 ADAPTER_BACKEND = "orrery_adapters"
-# The class's full name, because vLLM on CPU would replace "uni" by "mp".
+# The executor's full name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-ENGINE_READY_S = 600  # time limit for vLLM's engine core to load and compile, scaled
-HEAD, MEET_S = "engine_head", 0.1  # rendezvous role of an engine's first node, poll interval
-KEEP_ALIVE_S = 600  # long enough that clients close idle connections first
+ENGINE_READY_S = 600  # time limit for vLLM's engine core to load and compile, before scaling
+HEAD, MEET_S = "engine_head", 0.1  # rendezvous role of an engine's first node; poll interval in s
+KEEP_ALIVE_S = 600  # the server closes idle connections after this; clients close theirs earlier
 # Adapters never target experts, because vLLM's LoRA kernels for experts need a GPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -99,7 +99,7 @@ def server_arguments(
         "--uvicorn-log-level": "warning",
     }
     flags = [
-        "--tokens-only",  # no tokenizer, as the orchestrator renders chats
+        "--tokens-only",  # no tokenizer, as the orchestrator turns chats into tokens
         "--enable-prompt-tokens-details",  # answers report cached_tokens
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
@@ -166,7 +166,7 @@ def _spread(manifest: Manifest) -> dict[str, str]:
         arguments |= {
             # DeepGEMM and the trainer also use one scale per 128 × 128 block.
             "--quantization": "fp8_per_block",
-            # Rounded routers would choose other experts.
+            # Routers stay in bfloat16. With fp8, they would choose other experts.
             "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$", *others]}),
         }
     return arguments
@@ -230,7 +230,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
     aside = folder.with_name(f".{folder.name}.{name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    # Published factors contain LoRA's scale, so alpha / r must be 1.
+    # The trainer publishes factors that contain LoRA's scale, so alpha / r must be 1.
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
     config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))
@@ -245,7 +245,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
         for factor, shape in shapes.items()
     }
     save_file(factors, aside / "adapter_model.safetensors")
-    sync_tree(aside)  # later starts trust an existing folder
+    sync_tree(aside)  # later starts use an existing folder unchecked
     try:
         aside.rename(folder)
     except OSError:
@@ -265,7 +265,7 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
         **registry.environment(manifest),
     }
     if manifest.inference.quantization == "fp8":
-        variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # otherwise Hopper engines round weights twice
+        variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # with 1, Hopper engines round weights twice
     if manifest.inference.enforce_eager:
         # vLLM would otherwise compile the log-prob ranking, which needs a C++ compiler.
         variables["TORCHDYNAMO_DISABLE"] = "1"
@@ -273,7 +273,7 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set the environment variables. Keep the user's timeout, log level and CPU options."""
+    """Set vLLM's environment variables. Keep the user's timeout, log level and CPU options."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()
@@ -282,7 +282,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
         refuse_open_interfaces("inference.kv_transfer.kind 'mooncake'")
         refuse_missing_rdma("inference.kv_transfer", manifest.inference.kv_transfer.protocol)
     if manifest.inference.prefill_replicas:
-        # NIXL listens at port + rank.
+        # Data-parallel rank r of NIXL listens at port + r.
         port = adjoining_ports(manifest.inference.data_parallel, host)
         os.environ.update(transfer_environment(manifest, host, port))
         if manifest.inference.kv_transfer.kind == "nixl":

@@ -62,7 +62,7 @@ def first_sentence(error: Exception) -> str:
 
 
 def main() -> None:
-    gc.disable()  # collections would slow the imports and free nothing
+    gc.disable()  # garbage collections would slow the imports and free nothing
     with role_process("inference") as ctx:
         if not run_token():
             raise OrreryError("no token came by standard input; type `orrery serve FOLDER`")

@@ -3,7 +3,8 @@
 - Forward `ROUTES` to vllm-router on loopback, with the headers in `ASKED` and the credential
   `generate`. Stream the answers back, with the headers in `PASSED`.
 - Check the credential before reading the body.
-- vllm-router checks keys at `AUTHORIZED`, so other users of the host cannot use its port.
+- vllm-router checks each request's key at our path `AUTHORIZED`, so other users of the host cannot
+  use the router's port.
 - If a caller disconnects, its request in the engine ends.
 """
 
@@ -24,7 +25,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.token import Purpose, authorization, credential, run_token
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
 
-AUTHORIZED = "/authorized"  # answers 200 to the generate credential
+AUTHORIZED = "/authorized"  # path that answers 200 to the credential `generate`
 ROUTES = {
     ("GET", AUTHORIZED): Purpose.GENERATE,
     ("POST", "/inference/v1/generate"): Purpose.GENERATE,
@@ -38,7 +39,7 @@ PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
 MAX_HEAD_BYTES = 1 << 14
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens takes 8 MB of JSON
 BACKLOG = 1024  # the orchestrator opens hundreds of connections at once
-KEPT_S = 600.0  # idle time before a caller's connection is closed. Clients close theirs earlier
+KEPT_S = 600.0  # idle time after which callers' connections are closed; callers close earlier
 SWEEP_S = 10.0
 LINGER_S = 1.0
 
@@ -87,7 +88,7 @@ class Front:
         return "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
 
     def allows(self, method: str, path: str, given: bytes) -> bool:
-        """Return whether the header `given` permits a route. Unknown routes need `administer`."""
+        """Return whether credential `given` permits a route. Unknown routes need `administer`."""
         purpose = ROUTES.get((method, path), Purpose.ADMINISTER)
         return hmac.compare_digest(given, self._wanted[purpose]) or not self._has_token
 

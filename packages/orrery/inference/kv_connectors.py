@@ -1,7 +1,8 @@
 """Configure vLLM's KV transfers and KV tiers from the manifest, without importing vLLM.
 
 - Transfer: the first `prefill_replicas` engines prefill, and the others read their KV blocks. A
-  block's lease outlasts any request. After it, NIXL could send another request's cache.
+  block's lease (time until its reuse) outlasts any request, because NIXL could later send another
+  request's cache.
 - vLLM loads from the first connector with a request's tokens, so the transfer connector is first.
 - Tiers: KV blocks and routes (chosen experts) on disk take at most `disk_bytes` together. vLLM
   recomputes a block that is unreadable or lacks routes that must be returned.
@@ -36,7 +37,7 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-LEASE_MARGIN_S = 300.0  # time by which a lease outlasts a client's timeout, scaled
+LEASE_MARGIN_S = 300.0  # time by which a block's lease outlasts a client's timeout, before scaling
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 HASH_SEED = "0"  # gives all engines equal block hashes, also after restarts
 STORE_DEADLINE_S = 120.0
@@ -68,7 +69,7 @@ def _transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if index < inference.prefill_replicas else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "engine_id": f"{index}-{uuid.uuid4()}",  # new at each start, as old blocks are lost
+        "engine_id": f"{index}-{uuid.uuid4()}",  # new at each start, as a restart loses blocks
     }
     if transfer.kind == "nixl":
         return config | {
@@ -97,7 +98,7 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 
 def handover(config: Any, host: str) -> dict[str, str]:
     if config is None or "VLLM_MOONCAKE_BOOTSTRAP_PORT" not in os.environ:
-        return {}  # NIXL's producer sends these values with each answer
+        return {}  # needless, as NIXL's producer sends these values with each answer
     return {
         "kv_engine_id": config.engine_id,
         "kv_bootstrap": f"http://{host}:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}",
@@ -157,21 +158,21 @@ def connect(ctx: RoleContext, engine: int) -> list[str]:
         os.environ.update(store_environment(ctx.manifest, disk, store.info["rpc"]))
     elif offload.kind == "tiers":
         prefix = run_directory.role_memory_prefix(ctx.run_dir, ctx.name)
-        config["engine_id"] = f"{prefix}{uuid.uuid4()}"  # a part of the host tier's file name
+        config["engine_id"] = f"{prefix}{uuid.uuid4()}"  # vLLM names the host tier's file by it
         prepare_disk(disk)
     os.environ.update(routes_environment(ctx.manifest, disk))
     return ["--kv-transfer-config", json.dumps(config)]
 
 
 def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
-    """Return the variables that make vLLM keep routes as long as their blocks.
+    """Return the variables that make vLLM keep routes (chosen experts) as long as their KV blocks.
 
     `host_bytes` is per engine, `kv_cache_bytes` per device.
     """
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
-        return {}  # a manifest with routes and a Mooncake Store is refused
-    # Twice the host tier's blocks, because blocks and routes are evicted in different orders.
+        return {}  # the manifest check refuses routes with a Mooncake Store
+    # Keep twice the host tier's blocks, because blocks and routes are evicted in different orders.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
@@ -260,7 +261,7 @@ class BoundedFolder:
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes by path, oldest use first
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # file sizes by path, oldest use first
         self._num_bytes = 0
         for path, _, num_bytes in sorted(_files(folder), key=lambda found: found[1]):
             _remove(self._enter([path], num_bytes))
@@ -329,7 +330,7 @@ def _path(folder: Path, key: str) -> Path:
 
 
 class RoutesOnDisk:
-    """Routes on disk, one file per block. One thread writes, any thread reads."""
+    """Routes (chosen experts) on disk, one file per block. One thread writes, any thread reads."""
 
     def __init__(self) -> None:
         self._folder = Path(os.environ[FOLDER])

@@ -1,8 +1,8 @@
 """Find the weight slices that this engine rank needs, and copy them into vLLM's layers.
 
 - `learn` runs the model's `load_weights` once on parameters without storage, and records its copies
-  as boxes: a (start, stop) per dimension. (vLLM's `sharded_rdt` needs Ray, and its `nccl_m2n` sends
-  fused parameters whole.)
+  as boxes: a (start, stop) per dimension. (Alternatives in vLLM: `sharded_rdt` needs Ray, and
+  `nccl_m2n` sends fused parameters whole.)
 - `Loading` passes each complete layer to vLLM's layerwise reload, which repacks or quantizes it at
   the addresses that CUDA graphs use. Only one layer at a time exists twice.
 """
@@ -58,7 +58,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class Filling:
-    """A region of a parameter that loaders set to a constant."""
+    """A region of a parameter that the model's loader sets to a constant."""
 
     parameter: str
     offset: int
@@ -69,7 +69,7 @@ class Filling:
 
 @dataclass
 class Needs:
-    """The destinations of each tensor, and the fillings of each layer, by name."""
+    """The destinations by tensor name, and the fillings (constants) by layer name."""
 
     destinations: dict[str, list[Destination]] = field(default_factory=dict)
     fillings: dict[str, list[Filling]] = field(default_factory=dict)
@@ -100,7 +100,7 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
 def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
     """Put the parameters on the meta device in the `with` body, in the layout before repacking.
 
-    Yield {storage: (layer, parameter)}.
+    Yield {storage address: (layer, parameter)} by name.
     """
     try:
         for layer in model.modules():
@@ -123,7 +123,7 @@ def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
 
 
 def put_back(model: Any) -> None:
-    """Undo `initialize_layerwise_reload` or `_without_storage`, before any tensor is loaded."""
+    """Undo `initialize_layerwise_reload` or `_without_storage`, if no tensor was loaded yet."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.kernel_tensors is not None:
@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # Sources by storage address. Keeping the tensor prevents reuse of the address.
+        # Source tensors by storage address. Keeping a tensor prevents reuse of its address.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:
@@ -189,7 +189,7 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the view `of` as a box of a dense tensor of `shape`, and `into`'s stride by box dim.
+    """Return the box of a dense tensor of `shape` that `of` views, and `into`'s stride per box dim.
 
     Raise ValueError if the view is not a box.
     """
@@ -342,7 +342,7 @@ class Loading:
 
     @torch.no_grad()
     def load(self, copies: list[Run], bucket: torch.Tensor) -> None:
-        """Copy from `bucket` (u8), and process each complete layer."""
+        """Copy from `bucket`, u8[bytes], and process each layer that is then complete."""
         for run in copies:
             layer = self._layers[run.layer]
             if run.layer not in self._begun:

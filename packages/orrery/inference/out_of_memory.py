@@ -33,7 +33,7 @@ def explain(cause: str, manifest: Manifest, weights: Path) -> str | None:
     if found := CPU_CACHE.search(cause):
         free = int(float(found[1]) * GIB)
         head = f"{_size(free)} of host memory were free for it"
-        # A host's engines start together, so all see the same free memory.
+        # A host's engines start together and all see the same free memory, so divide it.
         engines = -(-inference.num_replicas // manifest.hardware.num_nodes)
         if engines > 1:
             head += f", to be shared by {engines} engines"

@@ -1,7 +1,7 @@
-"""vLLM's plugin entry point, and an extension of vLLM's worker class.
+"""Register Orrery as a plugin of vLLM, and extend vLLM's worker class.
 
-`AttestingWorker` reports weight fingerprints, and ends KV transfers early. `/collective_rpc` calls
-its methods on every worker of an engine.
+The mixin `AttestingWorker` reports weight fingerprints, and ends KV transfers early. vLLM's HTTP
+route `/collective_rpc` calls the mixin's methods on every worker of an engine.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from orrery.inference.patches import registry
 from orrery.runtime.parent_watch import die_with_parent
 from orrery.wire.fingerprint import digest
 
-# Environment variable: name prefix of shared memory. The next start removes leftovers by it.
+# Environment variable: prefix of shared memory names. A restart removes memory with this prefix.
 SHARED = "ORRERY_SHARED_MEMORY"
 
 _registered = False
@@ -32,8 +32,8 @@ def register() -> None:
     for backend, name in ((BACKEND, "Receiver"), (ADAPTER_BACKEND, "AdapterReceiver")):
         WeightTransferEngineFactory.register_engine(backend, "orrery.inference.receiver", name)
     registry.correct_engine(os.environ.get(SHARED))
-    os.register_at_fork(after_in_child=die_with_parent)  # a fork does not load plugins again
-    if multiprocessing.parent_process() is not None:  # a spawned child loads plugins again
+    os.register_at_fork(after_in_child=die_with_parent)  # a fork does not call `register`
+    if multiprocessing.parent_process() is not None:  # this is a spawned child
         die_with_parent()
 
 
@@ -41,15 +41,15 @@ class AttestingWorker:
     """A mixin for vLLM's worker class (`--worker-extension-cls`).
 
     - An engine has a weight version only if all its workers have loaded it.
-    - `keep_no_longer` and `read_no_more` free KV blocks before their lease ends. Only Mooncake
-      needs `read_no_more`, because NIXL's reader notices a lost producer.
+    - `keep_no_longer` and `read_no_more` free a transfer's KV blocks before their lease (time
+      limit) ends. Only Mooncake needs `read_no_more`: with NIXL, the reader detects a lost engine.
     """
 
     weight_transfer_engine: Any
     finish_weight_update: Any
 
     def untaken(self) -> str | None:
-        """Return why this worker has not loaded the current version, or None."""
+        """Return why the last weight update failed in this worker, or None if it did not fail."""
         failure: str | None = self.weight_transfer_engine.failure
         return failure
 
@@ -60,7 +60,7 @@ class AttestingWorker:
         self.finish_weight_update()
 
     def fingerprints(self) -> dict[str, list[str]]:
-        """Return {Hugging Face name: [16 hex digits, "resident" or "as_consumed"]}."""
+        """Return {tensor's Hugging Face name: [hex fingerprint, kind]} (kinds: `receiver.py`)."""
         return {
             name: [f"{fingerprint:016x}", how] for name, (fingerprint, how) in _held(self).items()
         }
@@ -75,13 +75,13 @@ class AttestingWorker:
         }
 
     def update_parts(self) -> dict[str, float]:
-        """Return each part's seconds of the last update, or {} for adapters."""
+        """Return {part of the last weight update: seconds}, or {} if the update sent adapters."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
         seconds = {} if parts is None else parts.seconds
         return {name: round(each, 6) for name, each in seconds.items()}
 
     def keep_no_longer(self, names: list[str]) -> None:
-        """Free a prefill engine's KV blocks by request id (NIXL) or transfer id (Mooncake)."""
+        """Free a prefill engine's KV blocks. `names`: request (NIXL) or transfer (Mooncake) ids."""
         worker = _connector_worker()
         if not hasattr(worker, "reqs_need_send"):
             worker._reqs_to_send |= {name: 0.0 for name in names if name in worker._reqs_to_send}
@@ -105,7 +105,7 @@ class AttestingWorker:
 
 
 def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
-    """Return the receiver's `held`. A method's name could clash with one of vLLM's worker."""
+    """Return the receiver's `held`. As a mixin method, this could clash with vLLM's own names."""
     return getattr(worker.weight_transfer_engine, "held", None) or {}
 
 

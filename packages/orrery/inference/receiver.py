@@ -1,12 +1,12 @@
-"""Load a published version into the running model, and fingerprint its tensors.
+"""Load a published weight version into the running model, and fingerprint its tensors.
 
-- `transport.weights` 'files' sends whole tensors, 'adapters' sends LoRA factors. Direct transports
-  send only this rank's slices (`loading`).
+- With `transport.weights` 'files', whole tensors arrive, and with 'adapters', LoRA factors. Direct
+  transports send only this rank's slices (`loading.py`).
 - A tensor's fingerprint is taken on arrival ("as_consumed"). If the engine neither repacks nor
-  slices the tensor, it is taken again in the model ("resident").
-- An update fails if it lacks a tensor of the first load.
+  slices the tensor, the fingerprint is taken again from the model ("resident").
+- An update fails if it lacks a tensor of the engine's first checkpoint.
 - Workers never raise, because vLLM 0.32 would mix up their results. The client then asks each
-  worker for its error (`plugin.py`). If any failed, all discard the update.
+  worker for its error (`plugin.py`). If any worker failed, all discard the update.
 """
 
 import abc
@@ -81,7 +81,10 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """A transfer round: FP8 slices, copies of their decoded values (`wide`), other copies."""
+    """FP8 slices (`scales`, `values`) of a transfer round, and copies into the model.
+
+    `wide` copies the decoded FP8 values. `plain` copies the other slices.
+    """
 
     scales: list[Slice]
     values: list[Slice]
@@ -118,7 +121,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
                     fail_transfer(Path(update_info.path), update_info.transfer)
 
     def finish_weight_update(self) -> None:
-        """Finish an update. After a failure in any worker, `held` is empty."""
+        """Finish an update. Set `held`, the tensors' fingerprints, or {} if any worker failed."""
         self.held = self._finish(self.failure is None)
 
     @abc.abstractmethod
@@ -131,13 +134,13 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
-        """Make the model usable again. Return the new `held`, or {} unless `is_whole`."""
+        """Make the model usable again. Return `held`, or {} after a failure (not `is_whole`)."""
 
 
 class Receiver(Backend):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.held = {}
-        self.parts = PartTimer()  # seconds of the last update, by part
+        self.parts = PartTimer()  # seconds that each part of the last update took
         self._consumed: dict[str, Consumed] = {}
         self._places: dict[str, Place | None] = {}  # by tensor name
         self._fingerprints: dict[tuple[torch.Size, torch.dtype], SliceFingerprints] = {}
@@ -280,7 +283,7 @@ class Receiver(Backend):
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             total = info.load_numel_total or 0
-            # vLLM resets the count of a complete layer. No update contains an embedding's padding.
+            # vLLM resets a complete layer's element count. An embedding's padding never arrives.
             is_begun = info.can_load() and 0 < info.load_numel < total
             if is_begun and not isinstance(layer, VocabParallelEmbedding):
                 raise ValueError(
@@ -289,7 +292,7 @@ class Receiver(Backend):
                 )
 
     def _expected_names(self) -> set[str]:
-        """Return the tensor names of the first checkpoint, without a tied head."""
+        """Return the tensor names of the engine's first checkpoint, without a tied output head."""
         from safetensors import safe_open
 
         names: set[str] = set()
@@ -319,7 +322,7 @@ class Receiver(Backend):
         module_path, _, attribute = name.rpartition(".")
         try:
             module = self.model.get_submodule(module_path)
-        except AttributeError:  # fused under another name (q_proj in qkv_proj)
+        except AttributeError:  # fused into another module (q_proj into qkv_proj)
             return None
         return Place(module, attribute) if isinstance(module, UNCHANGED) else None
 
@@ -336,8 +339,9 @@ class AdapterReceiver(Backend):
     """vLLM's weight-transfer backend `orrery_adapters`, for the engine's one adapter.
 
     - An update overwrites the adapter's factors while the engine is paused. vLLM's `load_inplace`
-      would read old files again at each step of an old request.
-    - A factor that fits its buffer is "resident", a sliced or cast factor "as_consumed".
+      is unsuitable: at each step, a request from before the update would read its old files again.
+    - The fingerprint of a factor that fits its buffer is "resident", and that of a sliced or cast
+      factor is "as_consumed".
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -387,7 +391,7 @@ class AdapterReceiver(Backend):
             yield module, manager.packed_modules.get(name) or [name]
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return vLLM's buffers by PEFT name: A [slots, 1, rank, in], B [slots, 1, out, rank]."""
+        """Return LoRA buffers by PEFT name: A [slots, 1, rank, in], B [slots, 1, out, rank]."""
         found: dict[str, torch.Tensor] = {}
         for module, parts in self._adapted():
             pairs = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
@@ -401,7 +405,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a factor's fingerprint and kind. Read `buffer` [rows, columns] if the factor fits."""
+    """Return a factor's fingerprint and kind. Read vLLM's `buffer` if the factor fits in it."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED

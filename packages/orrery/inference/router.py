@@ -31,8 +31,8 @@ from orrery.runtime.token import Purpose, authorization, run_token
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-ENGINES_DEADLINE_S = 600.0  # time limit for all engines to load and compile, scaled
-CLIENT_FIRST_S = 60.0  # added to the router's timeout: clients time out first
+ENGINES_DEADLINE_S = 600.0  # maximum wait for all engines, scaled by ORRERY_DEADLINE_SCALE
+CLIENT_FIRST_S = 60.0  # extends the router's timeout, so that clients time out first
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_program as run; run()")
@@ -70,9 +70,9 @@ def router_arguments(
 
 
 def router_program() -> None:
-    """Run vllm-router. The first command-line argument is the URL that checks keys.
+    """Run vllm-router. The first command-line argument is the URL that validates API keys.
 
-    vllm-router 0.1.17 has no option for the URL. If the URL is empty, every call is accepted.
+    vllm-router 0.1.17 has no option for this URL. With an empty URL, it accepts every call.
     """
     from vllm_router.launch_router import launch_router, parse_router_args
 
@@ -104,7 +104,7 @@ async def _serve(ctx: RoleContext, token: str) -> None:
         is_left.set()
     urls = [engine.url for engine in engines]
     without_proxy([ctx.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
-    port, metrics_port = free_ports(2)  # vllm-router does not report its port
+    port, metrics_port = free_ports(2)  # vllm-router would not report a port of its own choice
     inner = f"http://{LOOPBACK}:{port}"
     async with Front(token, inner) as front, beating_loop(ctx.health):
         url = await front.listen(ctx.host, ctx.port)

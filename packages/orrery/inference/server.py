@@ -1,8 +1,8 @@
 """Run one vLLM server in this process: start it, publish its address, end its processes.
 
 - The rendezvous endpoint is published once /health answers and any weight receiver is set up.
-- Each data-parallel rank has an engine-core process, and a worker process for each further GPU. All
-  end with this process (`plugin.py`). An engine core ends with its workers.
+- Each data-parallel rank has an engine-core process and, with several GPUs, worker processes. All
+  of them end with this process (`plugin.py`). An engine core also ends with its workers.
 - With `--headless`, this process runs engine cores for a server on another node.
 - This process ends within WATCH_S of an engine core's death.
 - SIGTERM ends all processes within STOP_S and deletes KV blocks on disk. Failures keep the blocks.
@@ -45,7 +45,7 @@ STOP_S = 2.0  # time from SIGTERM to SIGKILL
 HANG_UP_S = 0.3  # time to send answers after the engine has stopped
 START_DEADLINE_S = 300.0
 
-POINTER = "root cause"  # vLLM's "See root cause above." names no cause
+POINTER = "root cause"  # vLLM's error "See root cause above." leaves the cause to the log
 HANDLED = "During handling of the above exception, another exception occurred:"
 END_BYTES = 1 << 18
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
@@ -63,10 +63,10 @@ def serve(
     disk: Path | None = None,
     explain: Callable[[str], str | None] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM, then remove the folder `disk`.
+    """Serve until SIGTERM, then remove `disk`, the folder of KV blocks.
 
-    Raise RunFailed if the engine fails to start or dies, or OutOfMemory if the start fails and
-    `explain` returns advice on the cause.
+    Raise RunFailed if the engine fails to start or dies. If the start fails and `explain` returns
+    advice on the cause, raise OutOfMemory with this advice.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -80,7 +80,7 @@ def serve(
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
     validate_parsed_serve_args(args)
     signal.signal(signal.SIGTERM, partial(_stop_early, left))
-    # vLLM leaves sockets and files in TMPDIR. A socket's path has at most 107 bytes.
+    # vLLM leaves files and sockets in TMPDIR, whose path must be short (socket path: 107 bytes).
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
 
     def death() -> str | None:
@@ -114,7 +114,7 @@ class Left:
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
-        """Return the leftovers of this engine. Call this before TMPDIR changes."""
+        """Return the names of this engine's leftovers. Call this before TMPDIR changes."""
         tempfile.tempdir = None
         name = ctx.index if ctx.role == "inference" else ctx.name
         start = run_directory.start_prefix(ctx.run_dir, name)
@@ -122,7 +122,7 @@ class Left:
         return Left(Path(tempfile.gettempdir()), start, shared, disk, os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
-        """Remove temporary files and shared memory, and `disk` if the engine `ended`."""
+        """Remove temporary files and shared memory, and `disk` if SIGTERM ended the engine."""
         if os.getpid() != self.pid:
             return
         run_directory.remove_folders(self.start, self.scratch)
@@ -163,7 +163,7 @@ async def _serve(
             request = WeightTransferInitRequest(init_info={"num_ranks": num_ranks})
             setting_up = asyncio.ensure_future(engine.init_weight_transfer_engine(request))
             await asyncio.wait({setting_up, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if engine.errored:  # vLLM never answers a call to a dead core
+            if engine.errored:  # vLLM never answers a call to a dead engine core
                 setting_up.cancel()
                 raise _died(ctx, death)
             setting_up.result()
@@ -190,7 +190,7 @@ async def _serve(
 
 
 async def _run_ranks(ctx: RoleContext, args: Namespace, death: Callable[[], str | None]) -> None:
-    """Run ranks of another node's server until a rank dies, then raise. SIGTERM ends them."""
+    """Run ranks of another node's server. Raise RunFailed if a rank dies. SIGTERM ends them."""
     from vllm import AsyncEngineArgs
     from vllm.utils.network_utils import get_tcp_uri
     from vllm.v1.engine.utils import CoreEngineProcManager
@@ -225,9 +225,10 @@ def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
 
 
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
-    """Return an event that is set once vLLM handles SIGTERM.
+    """Return an event that is set when vLLM begins to shut down.
 
-    From then on, engine cores may end. After STOP_S, hanging processes are killed.
+    From then on, an engine core may end without failure. After STOP_S, the remaining processes are
+    killed.
     """
     stopping = threading.Event()
     shutdown = engine.shutdown
@@ -295,11 +296,11 @@ async def _healthy(host: str, port: int) -> bool:
 
 
 def root_cause(error: Exception, log: Path, begin: int) -> str:
-    """Return the cause of a failed start from `log` after byte `begin`, or else `error`.
+    """Return the cause of a failed start: a line of `log` after byte `begin`, or else `error`.
 
-    A cause is a line `name` or `name: text`. In vLLM's stack traces, any dotted name counts.
-    Elsewhere, the name must end in Error or Exception. Prefer, in this order: causes logged as
-    ERROR, other causes, handled exceptions, consequences of another process's end.
+    A cause has the form `name` or `name: text`. At the end of vLLM's stack traces, any dotted name
+    counts. In other lines, the name must end in Error or Exception. Order of preference:
+    causes logged as ERROR, other causes, handled exceptions, consequences of a process's end.
     """
     if POINTER not in str(error):
         return str(error)

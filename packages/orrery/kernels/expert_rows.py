@@ -28,7 +28,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class RowOrder(NamedTuple):
-    """Slot t·K + k is the k-th choice of token t. Rows are the slots sorted by expert."""
+    """Slot t·K + k is the k-th expert choice of token t. Rows are the slots sorted by expert."""
 
     row_M: Tensor  # i64: each row's slot, 0 in padding
     place_TK: Tensor  # i64: each slot's row, the inverse of row_M
@@ -42,7 +42,7 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOr
     Slots with the integer `num_experts` have no expert. Their rows come last, from `ends_E[-1]` on.
     Padding makes each expert's rows begin at a multiple of `block`.
     """
-    # Narrow keys are faster, because a radix sort makes one pass per byte.
+    # Narrow sort keys are faster, because a radix sort makes one pass per byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
     if num_experts < 256:
         key_dtype = torch.uint8
@@ -81,9 +81,9 @@ def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
     """Return silu(gate) · up · score, computed in float32 and rounded once to gate_up's dtype.
 
-    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating. The score is applied
-    here, so the backward pass needs no output of the down projection. Raise ValueError on other
-    shapes.
+    gate_up [M, 2·I] has gate in its first I columns. score [M] has a floating dtype. The score is
+    applied here, so the backward pass needs no output of the down projection. Raise ValueError on
+    other shapes.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
         raise ValueError(
@@ -220,7 +220,7 @@ def _triton(rows: Tensor) -> Any:
 
 @torch.library.custom_op("orrery::spread_rows", mutates_args=())
 def _spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
-    """Return [M, D] with x[t] in row place_TK[t, k]. A row with several slots gets any of them."""
+    """Return [M, D] with x[t] in row place_TK[t, k]. Slots that share a row overwrite it."""
     if kernels := _triton(x_TD):
         return kernels.spread_rows(x_TD, place_TK, num_rows)
     out_MD = x_TD.new_empty(num_rows, x_TD.shape[1])
@@ -320,7 +320,7 @@ def _(x, weight):
 
 @torch.library.custom_op("orrery::wide_linear_backward", mutates_args=())
 def _wide_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Split grad into its half-precision value and the error, and multiply both in one product."""
+    """Split grad into half-precision value and rounding error. Multiply both in one product."""
     rounded = grad.to(x.dtype)
     parts = torch.cat((rounded, (grad - rounded.float()).to(x.dtype)), dim=1)
     grad_x = torch.mm(parts, torch.cat((weight, weight)))

@@ -19,7 +19,7 @@ log = logging.getLogger("orrery.kernels.flash_mla")
 
 HOPPER = (9, 0)
 WIDTH, VALUE_WIDTH = 576, 512  # accepted widths of a key and of its value
-HEADS, KEYS = 64, 128  # must divide the numbers of heads and of chosen keys
+HEADS, KEYS = 64, 128  # divisors of the number of heads, and of the number of chosen keys
 
 
 class FlashMLA(NamedTuple):
@@ -29,7 +29,7 @@ class FlashMLA(NamedTuple):
 
 @cache
 def load() -> FlashMLA | None:
-    """Return FlashMLA, or None without library or Hopper GPU, or if the test call fails."""
+    """Return FlashMLA, or None if library or Hopper GPU is missing or the test call fails."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     vllm = importlib.util.find_spec("vllm")

@@ -4,8 +4,8 @@ out[rows of group e] = x[rows of group e] @ weight[e]ᵀ, with adapters + (x a[e
 
 - The operators are opaque to torch.compile. x's gradient is the same operator with transposed
   weights, and a and b exchanged. Unwanted gradients cost no time or memory.
-- For bfloat16 on a GPU, torch's grouped GEMM runs without a host sync if 8 divides K and N (rows
-  aligned to 16 bytes). Triton runs adapters up to rank 64. Other cases loop over the groups.
+- For bfloat16 on a GPU, torch's grouped GEMM runs without a host sync if 8 divides both sides of
+  weight[e] (alignment to 16 bytes). Triton runs adapters up to rank 64. Others loop over groups.
 - Rows from `ends[-1]` on belong to no group. They are undefined in the output and x's gradient, and
   do not contribute to the weight's gradient.
 """
@@ -28,8 +28,8 @@ HAS_TRITON = find_spec("triton") is not None
 def reserve_multiprocessors(count: int) -> None:
     """Leave `count` multiprocessors free for collectives in all later grouped products.
 
-    torch's grouped GEMM runs one persistent block per multiprocessor. A block would run last if a
-    collective occupied its multiprocessor.
+    torch's grouped GEMM runs one persistent block per multiprocessor. If a collective occupied a
+    multiprocessor, its block would run after all others.
     """
     global _num_reserved
     _num_reserved = count
@@ -68,7 +68,7 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 def reference_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Compute `grouped_matmul` in a loop. Rows of no group are zero."""
     ends = [0, *ends_E.tolist()]
-    # `unbind` makes one gradient, but each `select` would make a gradient of full size.
+    # `unbind` makes one gradient, but a `select` per group would make one of full size each.
     weights = enumerate(weight_ENK.unbind(0))
     outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in weights]
     return torch.cat([*outputs, x_MK.new_zeros(x_MK.shape[0] - ends[-1], weight_ENK.shape[1])])
@@ -215,7 +215,7 @@ def _(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
 def _adapter_gradient(
     wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool
 ) -> Tensor:
-    """Return a's or b's gradient: [E, W, R], or [E, R, W] if `narrow_first`."""
+    """Return b's gradient [E, W, R], or a's gradient [E, R, W] if `narrow_first`. W: N or K."""
     wide_MW, narrow_MR = wide_MW.contiguous(), narrow_MR.contiguous()
     if low_rank := _low_rank(wide_MW, narrow_MR.shape[1]):
         return low_rank.thin_gradient(wide_MW, narrow_MR, ends_E, narrow_first)

@@ -45,7 +45,7 @@ def _chunk(bits: Tensor, own: Tensor, first: Tensor, last: Tensor) -> tuple[Tens
     is_known_T = is_set_TL.sum(dim=1) == num_keys
     is_known_T &= ((is_set_TL & is_seen_TL) == is_set_TL).all(dim=1) & (most_T >= num_keys)
     place_TL = torch.where(is_set_TL, is_set_TL.cumsum(dim=1) - 1, num_keys).clamp_(max=num_keys)
-    chosen_TK = own.new_empty(len(own), num_keys + 1)  # the last column takes unset keys
+    chosen_TK = own.new_empty(len(own), num_keys + 1)  # the last column is a sink for unset keys
     chosen_TK.scatter_(1, place_TL, first[:, None].int() + position_L)
     inside_TK = own_position_TK.clamp(0, is_set_TL.shape[1] - 1).long()
     is_same_TK = is_set_TL.gather(1, inside_TK) & (own >= 0) & (own_position_TK == inside_TK)

@@ -5,7 +5,7 @@ T queries · S keys · H indexer heads · D indexer width
     score_ts = Σ_h weights_th · relu(q_th · k_s), in float32, for first_t ≤ s ≤ last_t
 
 Source: https://arxiv.org/abs/2512.02556, equation 1. The scores [T, S] are never all in memory:
-all backends process queries in chunks, and the plain backend also keys.
+all backends process queries in chunks, and the plain backend also processes keys in chunks.
 """
 
 from importlib.util import find_spec

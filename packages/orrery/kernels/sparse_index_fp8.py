@@ -5,7 +5,7 @@ T queries · S keys · H indexer heads · D indexer width, 128 · R rotated widt
 - q and k are rotated and quantized in float32. Each head of a query, and each key, has one scale, a
   power of two. Source: vLLM 0.32, `models/deepseek_v32/common/kernels.py`.
 - `pack` puts a key's D bytes and its scale into one row, so context parallelism gathers both.
-- cuDNN's top-k chooses the best keys. Triton replaces it without cuDNN's front end.
+- cuDNN's top-k chooses the best keys. Without cuDNN's front end, a Triton kernel does.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,12 +20,12 @@ from orrery.kernels.fp8.products import load
 from orrery.kernels.fp8.quantize import DTYPE, MAX
 
 HEADS, WIDTH = (32, 64), 128  # numbers of heads, and width, that DeepGEMM accepts
-MIN_AMAX = 1e-4  # smallest amax of a head or key, as in vLLM
+MIN_AMAX = 1e-4  # lower bound of the amax of a query's head or a key, as in vLLM
 SCALE_BYTES = 4
 MOST_CHOSEN = 2048  # largest top_k that cuDNN accepts
 CHUNK_ELEMENTS = 2**26  # maximum number of scores of a chunk: 256 MiB
-CHOICES = 3  # top-k calls per chunk. cuDNN's buffer, 8 bytes per score, covers a third of a chunk
-QUANTIZED = 2**24  # maximum number of numbers quantized at a time: 64 MiB in float32
+CHOICES = 3  # top-k calls per chunk, because cuDNN's buffer takes 8 bytes per score of a call
+QUANTIZED = 2**24  # maximum number of elements quantized at a time: 64 MiB in float32
 
 
 def has_library() -> bool:
@@ -105,7 +105,7 @@ def select_keys(
             place = choose(score_CS[some], (ranges[1] - ranges[0])[some], top_k)
             found = torch.where(place < 0, -1, place + ranges[0][some, None])
             index_TK[start + part : start + part + len(found)] = found
-        del score_CS  # before the next chunk's scores are allocated
+        del score_CS  # free them before allocating the next chunk's scores
     return index_TK
 
 

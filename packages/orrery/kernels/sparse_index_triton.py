@@ -28,7 +28,7 @@ class IndexTiles(NamedTuple):
     warps: int = 8
     stages: int = 2
     block: int = 4096  # scores that `_choose` reads at once
-    buffer: int = 8192  # minimum entries of a query's buffer, raised to hold K + block
+    buffer: int = 8192  # minimum size of a query's buffer. It also holds K + block entries
     choose_warps: int = 8
     choose_registers: int | None = None  # maximum number of registers of a thread in `_choose`
     chunk_elements: int = 2**26  # maximum number of scores of a chunk, C·S: 256 MiB in float32
@@ -62,7 +62,7 @@ def select_keys(
         ends = (first_T[rows].clamp(min=0).int(), last_T[rows].clamp(max=num_keys - 1).int())
         score_CS = score(q_THD[rows], k_SD, weights_TH[rows], *ends, tiles)
         choose(score_CS, *ends, indices_TK[rows], tiles)
-        del score_CS  # before the next chunk's scores are allocated
+        del score_CS  # free them before allocating the next chunk's scores
     return indices_TK
 
 
@@ -187,7 +187,7 @@ def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
     rank = tl.load(ranks + at, mask=known, other=0).to(tl.uint32, bitcast=True)
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x40000000, tl.uint32)
-    for _ in range(16):  # two bits an iteration; `counts` packs three counts of 20 bits
+    for _ in range(16):  # find two bits an iteration; `counts` packs three counts of 20 bits
         low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
         counts = (rank >= low).to(tl.int64) + ((rank >= middle).to(tl.int64) << 20)
         counts = tl.sum(counts + ((rank >= high).to(tl.int64) << 40), axis=0)

@@ -22,7 +22,7 @@ from orrery.kernels import flash_mla
 Backend = Literal["flash_mla", "triton", "plain"]
 
 CHUNK_ELEMENTS = 2**24  # maximum number of elements of a chunk's gathered keys: 64 MiB in float32
-GPU_CHUNK_ELEMENTS = 2**27  # on GPUs, for fewer launches: 512 MiB
+GPU_CHUNK_ELEMENTS = 2**27  # larger on GPUs, for fewer kernel launches: 512 MiB in float32
 HAS_TRITON = find_spec("triton") is not None
 
 

@@ -4,10 +4,10 @@
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
     entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
 
-- One tile of logits is in memory at a time: `chunk_tokens` × V, but at least one logit per token.
-  Triton tiles span all tokens and some words, plain tiles some tokens and all words.
-- The backward pass recomputes bitwise equal tiles, or reads them with `keep_logits`. Gradients to
-  which several tiles contribute are summed in float32.
+- One tile of at most `chunk_tokens` × V logits is in memory at a time (V: vocabulary size). A
+  Triton tile has all tokens and at least one word, a plain tile has some tokens and all words.
+- The backward pass recomputes bitwise equal tiles, or with `keep_logits` reads the kept tiles.
+  Gradients to which several tiles contribute are summed in float32.
 - Only hidden and weight get gradients, without second derivatives. There are no host syncs.
 """
 
@@ -147,11 +147,11 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         state_4T = initial_state(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
         for tokens, words in ctx.tiles:
             logits_CB = wide_matmul(hidden_TD[tokens], weight_VD[words].T)
-            if keep_logits:  # a copy, as the plain pass overwrites the logits
+            if keep_logits:  # clone, because the plain pass overwrites the logits
                 ctx.logits.append(logits_CB.clone() if backend == "plain" else logits_CB)
             rows = (target_T[tokens], temperature_T[tokens])
             update(state_4T[:, tokens], logits_CB, *rows, words.start)
-            del logits_CB  # before the next tile is allocated
+            del logits_CB  # free it before allocating the next tile
         logprob_T, entropy_T, log_normalizer_T = finish_state(state_4T)
         inputs = (hidden_TD, weight_VD, target_T, temperature_T)
         ctx.save_for_backward(*inputs, log_normalizer_T, entropy_T)
@@ -214,7 +214,7 @@ def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> 
 def update_state(
     state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
 ) -> None:
-    """Add logits from column `first_column` on to the state. Overwrite the logits.
+    """Update the state with logits of words from `first_column` on. Overwrite the logits.
 
     Online softmax: m = max z, s = Σ exp d, w = Σ d exp d with d = z − m. When m rises by δ, w
     becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s.
@@ -260,7 +260,7 @@ def gradient(
     g_T, h_T, temperature_T = (x.to(dtype) for x in (grad_logprob_T, grad_entropy_T, temperature_T))
     log_softmax_TB = logits_TB.div_(temperature_T[:, None]).sub_(log_normalizer_T[:, None])
     softmax_TB = log_softmax_TB.exp()
-    # −p (g + h (log p + H)) in place, plus g at a target inside this block.
+    # Compute −p (g + h (log p + H)) in place. Add g at targets inside this block.
     grad_TB = log_softmax_TB.add_(entropy_T[:, None]).mul_(h_T[:, None]).add_(g_T[:, None])
     grad_TB = grad_TB.mul_(softmax_TB).neg_()
     column_T, inside_T = _target_columns(target_T, first_column, grad_TB.shape[1])

@@ -162,7 +162,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
     search: Annotated[bool, typer.Option("--search", help=SEARCH_HELP)] = False,
 ) -> None:
-    """Print a run's stages, nodes and commands, then its memory and time. Start nothing."""
+    """Print a run's stages, nodes and commands, then planned memory and time. Start nothing."""
     import json
 
     from orrery.launcher.pipeline import describe_stage, write_plan
@@ -299,7 +299,7 @@ def restore(
     word: RunWord,
     stage: Annotated[str, typer.Option("--stage", help=RESTORE_STAGE_HELP)] = "rl",
 ) -> None:
-    """Fetch the newest checkpoint from `checkpoint_target` of the site file.
+    """Fetch a run's newest checkpoint from the site file's `checkpoint_target`.
 
     After the loss of a disk, run the earlier stages again, then this command.
     """
@@ -376,7 +376,10 @@ def export(
     to: Annotated[Path | None, typer.Option("--to", help=TO_HELP)] = None,
     stage: Annotated[str, typer.Option("--stage", help=EXPORT_STAGE_HELP)] = "rl",
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder and print its path. Slurm runs a small job."""
+    """Write a checkpoint as a Hugging Face folder and print its path.
+
+    At a site with Slurm, a small job does this.
+    """
     from orrery.launcher.runs import find, resume_command
     from orrery.launcher.serve import write_export
     from orrery.launcher.site import load_site
@@ -434,7 +437,7 @@ def bench(
     figure: Annotated[str | None, typer.Argument(metavar=FIGURE_METAVAR, help=FIGURE_HELP)] = None,
     table: Annotated[bool, typer.Option("--table", help=TABLE_HELP)] = False,
 ) -> None:
-    """Measure a figure, or print all figures. See also `orrery bench trainer --help`."""
+    """Measure a performance figure, or print all. See also `orrery bench trainer --help`."""
     from orrery.launcher import bench as benchmarks
     from orrery.manifest.identity import find_workspace
 
@@ -485,10 +488,10 @@ def fetch_model(
         Path | None, typer.Option("--chat-template", help=TEMPLATE_HELP)
     ] = None,
 ) -> None:
-    """Write weights/NAME and the axis jsonnet/models/<name>_pretrained.libsonnet.
+    """Write weights/NAME and the config jsonnet/models/<name>_pretrained.libsonnet.
 
     The command fetches safetensors, configs, tokenizer.json and the chat template. It never fetches
-    or runs code of the repository. The weights must fit the network in names and shapes.
+    or runs code of the repository. The weights must have the network's names and shapes.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
@@ -515,8 +518,8 @@ def fetch_dataset(
     The command fetches JSONL, JSON, CSV, Parquet and Arrow files. It never fetches or runs code of
     the repository.
 
-    With --shard, it fetches every N-th file of the split train, and all other splits. If there is
-    no split train, it divides the first split. The same command with another K adds that shard.
+    With --shard K/N, it fetches every N-th file of the split train, and all other splits. Without a
+    split train, it divides the first split. The same command with another K adds that shard.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace

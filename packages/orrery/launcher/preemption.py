@@ -22,7 +22,7 @@ from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
 WIND_DOWN_S = 600.0  # maximum wait for the checkpoint, without Slurm
-MARGIN_S = 60.0  # time to end the stage in a Slurm job
+MARGIN_S = 60.0  # time reserved in a Slurm job to end the stage after its checkpoint
 STOP_S = 30.0
 
 
@@ -51,9 +51,9 @@ class Preemption:
         self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: deadline of saver processes
 
     def poll(self) -> Outcome | None:
-        """Request a checkpoint when preemption is due. Return the outcome of a preempted stage.
+        """Request a checkpoint when preemption is due. Later, return the outcome of the stage.
 
-        Return None until the stage's processes have ended or their time is over.
+        Return None until the trainer and orchestrator have ended, or their time is over.
         """
         stage = self.stage
         if not stage.is_preempted:
@@ -95,10 +95,10 @@ class Preemption:
         stage.log("winding down")
 
     def _time_left_s(self) -> tuple[float, float]:
-        """Return the seconds to write the checkpoint and to end the stage afterwards."""
+        """Return (seconds to write the checkpoint, seconds to end the stage afterwards)."""
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale, math.inf
-        ends_at_s = _job_ends_at_s(self.job)  # an operator may have changed the limit
+        ends_at_s = _job_ends_at_s(self.job)  # ask again, as operators can change time limits
         left_s = float(self.job.allocation.slurm.warning_s)
         if ends_at_s is not None:
             left_s = ends_at_s - time.monotonic()

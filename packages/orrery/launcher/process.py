@@ -28,14 +28,14 @@ from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
-PROCESS = "ORRERY_PROCESS"  # variable with name and restart number, such as `inference.0.2`
+PROCESS = "ORRERY_PROCESS"  # environment variable: name and restart number, such as `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
-MAX_THREADS = 4  # threads of a process. More threads do not speed up models on CPUs.
+MAX_THREADS = 4  # maximum threads of a process. More do not speed up models on CPUs.
 LOOPBACK = "127.0.0.1,localhost"
 
 
 def require(word: str, *packages: str) -> None:
-    """Raise OrreryError if a package is missing, as on a login node."""
+    """Raise OrreryError if one of `packages` is not installed, as is usual on a login node."""
     if lacks := [name for name in packages if find_spec(name) is None]:
         raise OrreryError(
             f"{word}: this Python lacks {', '.join(lacks)}. Type `make setup`, or run this command "
@@ -110,7 +110,7 @@ def reap(group: int) -> bool:
 
 
 def ended_within(popen: "subprocess.Popen[bytes]", within_s: float) -> bool:
-    """Return whether the process ended in time. The kernel may delay the end after SIGKILL."""
+    """Return whether the process ended within `within_s` seconds."""
     try:
         popen.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -245,7 +245,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
-        LAUNCHER_PID: "0",  # no parent to watch, as Slurm starts the process
+        LAUNCHER_PID: "0",  # Slurm starts the role, so the role has no launcher process to watch
     }
 
 
@@ -256,7 +256,7 @@ def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONHASHSEED": "0",  # tasks that iterate over sets are reproducible
+        "PYTHONHASHSEED": "0",  # makes tasks that iterate over sets reproducible
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

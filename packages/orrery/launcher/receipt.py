@@ -70,7 +70,7 @@ wanted = {{n: v for n, v in packages.items() if n in names or n.startswith(prefi
 print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
 """
 
-Facts = dict[str, Any]  # file, sha256 and package versions of an image
+Facts = dict[str, Any]  # file name, sha256 and package versions of a container image
 Software = dict[str, Any]  # driver and package versions of this host
 
 
@@ -186,9 +186,9 @@ def changes(
 
 
 def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
-    """Return (commit, diffs of changed files), without the diffs of new files.
+    """Return (commit, list of diffs of changed files), to compare two attempts without new files.
 
-    If the attempt's diff file is missing, append its path to the list.
+    If the diff that an attempt stored is missing, append its path, so that attempts differ.
     """
     file = run_dir / (code.diff or "")
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
@@ -298,7 +298,7 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     kept = [f":(literal){name}" for name in untracked if name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
-        # copy2 keeps the index's modification time, so that git finds recent edits.
+        # To find recent edits, git needs the index's modification time, which copy2 keeps.
         shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
         if kept:
             add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
@@ -345,7 +345,7 @@ def _image(path: Path) -> Facts:
 
 
 def _versions(python: list[str], isolation: str = "-I") -> dict[str, str]:
-    """Return versions by package. `isolation` "-P" uses PYTHONPATH, as local roles do."""
+    """Return versions by package. `isolation`: Python's -I, or -P to use PYTHONPATH as roles do."""
     argv, env = (
         [*python, isolation, "-c", VERSIONS],
         containers.without_apptainer_options(os.environ),

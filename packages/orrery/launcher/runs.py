@@ -145,7 +145,7 @@ def place_site(
     shard: int | None,
     rewinds: bool = False,
 ) -> None:
-    """Write this site's addresses, name and shard into the run's folder, outside the manifest."""
+    """Store how this site joins a run of several sites, in a file of the run's folder."""
     run = find(word)
     if run.manifest.trainer.elastic is None and run.manifest.orchestrator.guests is None:
         raise OrreryError(
@@ -322,7 +322,7 @@ def adopt(run: Run, other: Run) -> str:
             publish_folder(made, run.path)
         except BaseException as error:
             shutil.rmtree(made, ignore_errors=True)
-            if isinstance(error, shutil.Error):  # copytree collects an error per file
+            if isinstance(error, shutil.Error):  # copytree raises one error for all files
                 why = error.args[0][0][2]
                 raise OrreryError(f"{run.path.name}: cannot adopt the other run: {why}") from error
             raise

@@ -287,7 +287,7 @@ def _in_image(
 
 
 def _check_arrived(code: int, to: Path | None) -> int:
-    # A network file system may cache that a name is missing, so list the folder.
+    # A network file system may cache that `to` is missing, so list its parent folder instead.
     if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
         raise OrreryError(
             f"--to {to}: the job wrote it on its node, but this node does not see it. "

@@ -137,7 +137,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # After a rank exits with EXIT_PREEMPTED, Slurm may kill the other ranks of its step.
+        # Once a rank exits with EXIT_PREEMPTED, ranks that Slurm killed count as preempted, too.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -208,10 +208,10 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 
 
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
-    """Kill processes that roles started outside their process groups.
+    """Kill strays: processes that roles started outside their process groups.
 
-    A stray is a descendant of the launcher, with the attempt's `start` in its environment. With
-    `incarnation`, kill only strays of that incarnation.
+    A stray descends from the launcher and has the attempt's mark `start` in its environment. With
+    `incarnation` (process name and restart number, `inference.0.2`), kill only its strays.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -226,7 +226,7 @@ def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation
 def _is_stray(child: psutil.Process, marks: dict[str, str], known: set[int]) -> bool:
     try:
         return marks.items() <= child.environ().items()
-    except psutil.AccessDenied:  # roles hide their memory and environment
+    except psutil.AccessDenied:  # roles hide their environment, so look at the parent
         with suppress(psutil.Error):
             return child.ppid() == os.getpid() and child.pid not in known
     except psutil.Error:
@@ -252,12 +252,13 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 
 
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
-    """Save the checkpoints that trainers and savers left in shared memory when they ended.
+    """Save the checkpoint copies that ended trainers left in shared memory.
 
-    Wait for running savers first. Then upload the newest checkpoint to `target`, if it is given.
+    Wait for running savers (processes that write such copies to disk) first. Then upload the newest
+    checkpoint to `target`, if it is given.
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
-    # Rank 0 waits for other ranks' files, so its folder comes last.
+    # Rank 0's save waits for the files of all other ranks, so its folder comes last.
     if not (folders := sorted(map(str, found), reverse=True)):
         return
     log_path(run_dir, "trainer.0").parent.mkdir(exist_ok=True)

@@ -3,7 +3,7 @@
 - The supervisor holds the run's lock, so two launchers never share a run directory.
 - If an engine fails, it may be restarted (`failure.py`). Otherwise, if a process fails or a server
   ends early, all processes are ended within seconds.
-- If the launcher is killed, roles end by themselves. The next start removes the leftovers.
+- If the launcher is killed, roles end by themselves. The next start removes their files.
 - A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """
 
@@ -73,7 +73,7 @@ from orrery.runtime.timing import Pace, duration
 POLL_S, LOOK_S = 0.1, 0.5
 HUNG_S = 5.0  # maximum wait for the end of a process that has reported its failure
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
-SAVES_S = 3.0  # wait before the user is told that savers still run
+SAVES_S = 3.0  # wait before the user is told that checkpoints are still being saved
 RESTART_LOCK_S = 90.0  # maximum wait until a file system frees a dead node's lock
 
 
@@ -160,7 +160,7 @@ class Supervisor:
                 "ended_s": stage.status.ended_s,
                 "wall_s": self.wall_s,
             }
-            sync_folders(run_dir)  # if DONE exists, all files are durable
+            sync_folders(run_dir)  # flush first: the marker DONE says that all files are durable
             write_atomic(done_path(run_dir, name), (json.dumps(row) + "\n").encode())
         return outcome
 
@@ -181,7 +181,7 @@ class Supervisor:
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         outcome = self._finish_saves(outcome)
         if outcome.requeue == "ask" and allocation is not None:
-            preemption.requeue(stage)  # before the cleanup, as Slurm ends this process soon
+            preemption.requeue(stage)  # requeue before the cleanup, as Slurm ends this process soon
         observer.close()
         view.close()
         stage.metrics.close()
@@ -196,14 +196,14 @@ class Supervisor:
             stage.log(outcome.message)
         try:
             self._write_receipt(outcome)
-        except Exception as error:  # a receipt must not fail the stage
+        except Exception as error:  # an error in the receipt must not fail the stage
             with suppress(OSError):
                 why = explain_os_error(error) if isinstance(error, OSError) else repr(error)
                 stage.log(f"no receipt: {why}")
         return outcome
 
     def _finish_saves(self, outcome: Outcome) -> Outcome:
-        """Wait for savers that have outlived their trainers, until the next Ctrl-C.
+        """Wait until trainers' checkpoint copies are saved, or until the next Ctrl-C.
 
         At the end of a Slurm job, stop waiting early enough to requeue the job.
         """

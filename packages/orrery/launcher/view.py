@@ -127,7 +127,7 @@ def ended(health: Mapping[str, Health], states: Mapping[str, str]) -> list[str]:
 
 
 def summary(health: Mapping[str, Health], states: Mapping[str, str], now_s: float) -> list[str]:
-    """Return a line per role, then lines with the failed processes and the longest wait."""
+    """Return a line per role, a line with failed processes, and a line with the slowest process."""
     by_role: dict[str, Counter[str]] = {}
     for name, state in states.items():
         one = health.get(name)

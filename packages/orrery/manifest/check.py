@@ -40,7 +40,7 @@ def some_of(name: str, among: list[str]) -> str:
 
 
 def sentence(error: ValidationError) -> str:
-    """Return a sentence about one error. Unknown fields come first, missing fields last."""
+    """Return a sentence about the first error. Unknown fields sort first, missing fields last."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])

@@ -4,9 +4,9 @@
   bytes per second to another device in one direction. `rates/` has measured rates.
 - Other devices get a name from their driver's data: `l40g_sm89_44gb` is an L40G of compute
   capability 8.9 with 44 GiB. Each rate is the lowest in `DEVICES` for this capability, or for the
-  next lower capability that has a row.
-- A device without a file in `rates/` is assumed to reach the same share of its data sheet as an
-  H200.
+  next lower capability in `DEVICES`.
+- A device without a file in `rates/` is assumed to reach the same share of its data sheet's rates
+  as an H200.
 """
 
 import re
@@ -204,8 +204,8 @@ def blocks(length: int, longest: int) -> list[slice]:
 
 
 FOLDER = Path(__file__).with_name("rates")
-MEASURED_ON = "h200"  # its rates are scaled for devices without measured rates
-USABLE = 0.99  # share of memory that a process can allocate. Data sheets write GB for GiB.
+MEASURED_ON = "h200"  # rates measured on this device are scaled for devices without measured rates
+USABLE = 0.99  # share of memory that a process can allocate. A data sheet's GB counts as GiB.
 PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5 in one direction
 
 

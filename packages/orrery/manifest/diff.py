@@ -1,7 +1,7 @@
 """Compare two manifests, or the receipts of two runs, field by field.
 
-By default, only the last attempts in receipts are compared, without times, job ids, messages and
-the report page.
+A receipt (`receipt.json`) records each attempt of a run's stages. By default, only the last attempt
+of each stage is compared, without times, job ids, messages and the report page.
 """
 
 import json

@@ -1,6 +1,7 @@
 """Explain which file and which axis gave a field its value.
 
-- An axis sets the fields that it contains when evaluated alone. Run files override axes.
+- An axis is a Jsonnet file for one aspect of a run, such as its model. It sets the fields that it
+  contains when evaluated alone. Run files override axes.
 - `lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if removing
   the axis changes the value.
 """
@@ -46,7 +47,7 @@ class Explanation:
 
     - `how`: "axis", "run file" or "derived".
     - `sources`: files that a derived value depends on, or the axis that a run file overrides.
-    - `overrides`: value of the overridden axis.
+    - `overrides`: value that the overridden axis gives.
     """
 
     field: str

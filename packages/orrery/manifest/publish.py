@@ -1,7 +1,7 @@
 """Publish files and folders by renames that survive a power cut, and hash files.
 
 - A file is written under a temporary name, synced and renamed. Then its folder is synced.
-- A marker is published after its files. If it exists, its files are complete.
+- A marker is a file that is published after other files. If it exists, those files are complete.
 - Logs, metrics, samples, health, endpoints, scratch disks, and weights and batches in transit are
   not synced.
 """
@@ -18,7 +18,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace the content of `path` by `data`, durably. Its folder must exist."""
+    """Replace the content of `path` by `data`, durably. The folder of `path` must exist."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(data)
     publish_file(temporary, path)
@@ -51,7 +51,7 @@ def sync_tree(folder: Path) -> None:
 def sync_folders(folder: Path) -> None:
     """Sync a folder and its subfolders, so that the names of their files are durable."""
     for parent, _, _ in os.walk(folder, topdown=False):
-        with suppress(FileNotFoundError):  # another process has removed the folder
+        with suppress(FileNotFoundError):  # another process may have removed the folder
             sync(Path(parent))
 
 
@@ -73,7 +73,7 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(files: Sequence[Path]) -> str:
-    """Return the sha256 of one file, or of the output of `sha256sum FILES` sorted by name."""
+    """Return one file's sha256, or the sha256 of `sha256sum`'s output on files in name order."""
     files = sorted(files, key=lambda path: path.name)
     with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:
         digests = list(pool.map(sha256, files))

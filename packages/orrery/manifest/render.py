@@ -20,9 +20,9 @@ from orrery.manifest.schema import TARGETS, Manifest
 
 T = TypeVar("T")
 MAX_NESTING = 500
-PRETRAINED = "_pretrained.libsonnet"  # suffix of the axis files that `orrery fetch model` writes
+PRETRAINED = "_pretrained.libsonnet"  # suffix of the model axes that `orrery fetch model` writes
 FETCHED = "_fetched.libsonnet"  # suffix of the files that `orrery fetch dataset` writes
-# Jsonnet code that fails. If `_import` raised instead, the binding would garble the message.
+# Failing code that `_import` returns, because the Jsonnet binding garbles messages of exceptions.
 _FAILS = b"error 'import'"
 _MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # error of lib/run.libsonnet
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
@@ -35,7 +35,7 @@ class Rendered:
 
 
 class Evaluator:
-    """Evaluate Jsonnet. `closure`: imported files. `instead`: new file contents by path."""
+    """Evaluate Jsonnet. `closure`: imported files. `instead`: path → content to use instead."""
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -57,7 +57,7 @@ class Evaluator:
             raise OrreryError(
                 f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})"
             ) from None
-        if self._lost:  # no field of the value needed the failed import
+        if self._lost:  # an import failed, but no field of the value needed it
             raise OrreryError(self._lost)
         return value
 
@@ -140,11 +140,11 @@ def _names(workspace: Workspace, path: Path) -> list[str]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
-    """Return the values of `of_file` for all files, by run name. Refuse two runs of one name."""
+    """Return the values of `of_file` by run name. Refuse a run name that two files have."""
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
-        if path.stem in TARGETS:  # the stem is Snakemake's target for the runs of a file
+        if path.stem in TARGETS:  # a run file's stem is Snakemake's target for its runs
             raise OrreryError(
                 f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}. Give the "
                 "file another name"
@@ -232,7 +232,7 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If the body fails because a field is missing, evaluate each run alone to name the run."""
+    """If the `with` body fails for lack of a field, evaluate each run alone to name the run."""
     try:
         yield
     except OrreryError as error:

@@ -27,8 +27,8 @@ from orrery.models.layers import (
     rotary_angles,
 )
 
-# Our parameter name → Hugging Face's names, with `{layer}` in both. `{expert}` is our dimension 0.
-# Several names mean equal parts, in order, of our first dimension after the experts.
+# Our parameter name → Hugging Face's names, with `{layer}` in both. `{expert}`: index in our dim 0.
+# Several Hugging Face tensors are equal parts of ours, in order, along its first non-expert dim.
 Names = dict[str, str | tuple[str, ...]]
 
 

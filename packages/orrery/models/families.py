@@ -27,7 +27,7 @@ from orrery.manifest.schema.model import EXPERT_GROUPS
 from orrery.models import lora
 from orrery.models.causal_lm import CausalLm, Decoder, Names
 
-# All other parameters have Hugging Face's name without "model.". We stack experts, and fuse gate
+# Parameters not listed have Hugging Face's name without "model.". We stack experts, and fuse gate
 # and up projections. Hugging Face's files have one tensor per expert and projection.
 _NAMES: Names = {
     "lm_head.weight": "lm_head.weight",
@@ -216,9 +216,9 @@ class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
     - `ignored`: regular expressions of HF names that loading skips.
-    - `fsdp_units`: groups of modules, in the order of their `fully_shard` calls. The root follows.
-      `layers.*` means one group per layer. `trainer/parallel` disables `cast_forward_inputs`,
-      because temperatures must stay float32.
+    - `fsdp_units`: groups of modules, in the order of their `fully_shard` calls. The root
+      module follows. `layers.*` means one group per layer. `trainer/parallel` disables
+      `cast_forward_inputs`, because temperatures must stay float32.
     - `expert_modules`: name patterns of modules whose parameters have experts as dimension 0.
     """
 
@@ -232,7 +232,7 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# Tied embeddings belong to the root, because the first and the last module read them.
+# Tied embeddings belong to the root FSDP unit, because the first and last modules read them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
 # Old checkpoints store rotary frequencies.

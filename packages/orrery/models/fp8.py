@@ -1,4 +1,4 @@
-"""Quantize weights to FP8 once per optimizer step, with the values that engines receive.
+"""Quantize weights to FP8 once per optimizer step, to the same values that engines receive.
 
 A layer that `model.fp8` selects has lists `<name>_fp8` of quantized weights, in the format of
 `kernels/fp8`. If a list is empty, each forward pass quantizes the weight anew.
@@ -104,7 +104,7 @@ class SentWeights:
             self._scales[name].copy_(scale)
 
     def scales(self) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-        """Yield (tensor of scales, box in it, data), like `weights.named_hf_slices`."""
+        """Yield (HF tensor of scales, box of index ranges in it, data) of this rank's weights."""
         weights = dict(self._network.named_parameters())
         for hf in filter(self.is_sent, hf_tensors(self._network)):
             held = local_box(weights[hf.parameter_name])
@@ -115,7 +115,7 @@ class SentWeights:
             yield (of, box, local) if hf.expert is None else (of, box[1:], local[0])
 
     def encoded(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole named tensors. Replace FP8 weights by their scales, then their values."""
+        """Yield (name, whole tensor). Replace an FP8 weight by its scales, then its FP8 values."""
         sent = {hf.name for hf in hf_tensors(self._network) if self.is_sent(hf)}
         for name, tensor in tensors:
             if name not in sent:
@@ -127,6 +127,6 @@ class SentWeights:
 
 
 def scale_tensor(hf: HfTensor) -> HfTensor:
-    """Return the tensor of `hf`'s scales, with the same box of our parameter."""
+    """Return the HF tensor that holds the scales of `hf`, with the same box in our parameter."""
     shape = tuple(size // BLOCK for size in hf.shape)
     return replace(hf, name=hf.name + SCALE, shape=shape, dtype=torch.float32)

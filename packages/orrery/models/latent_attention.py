@@ -8,8 +8,8 @@ K number of chosen keys, or the head width N + R · J indexer heads · I width o
   https://arxiv.org/abs/2512.02556. Layers that share a choice of keys: GLM-5.1,
   https://arxiv.org/abs/2603.12201.
 - If no document is longer than the indexer's `top_k`, a query attends to all keys up to its own.
-- Indexers are frozen. With `train_indexers` they learn the mean attention of the layers that share
-  their choice. The loss has no gradient in other weights. The choice itself has no gradient.
+- Indexers are frozen, or with `train_indexers` learn the mean attention of the layers that share
+  their choice. The indexer loss gives other weights no gradient. The choice is not differentiable.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from orrery.kernels.sparse_mla import sparse_mla
 from orrery.manifest.schema import MLA, Indexer, Model, YarnRopeScaling
 from orrery.models.layers import apply_rotary, project, yarn_scale
 
-INDEXER_EPSILON = 1e-6  # as in the code of DeepSeek-V3.2 and GLM-5
+INDEXER_EPSILON = 1e-6  # layer norm's epsilon in the code of DeepSeek-V3.2 and GLM-5
 
 
 def rotate_pairs(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
@@ -42,15 +42,15 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """The latest indexer's choice, and sums over all layers so far.
+    """The latest indexer's choice of keys, and sums over all layers so far.
 
-    `score_TK` and `kl` are None unless indexers learn. `differ` is None without an engine's keys.
+    `score_TK` and `kl` are None unless indexers learn. `differ` is None without an engine's choice.
     """
 
     chosen_TK: Tensor  # i32 indices of keys, −1 for none
     score_TK: Tensor | None = None  # f32, the indexer's scores of the chosen keys
     kl: Tensor | None = None  # f32 [], sum of the indexers' losses
-    differ: Tensor | None = None  # i64 [2], sum of the counts of `engine_keys`
+    differ: Tensor | None = None  # i64 [2], sum of the counts that `engine_keys` returns
 
 
 class KeyIndexer(nn.Module):
@@ -64,7 +64,7 @@ class KeyIndexer(nn.Module):
         super().__init__()
         self.turns_pairs = turns_pairs
         self.rotate = rotate_pairs if turns_pairs else rotate_halves
-        self.replays = False  # whether an engine's keys replace the own choice
+        self.replays = False  # whether an engine's choice replaces the indexer's
         self.indexer, self.rotary_dim = indexer, mla.rope_head_dim
         width, num_heads = indexer.head_dim, indexer.num_heads
         self.wq_b = nn.Linear(mla.q_lora_rank, num_heads * width, bias=False)
@@ -84,8 +84,8 @@ class KeyIndexer(nn.Module):
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
         """Return the indexer keys of this device's tokens, in x's dtype, for `forward`.
 
-        - Not `in_fp8`: k [T, I].
-        - `in_fp8`: k [T, I] if the indexer learns, then packed FP8 keys and scales [T, ·].
+        - If not `in_fp8`: keys [T, I].
+        - If `in_fp8`: FP8 keys packed with scales [T, ·], after keys [T, I] if the indexer learns.
         """
         k_TI = self.wk(x_TD.detach())
         if not self.in_fp8(x_TD):
@@ -115,9 +115,9 @@ class KeyIndexer(nn.Module):
         - `q_TC`: output of `q_a_layernorm`.
         - `keys`: results of the method `keys`, gathered from all ranks.
         - `ranges`: first and last key that each query may choose, i32 [T] each.
-        - `longest`: tokens of the longest document.
-        - `engine_keys_TB`: an engine's choice as bits (`key_bits`), compared with the own choice if
-          `longest` > `top_k`. If `replays`, its valid rows replace the own choice.
+        - `longest`: number of tokens of the longest document.
+        - `engine_keys_TB`: an engine's choice as bits (`key_bits`), compared with the indexer's if
+          `longest` > `top_k`. If `replays`, valid rows of the engine replace the indexer's.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
@@ -145,7 +145,7 @@ class KeyIndexer(nn.Module):
 
 
 class LocalKeys(nn.Module):
-    """Pass on the keys of this device. Context parallelism replaces this module.
+    """Return this device's keys. Context parallelism replaces this module, to gather keys.
 
     Queries are computed between `send` and `receive`. `is_gathered`: keys come from several ranks.
     """
@@ -172,7 +172,7 @@ class LocalKeys(nn.Module):
         return documents.cu_seqlens[document_T], last_T
 
     def sides(self, documents: Documents) -> tuple[Documents, Documents]:
-        """Return the `Documents` of queries and of keys in dense attention."""
+        """Return the document boundaries of queries and of keys, for dense attention."""
         return documents, documents
 
 
@@ -217,7 +217,7 @@ class LatentAttention(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, ChosenKeys | None]:
-        """Return the output [T, D] and the `choice` for the next layer.
+        """Return the output [T, D] and the `choice` of keys for the next layer.
 
         `choice` comes from the previous layer, or is None. A layer with an indexer replaces it if
         attention is sparse or the indexer learns. Sparse attention reads the returned choice.
@@ -277,8 +277,8 @@ class LatentAttention(nn.Module):
     ) -> ChosenKeys:
         """Add this layer's loss to `choice.kl`: Σ over tokens of `index_kl` / `num_served`.
 
-        Summed over the layers that share a choice, its gradient is the gradient of the KL
-        divergence to their mean attention.
+        Summed over the `num_served` layers that share a choice, the losses have the gradient of
+        the KL divergence between the indexer's scores and the mean attention of these layers.
         """
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
@@ -290,15 +290,15 @@ class LatentAttention(nn.Module):
     def _attend_densely(
         self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor, documents: Documents
     ) -> Tensor:
-        """Return attention [T, H, V] to keys and values made by `kv_b_proj`."""
+        """Return the output [T, H, V] of attention to keys and values expanded by `kv_b_proj`."""
         of_q, of_k = self.keys.sides(documents)
         out_THK = varlen_attention(*self.expand(q_THN, q_THR, kv_SW), of_q, documents_k=of_k)
         return out_THK[..., : self.mla.value_head_dim]
 
     def expand(self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each head's queries, and its keys and values from latent keys.
+        """Return each head's queries, and the keys and values expanded from latent keys.
 
-        Zeros pad all three to one width.
+        All three are padded with zeros to the same width.
         """
         mla = self.mla
         latent_SC, k_SR = kv_SW.split((mla.kv_lora_rank, mla.rope_head_dim), dim=-1)
@@ -317,7 +317,7 @@ class LatentAttention(nn.Module):
     def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
         """Return queries [T, H, W] for latent keys.
 
-        The first C columns are q_THN times the key part of `kv_b_proj`, the others q_THR.
+        The first C columns are q_THN times the key part of `kv_b_proj`. The others are q_THR.
         """
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
@@ -352,7 +352,7 @@ def train_indexers(module: nn.Module) -> None:
 
 
 def replay_choices(module: nn.Module) -> None:
-    """Let each indexer use an engine's keys, if given, instead of its choice."""
+    """Let each indexer use an engine's choice of keys, if given, instead of its own."""
     for one in module.modules():
         if isinstance(one, KeyIndexer):
             one.replays = True

@@ -35,8 +35,8 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
     """Return each linear layer's output.
 
-    `fp8` holds the layers' quantized weights. If `fp8` is empty, this call quantizes them into it.
-    If `fp8` is None, the products are not in FP8.
+    `fp8` holds the layers' quantized weights. If `fp8` is empty, this call quantizes the weights
+    and stores them in `fp8`. If `fp8` is None, the products are not in FP8.
     """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
@@ -48,7 +48,7 @@ def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate x) · up x).
 
-    `gate_up_fp8`, `down_fp8`: the argument `fp8` of `project`.
+    `gate_up_fp8`, `down_fp8`: quantized weights, see `fp8` of `project`. None: not in FP8.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, is_fp8: bool = False) -> None:
@@ -93,7 +93,7 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, R] of RoFormer's angles, position · theta^(−2i/R).
 
-    Both halves of R are equal (GPT-NeoX). Angles are float32, the results have `dtype`.
+    The halves of the R columns are equal (GPT-NeoX). Angles are float32, results have `dtype`.
     """
     index = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=positions_T.device)
     frequency, size = 1.0 / theta ** (index.float() / rotary_dim), 1.0
@@ -112,7 +112,7 @@ def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
 
 
 def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, interpolate between by index (YaRN)."""
+    """YaRN: divide low frequencies by `factor`, keep high ones, interpolate others by index."""
     half = frequency.shape[0]
 
     def index(turns: float) -> float:
@@ -241,7 +241,7 @@ class Router(nn.Module):
 
 
 def _keep_groups(choice_TE: Tensor, num_groups: int, num_kept: int) -> Tensor:
-    """Keep the `num_kept` groups with the highest sum of two best values. Set others to −∞."""
+    """Keep the `num_kept` groups whose two best values have the highest sums. Set others to −∞."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1)
     kept_TG = best_TG.topk(num_kept, dim=-1).indices
@@ -280,7 +280,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return [T, D]: each token's sum of score · output over its experts.
 
-        `rows`: from `sort_by_expert` with block `row_block`. `has_spare`: see `fp8_experts`.
+        `rows`: of `sort_by_expert` with block `row_block`. `has_spare`: last rows lack an expert.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
@@ -316,7 +316,7 @@ class LocalExchange(nn.Module):
 
 
 class RouteCounts(NamedTuple):
-    """Counts of one mixture in one forward pass."""
+    """Counts of one mixture-of-experts layer in one forward pass."""
 
     load_E: Tensor  # i64, number of tokens of each expert, without padding
     num_differing: Tensor | None  # i64 [], see `Router.forward`

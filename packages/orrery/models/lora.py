@@ -2,7 +2,8 @@
 
 - A linear layer has the adapter `lora`. Stacked experts have `gate_up_lora` and `down_lora`.
 - Merging computes in float32 and rounds once.
-- A starts uniform in ±1/√(inputs), B at zero. A depends only on seed and adapter name.
+- A starts uniform in ±1/√(number of inputs), B at zero. The initial A depends only on the seed and
+  the adapter's name.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(module: CausalLm, lora: Lora, dtype: torch.dtype) -> None:
-    """Freeze all weights and add adapters in `dtype`, not yet initialised, to the targets."""
+    """Freeze all weights, and add uninitialised adapters to the layers in `lora.targets`."""
     module.requires_grad_(False)
     for layer in module.layers:
         for owner in list(layer.modules()):
@@ -60,7 +61,7 @@ def adapters(module: nn.Module) -> Iterator[tuple[str, Adapter]]:
 
 @torch.no_grad()
 def initialize(module: nn.Module, seed: int) -> None:
-    """Fill this rank's part of all adapters."""
+    """Initialise this rank's part of all adapters."""
     for name, adapter in adapters(module):
         local_tensor(adapter.b).zero_()
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
@@ -97,7 +98,7 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
     """Return part `box` of an adapter's factor A or B.
 
-    Only placements decide whether to gather the factor, so all ranks decide alike.
+    Whether the factor is gathered depends only on placements, so either all ranks gather or none.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

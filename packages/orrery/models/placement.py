@@ -61,7 +61,7 @@ def local_box(parameter: Tensor) -> Box:
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
     """Return this rank's box. Mesh axes split `shape` like `torch.chunk`.
 
-    An axis is (strided, dim, number of parts, this part). Axes split from left to right, strided
+    An axis is (strided, dim, number of parts, rank's index). Axes split from left to right, strided
     axes last. FSDP's axis is strided if expert or tensor parallelism splits the same dimension.
     """
     box = [(0, size) for size in shape]

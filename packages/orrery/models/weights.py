@@ -1,8 +1,8 @@
 """Load, initialise and save weights as Hugging Face folders, on whole or sharded networks.
 
 - `load` and `initialize` read or draw only tensors that overlap this rank's shards.
-- On a sharded module, `save` and `named_hf_tensors` are collectives. All ranks iterate to the end.
-- Each drawn tensor has its own generator, seeded by the manifest's seed and its name.
+- On a sharded module, `save` and `named_hf_tensors` are collectives. Each rank must iterate fully.
+- Each drawn tensor has its own generator, seeded by the manifest's seed and the tensor's name.
 - A Hugging Face ("HF") tensor is a box of a parameter or buffer. Adapters are merged into weights.
 """
 
@@ -37,14 +37,14 @@ from orrery.models.placement import (
 )
 
 MAX_FILE_BYTES = 5_000_000_000
-MAX_DRAWING_THREADS = 16  # limits host memory, as each thread holds a float32 tensor
+MAX_DRAWING_THREADS = 16  # limits host memory, because each thread holds a float32 tensor
 # Activation checkpointing and torch.compile add these to parameter names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @torch.no_grad()
 def initialize(module: CausalLm, model: Model) -> None:
-    """Fill the module from a folder, or draw normal weights, with norms 1 and biases 0."""
+    """Load pretrained weights, or draw normal weights, with norm weights 1 and biases 0."""
     if model.init.kind == "pretrained":
         with _open_pretrained(module, model, model.init) as files:
             _fill(module, files)
@@ -76,7 +76,7 @@ def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
     device = local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
     generator = torch.Generator(device).manual_seed(seed + rank)
-    # Drawing experts one by one would take minutes.
+    # Draw stacked experts at once. Drawing experts one by one would take minutes.
     for name, tensor in module.state_dict().items():
         local = local_tensor(tensor.detach())
         if tensor.ndim == 1:
@@ -92,7 +92,7 @@ def write_initial(
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
-    # Draw in threads, as a random generator uses one core. The disk limits reading, not the cores.
+    # Draw with one thread per core. Read with one thread, because the disk limits the speed.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as (tensors, tensor), pool:
@@ -187,7 +187,7 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files, each of at most `max_file_bytes` or one tensor.
 
-    Copy MTP layers from the folder `start`. Keep other files in `directory`. This is a collective
+    Copy MTP layers from the folder `start`. Other files in `directory` stay. This is a collective
     if sharded: ranks write in parallel, and each holds at most one file in host memory.
     """
     directory = Path(directory)
@@ -213,7 +213,7 @@ def save(
                 elif is_mine:
                     tensor = hf_folder.read(base, hf)
                 if is_mine:
-                    # A view would keep the whole gathered parameter in memory.
+                    # Copy, because a view would keep the whole gathered parameter in memory.
                     tensor = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
                     held[hf.name], held_file = tensor, file
             ends_round = index % num_ranks == num_ranks - 1 or index == len(files) - 1
@@ -331,7 +331,7 @@ def named_hf_slices(
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
     """Yield (HF tensor, box within the tensor, this rank's data). This neither gathers nor copies.
 
-    Replicas yield equal boxes. `replacements`: shards to yield instead, by our parameter name.
+    Replicas yield equal boxes. `replacements`: other shards to yield, by parameter name.
     """
     state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}

@@ -1,7 +1,7 @@
 """Find stalls: processes that will make no more progress.
 
-`find_stall` reads the health of a stage's processes. A wait's text names the awaited roles or
-processes, if any. Stalls are:
+`find_stall` reads the health that a stage's processes report. The text of a wait names the awaited
+roles or processes, if any. Stalls are:
 
 - hung: an event loop sent no heartbeat within its limit.
 - overdue: a wait or activity of a living process is GRACE_S past its deadline.
@@ -119,7 +119,7 @@ def _abandoned(
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """Return the seconds since the event loop's last heartbeat, or None within its limit."""
+    """Return the seconds since the event loop's last heartbeat, or None if within its limit."""
     beats = health.loop_beats
     for_s = 0.0 if beats is None else now_s - beats.time_s
     return for_s if beats is not None and for_s > beats.within_s else None
@@ -204,12 +204,13 @@ class RankStallDetector:
     """Find the ranks that delay their role. Only one reader may call `look`.
 
     A role has stalled when each of its ranks is in one of these states. A rank's limit is its
-    `still_s`, or else the detector's. Progress is any change of the health except heartbeats.
+    health's `still_s`, or else the detector's. Progress is any change of health but heartbeats.
 
     - silent: no heartbeat within the limit, during a wait or an activity with `still_s`.
     - held: no progress within the limit, in a collective.
     - still: no progress within its `still_s`, outside collectives.
-    - late: waits for data `behind_s` after the role's last progress, while another rank is held.
+    - late: waits for data, while another rank is held and the role's last progress was more than
+      the wait's `behind_s` ago.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
     silent for `hang_s` are blamed even without a stall of their role.
@@ -265,8 +266,8 @@ class RankStallDetector:
     def _sentence(self, blamed: list[str], held: list[str], now_s: float, last_s: float) -> str:
         """Return the error text.
 
-        Its seconds count from the last progress or sign of life of the blamed ranks. If they wait
-        for others, they count from `last_s`, the last progress of any rank of the role.
+        The text names the seconds since the last sign of life of silent ranks, or else since the
+        last progress of the blamed ranks. For waiting ranks, use the role's: `last_s`.
         """
         seen = [self._seen[name] for name in blamed]
         silent = self._is_silent(seen[0], now_s)
@@ -315,7 +316,7 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SeenHealth:
-    """A process's health, `said` with times of its own clock, `stamped` of the reader's clock."""
+    """A process's health: `said` has times of its own clock, `stamped` of the reader's clock."""
 
     said: Health
     stamped: Health
@@ -327,17 +328,17 @@ class HealthView:
     - A change's time is when the reader first saw the change. A deadline keeps its distance from
       the start of its wait or activity. The clock stops while the host is suspended.
     - A gap of more than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
-    - `changed_s` orders changes on all hosts. It adds a host's smallest seen delay to its clock.
+    - `changed_s` orders changes on all hosts. It corrects a host's times by its clock's offset.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, _SeenHealth] = {}
         self._looked_s: float | None = None
-        self._behind_s: dict[str, float] = {}  # smallest observed delay in seconds, by boot id
+        self._behind_s: dict[str, float] = {}  # boot id → smallest seen clock offset
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:
-        """Advance to the monotonic `clock_s`. Return `said` with the reader's times."""
+        """Advance to the monotonic time `clock_s`. Return `said` in the reader's time."""
         self.now_s += 0.0 if self._looked_s is None else min(clock_s - self._looked_s, AWAY_S)
         self._looked_s = clock_s
         for name, one in said.items():

@@ -1,9 +1,9 @@
 """Show a running stage as a live panel or one line, and pass its metric rows to sinks.
 
-- TensorBoard files lie in `metrics/tensorboard/<stage>/<process>`. W&B needs the site's
-  WANDB_PROJECT.
+- TensorBoard files lie in `metrics/tensorboard/<stage>/<process>`. W&B is used if the site
+  sets WANDB_PROJECT.
 - Sinks name a value `<event>/<value>`, in nested dicts `<event>/<name>/<value>`. The role's name
-  replaces a missing event. SUBJECTS follow the event: `evaluation/<task>/reward_mean`.
+  replaces a missing event. A row's SUBJECTS follow its event: `evaluation/<task>/reward_mean`.
 - TensorBoard's step is the row's `step`, else its `version`, else seconds since the first row.
 """
 

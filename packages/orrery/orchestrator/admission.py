@@ -3,10 +3,11 @@
 - Lowering the limit cancels no rollout.
 - The adaptive limit is the number of engines / `share`. `share` estimates the part of one engine's
   KV cache that a rollout in flight uses.
-- `share` rises at once. It falls slowly, and only while all permits are taken and the engines'
-  queues are short. Otherwise young rollouts, which use little cache, would raise the limit.
-- Each preemption in an engine lowers the limit by 1, and one poll by at most max(1, BACKOFF ·
-  limit). Later preemptions count only once the rollouts in flight fit the new limit.
+- `share` rises to the measured share at once. It falls slowly, and only while all permits are taken
+  and the engines' queues are short. Otherwise young rollouts, which use little cache, would raise
+  the limit.
+- Each preemption in an engine lowers the limit by 1, but one poll by at most
+  max(1, BACKOFF · limit). Later preemptions count once the rollouts in flight fit the new limit.
 """
 
 import math
@@ -23,7 +24,8 @@ from orrery.runtime.timing import Pace, period_s
 
 BACKOFF = 0.05
 LEAST = 1e-9
-DECAY = 3.0  # `share` − measured share shrinks by e^DECAY while all rollouts in flight end
+# `share` minus measured share falls by the factor e^−DECAY while all rollouts in flight end.
+DECAY = 3.0
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
 
@@ -149,7 +151,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # Skip prefill engines, which come first: rollouts in flight fill the other engines' caches.
+    # Skip the prefill engines at the front. Rollouts in flight fill the decode engines' caches.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})

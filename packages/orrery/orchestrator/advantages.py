@@ -17,7 +17,7 @@ from orrery.manifest.schema import Algorithm, Grpo, MaxRl
 from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import Failed, Rollout
 
-STD_FLOOR = 1e-6  # minimum divisor, because nearly equal rewards have rounding errors
+STD_FLOOR = 1e-6  # minimum standard deviation, because nearly equal rewards have rounding errors
 
 
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
@@ -73,7 +73,7 @@ def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
         replace(rollout, advantage=float(advantage))
         for rollout, advantage in zip(
             group.survivors, gained, strict=False
-        )  # the last rewards are of failed members
+        )  # the last rewards belong to failed members, without a rollout
     ]
 
 

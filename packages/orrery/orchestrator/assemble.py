@@ -31,7 +31,7 @@ from orrery.wire.weight_wire.leases import LeaseClient
 
 T = TypeVar("T")
 
-READ_S = 1800.0  # time limit to read tasks and checkpoints, scaled
+READ_S = 1800.0  # time limit to read tasks and checkpoints, scaled by ORRERY_DEADLINE_SCALE
 SERVERS_START_S = 600.0  # time limit for engines to import vLLM and compile, scaled
 
 
@@ -126,7 +126,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
     Remove incomplete checkpoints, and the checkpoints of SFT.
     """
-    # Removal is safe, because no checkpoint begins before the next batch is taken.
+    # Removal is safe, because no checkpoint is begun before the trainer gets the next batch.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))

@@ -1,8 +1,8 @@
 """Collect complete groups, and return batches of their rollouts.
 
 - A group with fewer than two rewards is dropped (`too_few_survivors`).
-- With `drop_zero_advantage_groups`, groups whose advantages are all zero are spare. A batch uses
-  spare groups once `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled for it.
+- With `drop_zero_advantage_groups`, groups whose advantages are all zero become spare. A batch
+  uses spare groups once `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled for it.
 - A batch has exactly `rollouts_per_batch` rollouts, oldest group first. A batch may split a group.
 - Groups with a stale rollout are dropped before each batch. This guarantees the staleness bound.
 """
@@ -15,7 +15,7 @@ from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.advantages import Group, with_advantages
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = 10  # batches of untrainable rollouts in a row that end the run
+BARREN_BATCHES = 10  # number of consecutive untrainable rollouts that ends the run, in batches
 RAISE = {  # reason of a drop → setting that the error advises to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",
@@ -27,9 +27,9 @@ class RolloutBuffer:
     def __init__(self, settings: Orchestrator):
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
-        # Rollouts to sample for a batch before it uses spare groups.
+        # Number of rollouts to sample for a batch before it uses spare groups.
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
-        # Spare rollouts to keep: as many as generation may be ahead of the trainer.
+        # Number of spare rollouts to keep. Generation may be ahead of the trainer by as many.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
         self.queue: deque[list[Rollout]] = deque()
         self.spare: deque[list[Rollout]] = deque()  # groups whose advantages are zero
@@ -112,7 +112,7 @@ class RolloutBuffer:
     def count(self, reason: str, num_rollouts: int, detail: str | None = None) -> None:
         if num_rollouts:
             self.dropped[reason] += num_rollouts
-            if reason != ENGINE_GONE:  # the engine pool handles lost engines
+            if reason != ENGINE_GONE:  # rollouts of lost engines do not end the run
                 self._barren[reason] += num_rollouts
         if detail:
             self._details[reason] = detail
@@ -139,7 +139,7 @@ def _size(groups: deque[list[Rollout]]) -> int:
 
 
 def _take(groups: deque[list[Rollout]], most: int) -> list[Rollout]:
-    """Remove and return up to `most` rollouts. The rest of a split group stays first."""
+    """Remove up to `most` rollouts and return them. The rest of a split group stays in front."""
     taken: list[Rollout] = []
     while groups and len(taken) < most:
         group = groups.popleft()

@@ -6,7 +6,7 @@
 - Every request leaves exactly once: finished, failed, or in a `GroupDropped(reason)`.
 - Evaluation goes first, then started groups, whose prompt is cached, then new groups.
 - A group's cache salt is the engines' policy version at the start of its first member.
-- Failed rollouts are not retried. Evaluations restart rollouts of a lost engine.
+- Failed rollouts are not retried, except evaluation rollouts of a lost engine.
 - The caller runs and cancels the requests.
 """
 
@@ -24,7 +24,7 @@ from orrery.runtime.timing import scaled
 Purpose = Literal["train", "evaluation"]
 
 TIMEOUT = "timeout"
-PROOF_S = 30.0  # time limit for an engine with requests to make a token, scaled
+PROOF_S = 30.0  # time limit for a busy engine's next token, scaled by ORRERY_DEADLINE_SCALE
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """One dispatched rollout. `version` is the policy version of its group, and the cache salt."""
+    """One dispatched rollout. `version` is its group's policy version, used as cache salt."""
 
     group: GroupRequest
     member: int
@@ -238,7 +238,7 @@ class Dispatch:
 @dataclass
 class _Expired:
     since_s: float
-    tokens: dict[int, int] = field(default_factory=dict)  # engine → total tokens at the first poll
+    tokens: dict[int, int] = field(default_factory=dict)  # engine → total tokens at first poll
     is_slow: bool = False
 
 

@@ -81,8 +81,8 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from the trainer's last `version`.
 
-    Only digests of the wire `files` without FP8 are comparable. The launcher compares other
-    weights with `receipt.json`.
+    Digests are comparable only for the weight transport `files` without FP8. For others, only
+    the launcher compares the weights, with `receipt.json`.
     """
     newest = checkpoints.latest(ctx.run_dir)
     comparable = ctx.manifest.transport.weights == "files" and not ctx.manifest.model.fp8
@@ -172,9 +172,9 @@ class EvaluationLoop:
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """Return the content of `result.json`: each policy's reward, over all tasks and by task.
 
-    - `reward_mean` is the mean over the `num_rollouts` rollouts with a reward, including timeouts
-      of reward 0. `num_rollouts` excludes the `num_failed` failed rollouts.
-    - A policy's mean weights each task by the number of its requested rollouts.
+    - A task's `reward_mean` is the mean over its `num_rollouts` rollouts with a reward, including
+      timeouts of reward 0. `num_rollouts` excludes the `num_failed` failed rollouts.
+    - The mean over all tasks weights each task by the number of its requested rollouts.
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():

@@ -37,7 +37,7 @@ POLL_S = 0.03
 GATHER_S = 0.01  # pause before new rollouts start, so that whole groups start together
 FIRST_VERSION_S = 600.0  # time limit for the trainer to publish its first version, scaled
 NUM_SAMPLES = 4
-MANY_TRUNCATED = 0.5  # share of truncated replies at which a warning advises a longer limit
+MANY_TRUNCATED = 0.5  # share of truncated replies at which a warning advises higher token limits
 PREEMPTION_POLL_S = 1.0
 TAKE_S = 900.0  # time limit for the trainer to start or write a checkpoint, scaled
 
@@ -79,20 +79,20 @@ async def update_engines(
         return False
     version, digest = published.version, published.digest
     scheduler.updating = True
-    # Record the digest first: the version's tokens may arrive before the update returns or fails.
+    # Record the digest before the update, because tokens of the version may arrive during it.
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())
     drained_s = time.time()
     manifest = ctx.manifest
-    # Allow time for a restart, because the update waits until at least one engine serves.
+    # Allow time for an engine's restart: the update waits until at least one engine serves.
     return_s = RETURN_S if manifest.inference.max_restarts else 0.0
     with ctx.health.waiting(
         f"engines to take version {version} (inference)",
         deadline_s=manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S + return_s),
     ):
         report = await pool.update(published)
-    if report is None:  # the trainer has already published a newer version
+    if report is None:  # no engine loaded it, because a newer version exists
         scheduler.updating = False
         return False
     scheduler.updated(version)
@@ -190,7 +190,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # Wait for every engine's canary check, because its log-probs may be wrong until then.
+            # Wait for the test prompts (canary checks): until then, log-probs may be wrong.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)
@@ -199,7 +199,7 @@ class Loop:
             is_due = checkpoints.is_due(batch.step, self.manifest)
             kept = scheduler.snapshot() if is_due else None
             row = batching.row(batch, self.manifest, time.monotonic())
-            self.changed.notify_all()  # taking a batch may allow new groups
+            self.changed.notify_all()  # wake `generate`: a taken batch makes room for new groups
             if kept is not None:
                 where = self.ctx.run_dir, batch.step, self.ctx.attempt
                 await asyncio.to_thread(snapshot.write, *where, kept, self.temperature)
@@ -213,7 +213,7 @@ class Loop:
                 self.changed.notify_all()
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # do not wait for `changed`, because each pass reads files
+            await asyncio.sleep(POLL_S)  # limit the rate of passes, because each reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler
@@ -265,7 +265,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write the row before sending, because a run resumed after this batch does not write it.
+        # Write the row before sending: a run that resumes after this batch cannot write it.
         self.ctx.metrics.write(
             step,
             **row,

@@ -1,6 +1,6 @@
-"""Run one episode of a task and return it as arrays, a `Rollout`.
+"""Run one episode of a task and return it as a `Rollout` of arrays.
 
-- Prompt tokens and tool results are untrained and have NO_VERSION.
+- Prompt tokens and tool results are untrained. Their policy version is NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, but still judged.
 - A failure of the engine, task or judge, or an empty generation, raises `RolloutFailed(reason)`.
   `JudgeBroken` ends the run.
@@ -81,7 +81,7 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# Exceptions that a task does not cause, so they are not turned into RolloutFailed.
+# `_guard` reraises these exceptions. It turns all others into RolloutFailed.
 NOT_THE_TASKS = (
     RolloutFailed,
     JudgeBroken,
@@ -107,7 +107,7 @@ class Rollout:
     truncated: bool
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
-    routed_experts: np.ndarray | None = None  # [n, layers, top_k], or None without replay
+    routed_experts: np.ndarray | None = None  # [n, layers, top_k], or None without routing replay
     engine: int = UNKNOWN_ENGINE  # index of the engine that sampled all turns
     advantage: float | None = None
     group_id: int = -1
@@ -166,7 +166,7 @@ class _Tokens:
 
     @property
     def routes_from(self) -> int:
-        """Return the position of the first token without routed experts."""
+        """Return the position of the first token whose routed experts are still unknown."""
         return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:
@@ -247,7 +247,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # no answer fits after this reply, so drop it
+            truncated = True  # drop the reply of the task, as no answer to it fits
             break
         messages.extend(reply)
         tokens.append(turn_tokens)
@@ -277,7 +277,7 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # Checkpoints are JSON, which has no infinities.
+    # Refuse infinities and NaN, because checkpoints store these numbers as JSON.
     if not np.isfinite([reward, *metrics.values()]).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
         raise RolloutFailed("judge", detail + "rewards and metrics are finite numbers")
@@ -288,7 +288,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     try:
         generation = await engine.generate(token_ids, request_id=request_id, **options)
     except asyncio.CancelledError:
-        # Abort by id, because a router keeps its connection to the engine open.
+        # Abort by id: a router does not pass our disconnection on to the engine.
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:

@@ -36,7 +36,7 @@ GONE_PAUSE_S = 1.0
 
 
 class Notifier:
-    """Wake all waiting tasks. Between its last check and `wait`, a task must not `await`."""
+    """Wake all waiting tasks. A task that awaits between its check and `wait` misses events."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -64,7 +64,7 @@ class RolloutRunner:
     ):
         """`tasks` holds the built tasks by purpose, "train" or "evaluation", in manifest order.
 
-        `is_compared(version)` returns whether the trainer may compare the log-probs of the
+        `is_compared(version)` returns whether the trainer may recompute the log-probs of that
         version's evaluation.
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
@@ -104,7 +104,7 @@ class RolloutRunner:
             for request in members:
                 running = asyncio.create_task(self._run(request, opening), name=request.name)
                 self._running[request.name] = running
-                running.add_done_callback(self._ended)  # runs even if the task never starts
+                running.add_done_callback(self._ended)  # called even if the task never starts
 
     def _opened(self, opening: "asyncio.Future[Opening]") -> None:
         self._openings.discard(opening)

@@ -1,8 +1,8 @@
-"""Make all decisions of `loop.py`, without calls of engines, clocks or asyncio.
+"""Make all decisions of `loop.py`, without calling engines, clocks or asyncio.
 
 - A group starts only if the unfinished and queued rollouts do not fill the open batches. A batch is
   open if tokens of the engines' version may enter it, and if it is at most `max_batches_ahead` + 1
-  after the trainer's newest requested batch.
+  batches after the newest batch that the trainer has requested.
 - No rollout starts during a weight update (`updating`).
 - Weight updates wait for the end of an evaluation. An evaluation is due at the first version, at or
   after each multiple of `interval_steps`, and at the last version.
@@ -100,9 +100,9 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Add a rollout. Return the result after the evaluation's last rollout.
+        """Add a rollout. Return the result if it was the evaluation's last rollout, else None.
 
-        Raise RunFailed for tokens of another version, or if all rollouts of a task failed.
+        Raise RunFailed if a token has another version, or if all rollouts of a task failed.
         """
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
@@ -206,7 +206,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    # By rollout: task index, reward, whether its group has a nonzero advantage.
+    # One entry per rollout: task index, reward, whether its group has a nonzero advantage.
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
@@ -260,7 +260,7 @@ class Scheduler:
             evaluation.num_problems,
             evaluation.rollouts_per_problem,
             last_step=num_batches,
-            # Evaluate the last version again, because snapshots lack the evaluation's rollouts.
+            # Repeat an evaluation of the last version, because snapshots lack its rollouts.
             last=min(snapshot.evaluated, num_batches - 1) if snapshot else NO_VERSION,
             num_groups=snapshot.num_evaluation_groups if snapshot else 0,
         )
@@ -366,7 +366,7 @@ class Scheduler:
     def ended(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Record a rollout's end. Return the evaluation's result after its last rollout."""
+        """Record a rollout's end. If it is the last of an evaluation, return the result."""
         is_train = request.group.purpose == "train"
         reason = outcome.reason if isinstance(outcome, Failed) else None
         if reason == ENGINE_GONE and not is_train:
@@ -391,7 +391,7 @@ class Scheduler:
         return None
 
     def drop_engine(self, engine: int) -> int:
-        """Drop an engine's rollouts after its site was refused. Return the number dropped."""
+        """Drop the rollouts of a refused site's engine. Return the number dropped."""
         num_open = self.groups.drop_engine(engine)
         self.buffer.count("site_refused", num_open)
         return num_open + self.buffer.drop_engine(engine)

@@ -63,7 +63,7 @@ def write(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperatur
 def write_now(
     run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float, is_resumed: bool
 ) -> Path:
-    """Write the state after batch `step` was sent.
+    """Write the current state, after batch `step` was sent.
 
     `is_resumed`: whether this attempt resumed from `step` and sent no batch.
     """
@@ -78,7 +78,7 @@ def write_now(
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # A kill between these calls leaves an older valid state. The run then repeats later groups.
+    # A kill between these calls leaves the older state of `step`, from which a run can resume.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"

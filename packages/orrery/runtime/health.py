@@ -1,7 +1,7 @@
 """Write and read health files: a process's current activity and open waits.
 
 - `stages/<stage>/health/<role>.<i>.json` is replaced atomically, without fsync.
-- Times are `time.time()`. `time_s` is the last change that is not a heartbeat. `clock_s` is the
+- Times are `time.time()`. `time_s` is the last change other than a heartbeat. `clock_s` is the
   same moment on the host's monotonic clock, and `boot` is the host's boot id.
 - On a full disk the file is overwritten in place. A reader may then see broken JSON once.
 """
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # maximum gap between heartbeats, scaled. NFS may show a heartbeat a minute late
+HANG_S = 90.0  # maximum gap between heartbeats, scaled. NFS may delay them by a minute
 
 
 @dataclass(frozen=True)
 class Wait:
     """An open wait for `what`, such as "batch 4 from orchestrator".
 
-    The rank counts as late `behind_s` after its role's last progress (`RankStallDetector`).
+    `RankStallDetector` calls the waiting rank late when its role made no progress for `behind_s`.
     """
 
     what: str
@@ -154,7 +154,7 @@ class HealthFile:
             self._write(changed=False)
 
     def beat_loop(self, within_s: float | None) -> None:
-        """Count a heartbeat. The next is due within `within_s`. None: no more are due."""
+        """Count an event-loop heartbeat. The next is due within `within_s`, or never if None."""
         with self._lock:
             count = self._loop_beats.count + 1 if self._loop_beats else 1
             beats = None if within_s is None else LoopBeats(count, time.time(), within_s)
@@ -296,9 +296,9 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 
 @asynccontextmanager
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
-    """Write event-loop heartbeats in the body. If they stop, the launcher ends the process.
+    """Write event-loop heartbeats during the body. If they stop, the launcher ends the process.
 
-    Run blocking work in a thread, inside a wait with a deadline.
+    Run blocking work in a thread, inside `HealthFile.waiting` with a deadline.
     """
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:

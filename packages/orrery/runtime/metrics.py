@@ -79,7 +79,7 @@ class _Lines:
                 self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
             if self._is_torn:
                 line = b"\n" + line
-            while line:  # a full disk may take only a part
+            while line:  # on a full disk, `write` may store only a part
                 line = line[os.write(self._file, line) :]
                 self._is_torn = bool(line)
 
@@ -152,9 +152,9 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Find rows that no newer attempt replaces, separately by stage, event and name.
+    """Find rows that no newer attempt replaces. Each stage, event and name is a separate series.
 
-    First `add` all rows.
+    Call `add` with all rows before `counts`.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ def read(path: Path | str) -> list[Row]:
 class MetricsTail:
     """Read rows appended to `metrics/*.jsonl` (not spans) since the last call.
 
-    A later call reads an incomplete last line.
+    An incomplete last line is left for a later call.
     """
 
     def __init__(self, run_dir: Path, from_end: bool = False):
@@ -211,7 +211,7 @@ class MetricsTail:
         return [path for path in found if not path.name.endswith(".spans.jsonl")]
 
     def new_rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield `(process, row)` by file. At the end raise the last OSError, if any."""
+        """Yield `(process, row)`, file by file. Raise the last OSError after all files."""
         trouble: OSError | None = None
         for path in self._paths():
             try:
@@ -257,7 +257,7 @@ def parse_stat(stat: str) -> Stat:
 
 
 def process_tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
-    """Return process `root` and its descendants. psutil would read all processes."""
+    """Return process `root` and its descendants by pid, without reading other processes."""
     found: dict[int, Stat] = {}
     left = [root]
     while left:

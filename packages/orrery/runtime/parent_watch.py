@@ -3,7 +3,7 @@
 - A role polls its parent (`ParentWatch`). After the parent has ended, the role runs its callbacks
   and kills its process group.
 - A third-party program does not poll. Start it with `preexec_fn=die_with_parent`.
-- A pipe would stay open, because other children inherit the parent's end of it.
+- A role does not watch a pipe instead, because the parent's other children would keep it open.
 """
 
 import ctypes
@@ -13,9 +13,9 @@ import sys
 import threading
 from collections.abc import Callable
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # pid of a role's parent, or 0 if unknown
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # variable with the pid of a role's parent, or 0 if unknown
 START = "ORRERY_START"  # variable that marks an attempt's processes. Its value is not secret
-# Read at import, because `ParentWatch` removes LAUNCHER_PID.
+# Read the variables at import, because `ParentWatch` removes LAUNCHER_PID later.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
 POLL_S = 0.5
 CALLBACKS_S = 3.0
@@ -34,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the thread that forked this process ends.
 
-    Use this as `preexec_fn`. exec keeps the setting. Forks do not inherit it.
+    exec keeps the setting. Forks do not inherit it.
     """
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -33,14 +33,14 @@ def is_requested(run_dir: Path, stage: str) -> bool:
         return False
     file = request_path(run_dir, stage)
     try:
-        return file.name in os.listdir(file.parent)  # no `exists`: NFS caches a missing name
+        return file.name in os.listdir(file.parent)  # NFS caches the result of a failed `exists`
     except FileNotFoundError:
         return False
 
 
 @dataclass(frozen=True)
 class Fenced:
-    """A request to end an incarnation of process `name`, such as `inference.1`."""
+    """A request to kill the process `name`, such as `inference.1`, of restart `incarnation`."""
 
     name: str
     incarnation: int

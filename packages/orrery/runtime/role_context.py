@@ -1,6 +1,7 @@
 """Run a role's process: its command line, logs, signals and exit code.
 
 - The launcher gives `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
+  N is the restart number of the process.
 - An `OrreryError` prints a line `error: …`, sets the health `failed` and exits with the error's
   code. `Preempted` sets the health `wound down` and exits with EXIT_PREEMPTED. Other exceptions,
   even `SystemExit(0)`, print a traceback and exit with 1.
@@ -70,7 +71,8 @@ class RoleContext:
         self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.parent_watch = ParentWatch()
-        if self.parent_watch.is_launched:  # a role run by hand must keep running stages' memory
+        # A role started by hand must not remove the shared memory of a running stage.
+        if self.parent_watch.is_launched:
             self.on_orphaned(
                 lambda: run_directory.remove_memory(run_directory.memory_prefix(run_dir))
             )
@@ -85,7 +87,7 @@ class RoleContext:
 
     @cached_property
     def manifest(self) -> "Manifest":
-        from orrery.manifest.identity import load  # late, because some roles read no manifest
+        from orrery.manifest.identity import load  # import late: some roles read no manifest
 
         return load(self.run_dir / MANIFEST)
 
@@ -99,7 +101,7 @@ class RoleContext:
         what: str,
         answers: Callable[[], bool],
     ) -> None:
-        """Wait until `answers()`. Raise RunFailed if `process` ends, or after PROGRAM_S.
+        """Wait until `answers()` is true. Raise RunFailed if `process` ends, or after PROGRAM_S.
 
         `what` is the verb in the error, such as "listen".
         """
@@ -151,7 +153,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
         usage.start()
     try:
         set_level()
-        take()  # before any child inherits standard input
+        take()  # take the token before a child inherits standard input
         yield ctx
     except Preempted as end:
         ctx.health.preempted(end.step)
@@ -202,7 +204,7 @@ def stacks_on_signal(chain: bool = False) -> None:
 
 
 def call_on_signal(answer: Callable[[], object]) -> None:
-    """Run `answer` in a thread at every SIGUSR1, too. Call this in the main thread."""
+    """At every SIGUSR1, also run `answer` in a thread. Call this in the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

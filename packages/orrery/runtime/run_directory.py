@@ -1,7 +1,7 @@
 """A run's directory: paths, layout version, attempts and checkpoints.
 
 - `<process>` is a name such as `trainer.0`.
-- `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
+- The file `layout` holds the version LAYOUT. Runs of another version are refused, not migrated.
 - An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`. Hence two launchers never
   share an attempt.
 - Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`. Hence an old process on an
@@ -42,7 +42,7 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker of a finished stage, its last written file."""
+    """Return the marker of a finished stage, the last file that the stage writes."""
     return stage_dir(run_dir, stage) / "DONE"
 
 
@@ -64,7 +64,7 @@ def health_dir(run_dir: Path, stage: str) -> Path:
 
 
 def fence_dir(run_dir: Path, stage: str) -> Path:
-    """Return the folder of fence files, `<process>.<attempt>.<incarnation>`."""
+    """Return the folder of requests to kill a process: `<process>.<attempt>.<restart number>`."""
     return stage_dir(run_dir, stage) / "fenced"
 
 
@@ -100,7 +100,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return a folder of weights: of a stage, an export (`step_<n>`) or policy versions (WIRE)."""
+    """Return a folder of weights. `name` is a stage, `step_<n>` (export) or WIRE (versions)."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -169,7 +169,7 @@ def _anew(run_dir: Path) -> str:
 
 
 def begin_attempt(run_dir: Path) -> int:
-    """Claim and return the next attempt's number, from 1. The claim is durable and unique."""
+    """Claim and return the next attempt's number, from 1."""
     folder = run_dir / ATTEMPTS
     make_folder(folder)
     number = last_attempt(run_dir) + 1
@@ -238,14 +238,14 @@ def memory_prefix(run_dir: Path) -> str:
     """Return the prefix of a run's names in /dev/shm: `orrery-<run id>-<hash of the path>-`.
 
     The launcher removes these names and the scratch folders at a stage's start (on its own node)
-    and end (on every node). An engine that ends removes its own names, even those of its
-    killed starts.
+    and end (on every node). An engine that ends removes its own names, even those
+    of its killed predecessors.
     """
     return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the prefix of checkpoint copies. They stay until saved, even if the trainer ends."""
+    """Return the /dev/shm prefix of checkpoint copies. They outlive the trainer until saved."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
@@ -254,7 +254,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove shared memory named `*name*`, and return the paths. First end its processes."""
+    """Remove shared memory `*name*`, and return its paths. End processes that use it first."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -266,10 +266,9 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def disk_prefix(run_dir: Path) -> str:
-    """Return the prefix of the run's cache folders. Raise FileNotFoundError without a manifest.
+    """Return the prefix of the run's KV-cache folders. Raise FileNotFoundError without a manifest.
 
-    The hash covers the manifest's inode and time, because a new run in the same folder repeats
-    version numbers.
+    The hash in it differs for a new run in the same folder, which repeats version numbers.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"

@@ -98,8 +98,8 @@ def run_token() -> str:
 
 
 class Purpose(StrEnum):
-    GENERATE = "generate"  # for /inference/v1/generate, at engine or router
-    ADMINISTER = "administer"  # for all other paths
+    GENERATE = "generate"  # permits /inference/v1/generate, at engine or router
+    ADMINISTER = "administer"  # permits all other paths
 
 
 def credential(token: str, purpose: Purpose) -> str:

@@ -158,5 +158,5 @@ def _inner(kind: str, args: dict[str, Any], seed: int) -> Any:
     use = TaskUse(name="few_shot", kind=kind, args=args, weight=1.0, seed=seed, max_turns=1)
     try:
         return make(use)
-    except OrreryError as error:  # the outer `make` adds the task's name
+    except OrreryError as error:  # the outer `make` adds the real name
         raise OrreryError(str(error).removeprefix("task 'few_shot': ")) from error

@@ -2,8 +2,8 @@
 
 - `prompt` renders a chat up to the assistant's turn. `next_turn` renders the messages after an
   assistant turn. Sampled tokens are never decoded and encoded again.
-- `example` joins the same parts, so SFT trains on the same tokens as RL. To find a message's text,
-  it renders the chat with a marker as the message's content.
+- `example` renders a finished chat in the same pieces, so SFT trains on the same tokens as RL. To
+  locate a message's text, it renders the chat again with a marker as the message's content.
 """
 
 import re
@@ -27,7 +27,7 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # train all tokens, even those without characters
+EVERYTHING = (0, -1)  # marks all tokens as trained, even those without characters
 Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
 
 
@@ -148,7 +148,7 @@ class Renderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's token ids. Names of special tokens give their ids."""
+        """Return a text's token ids. The name of a special token in the text becomes its id."""
         return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:
@@ -215,7 +215,7 @@ class Renderer:
                     mask |= (starts < end) & (ends > begin)
             masks.append(mask)
         trained = np.concatenate(masks)
-        trained[:1] = False  # no token predicts the first token
+        trained[:1] = False  # the first token has no context that predicts it
         return np.array(ids, dtype=np.int32), trained
 
     def _heard(
@@ -226,7 +226,7 @@ class Renderer:
         tools: Sequence[Tool],
         trained_roles: Sequence[Role],
     ) -> _Part:
-        """Return the part of the messages between two assistant turns."""
+        """Return the text of messages between assistant turns, and its trained character ranges."""
         before = [] if first == 0 else BEHIND
         chat = [*before, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, tools, is_answered)

@@ -3,7 +3,7 @@
 - `prompt` and `answer` are templates over columns, such as `{question}`. A prompt that is a single
   column may hold chat messages. `answer_pattern` extracts the answer from a longer text.
 - `held_out` divides rows into a training and a held-out side. `split` chooses the side.
-- The order of rows is a random permutation by (seed, epoch).
+- The order of rows is a random permutation, seeded by (seed, epoch).
 - A reply that cannot be judged gets the reward 0 (metric `unscorable`).
 """
 
@@ -44,9 +44,9 @@ from orrery.tasks.verdicts import Verdict, compiled, scorer_of, told
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows in an error message
-TRIED = 16  # rows on which to try a user's function
-LONG_ANSWER = 4  # minimum words of an answer that may be a whole solution
-KEPT = 8192  # cached problems, more than rollouts in flight
+TRIED = 16  # number of rows on which to try a user's reward function
+LONG_ANSWER = 4  # an answer of this many words may be a whole solution
+KEPT = 8192  # number of cached problems, more than rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -172,7 +172,7 @@ class Dataset(SingleTurn):
                 return split_of(filled(self.args.prompt, row), fraction)
             case Column(column=column, values=values):
                 return "held_out" if row[column] in values else "train"
-        return self.args.split  # the other side is in another file
+        return self.args.split  # each side has its own file
 
     def _passes(self, row: dict[str, Any]) -> bool:
         return all(row[name] in values for name, values in self.args.where.items())
@@ -317,7 +317,7 @@ class Dataset(SingleTurn):
         """Return why the verdict refuses the row's own answer as a reply, or None."""
         verdict = self.args.verdict
         try:
-            if verdict.kind == "json_schema":  # the answer is a schema, not a reply
+            if verdict.kind == "json_schema":  # the answer is a schema, not an example of a reply
                 scorer_of(self._request(at, answer))
                 return None
             reply = f"\\boxed{{{answer}}}" if verdict.kind == "math" else answer
@@ -326,7 +326,7 @@ class Dataset(SingleTurn):
             right = _is_right(verdict, answer, reply)
         except OrreryError:
             raise
-        except Exception as error:  # a library's parser may raise any type
+        except Exception as error:  # a library's parser may raise any exception
             return f"{error}; {self._cut(answer) or 'correct the answer or the verdict'}"
         remedy = self._cut(answer) or "correct it, or choose another verdict"
         return None if right else f"the first is {answer[-60:]!r}; {remedy}"
@@ -339,12 +339,12 @@ class Dataset(SingleTurn):
         return f"cut the answer out of the text, such as answer_pattern: '{mark}(.+)'"
 
     def _tried_reward(self, at: int, answer: str) -> str | None:
-        """Return how the user's function fails on the answer or an empty reply, or None."""
+        """Return how the user's function fails on its row's answer or an empty reply, else None."""
         scorer = scorer_of(self._request(at, answer))
         for what, reply in (("the row's answer", answer), ("an empty reply", "")):
             try:
                 score = scorer(reply)
-            except Exception as error:  # the user's code may raise any type
+            except Exception as error:  # the user's code may raise any exception
                 return f"for {what} it raises {told(error)}; correct the function"
             if not 0.0 <= score <= 1.0:
                 return f"for {what} it returns {score:g}; return a number from 0 to 1"
@@ -375,9 +375,9 @@ def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
     return scorer_of(request)(reply) == 1.0
 
 
-# Rows are checked in a fork, so that SIGALRM can end even C code.
+# Rows are checked in a fork, so that SIGALRM can end it even in C code.
 
-ROW_S = 10.0  # time limit of a row, scaled
+ROW_S = 10.0  # time limit for checking a row, scaled
 
 
 class RowFailed(Exception):
@@ -393,7 +393,7 @@ def watched(
 ) -> dict[int, Any]:
     """Call `check` on each row in a fork. Return the results by row, except None.
 
-    A result must be a JSON value, but no string. Raise RowFailed if a row takes longer than
+    A result must be a JSON value other than a string. Raise RowFailed if a row takes longer than
     `limit_s` or ends the fork. Reraise an OrreryError of `check`. The fork may allocate
     MEMORY_BYTES.
     """

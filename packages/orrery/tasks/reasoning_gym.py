@@ -33,7 +33,7 @@ from orrery.tasks.task import (
     split_of,
 )
 
-MAX_DRAWS = 1000  # draws for a problem. A draw can take half a second.
+MAX_DRAWS = 1000  # maximum number of draws for a problem
 KEPT_DRAWS = 8192  # cached draws: more than rollouts in flight, so `judge` finds its draw
 
 
@@ -63,7 +63,7 @@ class Family:
         return library.create_dataset(self.name, **self.config, seed=seed, size=1)
 
     def _reseeded(self, seed: int) -> Any:
-        """Return a copy of the first dataset with another seed. This rereads no word lists."""
+        """Copy the first dataset with another seed, without reading its word lists again."""
         dataset = copy.copy(self._first)
         dataset.config, dataset.seed = dataclasses.replace(dataset.config, seed=seed), seed
         return dataset

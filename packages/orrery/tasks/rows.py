@@ -1,7 +1,7 @@
 """Read rows of JSONL, JSON, CSV, Parquet and Arrow files, for the task `dataset` and for SFT.
 
-- `save_to_disk` or `orrery fetch` writes folders. Names of fetched files begin with the split
-  (`main/train-00000-of-00001.parquet`). Files are read in the order of their names.
+- Folders come from `Dataset.save_to_disk` or `orrery fetch`. Names of fetched files begin with
+  the split (`main/train-00000-of-00001.parquet`). Files are read in the order of their names.
 - JSONL and Arrow files are memory-mapped, so they may exceed memory. Other files are read whole.
 """
 
@@ -128,7 +128,7 @@ class JsonLines:
         self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
         digest = hashlib.sha256()
         with path.open("rb") as file:
-            # In binary mode only \n ends a line. JSON strings may contain U+2028.
+            # Read bytes, so that only \n ends a line. JSON strings may contain other separators.
             for number, line in enumerate(file, 1):
                 digest.update(line)
                 if not line.isspace():
@@ -196,7 +196,7 @@ class Joined:
 class Tables:
     """The rows of several Parquet or memory-mapped Arrow files, without null fields.
 
-    With `needed`, each file must have that column, and rows have only `needed` and `also`.
+    With `needed`, each file must have that column, and rows have only it and the columns `also`.
     """
 
     def __init__(

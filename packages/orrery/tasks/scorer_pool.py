@@ -32,9 +32,9 @@ START_S = 120.0  # time limit of a start with slow imports, scaled
 MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # numbers, and an escaped sentence
 HASH_SEED = "0"
 SLACK_S = 5.0  # time after LIMIT_S for killing the fork and replying, scaled
-CANARY_EVERY = 500  # answers between two checks of known answers
+CANARY_EVERY = 500  # number of answers between two checks with known answers
 KEPT_SCORES = 10_000
-CANARY = "spiral_matrix"  # a family whose scorer executes answers
+CANARY = "spiral_matrix"  # a reasoning-gym family whose scorer executes answers
 WRONG = "[]"
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
@@ -84,7 +84,7 @@ class ScorerPool:
                     f"the process that scores answers {how} while it scored an answer. "
                     "The next answer gets a new process"
                 ) from error
-            except BaseException:  # cancelled: the next answer must not get this score
+            except BaseException:  # cancelled: do not give the next answer this score
                 scorer.end()
                 raise
             self._idle.append(scorer)
@@ -189,13 +189,13 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        # Wait in a thread, because freeing the memory may take half a second.
+        # Wait in a thread, because freeing the process's memory may take half a second.
         threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 
 
 def _environment() -> dict[str, str]:
-    """Return a minimal environment. With one thread, numpy uses less address space."""
+    """Return a minimal environment. It limits numpy to one thread, to save address space."""
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}

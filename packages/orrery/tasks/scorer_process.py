@@ -57,12 +57,12 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
-    adopt_orphans()  # a fork's orphans are killed with the fork
+    adopt_orphans()  # so that a fork's orphans are killed with the fork
     drop_privileges()
     hide_memory()
-    gc.freeze()  # else a garbage collection in a fork copies all pages
+    gc.freeze()  # so that a garbage collection in a fork does not copy all pages
     answers.write(b"\n")
-    os.dup2(nowhere, 2)  # only now, because errors at the start are printed
+    os.dup2(nowhere, 2)  # close stderr only now, because it prints errors at the start
     for line in requests:
         number, *request = json.loads(line)
         answers.write(json.dumps([number, *_score(*request)]).encode() + b"\n")
@@ -83,7 +83,7 @@ def _score(
 ) -> tuple[float | str | None, str | None]:
     try:
         scorer = _scorer(kind, json.dumps(request))
-    except Exception as error:  # a library or a user's reward function may raise any type
+    except Exception as error:  # a library or a user's reward function may raise any exception
         return f"{error or type(error).__name__}"[:MAX_SENTENCE], None
     reader, writer = os.pipe()
     if os.fork() == 0:
@@ -112,7 +112,7 @@ def _answer(
 ) -> None:
     die_with_parent()
     os.dup2(writer, 3)
-    os.closerange(4, 1024)  # enough, because new files get the lowest free numbers
+    os.closerange(4, 1024)  # 1024 is enough, because new files get the lowest free numbers
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
     try:

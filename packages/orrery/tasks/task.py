@@ -1,6 +1,6 @@
 """The task protocol: problems, replies, a judge, and the split of problems into two sides.
 
-- A problem is a pure function of (args, seed, index), equal in all processes. All types are JSON.
+- A problem is a pure function of (args, seed, index), equal in all processes. All values are JSON.
 - `reply` and `judge` may be coroutines. An exception in them fails the rollout and never counts as
   a reward of 0. A judge must accept any text.
 - A `reply` or `judge` that is no coroutine blocks the event loop. Do slow work, and run code that a
@@ -118,7 +118,7 @@ def split_of(text: str, held_out: float = HELD_OUT) -> Split:
 def draw(
     split: Split, kind: str, seed: int, index: int, sample: Callable[[random.Random], str]
 ) -> str:
-    """Return the first `sample` on the side `split`. The RNG's seed is (kind, seed, index)."""
+    """Repeat `sample` until its text is on the side `split`. (kind, seed, index) seeds the RNG."""
     rng = random.Random(f"{kind}/{seed}/{index}")
     for _ in range(MAX_DRAWS):
         text = sample(rng)

@@ -2,7 +2,7 @@
 
 - The character tokenizer's format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. A tool call is
   `<|call|>name input<|end_call|>`, and its result is a `<|tool|>` turn. The prompt lists no tools.
-- Calls in formats of pretrained models have the Hermes / Qwen syntax,
+- In formats of pretrained models, tool calls must have the Hermes / Qwen syntax,
   `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 - `strftime_now` in a template uses the date TODAY, so prompts are reproducible.
 """
@@ -31,7 +31,7 @@ from orrery.tasks.task import ToolCall
 PAD, END = "<|pad|>", "<|end|>"
 CALL, END_CALL = "<|call|>", "<|end_call|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 to 7, before the alphabet's
+SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 to 7. The alphabet follows
 PAD_ID, END_ID = 0, 1
 
 TODAY = datetime.datetime(2024, 7, 26)  # the default date of Llama's templates
@@ -122,7 +122,7 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
     if len(set(alphabet)) != len(alphabet):
         twice = "".join(sorted(c for c in set(alphabet) if alphabet.count(c) > 1))
         raise OrreryError(f"model.tokenizer.alphabet: it contains {twice!r} twice. Remove one")
-    # A larger vocab_size adds unused embedding rows.
+    # A larger vocab_size only adds unused embedding rows.
     if model.vocab_size < vocab_size(alphabet):
         rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
         raise OrreryError(
@@ -225,7 +225,7 @@ def _parse_call(text: str, characters: bool) -> ToolCall | None:
             call = json.loads(text)
             name, arguments = call["name"], call["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        msgspec.json.encode((name, arguments))  # fails on half a surrogate pair
+        msgspec.json.encode((name, arguments))  # raises for invalid Unicode (lone surrogate)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     is_call = isinstance(name, str) and name and isinstance(arguments, dict)

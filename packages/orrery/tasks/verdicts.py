@@ -79,7 +79,7 @@ class Choice(Record):
 
 
 class JsonSchema(Record):
-    """The reply is JSON, alone or in a fenced block. The answer is the reply's JSON schema."""
+    """The reply, alone or in a fenced block, is JSON that fits the answer, a JSON schema."""
 
     kind: Literal["json_schema"]
 

@@ -1,6 +1,6 @@
 """Train the policy. `__main__` parses arguments, `assemble` builds the objects, `loop` trains.
 
-Do not import torch here: `grow_segments` must run first.
+Do not import torch here: `grow_segments` must run before torch's import.
 """
 
 import os

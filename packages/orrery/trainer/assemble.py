@@ -55,7 +55,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
     device = device_for(ctx.manifest.hardware.accelerator, ctx.index)
-    if device.type == "cuda":  # the launcher checked only its own node
+    if device.type == "cuda":  # the launcher has checked only its own node's GPU
         refuse_other_device(ctx.manifest, torch.cuda.get_device_name(device))
     torch.manual_seed(ctx.manifest.seed + ctx.index)
     store = open_rendezvous(ctx, trainer.mesh.world_size) if trainer.needs_fsdp else None
@@ -82,7 +82,7 @@ def assemble_learner(
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:
         learner.outer_momentum = fresh_outer(learner)
-        # A checkpoint between two rounds of a fragment needs its weights of the earlier round.
+        # A checkpoint between two rounds needs each weight fragment as of its last round.
         has_start = elastic.fragments > 1 or ctx.stage == "rl"
         learner.outer_start = fresh_outer(learner) if has_start else {}
     return learner
@@ -153,8 +153,8 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return the seconds without progress after which a publication has stalled.
 
-    A direct wire gets the longer limit, so that its own error (`coordinator.MEET_S`), which names
-    absent ranks, comes first.
+    A direct weight transfer to engines gets the longer limit. Its own timeout
+    (`coordinator.MEET_S`), whose error names absent ranks, then comes first.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -176,15 +176,15 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # One version in the engines, one in training, one queued, and those ahead.
+    # Keep one version in the engines, one in training, one queued, and those ahead.
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> int:
     """Return the bytes of shared memory for kept weight versions, 0 if they are not kept there.
 
-    Only the wire `files` keeps versions, in shared memory or on disk. Raise OrreryError if they do
-    not fit.
+    Only the weight transport `files` keeps versions, in shared memory or on disk. Raise
+    OrreryError if they do not fit.
     """
     manifest = ctx.manifest
     if manifest.transport.weights != "files":

@@ -5,7 +5,7 @@
         rank_<i>.json         {name: {"shape", "dtype", "box"}}, box: [start, stop) per dimension
         rank_<i>.safetensors  the values in these boxes, and random-number state
         rank_<i>.sha256.json  size and sha256 of the two files above
-        published.json        {version: digest} (`publish.py`)
+        published.json        {published policy version: digest} (`publish.py`)
 
 Names are `weight/<parameter>`, `bias/<buffer>`, or `<key>/<parameter>` for optimizer state.
 `torch.distributed.checkpoint` is not used because it stores pickles.
@@ -80,7 +80,8 @@ def _frozen_names(learner: Learner) -> frozenset[str]:
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
     """Return one sha256 for all weight files in `start`, which adapters leave frozen.
 
-    Hash a line "digest  name" for each file, sorted. `inputs.json` gives known digests.
+    Each file adds a line "digest  name" to the hash, in sorted order. Digests in `inputs.json` are
+    reused.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}

@@ -15,10 +15,10 @@ from orrery.trainer.policy import Policy
 
 
 class ExpertLoad:
-    """Token counts of each expert in one step. The family `hugging_face` has no counts.
+    """Token counts of each expert in one step. Models of family `hugging_face` have no counts.
 
-    Call `clear`, then `add` after each forward pass, `reduce`, `metrics` and `balance`. `biases`
-    maps names to router biases, and is empty if `rate` is None.
+    Call `clear`, then `add` after each forward pass, then `reduce`, `metrics` and `balance`.
+    `biases` maps names to router biases, and is empty if `rate` is None.
     """
 
     def __init__(self, policy: Policy, world: World, rate: float | None):
@@ -46,7 +46,7 @@ class ExpertLoad:
             self._figures_3L = torch.stack((share_LE.amax(1), share_LE.amin(1), entropy_L))
 
     def metrics(self) -> dict[str, list[float] | None]:
-        """Return each layer's largest and smallest expert share of tokens, and entropy in nats."""
+        """Return, by layer, the largest and smallest expert's token share, and entropy in nats."""
         names = ("expert_load_max", "expert_load_min", "expert_load_entropy")
         if self._figures_3L is None:
             return dict.fromkeys(names)

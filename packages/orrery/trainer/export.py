@@ -157,7 +157,10 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
 
 
 class _Tensors:
-    """Read the policy's tensors. Reads in the order of `hf_tensors` read each byte once."""
+    """Read the policy's tensors from the checkpoint or the start weights.
+
+    Reading in the order of `hf_tensors` merges each adapted weight only once.
+    """
 
     def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
         self._stored, self._network, self._base = stored, network, base

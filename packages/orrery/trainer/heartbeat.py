@@ -71,7 +71,7 @@ class _Progress:
         if device.type != "cuda":
             self.count += 1
         elif self._ahead is not None:
-            event = torch.cuda.Event(blocking=True)  # without blocking, the thread would spin
+            event = torch.cuda.Event(blocking=True)  # lets `synchronize` sleep instead of spin
             event.record()
             self._ahead.put(event)
 
@@ -120,7 +120,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
 
 def _report_compilation(ctx: RoleContext) -> None:
-    """Report each compilation as a wait, because any step may recompile."""
+    """Report each compilation as a wait with its own time limit, as any step may recompile."""
     from torch._dynamo import on_compile_end, on_compile_start
 
     compiling = ExitStack()

@@ -2,7 +2,7 @@
 
 - Linux kills a process without a message if its control group (Slurm job, container) exceeds its
   memory limit, so `available_bytes` respects that limit.
-- Missing folders of control groups are skipped, because a container may lack them.
+- Missing folders of control groups, as in containers, are skipped.
 - A block is unregistered from CUDA before its pages are freed. Otherwise the next use of their
   addresses fails (CUDA error 712).
 - torch's pinned allocator is not used, because it rounds sizes up to powers of two.
@@ -24,7 +24,7 @@ ROOT = Path("/")
 
 
 class CgroupVersion(NamedTuple):
-    """Mount and files of a version of control groups. `page_cache`: rows of `memory.stat`."""
+    """Mount point and file names of cgroup v1 or v2. `page_cache`: rows of `memory.stat`."""
 
     mount: str
     limit: str
@@ -47,7 +47,7 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 def cgroup_available_bytes(root: Path = ROOT) -> int:
-    """Return the minimum over groups of limit − used + page cache. No group: `sys.maxsize`."""
+    """Return min(limit − used + page cache) over control groups, or `sys.maxsize` without any."""
     found = [sys.maxsize]
     for version, path in _groups(root):
         mount = root / "sys/fs/cgroup" / version.mount
@@ -107,7 +107,7 @@ class _Pages(mmap.mmap):
 
 
 def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
-    """Return (u8 zeros [num_bytes] in resident memory, CUDA error of pinning them or 0).
+    """Return u8 zeros [num_bytes] in resident memory, and CUDA's error code of pinning them or 0.
 
     `file`: descriptor of a file to hold the zeros. Raise OSError if memory is short.
     """
@@ -116,13 +116,13 @@ def host_block(num_bytes: int, device: torch.device, file: int | None = None) ->
     if file is None:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        os.posix_fallocate(file, 0, num_bytes)  # raises if memory is short, to avoid a SIGBUS
+        os.posix_fallocate(file, 0, num_bytes)  # fails if memory is short; a write would SIGBUS
         pages = _Pages(file, num_bytes)
-    # Zeroing maps the pages with many threads. Registration would use one thread.
+    # Zero first: zeroing maps the pages with many threads, CUDA's registration with one.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":
         return block, 0
-    torch.cuda.set_device(device)  # new threads start with the first device
+    torch.cuda.set_device(device)  # in a new thread, the current device is 0
     cudart = torch.cuda.cudart()
     error = int(cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0))
     if not error:

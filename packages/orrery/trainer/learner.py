@@ -2,10 +2,11 @@
 
 - All ranks have equally many micro-batches. Each micro-batch is trained when it arrives.
 - `MismatchGuard` compares log-probs of engines and trainer. `trainer.mismatch` bounds the batch's
-  KL, and the mean |difference| of all engines and of each engine with MIN_TOKENS tokens.
-- An engine may report a wrong index (`X-Orrery-Engine`), so the canary checks each address.
-- A step raises RunFailed before the weights change if a `stop` bound is exceeded, a number is not
-  finite, or a token count is not the announced count.
+  KL, and the mean |difference| over all engines and over each with at least MIN_TOKENS tokens.
+- The engine index in a response (`X-Orrery-Engine`) may be wrong, so a fixed prompt (the canary)
+  also checks each engine's address.
+- A step raises RunFailed before the weights change if a `stop` bound of `trainer.mismatch` is
+  exceeded, a number is not finite, or a token count is not the announced count.
 """
 
 import logging
@@ -48,14 +49,14 @@ class MismatchGuard:
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
         num_engines = manifest.inference.num_replicas + 1
         num_ages = manifest.orchestrator.max_off_policy_steps + 1
-        # [sum of |difference|, tokens] × engine (last: unknown) × age in versions
+        # Sums of |difference| and token counts: [2, engines + 1 (unknown engine), ages in versions]
         self._sums = torch.zeros(2, num_engines, num_ages, dtype=torch.float64, device=world.device)
 
     def clear(self) -> None:
         self._sums.zero_()
 
     def add(self, batch: MicroBatch, logprob: torch.Tensor) -> None:
-        """Add a micro-batch without a device sync. `logprob`: the trainer's, f32 [M]."""
+        """Add a micro-batch without a device sync. `logprob`: the trainer's, f32 [M tokens]."""
         _, num_engines, num_ages = self._sums.shape
         engine, age = batch.origin.unbind(1)
         known = (engine >= 0) & (engine < num_engines - 1)
@@ -67,7 +68,7 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, cell, is_member.double())
 
     def check(self, step: int, kl: float | None) -> float | None:
-        """Return the mean |difference| of `rl` tokens. Without `rl` tokens, return None.
+        """Return the mean |log-prob difference| of `rl` tokens, or None without such tokens.
 
         Raise RunFailed if a `stop` bound is exceeded. A collective.
         """
@@ -116,7 +117,7 @@ class MismatchGuard:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics and times of a step. A phase is (begin, end) in seconds of `time.time()`."""
+    """Metrics and times of a step. The last two fields are (begin, end) of `time.time()`."""
 
     metrics: Metrics
     wait_s: float
@@ -155,11 +156,11 @@ class Learner:
         self.expert_load = ExpertLoad(policy, world, trainer.expert_bias_rate)
         self.step = 0
         self.outer_momentum: dict[str, torch.Tensor] = {}  # in host memory
-        self.outer_start: dict[str, torch.Tensor] = {}  # start weights of the phase (`elastic.py`)
-        self.base_sha256: str | None = None  # of the frozen weights under adapters
+        self.outer_start: dict[str, torch.Tensor] = {}  # weights after the last round (`elastic`)
+        self.base_sha256: str | None = None  # hash of the frozen weights under adapters
         self.guard: MismatchGuard | None = None  # None in SFT
         self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds taken
-        # Largest |gradient| at each context-parallel exchange, then at the embedding's output.
+        # Maximum |gradient| at context-parallel exchanges and the embedding, in backward order.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -173,7 +174,7 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch. `totals`: `num_tokens`, and N_c by loss component c (`loss.py`).
+        """Train one batch. `totals`: its `num_tokens`, and each loss component's N_c (`loss.py`).
 
         Raise RunFailed for a malformed batch or a non-finite number. Raise OrreryError if blocks do
         not compile.
@@ -227,7 +228,7 @@ class Learner:
 
         Blocks run uncompiled, because a graph for this length would change later compilations.
         """
-        # Positions replace engine log-probs, to put scored tokens back in order.
+        # Pass positions in place of engine log-probs, to restore the order of scored tokens.
         positions = np.arange(len(token_ids), dtype=np.float32)
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),
@@ -240,7 +241,7 @@ class Learner:
             logprob, _ = self.policy(batch)
         reshard_all(self.policy)
         found = torch.zeros(len(token_ids), dtype=torch.float64, device=self.world.device)
-        if self.world.data_rank == 0:  # other data ranks computed the same
+        if self.world.data_rank == 0:  # add only one data rank, as all compute the same
             is_scored = batch.loss.rl_weight != 0
             found[batch.loss.engine_logprob[is_scored].long()] = logprob[is_scored].double()
         return self.world.sum(found)[1:].tolist()
@@ -254,7 +255,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return the end of an error message: a non-finite weight, if any. A collective."""
+        """Return an error message's end, which names a non-finite weight, if any. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -366,7 +367,7 @@ class Learner:
         """Raise RunFailed with the weight and ranks of a non-finite gradient.
 
         The backward pass spreads NaN towards the embedding, so name the weight nearest to the head.
-        If only the sum over ranks is not finite, name the rank of the shard.
+        If only the gradient's sum over ranks is not finite, name the rank that holds the sum.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())
@@ -421,7 +422,7 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return N_c and `num_tokens` over all ranks. Count each cp group once. A collective."""
+    """Return each N_c and `num_tokens`, summed over cp groups. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
         counts = [count_members(columns) for columns in micro_batches]

@@ -1,8 +1,8 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- The final batch, marked `compare`, is not trained. The last version sampled it, to compare
-  log-probs with the engines. This batch comes early if the policy reaches `evaluation.stop_at`.
-- After a batch marked `wind_down`, each rank writes a checkpoint of the last step and ends.
+- The final batch, marked `compare`, is not trained. Engines sampled it with the last version, to
+  compare log-probs of trainer and engines. It comes early at the reward `evaluation.stop_at`.
+- After a batch marked `wind_down` (preemption), each rank writes a checkpoint and ends.
 """
 
 import time
@@ -26,7 +26,7 @@ from orrery.trainer.publish import Publisher
 from orrery.wire.rendezvous import canary_tokens
 from orrery.wire.rollout_wire import ReceivedBatch, RolloutReceiver
 
-SAME_WEIGHTS_TOLERANCE = 1e-4  # largest difference of float32 log-probs on a CPU
+SAME_WEIGHTS_TOLERANCE = 1e-4  # maximum |trainer − engine| of float32 log-probs on a CPU
 
 
 @dataclass
@@ -169,7 +169,7 @@ class RlLoop:
         ctx = self.ctx
         still_s = io_stall_s(self.world.size)
         ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
-        self.learner.check_weights()  # `compare` may not run every expert
+        self.learner.check_weights()  # `compare` misses NaN in experts without tokens
         start, made = start_weights(ctx), weights_path(ctx.run_dir, "rl")
         export_policy(self.learner.policy, self.world, ctx.manifest.model, start, made)
 

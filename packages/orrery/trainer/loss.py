@@ -71,8 +71,8 @@ class StepSums:
     ) -> None:
         """Add one micro-batch's numbers to the last nine sums of `NAMES`. None adds 0.
 
-        `routes_…` concern routers' choices of experts, `choices_…` indexers' choices of keys.
-        `choices_differ`: i64 [2] (`ChosenKeys.differ`). `indexer_kl`: f32 [].
+        Routes are routers' choices of experts. Choices are indexers' choices of keys.
+        `choices_differ`: i64 [2], known and different (`ChosenKeys.differ`). `indexer_kl`: f32 [].
         """
         known, differ = (None, None) if choices_differ is None else choices_differ
         counts = (
@@ -117,8 +117,8 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of L (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c. `StepSums.count`
-    adds the last nine sums.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c. The last nine
+    sums are 0 until `StepSums.count`.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0

@@ -1,8 +1,7 @@
-"""Turn `Columns` into the tensors of one forward pass.
+"""Turn `Columns` (arrays of packed samples) into the tensors of one forward pass.
 
 - The LM head scores only trained tokens with a loss weight. Hidden row t − 1 predicts token t.
 - A rank without samples gets one token of weight 0, because every rank must join all collectives.
-- `shard` divides a micro-batch among context-parallel ranks, in host memory.
 """
 
 from collections.abc import Callable
@@ -34,16 +33,16 @@ class MicroBatch:
     row: torch.Tensor  # i64 [M], the hidden rows that predict the targets
     target: torch.Tensor  # i64 [M]
     temperature: torch.Tensor  # f32 [M]
-    routed_experts: torch.Tensor | None  # integers [T, L, K], or None if the router chooses
+    routed_experts: torch.Tensor | None  # routes: expert ids [T, L, K]. None: routers choose
     loss: Targets  # [M]
-    origin: torch.Tensor  # i64 [M, 2]: engine (−1: unknown), age in versions
+    origin: torch.Tensor  # i64 [M, 2]: index of the engine (−1: unknown), age in versions
     num_samples: int
     num_tokens: int
-    routes_missing: int = 0  # tokens without a route, except the last of each sample
-    routes_replayed: int = 0  # K per token and layer with a route
-    engine_keys: torch.Tensor | None = None  # u8 [T, I, B], as in `kernels.key_bits`
-    is_padding: torch.Tensor | None = None  # bool [T]: cp's padding, or an empty rank's token
-    choices_sent: int = 0  # I per token with more than `top_k` keys, except a sample's last
+    routes_missing: int = 0  # tokens without an engine's route, except a sample's last token
+    routes_replayed: int = 0  # expert choices in routes: K per token and layer with a route
+    engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys that engines chose (`key_bits`)
+    is_padding: torch.Tensor | None = None  # bool [T]: padding for cp, or an empty rank's token
+    choices_sent: int = 0  # I for each token with more than `top_k` keys, except a sample's last
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
@@ -57,7 +56,7 @@ def member_weights(columns: Columns) -> dict[str, np.ndarray]:
 
 
 def count_members(columns: Columns) -> dict[str, int]:
-    """Return `num_tokens` and N_c of each loss component in these columns."""
+    """Return `num_tokens` and each loss component's number of tokens (N_c) in `columns`."""
     if not columns.num_samples:
         return dict.fromkeys(TOTALS, 0)
     weights = member_weights(columns).items()
@@ -75,8 +74,9 @@ def micro_batch(
 ) -> MicroBatch:
     """Build a micro-batch that trains version `step` − 1.
 
-    `shard` selects this rank's tokens on the CPU. `indexers`: number and `top_k` of indexers whose
-    keys engines send. Raise RunFailed if a sample's first token is trained or routes do not fit.
+    `shard` selects this context-parallel rank's tokens on the CPU. `indexers`: number of indexers
+    whose chosen keys engines send, and their `top_k`. Raise RunFailed if a sample's first token is
+    trained or routes do not fit the model.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -94,7 +94,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
             f"batch {step}: the first token of a sample is marked trained, "
             f"but it cannot be, because no earlier token predicts it"
         )
-    if not len(scored):  # without one, the rank would miss the LM head's collectives
+    if not len(scored):  # score one anyway, to join the LM head's collectives
         scored = np.array([min(1, columns.num_tokens - 1)])
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
     ones = np.ones(columns.num_samples, dtype=np.float32)

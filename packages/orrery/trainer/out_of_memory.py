@@ -1,8 +1,8 @@
 """Explain an out-of-memory error: the manifest field to change, its gain and its cost.
 
-The missing bytes are a margin plus the larger of the failed allocation and the memory plan's excess
-over torch's memory. An error of CUDA itself has no sizes. It counts as failed pinning of host
-memory if a manifest field pins host memory and the device has free memory.
+The missing bytes are a margin plus the failed allocation or, if larger, the planned peak minus
+torch's allocated, reserved and free bytes. An error of CUDA itself states no sizes. It counts
+as failed pinning of host memory if a manifest field pins it and the device has free memory.
 """
 
 import os
@@ -25,7 +25,7 @@ from orrery.trainer.learner import Learner
 
 MARGIN = 0.02  # fraction of device memory assumed lost to fragmentation
 END_S = 10.0  # time limit for an orderly end, which may hang in collectives
-# Without a GPU, host memory counts as device memory.
+# torch's error on a CPU. Without a GPU, host memory counts as device memory.
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PINNING_FIELDS = (

@@ -28,7 +28,7 @@ class Policy(nn.Module):
     ):
         super().__init__()
         self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
-        self.copies: ComputeCopies | None = None  # used on a single rank instead of FSDP
+        self.copies: ComputeCopies | None = None  # replaces FSDP on a single rank
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (log-prob f32 [M], entropy f32 [M]) at each token's temperature."""

@@ -2,9 +2,10 @@
 
 - With `transport.weights` files or adapters, rank 0 gathers and writes one tensor at a time. With
   nccl or nixl, every rank sends its shards on request.
-- Weights are cast to the engines' dtype, but not in files. Buffers keep their dtype. Layers of
-  `model.fp8` are sent in FP8.
-- Rank 0 compares each batch's weight digests with the published digests, kept in checkpoints.
+- The wire `files` keeps the trained dtype. Other wires cast weights, but not buffers, to the
+  engines' dtype. Layers that `model.fp8` names are sent in FP8.
+- Each batch has the digests of the weights that sampled it. Rank 0 compares them with the
+  published digests, which checkpoints keep.
 """
 
 import json
@@ -37,9 +38,9 @@ from orrery.wire.weight_wire.transfer import SETTLE_S, WeightSender
 
 
 class Publisher:
-    """Publish on the wire `files`. Only rank 0 has a `wire`.
+    """Publish weights as safetensors files. `wire` is None except on rank 0.
 
-    `close` keeps the last version for the engines. The launcher removes its files.
+    `close` keeps the newest files for the engines. The launcher removes the files.
     """
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):
@@ -65,7 +66,7 @@ class Publisher:
         pass
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
-        """Raise RunFailed unless `stamped` maps published versions to their digests."""
+        """Raise RunFailed unless each version in the batch's `stamped` has its published digest."""
         if not stamped:
             raise RunFailed(
                 f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"
@@ -155,7 +156,7 @@ class DirectPublisher(Publisher):
             box, local = here.get(hf.name, nothing)
             return HeldTensor(hf.name, hf.shape, dtype, box, local)
 
-        # Scales come first, because engines decode values as they arrive.
+        # FP8 scales come first, because engines decode values as they arrive.
         return [held(hf, True) for hf in scales] + [held(hf) for hf in hf_tensors(network)]
 
     def _sent(self, version: int, error: str, parts: dict[str, float]) -> None:

@@ -24,7 +24,7 @@ REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
     "or free some (as trainer.memory.optimizer_offload)"
 )
-# By rising alignment, the order of the safetensors library.
+# Dtypes by rising alignment. The safetensors library writes tensors in the reverse order.
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
@@ -72,8 +72,8 @@ class SharedCopy:
     def check_room(self, num_bytes: int, world: World, spared: int = 0) -> None:
         """Raise RunFailed if this host lacks memory for its ranks' copies. A collective.
 
-        All ranks read free memory before any rank allocates. The largest `spared` of all ranks, in
-        bytes of shared memory, stays free.
+        All ranks read free memory before any rank allocates. In shared memory, the copies leave
+        `spared` bytes free (the maximum over ranks).
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())
@@ -127,7 +127,7 @@ class SharedCopy:
                 if full.errno != errno.ENOSPC:
                     raise
                 self._path.unlink()
-        if self._nameless < 0:  # the descriptor stays open for restarted savers
+        if self._nameless < 0:  # kept open, so that restarted savers inherit it
             self._nameless = os.memfd_create("orrery.saves")
         self._path.symlink_to(f"/proc/self/fd/{self._nameless}")
         self._buffer, error = host_block(num_bytes, self._device, self._nameless)

@@ -37,13 +37,13 @@ COPY, JOB, LOCK = "copy", "job.json", ".lock"
 CHUNK_BYTES = 32 << 20
 SYNC_BYTES = 1 << 30
 WRITE_DEADLINE_S = 1800.0
-ORPHAN_S = 20.0  # scaled limit without new data from other ranks, after the trainer has ended
+ORPHAN_S = 20.0  # time limit, scaled, for other ranks to write more data after the trainer's end
 MAX_STARTS = 3
 POLL_S = 0.1
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Rank 0's extra work: complete the checkpoint. `beside`: role that writes the other half."""
+    """Rank 0's extra work: complete the checkpoint, once role `beside` has written its half."""
 
     run_dir: str
     stage: str
@@ -98,7 +98,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
 
 def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
     if (partial / (note := checksum_file(job.rank))).exists():
-        return  # saved by an earlier process, and rank 0 may rename `partial` now
+        return  # an earlier saver wrote the files, and rank 0 may rename `partial` now
     tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
     with copy.open("rb") as file:
         mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)
@@ -110,7 +110,7 @@ def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
 def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], bool]) -> None:
     begin_s, size, grown_s = time.monotonic(), -1, time.monotonic()
     while True:
-        found = set(os.listdir(partial))  # list, because network file systems cache a missing name
+        found = set(os.listdir(partial))  # list, because NFS caches that a name is missing
         missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return
@@ -231,7 +231,7 @@ class Saver:
         )
 
     def close(self) -> None:
-        """Let the process finish its work and end."""
+        """Let the saver process finish its work and end."""
         with self._starting:
             if self._is_closed:
                 return
@@ -246,7 +246,7 @@ class Saver:
                 self._process.stdin.close()
 
     def wait(self) -> None:
-        """Wait for the end of the process, after `close`."""
+        """Wait for the end of the saver process, after `close`."""
         if self._process is not None:
             _end(self._process)
 
@@ -263,7 +263,7 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
         stdout=subprocess.PIPE,
         pass_fds=inherited(memory),
         start_new_session=True,
-        # The launcher kills processes whose environment has START.
+        # Remove START: the launcher kills processes that have this variable.
         env={name: value for name, value in os.environ.items() if name != START},
     )
 
@@ -275,7 +275,7 @@ def inherited(memory: Path) -> tuple[int, ...]:
 
 
 def _ask(process: "subprocess.Popen[bytes]") -> bytes:
-    """Ask the process to save. Return its answer, or b"" if it has ended."""
+    """Ask the saver process to save. Return its answer, or b"" if the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(b"\n")
@@ -290,7 +290,7 @@ def _ask(process: "subprocess.Popen[bytes]") -> bytes:
 
 def serve(memory: Path, asked: IO[bytes], answers: IO[bytes]) -> None:
     parent, uploads = os.getppid(), Uploads()
-    with suppress(FileNotFoundError), _locked(memory):  # without the folder there is no copy
+    with suppress(FileNotFoundError), _locked(memory):  # without a folder, there is no copy
         while asked.readline():
             uploads.note(memory)
             error = failure(memory, lambda: os.getppid() == parent)
@@ -308,7 +308,7 @@ def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
     uploads.note(memory)
     if error := failure(memory, lambda: False):
         print(f"checkpoint: {error}", file=sys.stderr, flush=True)
-    else:  # free the copy, because an upload may take long
+    else:  # free the copy's memory, because an upload may take long
         for descriptor in inherited(memory):
             os.close(descriptor)
         (memory / COPY).unlink(missing_ok=True)
@@ -342,7 +342,7 @@ class Uploads:
     def finish(self) -> None:
         """Upload the newest checkpoint, and wait for the end."""
         if self._process is not None:
-            self._process.wait()  # this upload may lack the newest checkpoint
+            self._process.wait()  # this upload may lack the newest checkpoint, so start another
         self.begin()
         if self._process is not None:
             self._process.wait()
@@ -367,13 +367,13 @@ def _locked(memory: Path) -> Iterator[Any]:
 
 
 def main() -> None:
-    os.nice(10)  # writing must not slow the trainer
+    os.nice(10)  # lower the priority, so as not to slow the trainer
     action, *folders = sys.argv[1:]
     if action == "serve":
         serve(Path(folders[0]), sys.stdin.buffer, sys.stdout.buffer)
         return
     for memory in map(Path, folders):
-        with suppress(FileNotFoundError), _locked(memory):  # the lock waits for a running saver
+        with suppress(FileNotFoundError), _locked(memory):  # wait for a running saver
             if not inherited(memory):
                 finish(memory)
             elif (memory / JOB).exists():

@@ -133,7 +133,7 @@ class ValidationSet:
 
     @torch.no_grad()
     def loss(self, learner: Learner) -> tuple[float, int]:
-        """Return (nats per token, number of tokens). A collective.
+        """Return (cross-entropy in nats per token, number of trained tokens). A collective.
 
         Raise RunFailed if the cross-entropy is not finite.
         """
@@ -143,7 +143,8 @@ class ValidationSet:
             mark_micro_batch(world.device)
             batch = micro_batch(columns, learner.step + 1, world.device, learner.shard)
             logprob_M, _ = learner.policy(batch)
-            counts_M = batch.loss.cross_entropy_weight.double()  # 0 for an empty rank's dummy token
+            # A rank without samples has a dummy token of weight 0.
+            counts_M = batch.loss.cross_entropy_weight.double()
             total += torch.stack([-(logprob_M.double() * counts_M).sum(), counts_M.sum()])
         reshard_all(learner.policy)
         nats, num_tokens = world.sum(total).tolist()

@@ -4,8 +4,8 @@
   fingerprint differs from the manifest is refused.
 - An error names a malformed chat as `data.jsonl:7` or `folder: row 6`. Unknown fields of a
   message, call or tool are errors, and so are the row fields in REFUSED.
-- Each epoch has its own permutation, drawn from (manifest.seed, epoch). The first KEPT_TOKENS
-  tokens stay in memory.
+- Each epoch has its own permutation of the chats, drawn from (manifest.seed, epoch).
+- Tokenised chats stay in memory for later epochs, up to KEPT_TOKENS tokens.
 - At start each rank tokenises about CHECKED_TOKENS tokens, to find errors early.
 """
 
@@ -309,7 +309,7 @@ def open_examples(
     manifest: Manifest, data: SftData, field: str, tokenizer: Path
 ) -> "Examples | Texts":
     if data.kind == "text":
-        from orrery.trainer.text_data import open_texts  # late, because it imports this module
+        from orrery.trainer.text_data import open_texts  # late: `text_data` imports this module
 
         return open_texts(manifest, field, data, tokenizer)
     renderer = Renderer(tokenizer, manifest.model.vocab_size)

@@ -50,7 +50,7 @@ class LearnerWeights:
         }
 
     def filled(self, values: Floats, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy the tensors `held` into `values` f32 [n]. Return their views of `values`."""
+        """Copy tensors `held` into `values` f32 [n]. Return the copies by name, as views."""
         views = self.views(values)
         for name, tensor in held.items():
             views[name].copy_(tensor)
@@ -67,8 +67,8 @@ class LearnerWeights:
 class WorldRanks:
     """Exchange msgpack messages among the ranks of this site.
 
-    A separate CPU process group lets a thread send during the trainer's collectives. Its timeout
-    `limit_s` covers waits for other sites.
+    Messages have their own CPU process group, so a thread may send during the trainer's
+    collectives. The group's timeout `limit_s` must include waits for other sites.
     """
 
     def __init__(self, world: World, limit_s: float) -> None:
@@ -118,6 +118,6 @@ class WorldRanks:
 
 
 def fresh_outer(learner: Learner) -> dict[str, torch.Tensor]:
-    """Return zeros, f32, for outer momentum or start weights. A checkpoint may fill them."""
+    """Return f32 zeros by weight name: DiLoCo's outer momentum or start weights, before loading."""
     weights = LearnerWeights(learner)
     return weights.views(np.zeros(weights.num_parameters, dtype=np.float32))

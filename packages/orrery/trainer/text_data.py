@@ -3,7 +3,8 @@
 - A document stands between two end tokens. Only the second end token is trained.
 - A document longer than a micro-batch is cut into parts. Each part begins with the last token of
   the previous part, untrained.
-- A shard's document order is a permutation drawn from (manifest.seed, epoch, shard).
+- In elastic training, each site trains one shard of the documents. A shard's order is a
+  permutation drawn from (manifest.seed, epoch, shard).
 - With `shard_by` "file", a site may lack files of other shards. Indices count local documents.
 """
 
@@ -33,7 +34,7 @@ CHECKED_CHARACTERS = 1_000_000
 
 
 class TextDocuments:
-    """The documents as chats of one message, to compare training and validation data."""
+    """Present documents as chats of one message, to find validation data in training data."""
 
     def __init__(self, texts: "Texts") -> None:
         self._texts = texts
@@ -46,7 +47,7 @@ class TextDocuments:
 
 
 class Texts:
-    """The documents of `data`, with the methods of `Examples`.
+    """The documents of `data`, with the methods of `sft_data.Examples`.
 
     With `is_partial`, files of other shards may be missing.
     """
@@ -137,7 +138,7 @@ class Texts:
         return found
 
     def _documents_of_files(self, shard: Shard) -> tuple[Sequence[int], int]:
-        """Return the indices of the shard's documents, and the number of files of all shards."""
+        """Return the indices of the shard's documents, and the split's number of files."""
         path, split = Path(self._data.path), self._data.split or ""
         try:
             check_held(path, split, shard)
@@ -209,7 +210,7 @@ def text_order(documents: Sequence[int], seed: int, shard: int | None, start: in
 def text_batches(
     texts: Texts, manifest: Manifest, num_done: int, site: "SiteTraining | None"
 ) -> Iterator[Columns]:
-    """Yield the batches after `num_done` steps. A site starts at its position in its shard."""
+    """Yield the batches after step `num_done`, or from the position of `site` in its shard."""
     spec = manifest.sft
     shard, start = None, num_done * spec.examples_per_batch
     if site is not None:

@@ -43,7 +43,7 @@ from orrery.wire import checkpoints
 
 FIELD = "[roles] checkpoint_target"
 FETCHED = ".fetched"
-UPLOADING = f"{checkpoints.DISCARDED}.uploading"  # the next attempt removes folders of this prefix
+UPLOADING = f"{checkpoints.DISCARDED}.uploading"  # named so that the next attempt removes it
 
 
 class FsspecTarget:
@@ -114,7 +114,7 @@ def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
 def _kept(folder: Path, links: Path) -> Iterator[Path]:
     """Yield hard links to the files of `folder`, or `folder` itself if linking fails.
 
-    The trainer may remove `folder` meanwhile.
+    Links keep the files if the trainer removes `folder` during the upload.
     """
     shutil.rmtree(links, ignore_errors=True)
     files = links

@@ -37,7 +37,7 @@ class Networks:
         prefer("auto")
 
     def at(self, folder: str) -> CausalLm:
-        """Return the network with the weights in `folder`. Raise OrreryError if that fails."""
+        """Return the network with the weights in `folder`. Raise OrreryError if reading fails."""
         if folder not in self._loaded:
             while len(self._loaded) >= NUM_NETWORKS:
                 self._loaded.popitem(last=False)
@@ -86,7 +86,7 @@ def _answer(networks: Networks, request: Recompute) -> Recomputed:
 
 def main() -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # `print` must not write among frames
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # keep `print` out of the answers on stdout
     networks = Networks(load(Path(sys.argv[1])))
     while (request := read_frame(sys.stdin.buffer, Recompute)) is not None:
         answers.write(frame(_answer(networks, request)))

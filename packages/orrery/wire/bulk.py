@@ -107,7 +107,7 @@ class BulkSender:
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
             task.add_done_callback(lambda task: self._unknown.pop(task, None))
-            await asyncio.sleep(0)  # `sock_accept` never yields while connections wait
+            await asyncio.sleep(0)  # let other tasks run: a busy `sock_accept` never yields
 
     async def _serve(self, connection: socket.socket) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MARKER = COMPLETE
 FILES = "files.json"
 LATER = "later"  # prefix of folders with orchestrator state from after the checkpoint
-PUBLISHED = "published.json"  # digests of all published versions, by version
+PUBLISHED = "published.json"  # digests of all published weight versions, by version
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders that are being removed
 
@@ -96,7 +96,7 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
     """Write each file's size in bytes and sha256, by file name, into `note`.
 
-    Write the note last, because its reader may rename the folder.
+    Write the note after all other files, because the note's reader may rename the folder.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -134,7 +134,7 @@ def verify(
     share: tuple[int, int] = (0, 1),
     each: Callable[[], object] = lambda: None,
 ) -> None:
-    """Raise OrreryError, ending in `remedy`, if a file is missing, damaged or not in FILES.
+    """Raise OrreryError if a file is missing, damaged or not in FILES. `remedy` ends the message.
 
     `share` (i, n): hash only part i of n parts of the files. Worker threads call `each` after every
     CHUNK_BYTES.
@@ -202,7 +202,7 @@ def discard(run_dir: Path, folder: Path) -> None:
     aside = checkpoints_dir(run_dir) / f"{DISCARDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         folder.rename(aside)
-        sync(folder.parent)  # a power cut must not bring the marker back
+        sync(folder.parent)  # sync the rename: a power cut must not bring the marker back
         shutil.rmtree(aside, ignore_errors=True)
 
 

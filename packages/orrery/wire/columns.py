@@ -30,7 +30,7 @@ from orrery.runtime.run_directory import rollouts_dir
 TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
-    "logprob": np.dtype("float32"),  # by the engine, at the sampling temperature
+    "logprob": np.dtype("float32"),  # computed by the engine, at the sampling temperature
     "version": np.dtype("int32"),  # policy version that sampled the token. −1: not sampled
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
@@ -40,7 +40,7 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # version when the group began; the cache salt
+    "dispatch_version": np.dtype("int32"),  # policy version at the group's start, the cache salt
     "engine": np.dtype("int32"),  # index of the sampling engine. −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
@@ -102,7 +102,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable["Columns"]) -> "Columns":
-        """Return the samples of all parts, in order. Raise ValueError if their columns differ."""
+        """Return all parts' samples, in order. Raise ValueError if the parts' columns differ."""
         parts = list(parts)
         if not parts:
             return cls(np.zeros(1, dtype=np.int64))
@@ -121,7 +121,7 @@ class Columns:
 
 # The byte layout of columns, shared by all wires and files
 
-MicroBatch = Columns | Sequence[Columns]  # a sequence: the parts of one micro-batch
+MicroBatch = Columns | Sequence[Columns]  # a sequence is concatenated into one micro-batch
 
 COALESCE_BYTES = 64 * 1024
 _KINDS = ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
@@ -129,7 +129,7 @@ DTYPES = {dtype.str: dtype for dtype in map(np.dtype, _KINDS)}
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A column's bytes, from byte `start` on. `kind` is "offsets", "token" or "sample"."""
+    """A column in a buffer, from byte `start` on. `kind` is "offsets", "token" or "sample"."""
 
     kind: str
     name: str
@@ -143,9 +143,9 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class ColumnLayout(msgspec.Struct, frozen=True):
-    """The place of each column in a safetensors body, without gaps.
+    """The place (slot) of each column in the data of a safetensors file, without gaps.
 
-    Offsets come first, then columns with wider dtypes. So each column is aligned to its dtype.
+    Offsets (i64) come first, then columns from wide to narrow dtypes. So each column is aligned.
     """
 
     slots: tuple[Slot, ...]
@@ -173,7 +173,7 @@ def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
 
 
 def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
-    """Return the layout of the concatenated parts. Raise ValueError if their columns differ."""
+    """Return the layout of the joined parts. Raise ValueError if the parts' columns differ."""
     parts = parts_of(micro_batch)
     num_samples = sum(part.num_samples for part in parts)
     num_tokens = sum(part.num_tokens for part in parts)
@@ -246,7 +246,7 @@ def chunks(run: Iterator[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
 
 
 def columns_from(layout: ColumnLayout, buffer: np.ndarray) -> Columns:
-    """Return views of `buffer` (uint8 [num_bytes]). Raise ValueError if the layout does not fit."""
+    """Return columns as views of `buffer` (u8). Raise ValueError if the layout does not fit."""
     layout.check()
     if layout.num_bytes != len(buffer):
         raise ValueError(f"the layout needs {layout.num_bytes} bytes, the buffer has {len(buffer)}")
@@ -308,7 +308,7 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def read(path: Path) -> tuple[Columns, dict[str, Any]]:
-    """Return memory-mapped columns and info. Raise OrreryError if the file is missing or damaged.
+    """Return mapped columns and metadata. Raise OrreryError if the file is missing or damaged.
 
     Columns become invalid if another machine removes the file over NFS.
     """

@@ -74,7 +74,7 @@ class ControlSocket:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # a full queue would drop messages
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a full queue would drop messages
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             authenticate(self._socket, is_sender=True)
@@ -97,7 +97,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Pass messages of type `kind` to `handle(peer, message)`. False refuses the message."""
+        """Pass messages of type `kind` to `handle(peer, message)`. It returns False to refuse."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
@@ -111,7 +111,7 @@ class ControlSocket:
         return self.server
 
     async def post(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Queue a message. Drop it if `peer` has disconnected, because it asks again later."""
+        """Queue a message. Drop it if `peer` has disconnected, because `peer` asks again later."""
         try:
             await self._socket.send_multipart([peer, msgspec.msgpack.encode(message)], copy=False)
         except zmq.ZMQError as error:

@@ -5,8 +5,8 @@ b_i is element i in row-major order, with its bits read as a signed integer:
     F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
     m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix(i): output i of splitmix64 from seed 0
 
-- c_i depends only on the position i in the whole tensor. A slice's share is the sum over its
-  elements. So F is the sum of the shares of disjoint slices.
+- c_i depends only on the position i in the whole tensor. A slice's "share" is the sum of its
+  elements' terms. So F is the sum of the shares of disjoint slices that cover the tensor.
 - A flipped bit always changes F, because it adds ± a power of two times c_i, and c_i is odd.
 - Swapping elements i and j changes F unless 2^64 divides (b_i − b_j) · (c_j − c_i).
 - F detects damage, not tampering.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_ELEMENTS = 1 << 18  # fits a CPU core's cache
-GPU_CHUNK_ELEMENTS = 1 << 24  # hides the time of fifteen kernel launches
+GPU_CHUNK_ELEMENTS = 1 << 24  # large enough to hide the time of fifteen kernel launches
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
@@ -72,9 +72,9 @@ def digest(fingerprints: dict[str, int]) -> str:
 def slice_share(
     tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]
 ) -> "torch.Tensor":
-    """Return the share of the slice at index `starts`, i64 [], without device synchronization.
+    """Return the share, i64 [], of `tensor`, a slice from index `starts` of a larger tensor.
 
-    Raise ValueError if the dtype has no integer view.
+    Do not synchronize the device. Raise ValueError if the dtype has no integer view.
     """
     import torch
 
@@ -128,7 +128,7 @@ def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
 
 
 def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
-    """Return the share of whole groups. `index` has the groups' numbers and is overwritten."""
+    """Return the share of whole groups. Overwrite `index`, which has the groups' numbers."""
     import torch
 
     terms = bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device))
@@ -149,9 +149,9 @@ def _positions(
     run: int,
     device: "torch.device",
 ) -> "torch.Tensor":
-    """Return where a slice's runs of `run` elements lie in the full tensor.
+    """Divide a slice into runs of `run` elements. Return each run's position in the full tensor.
 
-    Positions, i64 [runs], count runs.
+    Positions, i64 [runs], are in units of `run` elements.
     """
     import torch
 

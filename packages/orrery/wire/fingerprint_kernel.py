@@ -22,13 +22,13 @@ import triton.language as tl
 from orrery.wire.fingerprint import FACTORS, FIRST, GOLDEN, GROUP, MASK, SECOND
 
 BLOCK, STEPS = 4096, 8  # elements per block, blocks per program
-WARPS, WARPS_BY_ELEMENT = 2, 8  # number of warps per program, fastest on an H200
+WARPS, WARPS_BY_ELEMENT = 2, 8  # warps per program of `_groups` and `_elements`, fastest on an H200
 WORD_BYTES, LOAD_BYTES = 4, 16
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice, in elements. It starts at `begin` in the buffer and at `origin` in the tensor."""
+    """A slice, from element `begin` of the buffer. It starts at element `origin` of the tensor."""
 
     begin: int
     num_elements: int
@@ -52,7 +52,7 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 @triton.jit
 def _position(run, columns, stride, origin):
-    """Return positions in the tensor. All numbers count elements or groups. Stride 0: one row."""
+    """Return the tensor positions of runs, each an element or a group. `stride` 0 means one row."""
     index = origin + run
     if stride:
         row = run // columns
@@ -68,9 +68,9 @@ def _groups(
     STEPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Add the shares of slices made of whole groups, with BITS bits per element.
+    """Add the shares of slices made of whole groups to `out`. Elements have BITS bits.
 
-    `begin` counts words and is a multiple of LOAD. All other numbers count groups.
+    `begin` counts 32-bit words and is a multiple of LOAD. Other fields of `Rows` count groups.
     """
     PARTS: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = GROUP // PARTS
@@ -138,11 +138,11 @@ def _elements(
 
 class KernelLaunch(NamedTuple):
     kernel: Any
-    integers: torch.dtype  # the buffer's dtype in the kernel
+    integers: torch.dtype  # dtype as which the kernel reads the buffer
     factors: list[torch.Tensor]
-    slice_of: torch.Tensor  # i32 [programs]
+    slice_of: torch.Tensor  # i32 [programs], index of the slice
     first_of: torch.Tensor  # i32 [programs], first element or group
-    rows: list[torch.Tensor]  # [slices] for each field of `Rows`
+    rows: list[torch.Tensor]  # a tensor [slices] for each field of `Rows`
     constants: dict[str, int]
 
 
@@ -207,7 +207,8 @@ def _tables(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return each program's slice and first run, and each field of `Rows` as a tensor [slices].
 
-    A program handles `taken` elements. All fields but `begin` count runs of `run` elements.
+    A run has `run` elements. A program handles `taken` elements. All fields but `begin`
+    count runs.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

@@ -1,7 +1,8 @@
 """Read files that another node writes to NFS, which shows them late.
 
 NFS clients cache for up to a minute whether a name exists. Listing the folder bypasses the cache.
-Writers must sync all files before they rename the marker file into place.
+Writers must sync all files before they rename the marker file, which announces these
+files, into place.
 """
 
 import errno

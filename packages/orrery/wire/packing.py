@@ -1,9 +1,9 @@
 """Pack samples into micro-batches, one for each rank and micro-step.
 
 - No micro-batch exceeds `max_tokens`, padding included. All ranks have equally many micro-steps.
-- Without padding, best-fit decreasing makes the micro-batches ("bins"), at most 11/9 of the fewest
-  possible, plus one. Empty bins fill the last micro-step. `_spread` divides costs evenly over as
-  many bins, and the cheaper of both plans is used.
+- Without padding, best-fit decreasing makes the micro-batches ("bins"). Their number is at most
+  11/9 of the minimum, plus one. Empty bins complete the last micro-step. `_spread` makes a
+  second plan with as many bins and even costs. `pack` returns the cheaper plan.
 - A micro-step lasts as long as its slowest rank, so its micro-batches get similar costs.
 """
 
@@ -155,8 +155,8 @@ def _lock_step(
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """Return a plan's cost, its bins from costliest to cheapest, and each sample's bin.
 
-    The plan's cost is the sum over micro-steps of the costliest bin. The first step costs most, so
-    memory use peaks early.
+    The plan's cost is the sum over micro-steps of the costliest bin. The costliest bins come first,
+    so memory use peaks early.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")

@@ -27,7 +27,7 @@ class Recompute(msgspec.Struct, frozen=True):
 
 
 class Recomputed(msgspec.Struct, frozen=True):
-    """The answer: each token's log-prob, and its distribution's entropy and variance of log p.
+    """The answer, per token: the log-prob, and the distribution's entropy and variance of log p.
 
     Fields are f32 [n], or empty if the folder of weights no longer exists.
     """
@@ -49,7 +49,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def read_frame(stream: BinaryIO, kind: type[T]) -> T | None:
-    """Return the next message, or None at the end. Raise RunFailed if it is damaged."""
+    """Return the next message, or None at the stream's end. Raise RunFailed if it is damaged."""
     head = stream.read(LENGTH.size)
     if not head:
         return None

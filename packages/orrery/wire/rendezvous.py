@@ -2,7 +2,8 @@
 
 - A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Another role
   waits for the file until a deadline, and reports the wait in its health record.
-- Files of earlier attempts are ignored. A restarted process has a new incarnation number.
+- Files of earlier attempts are ignored. A restarted process has a higher incarnation (number of
+  restarts).
 """
 
 import os
@@ -118,24 +119,24 @@ def await_endpoints(
 # An engine's HTTP interface
 
 ENGINE_HEADER = "X-Orrery-Engine"  # index of the answering engine
-RANK_HEADER = "X-data-parallel-rank"  # data-parallel rank that serves the request
+RANK_HEADER = "X-data-parallel-rank"  # data-parallel rank that must serve the request
 SESSION_HEADER = "X-Session-ID"  # key of vllm-router's consistent_hash policy
 # Clients close idle connections before the server does (uvicorn: after 5 s).
 KEEPALIVE_S = 3.0
-UPDATE_S = 300.0  # time limit of a weight update in the engines, before scaling
+UPDATE_S = 300.0  # time limit of a weight update, times ORRERY_DEADLINE_SCALE
 NUM_CANARY_TOKENS = 32
 
 
 def request_s(manifest: "Manifest") -> float:
-    """Return a request's timeout in seconds, for the client and every proxy.
+    """Return the timeout of an engine request in seconds, for the client and every proxy.
 
-    The orchestrator ends slow rollouts earlier, but its clock stops during a weight update.
+    The orchestrator ends slow rollouts earlier, but does not count the time of weight updates.
     """
     return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
 
 
 def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
-    """Return token ids of a random test prompt that fits the context, equal in all processes."""
+    """Return the token ids of the canary, a random test prompt that is equal in all processes."""
     length = min(NUM_CANARY_TOKENS, manifest.inference.max_model_len_tokens - 1)
     chosen = random.Random(manifest.seed)
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))

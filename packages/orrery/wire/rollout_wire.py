@@ -2,8 +2,8 @@
 
 - A receiver sends `BatchAsk(step, rank, micro_step)` over the control socket. The sender answers
   once the batch exists, so a rank can join or restart at any time.
-- The answer to `micro_step` −1 is the batch's head. Other answers have a layout and a ticket to
-  fetch the bytes (`bulk`). Neither end copies a whole batch.
+- The answer to `micro_step` −1 is the batch's head (totals and info). Other answers have a layout
+  and a ticket to fetch the bytes (`bulk`). Neither end copies a whole batch.
 - `send` waits until all ranks have acknowledged the previous batch. The sender refuses an ask for
   a batch that all ranks have acknowledged, and an ask that skips a batch.
 - A receiver repeats an ask until the answer arrives. The sender answers each ask number once per
@@ -55,7 +55,7 @@ class Batch:
     info: dict[str, Any] = field(default_factory=dict)
 
     def check(self, num_ranks: int, after_step: int | None) -> None:
-        """Raise OrreryError if the wire cannot take this batch."""
+        """Raise OrreryError if micro-batch counts are wrong, or `step` is not newer."""
         counts = [len(of_rank) for of_rank in self.micro_batches]
         if len(counts) != num_ranks or len(set(counts)) != 1:
             raise OrreryError(
@@ -134,7 +134,7 @@ _TURNED_AWAY = (
 
 
 class RolloutSender:
-    """The orchestrator's end, for one event loop. `control` also carries weight leases."""
+    """The orchestrator's end, for one event loop. `control` also carries weight-version leases."""
 
     def __init__(self, host: str, port: int, num_ranks: int) -> None:
         """Listen at `host`. With `port` 0, choose a free port."""
@@ -146,7 +146,7 @@ class RolloutSender:
         self.url = self.control.url
         self._held: dict[int, Batch] = {}
         self._missing: dict[int, set[int]] = {}
-        self._last_taken: int | None = None  # step of the latest `send`, even if it still waits
+        self._last_taken: int | None = None  # step of the latest `send`. It may still wait
         self._last_held: int | None = None
         self._wanted = -1
         self._waiting: dict[int, tuple[bytes, BatchAsk]] = {}  # rank → (peer, newest open ask)
@@ -174,7 +174,7 @@ class RolloutSender:
         return self._wanted
 
     async def drained(self, deadline_s: float | None) -> None:
-        """Wait for all acknowledgements. Raise RunFailed after `deadline_s` (None: never)."""
+        """Wait until all batches are received. Raise RunFailed after `deadline_s` (None: never)."""
         try:
             await asyncio.wait_for(self._until(lambda: not self._held), deadline_s)
         except TimeoutError:
@@ -290,7 +290,7 @@ class RolloutReceiver:
         self._buffers = BufferPool()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # a full queue would make `_send` fail
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a full queue would make `_send` fail
         self._socket.setsockopt(zmq.LINGER, 500)
         try:
             authenticate(self._socket, is_sender=False)
@@ -337,14 +337,14 @@ class RolloutReceiver:
             following = None if is_last else self._ask(step, micro_step + 1)
             columns = self._gather(ask, head, deadline_s)
             if is_last:
-                self._done(step)  # before the yield, because the caller may stop iterating
+                self._done(step)  # acknowledge first, because the caller may stop iterating
             ask = following
             yield columns
 
     def _done(self, step: int) -> None:
         self._received = step
         done = Acknowledgement(PROTOCOL, self.rank, step)
-        with contextlib.suppress(RunFailed):  # the next ask raises the error
+        with contextlib.suppress(RunFailed):  # the next ask raises RunFailed instead
             self._send(done, f"trainer rank {self.rank} has batch {step}")
 
     def _send(self, message: BatchAsk | Acknowledgement, asked: str) -> None:
@@ -412,7 +412,7 @@ class RolloutReceiver:
                     f"for {deadline_s:g} s. Read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)
-            # A new number, because the sender answers each number once.
+            # Ask with a new number, because the sender answers each number once.
             ask = self._ask(ask.step, ask.micro_step)
             head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
             if head.layout.num_bytes != len(buffer):

@@ -6,8 +6,9 @@
   A document's last token has no route. With 256 experts and top_k 1, a route to expert 255 counts
   as missing.
 - All or no documents of a batch have the column.
-- Unless `trainer.indexer_choice` is "own", a row is X bytes, [1, X]: the routes of all layers, then
-  each indexer's chosen keys, with one bit for each position of the document.
+- Unless `trainer.indexer_choice` is "own", the trainer also uses the keys chosen by the
+  engine's sparse-attention indexers. A row is then X bytes, [1, X]: the routes of all layers, then
+  each indexer's choice, with one bit per position.
 """
 
 import io
@@ -24,7 +25,7 @@ from orrery.manifest.schema import Manifest, Model
 COLUMN = "routed_experts"
 PIECE = 1 << 20  # base64 characters decoded at a time, a multiple of 4
 _FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
-_HEADER_CHARACTERS = 1024  # more than the header of a 3-dimensional .npy
+_HEADER_CHARACTERS = 1024  # base64 characters that contain the header of any 3-dimensional .npy
 
 
 class RouteShape(NamedTuple):
@@ -71,7 +72,7 @@ def row_shape(manifest: Manifest) -> RouteShape | None:
 def split_choices(
     rows: np.ndarray, shape: RouteShape, num_indexers: int, what: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return routes [tokens, layers, top_k] and keys' bits, u8 [tokens, indexers, bytes].
+    """Split rows into routes [tokens, layers, top_k] and key bits, u8 [tokens, indexers, bytes].
 
     Raise RunFailed if the rows do not fit the model's layers and indexers.
     """
@@ -90,7 +91,7 @@ def split_choices(
 
 
 def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
-    """Return the column for tokens without routes, as a read-only view of one number."""
+    """Return a column of missing routes. It is a read-only view of one number."""
     value = np.array(shape.no_route, dtype=shape.dtype)
     return np.broadcast_to(value, (num_tokens, shape.num_layers, shape.top_k))
 
@@ -113,7 +114,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
     routes = routes[:, routes.shape[1] - shape.num_layers :]
     suspect = routes >= min(shape.num_experts, shape.no_route)
     suspect = suspect.reshape(len(routes), shape.num_layers * shape.top_k)
-    tokens = np.flatnonzero(np.any(suspect, axis=1))  # few, unless the model has expert 255
+    tokens = np.flatnonzero(np.any(suspect, axis=1))  # few tokens, unless 255 is also an expert
     is_missing_NL = (routes[tokens] == shape.no_route).all(axis=-1)
     bad_NL = (routes[tokens] >= shape.num_experts).any(axis=-1) & ~is_missing_NL
     if bad_NL.any():
@@ -204,9 +205,9 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 
 
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
-    """Return the column of a whole conversation, [num_tokens, layers, top_k].
+    """Join the routes of a conversation's answers into one column, [num_tokens, layers, top_k].
 
-    Where parts overlap, the last part applies. Raise ValueError if a part does not fit.
+    Where answers overlap, the last answer applies. Raise ValueError if an answer does not fit.
     """
     for part in parts:
         _, num_layers, top_k = part.shape
@@ -220,7 +221,7 @@ def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.nd
                 f"experts per token, as {shape.dtype}"
             )
     rows = np.empty((num_tokens, shape.num_layers, shape.top_k), shape.dtype)
-    filled = 0  # rows before this index belong to a part or are marked missing
+    filled = 0  # rows before this index belong to an answer or are marked missing
     for part in sorted(parts, key=lambda part: part.start):
         rows[filled : max(filled, part.start)] = shape.no_route
         filled = max(filled, part.start + part.num_rows)

@@ -25,8 +25,8 @@ Bytes = NDArray[np.uint8]
 
 SMALLEST = np.float32(2.0**-100)
 LARGEST = np.float32(2.0**100)
-UNITS = np.float32(2.0**20)  # values are summed as integers, in units of absmax · 2^-20
-THREAD_VALUES = 1 << 18  # fewest values per thread
+UNITS = np.float32(2.0**20)  # codecs sum integers in units of absmax · 2^-20, for exact sums
+THREAD_VALUES = 1 << 18  # minimum number of values per thread
 
 
 class Codec(ABC):
@@ -34,7 +34,7 @@ class Codec(ABC):
     block: ClassVar[int]
 
     def __init__(self, num_threads: int = 1, native: Library | bool | None = True) -> None:
-        """Use native code if it can be built, or numpy if `native` is False or None."""
+        """Use the library `native`. True: the built library, if any. False or None: numpy."""
         found = library() if native is True else native or None
         self._native = (found.encoder(self.kind), found.decoder(self.kind)) if found else None
         self._encode_sum = found.sum_encoder(self.kind) if found else None
@@ -50,7 +50,7 @@ class Codec(ABC):
     def _values(self, wire: Bytes, n: int) -> Floats: ...
 
     def encode(self, x: Floats, out: Bytes | None = None) -> Bytes:
-        """Return the bytes of x, f32[n], in `out` if given.
+        """Encode x, f32[n], into `out` if given. Return the bytes.
 
         Raise ElasticError for NaN, infinity and magnitudes over 2^100.
         """
@@ -89,11 +89,11 @@ class Codec(ABC):
         return out
 
     def decode(self, wire: Bytes, out: Floats) -> None:
-        """Write the values to `out`, f32[n]. Raise ElasticError if `wire` has a wrong length."""
+        """Decode `wire` to `out`, f32[n]. Raise ElasticError if `wire` has a wrong length."""
         self._decode(self._checked(wire, out), out, 1.0, False)
 
     def decode_add(self, wire: Bytes, acc: Floats, scale: float = 1.0) -> None:
-        """Multiply the values by `scale` in float32, and add them to `acc`, f32[n]."""
+        """Multiply the decoded values by `scale` in float32, and add them to `acc`, f32[n]."""
         self._decode(self._checked(wire, acc), acc, scale, True)
 
     def _decode(self, wire: Bytes, out: Floats, scale: float, adds: bool) -> None:
@@ -122,7 +122,7 @@ class Codec(ABC):
         return np.frombuffer(wire, np.uint8)
 
     def _run(self, n: int, call):  # type: ignore[no-untyped-def]
-        """Return the results of `call(first, last)` over all blocks, in threads if n is large."""
+        """Return the results of `call(first, last)` for block ranges, in threads if n is large."""
         blocks = -(-n // self.block)
         parts = max(1, min(self._num_threads, n // THREAD_VALUES))
         if parts == 1:

@@ -44,5 +44,5 @@ def _codebook(values: Floats) -> tuple[Floats, Bytes]:
     inverse = np.float32(1.0 / (12.0 / 256.0 * sigma))
     codes = np.clip(np.rint(values * inverse), -128, 127).astype(np.int32) + 128
     counts = np.bincount(codes, minlength=256)
-    sums = np.bincount(codes, weights=units, minlength=256)  # exact, as sums are below 2^53
+    sums = np.bincount(codes, weights=units, minlength=256)  # float64 is exact below 2^53
     return (sums / np.maximum(counts, 1) * unit).astype(np.float32), codes.astype(np.uint8)

@@ -32,20 +32,20 @@ BUILD_S = 120.0
 
 
 class Library:
-    """The native functions, which run without the interpreter lock."""
+    """The native functions for blocks [`first`, `last`). They run without the interpreter lock."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
 
     def encoder(self, kind: str) -> Callable[..., int]:
-        """Return `encode(x, n, wire, first, last)`. Its result is a bad value's index, or -1."""
-        call = self._library[f"{kind}_encode"]  # indexing returns a new function object
+        """Return `encode(x, n, wire, first, last)`. It returns an invalid value's index, or -1."""
+        call = self._library[f"{kind}_encode"]  # a new function object, not a shared one
         call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64
         return call  # type: ignore[no-any-return]
 
     def sum_encoder(self, kind: str) -> Callable[..., int]:
-        """Return `encode(x, n, share, address of the added bytes, wire, first, last)`."""
+        """Return `encode(x, n, share, added, wire, first, last)`. `added`: address or None."""
         call = self._library[f"{kind}_encode_sum"]
         added = (ctypes.c_float, ctypes.c_void_p)
         call.argtypes = (_READ, ctypes.c_int64, *added, _WIRE, ctypes.c_int64, ctypes.c_int64)
@@ -53,7 +53,7 @@ class Library:
         return call  # type: ignore[no-any-return]
 
     def decoder(self, kind: str) -> Callable[..., None]:
-        """Return `decode(wire, n, out, scale, adds, first, last)`."""
+        """Return `decode(wire, n, out, scale, adds, first, last)`. `adds`: add to `out`."""
         call = self._library[f"{kind}_decode"]
         out = (_FLOATS, ctypes.c_float, ctypes.c_int32)
         call.argtypes = (_WIRE, ctypes.c_int64, *out, ctypes.c_int64, ctypes.c_int64)
@@ -102,7 +102,7 @@ def _built(folder: Path) -> Path:
             text=True,
             timeout=BUILD_S,
         )
-        made.replace(path)  # atomic: another process may build it too
+        made.replace(path)  # atomic, because another process may build the same file
     return path
 
 

@@ -64,7 +64,7 @@ def _records(rows: Floats) -> Bytes:
     num_rows, m = rows.shape
     k = -(-m // SHARE)
     bits = np.abs(rows).view(np.uint32).astype(np.uint64)
-    # Keys are unique. Among equal magnitudes, the lower index has the larger key.
+    # A key joins magnitude and index. At equal magnitudes, the lower index has the larger key.
     keys = bits << np.uint64(12) | np.arange(LAST, LAST - m, -1).astype(np.uint64)
     best = np.partition(keys, m - k, axis=1)[:, m - k :]
     places = np.sort(LAST - (best & np.uint64(LAST)).astype(np.int64), axis=1)
@@ -75,7 +75,7 @@ def _records(rows: Floats) -> Bytes:
     to_units = np.where(is_zero, np.float32(0), UNITS / np.where(is_zero, UNITS, absmax))
     units = np.rint(magnitudes * to_units[:, None]).astype(np.int64)
     is_high = units * k > units.sum(axis=1)[:, None]
-    has_zeros = units.min(axis=1) == 0  # then the low level is 0, so kept zeros stay zeros
+    has_zeros = units.min(axis=1) == 0  # if so, only zeros get the low level, and decode to 0
     is_high[has_zeros] = units[has_zeros] > 0
     levels = np.empty((num_rows, 2), np.float32)
     for level, members in enumerate((~is_high, is_high)):
@@ -92,7 +92,7 @@ def _kept(records: Bytes, m: int) -> tuple[NDArray[np.int64], Floats]:
     split = 8 + -(-k // 4)
     levels = np.ascontiguousarray(records[:, :8]).view(np.float32)
     codes = _numbers(records[:, 8:split], k, 2)
-    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # a damaged record may exceed m
+    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # a damaged index may exceed m
     values = np.take_along_axis(levels, codes & 1, axis=1)
     return places, np.where(codes & 2, -values, values)
 

@@ -29,7 +29,7 @@ def import_without_compiler() -> None:
     """Import vLLM without torch's compiler. Later imports of the compiler still work."""
     if "vllm" in sys.modules or "torch._inductor" in sys.modules:
         return
-    # This entry makes an import raise ImportError.
+    # None makes `import torch._inductor` raise ImportError.
     sys.modules["torch._inductor"] = None  # type: ignore[assignment]
     try:
         import vllm  # noqa: F401
@@ -46,7 +46,7 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Prepack a tied head's new weights. Call after each reload on CPU."""
+    """Prepack a tied output head's new weights. Call after each reload on CPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -56,7 +56,7 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[None]:
-    """Suppress warnings of a reload about layers without parameters and a tied head."""
+    """Suppress a reload's warnings about layers without parameters and a tied output head."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     expected = {type(module).__name__ for module in model.modules() if not module._parameters}
@@ -75,7 +75,7 @@ def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[N
 
 
 def has_stale_head(model: torch.nn.Module) -> bool:
-    """Return whether a tied output head has its own parameter, which updates miss."""
+    """Return whether a tied output head has its own parameter. Updates do not change it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
@@ -153,7 +153,7 @@ def draw_again_after_a_part() -> None:
 
 
 def keep_adapters(manager: Any) -> None:
-    """Make vLLM's LoRA manager keep its adapters. Call after warm-up."""
+    """Make vLLM's LoRA manager keep its adapters in weight updates. Call after warm-up."""
     if not hasattr(manager, "remove_all_adapters"):
         raise RuntimeError(
             "vLLM's LoRAModelManager has no remove_all_adapters any more. "
@@ -268,7 +268,7 @@ def compute_own_experts() -> None:
 
     def apply_own(self: Any, *args: Any, **options: Any) -> None:
         expert_map = options.get("expert_map")
-        if expert_map is not None:  # global expert → local expert, or -1
+        if expert_map is not None:  # maps a global to a local expert, or to -1 if none
             local = expert_map[options["topk_ids"]]
             is_own = local >= 0
             options["topk_weights"] = options["topk_weights"] * is_own
@@ -300,7 +300,7 @@ def _store(
     if is_master and options.get("master_listen_fd") is None:
         try:
             listener = socket.create_server((host_name, port))
-        except OSError as error:  # with this name in the message, vLLM tries another port
+        except OSError as error:  # if the message has the errno's name, vLLM tries another port
             name = errno.errorcode.get(error.errno or 0, "")
             raise DistNetworkError(f"{name} {host_name}:{port}: {error}") from error
         port = listener.getsockname()[1]
@@ -323,7 +323,7 @@ def name_shared_memory(name: str) -> None:
 def unlink_host_tiers(name: str) -> None:
     """Unlink each host tier's shared memory. Call this once all processes have opened it.
 
-    The kernel frees the memory when the last process ends. An empty file keeps the name.
+    The kernel frees the memory when the last process ends. vLLM unlinks the empty file at shutdown.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with contextlib.suppress(FileNotFoundError):  # the engine may be ending
@@ -347,7 +347,7 @@ def _name_reductions(name: str) -> None:
 
 
 def pause_beside_unread_blocks() -> None:
-    """Let an engine pause before others read its KV blocks, which no weight update changes.
+    """Let an engine pause with KV blocks that others must still read. Updates keep these blocks.
 
     Apply in each process that may be an engine core.
     """
@@ -409,9 +409,9 @@ def pulls_that_end_with_their_engine() -> None:
 
 
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
-    """Fail current and later reads from an ended engine. Call this in the receiver loop.
+    """Fail current and later reads from an ended engine. Call this in Mooncake's receiver loop.
 
-    Never call this for a live engine, which could write into the blocks.
+    Never call this for a live engine, which could still write into the reader's freed blocks.
     """
     _end_of(worker, engine_id).set()
 

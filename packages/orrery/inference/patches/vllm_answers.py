@@ -5,7 +5,7 @@
 - `stream_samples`: a streamed answer has one line of JSON per sample, sent when the sample ends.
 - `hold_outputs`: the engine core sends a FINAL_ONLY request's first and last outputs immediately.
   Other outputs go out every CHUNK tokens, and before a pause, weight update or abort, so that
-  weight versions are exact. Outputs with fields outside MERGED and LAST pass unchanged, in order.
+  weight versions are exact. Outputs with fields outside MERGED and LAST are sent at once, in order.
 - An aborted answer may lack its last tokens.
 """
 
@@ -190,7 +190,7 @@ def hold_outputs() -> None:
 
     for name in ("step", "step_with_batch_queue"):
         setattr(EngineCore, name, _holding(getattr(EngineCore, name)))
-    # A data-parallel core calls this method too.
+    # Data-parallel cores also call this method, so they need no other patch.
     handle = _telling(EngineCoreProc._handle_client_request)
     EngineCoreProc._handle_client_request = handle  # type: ignore[method-assign]
 
@@ -225,7 +225,7 @@ def _telling(handle: Any) -> Any:
 
 @dataclass
 class Held:
-    """Held outputs by request id, with the index of the client."""
+    """Outputs held back, by request id, with the client's index."""
 
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
@@ -244,7 +244,7 @@ class Held:
             elif before is not None:
                 parts = before[1]
                 if output.routed_experts is not None:
-                    # A view would keep the whole step's array alive.
+                    # Copy, because a view would keep the whole step's array alive.
                     output.routed_experts = output.routed_experts.copy()
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:
@@ -307,7 +307,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # With held outputs, the API server would find stop strings too late.
+    # Never hold back outputs with stop strings, which the API server would then find too late.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY

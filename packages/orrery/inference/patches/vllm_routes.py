@@ -1,10 +1,10 @@
-"""Return routed experts (routes) from vLLM on CPU, with KV tiers and with KV transfers.
+"""Make vLLM return routed experts (routes) on CPU, with KV tiers and with KV transfers.
 
 - `routes_on_cpu`: vLLM on CPU uses Model Runner V1, which returns no routes. `RoutedCPUModelRunner`
   adds them through `vllm.distributed.aux_output_connector`, without speculative decoding.
-- `keep`: vLLM's store maps block hashes to routes, here also for KV blocks in tiers. The scheduler
-  loads only blocks with known routes. The worker reports the store's changes after each step.
-- `beside_transfer`: a decode engine has routes only from the prompt's last token on.
+- `keep`: vLLM's route store, keyed by block hash, also keeps routes of KV blocks in tiers. The
+  scheduler loads only blocks with known routes. Workers report store changes after each step.
+- `beside_transfer`: a decode engine computes routes only from the prompt's last token on.
 - An unknown route is a row of the dtype's largest value (`orrery.wire.routed_experts`).
 """
 
@@ -18,13 +18,13 @@ import numpy as np
 from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
-CHANGES = "routes that came and went"  # key beside request ids, which have no spaces
+CHANGES = "routes that came and went"  # dict key. The other keys are request ids, without spaces
 
 _known: set[str] = set()  # hashes of blocks whose routes the worker has reported
 
 
 def routes_on_cpu() -> None:
-    """Return routes on CPU. Apply before the engine is made, in the process that forks it."""
+    """Make vLLM return routes on CPU. Apply before an engine is built, in its parent process."""
     from vllm.config import VllmConfig
     from vllm.v1.worker import cpu_worker
 
@@ -51,7 +51,7 @@ def _own_runner() -> Any:
 
 
 class _Batch:
-    """The fields of Model Runner V2's `InputBatch` that the connector reads, from V1's runner."""
+    """The fields of Model Runner V2's `InputBatch` that the connector reads, taken from V1."""
 
     def __init__(self, runner: Any):
         self.req_ids = list(runner.input_batch.req_ids)
@@ -101,7 +101,7 @@ def _routed(runner: type) -> type:
 
 
 def keep() -> None:
-    """Keep routes of offloaded blocks. Apply in each engine core or worker, before it is built."""
+    """Keep routes of offloaded KV blocks. Apply in each engine core or worker, at its start."""
     from vllm.distributed.aux_output_connector import worker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
@@ -143,7 +143,7 @@ def keep() -> None:
 
 
 def beside_transfer() -> None:
-    """Allow routes with KV transfers. Apply in servers and engine cores, before they configure."""
+    """Allow routes with KV transfers. Apply before a server or engine core builds VllmConfig."""
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
 
@@ -179,7 +179,7 @@ def _num_known(block_hashes: Any) -> int:
 
 
 class _Slots(OrderedDict[str, int]):
-    """vLLM's map from block hash to slot of the store, with a record of changes."""
+    """vLLM's map from block hash to slot in the route store. It also records its changes."""
 
     def __init__(self, unallocated: int) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class _Slots(OrderedDict[str, int]):
 
 
 def _known_routes(store: type) -> type:
-    """Return a subclass of vLLM's route store that returns missing routes as unknown."""
+    """Return a subclass of vLLM's route store that fills missing routes with "unknown" (0xFF)."""
 
     class KnownRoutes(store):
         orrery = True
@@ -209,12 +209,12 @@ def _known_routes(store: type) -> type:
             self._disk = RoutesOnDisk() if FOLDER in os.environ else None
 
         def changes(self) -> list[tuple[str, bool]]:
-            """Return the changes since the last call: (block, whether its routes are kept)."""
+            """Return the changes since the last call: (block hash, whether its routes are kept)."""
             return [self._lru.changes.popleft() for _ in range(len(self._lru.changes))]
 
         def put(self, objects: list[Any], **keys: Any) -> None:
             for each in objects:
-                if self._has(each.key):  # block recomputed, maybe with newer weights
+                if self._has(each.key):  # overwrite routes from older weights
                     begin = self._lru[each.key] * self.object_nbytes
                     self._arena[begin : begin + self.object_nbytes] = each.payload
             if self._disk is not None:

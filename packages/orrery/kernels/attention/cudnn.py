@@ -31,7 +31,7 @@ _DENSE_SIGNATURES = {
 _LENGTH_MULTIPLE = 256
 
 
-# Plans and handles are not thread-safe, and backward passes run in other threads.
+# cuDNN's plans and handles are not thread-safe, and backward passes run in other threads.
 _lock = threading.Lock()
 
 
@@ -52,7 +52,7 @@ def runs_on(q: Tensor) -> bool:
 
 
 class CudnnDense(AttentionBackend):
-    """Attend in documents of equal length through torch's operator.
+    """Attend in documents of equal length through torch's cuDNN operator.
 
     Torch takes about 100 ms to plan a new shape. Only lengths that are multiples of 256 are
     accepted, because they are usually configured and recur in every step.
@@ -60,7 +60,7 @@ class CudnnDense(AttentionBackend):
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         num_q, num_k = q.shape[0], k.shape[0]
-        # cuDNN aligns causal masks at the first key, `Layout` at the last: equal for equal lengths.
+        # cuDNN aligns causal masks at the first key, `Layout` at the last: equal lengths agree.
         agrees = not layout.causal or num_q == num_k
         recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
         fits = agrees and recurs and layout.is_dense(num_q, num_k)
@@ -119,11 +119,11 @@ class CudnnPacked(AttentionBackend):
     """Attend in packed documents of any lengths, through NVIDIA's optional `cudnn` package.
 
     Up to torch 2.13, torch's operator spends about 40 ms per call on a plan. This backend caches
-    plans, and rounds sizes up to share them.
+    plans, and rounds sizes up so that similar shapes share a plan.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
-        # As in `CudnnDense`, a causal mask needs equal lengths. Self-attention has them.
+        # As in `CudnnDense`, a causal mask needs as many queries as keys. Self-attention has them.
         agrees = layout.is_self_attention or not layout.causal
         return runs_on(q) and agrees and k.shape[0] > 0 and load_library() is not None
 
@@ -325,7 +325,7 @@ def _run(plan: ExecutionPlan, shape: PlanShape, layout: Layout, data: dict[str, 
 
 
 def _pad_documents(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
-    """Append empty documents. Return i32 offsets [num_documents + 1] and lengths."""
+    """Append empty documents up to `num_documents`. Return the i32 offsets and lengths."""
     missing = num_documents + 1 - len(cu_seqlens)
     if missing:
         cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(missing)))
@@ -335,7 +335,7 @@ def _pad_documents(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tens
 
 @cache
 def _elements(device: torch.device, *elements: int) -> Tensor:
-    """Return `elements`, numbers of elements per token, as i64 [len(elements), 1]."""
+    """Return a cached tensor i64 [len(elements), 1]. `elements`: numbers of elements per token."""
     return torch.tensor(elements, dtype=torch.int64, device=device)[:, None]
 
 

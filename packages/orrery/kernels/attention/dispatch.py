@@ -81,10 +81,10 @@ def varlen_attention(
 ) -> Tensor:
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
-    q is [T, H, D]. k and v are [T, G, D], and head h of H reads group h // (H / G). Scores are
+    q is [T, H, D]. k and v are [T, G, D]: query head h reads key head h // (H / G). Scores are
     scaled by D^-1/2. `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`. With `documents_k`,
-    k and v are [S, G, D], packed by these documents. A document's last query sees all its keys, and
-    each earlier query one key less.
+    k and v are [S, G, D], packed by these documents. A document's last query sees all its keys.
+    Each other query sees one key less than the next.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
@@ -121,9 +121,10 @@ def _attend(
     max_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D], differentiable, and log-sum-exp float32 [T, H], without gradient.
+    """Return differentiable out [T, H, D], and log-sum-exp [T, H], which has no gradient.
 
-    See `Layout`. A query without keys gets zeros and −∞. Raise ValueError unless G divides H.
+    `Layout` defines the arguments. A query without keys gets out 0 and log-sum-exp −∞. Raise
+    ValueError unless G divides H.
     """
     num_heads, num_groups = q_THD.shape[1], k_SGD.shape[1]
     if num_heads % num_groups:
@@ -134,7 +135,7 @@ def _attend(
     return out_THD, lse_HT.t()
 
 
-# Without autograd, for callers that also call `attention_backward`.
+# No autograd, because its callers get gradients from `attention_backward`.
 attention_forward = torch.no_grad()(_attend)
 
 
@@ -154,8 +155,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v.
 
-    `out` and `lse` [T, H] may cover more keys than k, as in ring attention. The caller then sums
-    the parts' dq in float32.
+    In ring attention, k and v may be a part of the keys that `out` and `lse` [T, H] cover. The
+    caller then sums the dq of all parts in float32.
     """
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
     sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
@@ -234,7 +235,7 @@ def candidates(q: Tensor, k: Tensor, layout: Layout) -> list[str]:
 
 
 def run_forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> Output:
-    """Return out [T, H, D] and log-sum-exp [H, T], both contiguous."""
+    """Return contiguous out [T, H, D] and log-sum-exp [H, T]."""
     if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
         lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=lse_dtype(q_THD))
         return q_THD.new_zeros(q_THD.shape), lse_HT

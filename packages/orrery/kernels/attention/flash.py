@@ -93,9 +93,9 @@ def load_flash4() -> Any:
 
 
 def _set_compile_cache() -> None:
-    """Cache compiled kernels in a private folder, before the import.
+    """Set a private cache folder for compiled kernels. Call this before the package's import.
 
-    The package executes cached files, and any user can create its default folder.
+    The package executes cached files, and any user could create its default folder first.
     """
     folder = Path(tempfile.gettempdir()) / f"orrery-flash4-{os.getuid()}"
     try:

@@ -75,7 +75,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # gradients of q, k and v, in their d
 
 
 class AttentionBackend(Protocol):
-    """Forward and backward pass on contiguous tensors. They may run on different backends."""
+    """Forward and backward pass on contiguous tensors. Two backends may run the two passes."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...
 

@@ -21,9 +21,9 @@ from orrery.kernels.attention.layout import (
 )
 
 _BLOCK_QUERIES = 512  # queries in a block of `Plain`
-_SHORTEST_SHARE = 0.75  # smallest ratio of shortest to longest document in a grid (`Grids`)
-_MAX_LENGTH = 1024  # longest document of `Batched`, in tokens
-_MAX_SCORES = 1 << 26  # scores at a time: three tensors of 256 MiB in float32
+_SHORTEST_SHARE = 0.75  # minimum ratio of shortest to longest document in a grid (`Grids`)
+_MAX_LENGTH = 1024  # maximum length of a document in `Batched`
+_MAX_SCORES = 1 << 26  # maximum number of scores at a time: three float32 tensors of 256 MiB
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -34,7 +34,7 @@ _SIGNATURES = {
 
 
 class Plain(AttentionBackend):
-    """Use plain products, one document and one block of queries at a time, for any inputs.
+    """Use matrix products, one document and one block of queries at a time, for any inputs.
 
     The backward pass takes the log-sum-exp over *all* keys, so it may run on a part of the keys
     (ring attention, arXiv 2310.01889).
@@ -72,7 +72,7 @@ class Plain(AttentionBackend):
 
 
 def _blocks(layout: Layout) -> list[tuple[slice, slice, int]]:
-    """Return (queries, keys that any query sees, last key that the first query sees)."""
+    """Return each block's (queries, keys they see, index of the last key the first query sees)."""
     blocks = []
     for q_start, q_end, k_start, k_end in layout.spans():
         ahead = (k_end - k_start) - (q_end - q_start)
@@ -90,7 +90,7 @@ def _heads(x_SGD: Tensor, part: slice, q_THD: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _groups(x_HSD: Tensor, like_SGD: Tensor) -> Tensor:
-    """Sum over the query heads of each group: [S, G, D]."""
+    """Return [S, G, D]: sums over the query heads that share a key head."""
     return x_HSD.unflatten(0, (like_SGD.shape[1], -1)).sum(1).transpose(0, 1)
 
 
@@ -112,15 +112,16 @@ def _scores(
 
 
 def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
-    """Return exp(score − lse). The clamp gives 0, not NaN, without keys (lse −∞)."""
+    """Return exp(score − lse). The clamp gives queries without keys (lse −∞) 0, not NaN."""
     return (scores_HTS - lse_HT.clamp_min(torch.finfo(lse_HT.dtype).min)[..., None]).exp()
 
 
 class Grids:
-    """Padded grids of non-empty documents, one per row, with similar lengths in a grid.
+    """Non-empty documents in padded grids. A row is a document, and a grid has similar lengths.
 
-    `sources[b]` i64 [N_b, L_b]: each cell's packed token. Padding repeats the row's last token.
-    `place` i64 [T]: each token's cell, counted over all grids. None if cells and tokens coincide.
+    `sources[b]` i64 [N_b, L_b]: token number of each cell in grid b. Padding repeats a row's last
+    token. `place` i64 [T]: each token's cell number, counted over all grids. None if cell and token
+    numbers are equal.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:
@@ -131,13 +132,13 @@ class Grids:
         return _grids(tuple(cu_seqlens.tolist()), cu_seqlens.device)
 
     def gather(self, x: Tensor, grid: int) -> Tensor:
-        """Return a packed [T, …] as one grid's [N_b, L_b, …]."""
+        """Return one grid's cells [N_b, L_b, …] of packed x [T, …]."""
         source_NL = self.sources[grid]
         cells = x if self.place is None else x.index_select(0, source_NL.view(-1))
         return cells.unflatten(0, source_NL.shape)
 
     def spread(self, x: Tensor) -> list[Tensor]:
-        """Return a packed [T, …] as every grid's [N_b, L_b, …], with zeros in padding."""
+        """Return every grid's cells [N_b, L_b, …] of packed x [T, …], with zeros in padding."""
         sizes = [source.numel() for source in self.sources]
         if self.place is not None:
             x = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, self.place, x)
@@ -145,7 +146,7 @@ class Grids:
         return [part.unflatten(0, source.shape) for part, source in pairs]
 
     def packed(self, cells: list[Tensor]) -> Tensor:
-        """Return the packed [T, …] from all grids' cells, in any number of pieces."""
+        """Return packed [T, …]. `cells`: all grids' cells, in any number of tensors."""
         whole = cells[0] if len(cells) == 1 else torch.cat(cells)
         return whole if self.place is None else whole.index_select(0, self.place)
 
@@ -218,7 +219,7 @@ class Padded(AttentionBackend):
 
 
 def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
-    """Return a grid's [N, H, L, D]. Repeat key heads, because the kernel has no groups."""
+    """Return a grid's [N, H, L, D]. Repeat key heads: the kernel has no grouped heads."""
     x_NLHD = grids.gather(x, grid)
     if x.shape[1] != num_heads:
         x_NLHD = x_NLHD.repeat_interleave(num_heads // x.shape[1], dim=2)

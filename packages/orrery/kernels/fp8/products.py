@@ -1,13 +1,14 @@
-"""Run linear layers and groups of experts in FP8, with float32 sums in all three products.
+"""Run linear layers and groups of experts in FP8. All three products have float32 sums.
 
 - y = x · wᵀ and dx = dy · w read x and dy quantized by rows. dw = dyᵀ · x reads both quantized by
   columns, so the forward pass keeps x's columns in FP8.
-- Backends: DeepGEMM on a Hopper GPU (the engine's products, bit for bit), or float32 products of
-  dequantized operands, the slow reference.
+- Backends: DeepGEMM on a Hopper GPU, whose products equal the engine's bit for bit, or the slow
+  reference, which multiplies dequantized operands in float32.
 - The operators are opaque to torch.compile, and skip unwanted gradients.
 - `fp8_experts` fuses permutation and SwiGLU into quantization. Its results equal bitwise those of
   `gather_rows`, `fp8_grouped_matmul`, `swiglu_rows`, `fp8_grouped_matmul` and `combine_rows`.
-- Without `parts`, each pass quantizes the weight, because a gathered weight is freed after a pass.
+- `parts` contain an already quantized weight. Without them, each pass quantizes the weight,
+  because a gathered weight is freed after a pass.
 """
 
 import importlib
@@ -48,7 +49,7 @@ def load() -> ModuleType | None:
     """Return DeepGEMM, or None without DeepGEMM or a Hopper GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
-    # vLLM's default folder, so that a host's trainer and engines share compiled kernels.
+    # Use vLLM's default folder, so that a host's trainer and engines share compiled kernels.
     root = os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(root).expanduser() / "deep_gemm"))
     try:
@@ -61,7 +62,7 @@ def load() -> ModuleType | None:
     folder = Path(vllm.origin).parent / "third_party" / "deep_gemm"
     if not (folder / "__init__.py").is_file():
         return None
-    # Register it as `deep_gemm`, because its submodules import that name.
+    # Register vLLM's copy as `deep_gemm`, because its submodules import that name.
     spec = importlib.util.spec_from_file_location(
         "deep_gemm", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -70,7 +71,7 @@ def load() -> ModuleType | None:
     sys.modules["deep_gemm"] = module
     try:
         spec.loader.exec_module(module)
-    except (ImportError, RuntimeError, AssertionError):  # built for another torch, or no nvcc
+    except (ImportError, RuntimeError, AssertionError):  # built for another torch, or without nvcc
         del sys.modules["deep_gemm"]
         return None
     return module
@@ -107,7 +108,7 @@ def grouped_product(
 def grouped_weight_gradient(
     library: Any, grad: Quantized, x: Quantized, groups: RowGroups, sides: tuple[int, int]
 ) -> Tensor:
-    """Return f32 [E, N, K]: gradᵀ · x of each group, from flat columns. Empty groups give 0."""
+    """Return f32 [E, N, K]: gradᵀ · x per group, from `quantize`'s columns. Empty groups give 0."""
     num_groups = groups.ends_E.shape[0]
     out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
     length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
@@ -120,7 +121,7 @@ def grouped_weight_gradient(
     return out_ENK
 
 
-Parts = list[Tensor]  # value and scale of a weight, then of its transpose
+Parts = list[Tensor]  # value and scale of a quantized weight, then of its transpose
 
 
 def weight_parts(weight: Tensor) -> Parts:
@@ -146,7 +147,7 @@ def fp8_linear(x_MK: Tensor, weights: Sequence[Tensor], parts: Parts | None = No
 def fp8_grouped_matmul(
     x_MK: Tensor, weight_ENK: Tensor, groups: RowGroups, parts: Parts | None = None
 ) -> Tensor:
-    """Return [M, N] in x's dtype: rows of group e times weight[e]ᵀ.
+    """Return [M, N] in x's dtype: x's rows of group e times weight[e]ᵀ.
 
     Padding rows may hold any numbers in x, and are undefined in the result and x's gradient.
     `parts`: `weight_parts(weight)`. 128 must divide M. Raise ValueError unless it divides N and K.
@@ -159,7 +160,7 @@ def fp8_grouped_matmul(
 def _linear(
     x_MK: Tensor, weight_NK: Tensor, parts: list[Tensor], keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and values and scales of x's columns, empty unless `keeps`."""
+    """Return y, then values and scales of x quantized by columns, empty unless `keeps`."""
     weight = Quantized(*(parts or weight_parts(weight_NK))[:2])
     rows, columns = quantize(x_MK, has_columns=keeps)
     return _product(rows, weight, x_MK.dtype), *columns
@@ -233,7 +234,7 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [M, N], and values and scales of x's columns, empty unless `keeps`.
+    """Return y [M, N], then values and scales of x quantized by columns, empty unless `keeps`.
 
     With `token_M` or `score_M` (see `quantize`), this operator has no autograd.
     """
@@ -275,7 +276,7 @@ def _grouped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dx [M, K] and dw [E, N, K] as `_linear_gradients` does.
 
-    `columns`: values and scales of x's columns. dy is grad, or grad[token_M].
+    `columns`: values and scales of x's columns. dy is grad, or grad[token_M] with `token_M`.
     """
     groups = RowGroups(ends_E, counts_E)
     rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight, token_M)
@@ -324,7 +325,7 @@ _grouped.register_autograd(_grouped_backward, setup_context=_keep_for_grouped)
 
 
 def _keep(ctx: Any, weight: Tensor, parts: Parts, output: tuple[Tensor, ...]) -> None:
-    """Save x's columns. Save the weight if x needs a gradient."""
+    """Save x's columns for the backward pass, and the weight if x needs a gradient."""
     ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
     ctx.num_parts, ctx.dtype = len(parts), weight.dtype
@@ -343,7 +344,7 @@ def _transposed(weight: list[Tensor]) -> Quantized:
 
 
 def _width(weight: list[Tensor]) -> int:
-    """Return K of a plain weight [.., N, K], or of its transpose in parts."""
+    """Return K of a plain weight [.., N, K], or of a quantized transpose [.., K, N]."""
     return weight[0].shape[-1] if len(weight) == 1 else weight[0].shape[-2]
 
 

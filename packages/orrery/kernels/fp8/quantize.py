@@ -1,11 +1,11 @@
-"""Quantize to float8_e4m3fn with one float32 scale a block of 128.
+"""Quantize to float8_e4m3fn with one float32 scale per block of 128.
 
 M rows · K columns · N outputs · E groups. Blocks of activations are 1 × 128 (`rows`) or 128 × 1
 (`columns`, stored transposed). Blocks of weights are 128 × 128.
 
 - Rows equal bitwise those of vLLM 0.32's `per_token_group_fp8_quant`, and weights those of
   `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0). Engines need no columns.
-- With groups (`RowGroups`), each block of columns is in one group, and padding counts as zero.
+- With groups (`RowGroups`), no block of `columns` spans two groups. Padding rows count as zero.
 - Backends: plain torch (CPU), Triton (GPU).
 """
 
@@ -133,13 +133,13 @@ def reference_quantize_weight(weight_NK: Tensor) -> Quantized:
 
 
 def dequantize_rows(x: Quantized) -> Tensor:
-    """Return float32 [M, K] of `quantize`'s rows."""
+    """Return `quantize`'s rows as float32 [M, K]."""
     blocks = x.value.float().unflatten(-1, (-1, BLOCK)) * x.scale[..., None]
     return blocks.flatten(-2)
 
 
 def dequantize_columns(x: Quantized) -> Tensor:
-    """Return float32 xᵀ [K, M'] of `quantize`'s columns without groups."""
+    """Return `quantize`'s columns without groups as float32 xᵀ [K, M']."""
     return dequantize_rows(Quantized(x.value, x.scale.T))
 
 

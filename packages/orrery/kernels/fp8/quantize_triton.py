@@ -29,7 +29,7 @@ def quantize(
         width //= 2
     num_tiles, num_blocks = triton.cdiv(num_rows, BLOCK), width // BLOCK
     options = {"device": x.device}
-    rows_stride = triton.cdiv(num_rows, 4) * 4  # DeepGEMM needs multiples of 16 bytes
+    rows_stride = triton.cdiv(num_rows, 4) * 4  # DeepGEMM needs strides of multiples of 16 bytes
     of_rows, of_columns = int(has_rows), int(has_columns)
     value = torch.empty(of_rows * num_rows, width, dtype=DTYPE, **options)
     scale = torch.empty(of_rows * num_blocks, rows_stride, dtype=torch.float32, **options)
@@ -173,7 +173,7 @@ def _tile(
     HAS_TOKENS: tl.constexpr,
     HAS_SCORES: tl.constexpr,
 ):
-    """Return `row` × `column` of a tile of x, x[token] or swiglu_rows(x, score), 0 in padding."""
+    """Load a tile's `row` × `column` of x, x[token] or swiglu_rows(x, score). Padding gives 0."""
     # A tile's offset needs 64 bits. Offsets inside a tile have 32 bits, to save registers.
     is_real = row < num_real
     if HAS_TOKENS:

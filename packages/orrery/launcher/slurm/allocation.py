@@ -38,7 +38,7 @@ CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 class Allocation:
     """A job's allocation.
 
-    `nodes`: host names by component. `restarts`: Slurm's restarts of the job.
+    `nodes`: host names by job component. `restarts`: how often Slurm has restarted the job.
     """
 
     job: str
@@ -94,7 +94,7 @@ class Allocation:
     def command(
         self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int
     ) -> tuple[list[Path], list[str]]:
-        """Return the folders that the command needs on its node, and the command."""
+        """Return (folders that the step's command needs on its node, the command)."""
         where = self.site.containers
         python = sys.executable if where is None else "python3"
         argv = role_argv(python, step.module, run_dir, stage, attempt, 0, incarnation)
@@ -112,10 +112,10 @@ class Allocation:
         return self.nodes[step.component][step.first_node : step.first_node + step.num_nodes]
 
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
-        """Return the silent nodes, on which two probes in a row failed.
+        """Return the silent nodes, on which two probe steps in a row failed.
 
-        Return [] if at least half of the nodes are silent. With `suspected`, also return [] if all
-        suspected nodes answer.
+        Return [] if at least half of the nodes are silent. With `suspected`, probe those nodes
+        first, and return [] if all of them answer.
         """
         if suspected and not self._without_answer(suspected):
             return []

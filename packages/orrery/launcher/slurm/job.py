@@ -124,7 +124,7 @@ def batch_job(
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
     """Return the job script that the Jinja2 template at `path` renders from `fields`.
 
-    Further fields: `sbatch` (`#SBATCH` lines), `components` (a dict of options per component).
+    It also gets `sbatch` (`#SBATCH` lines) and `components` (a dict of options per component).
     Raise OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
     """
     import jinja2
@@ -173,8 +173,8 @@ CTRL_C_S = 0.2  # wait between two SIGINTs. srun kills the step after two within
 class StepPlan:
     """One step: an engine's first node, an engine's further nodes, or a role in a node group.
 
-    Each node runs the same number of processes. `devices`: (first device, number of devices) of
-    each task on its node.
+    Each node runs the same number of processes. `devices`: (first device, number of devices) that
+    all tasks on a node see.
     """
 
     component: int
@@ -245,7 +245,7 @@ def step_options(
     component: int | None, nodelist: str, num_nodes: int, tasks_per_node: int,
     cpus_per_task: int, gres: str | None, stdin: Literal["none", "all"] = "none",
 ) -> list[str]:  # fmt: skip
-    """Return srun's options for a step that shares nodes with other steps.
+    """Return srun's options for a step. Steps share nodes (`--overlap`).
 
     `component`: None outside a heterogeneous job. `stdin` "all": copy stdin to every task.
     """
@@ -296,7 +296,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Start the step again, once for all its tasks. Return the new step."""
+        """Start the step again, unless another of its tasks did. Return the new step."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
@@ -363,7 +363,7 @@ class SlurmTask:
             return ended[self.rank]
         if code is None or not ended:
             return code
-        return 0 if code == 0 else -signal.SIGTERM  # srun ended this task after another task failed
+        return 0 if code == 0 else -signal.SIGTERM  # when a task fails, srun ends the others
 
     @property
     def ending(self) -> str | None:
@@ -380,7 +380,7 @@ class SlurmTask:
         self.step.kill()
 
     def abandon(self) -> None:
-        """Kill only srun. Slurm ends the task with the job."""
+        """Kill srun, but not its remote tasks. Slurm ends those with the job."""
         self.step.abandon()
 
     def last_output(self) -> str:
@@ -403,7 +403,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 + signal number. Keep 143, as roles may exit with 143.
+        # Apptainer exits with 128 + signal: return -signal. Keep 143, which roles also exit with.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

@@ -21,14 +21,14 @@ T = TypeVar("T")
 JobState = Literal["waiting", "running", "done", "lost", "failed"]
 
 STATES: dict[str, JobState] = {
-    # these jobs have not started, or will be restarted
+    # states of jobs that have not started or that Slurm will restart
     "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "EXPEDITING": "waiting",
     "REQUEUE_FED": "waiting", "REQUEUE_HOLD": "waiting", "RESV_DEL_HOLD": "waiting",
     "SPECIAL_EXIT": "waiting", "POWER_UP_NODE": "waiting",
     "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "STAGE_OUT": "running",
     "RESIZING": "running", "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
     "COMPLETED": "done",
-    # these jobs were ended by the cluster, and Slurm requeues them soon
+    # states of jobs that the cluster ended and that Slurm requeues soon
     "NODE_FAIL": "lost", "PREEMPTED": "lost",
     "BOOT_FAIL": "failed", "CANCELLED": "failed", "DEADLINE": "failed", "FAILED": "failed",
     "OUT_OF_MEMORY": "failed", "TIMEOUT": "failed", "REVOKED": "failed", "LAUNCH_FAILED": "failed",
@@ -73,7 +73,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without Slurm's variables. `inside`: keep variables that identify the job."""
+    """Return `env` without Slurm's variables. `inside`: keep those by which srun finds its job."""
 
     def is_kept(name: str) -> bool:
         if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):

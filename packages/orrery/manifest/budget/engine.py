@@ -1,7 +1,7 @@
 """Plan the memory and the speed of one vLLM engine from the manifest.
 
 - The time of a decode step is the maximum of memory time and compute time (roofline, arXiv
-  2402.16363, section 3), plus collectives and host work. Prefill takes its compute time.
+  2402.16363, section 3), plus collectives and host work. Prefill time is only compute time.
 - An engine is one of `num_replicas` replicas. Each data-parallel rank serves its own sequences.
 - GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
   `benchmarks/async/memory_h100.json`.
@@ -21,13 +21,13 @@ from orrery.manifest.schema import Inference, Model
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
-MAX_GRAPH_TOKENS = 4096  # tokens of a CUDA graph. Larger steps gain little from graphs.
-CONTEXT_BYTES = 700 << 20  # CUDA context and libraries of a process
+MAX_GRAPH_TOKENS = 4096  # maximum tokens of a CUDA graph. Larger steps gain little from graphs.
+CONTEXT_BYTES = 700 << 20  # device memory of a process for CUDA context and libraries
 NCCL_BYTES = 400 << 20  # NCCL buffers of a process
 LOGIT_COPIES = 4  # float32 copies of a step's logits during sampling
-GRAPH_COPIES = 5  # bytes of all graphs / bytes of hidden states of sum(graph_sizes) tokens
+GRAPH_COPIES = 5  # bytes of all CUDA graphs / bytes of the hidden states of sum(graph_sizes) tokens
 SEQUENCE_S = 20e-6  # host seconds per sampled token (scheduling, log-probs, response)
-LAYER_S = 15e-6  # seconds of short kernels and gaps per layer and decode step
+LAYER_S = 15e-6  # seconds of short kernels and gaps between kernels, per layer of a decode step
 PRODUCTS_SHARE = 0.7  # share of the matrix-product rate in `Rates` that prefill reaches
 
 Bytes = dict[str, int]
@@ -36,14 +36,14 @@ Bytes = dict[str, int]
 def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts of vLLM's CUDA graphs. vLLM pads steps to these counts.
 
-    Most steps of a busy engine also prefill, so they exceed vLLM's default limit of 512 tokens.
-    With data parallelism, all ranks pad to the rank with most tokens, so the limit stays 512.
+    Most steps of a busy engine also prefill and exceed 512 tokens, vLLM's default limit, so the
+    limit is raised. With data parallelism, it stays 512, because all ranks pad to the fullest rank.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # Full steps, and steps in which all sequences decode, then need no padding.
+    # With these sizes, full steps and steps that decode all sequences need no padding.
     sizes += [inference.max_num_sequences, inference.max_batched_tokens]
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 

@@ -69,7 +69,7 @@ class ChosenOptions:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return new values by field. Return {} if an option changes several fields."""
+        """Return new values by manifest field, or {} if an option changes several fields."""
         if not all(ONE_FIELD.fullmatch(option.field) for option in self.options):
             return {}
         return {option.field: option.value for option in self.options}
@@ -146,7 +146,7 @@ def _combine(
         total, trainer, load = freed(best), best.trainer, best.load
         first = applied.pop(best.field, best)
         applied[best.field] = replace(best, instead_of=first.instead_of)
-        if best.tier == 2:  # stop, as tier 2 doubles the devices each time
+        if best.tier == 2:  # stop, as each option of tier 2 doubles the devices
             break
     return ChosenOptions(tuple(applied.values()), total, total >= needed_bytes)
 
@@ -284,7 +284,7 @@ def _checkpointing(
 
 
 def module_choices(model: Model) -> list[tuple[RecomputedModule, ...]]:
-    """Return two choices of modules to recompute: those without matrix products, and all."""
+    """Return two choices of modules to recompute: modules without matrix products, all modules."""
     every = tuple(recomputable_modules(model))
     cheap = tuple(name for name in every if name in ("norms", "experts_activation"))
     return [cheap, every]
@@ -350,7 +350,7 @@ def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
     return f"{text}. That is less than the {needed} that are missing: it takes more devices too"
 
 
-LARGEST_ERROR = 0.08  # largest error of planned peaks in benchmarks/trainer/planned.json
+LARGEST_ERROR = 0.08  # largest relative error of planned peaks in benchmarks/trainer/planned.json
 GIB = 2**30
 
 
@@ -378,9 +378,9 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
-    """Return new values by field with which the engines fit.
+    """Return new values by manifest field that make the engines fit in memory.
 
-    If the engines already fit, return values with which the trainer fits. Return {} if the run fits
+    If the engines already fit, return values that make the trainer fit. Return {} if the run fits
     or no change suffices.
     """
     capacity = usable_bytes(run.hardware.accelerator)
@@ -449,7 +449,7 @@ def _engine_sentence(run: Manifest, needed: int, capacity: int) -> str:
 
 
 def _prefill_sentence(one: Manifest, needed: int, capacity: int) -> str:
-    """Return a sentence about prefill engines that do not fit. `one.inference`: these engines."""
+    """Explain that prefill engines do not fit. `one.inference`: the prefill engines' options."""
     remedy = "set its kv_cache_bytes to less, or its data_parallel to more"
     if one.inference.quantization == "none":
         fp8 = one.inference.model_copy(update={"quantization": "fp8"})

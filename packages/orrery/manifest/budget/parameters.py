@@ -2,9 +2,9 @@
 
 `orrery.models.families` counts the parameters of family `hugging_face`. Symbols:
 L layers · H query heads · K head size · C latent width of keys · R rotary width of keys
-- `model_flops`: 6 per token and active weight (4 if weights are frozen). Attention adds
+- `model_flops` counts 6 per token and active weight (4 if weights are frozen). Attention adds
   12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, app. B).
-- Sparse attention, if a document has more than the indexer's `top_k` tokens, adds instead
+- If a document has more tokens than the indexer's `top_k`, attention is sparse. It adds instead
   6 · L · H · (2C + R) per query and chosen key, plus the forward pass of indexers.
 - `hardware_flops` adds recomputed blocks, logits and attention scores (5 backward products, not 4).
   With context parallelism (cp), it adds repeated up-projections of latent keys. With cp and
@@ -28,7 +28,7 @@ class BlockWeight:
 
     - `shape`: (rows, columns). Stacked experts: (experts, rows, columns). A vector: (size,).
     - `num_matrices`: matrices stacked along the rows, such as 2 for an expert's gate and up.
-    - `has_fp8`: whether the product runs in FP8 if `model.fp8` names `part`.
+    - `has_fp8`: whether this weight's product runs in FP8 if `model.fp8` lists its `part`.
     """
 
     part: Part
@@ -96,7 +96,7 @@ def keys_per_query(model: Model, cp: int) -> float:
 
     A document is cut into 2·cp pieces. Rank i has the queries of pieces i and 2·cp − 1 − i
     (zig-zag). With indexers, the rank reads the keys of all 2·cp pieces. Without indexers, it
-    up-projects the keys up to each query piece: i + 1 and 2·cp − i pieces of keys.
+    up-projects, for each query piece, all keys up to that piece: i + 1 and 2·cp − i pieces.
     """
     if cp == 1 or model.mla is None:
         return 1.0
@@ -181,7 +181,7 @@ def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
         if kind not in kinds:
             kinds[kind] = _count_block(list(block_weights(model, layer)), adapters)
         unit, most = kinds[kind]
-        layers.append(replace(unit))  # a copy, as `trainer_memory` compares units by identity
+        layers.append(replace(unit))  # copy, because `trainer_memory` compares units by identity
         largest = max(largest, most)
     embedding, norm = model.vocab_size * model.hidden_size, model.hidden_size
 
@@ -283,7 +283,7 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
     return Flops(
         base.projections + repeated * each + again,
         base.experts + share * ("experts" in recomputed) * active.experts * forward,
-        # `core` counts 2 forward products. With 5 backward products, the sum is 3.5 times `core`.
+        # `core` is 2 forward products. With 5 backward products, the sum is (2 + 5) / 2 · `core`.
         3.5 * core + share * ("attention" in recomputed) * core + _indexers(model, lengths),
         base.lm_head + (not trainer.memory.lm_head_keeps_logits) * active.lm_head * forward,
     )
@@ -295,7 +295,7 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
-    """Return the number of parameters in the layer's recomputed matrix products."""
+    """Return the number of parameters whose matrix products the layer recomputes."""
     names, heads, total = trainer.memory.recomputed_modules(layer), model.num_heads, 0.0
     if "attention_projections" in names:
         if (mla := model.mla) is None:
@@ -310,7 +310,7 @@ def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
 
 
 def _repeated_parameters(model: Model, cp: int) -> float:
-    """Return the parameters of all `kv_b_proj`, times the extra products per token under cp.
+    """Return the parameters of all `kv_b_proj`, times the products that cp adds per token.
 
     Return 0 for networks with indexers.
     """

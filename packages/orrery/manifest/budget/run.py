@@ -36,10 +36,10 @@ FRAGMENTATION = 0.065  # bytes lost to fragmentation / allocated bytes: median i
 NETWORK_BYTES = 50e9  # default network bytes/s of a device (400 Gb/s)
 MEAN_SHARE = 0.25  # default ratio of mean rollout tokens to max_model_len_tokens
 COLUMN_BYTES = 17  # bytes per token of a batch: id, mask, log-prob, version, advantage
-UPDATE_BYTES = 100e9  # bytes per second of an 'nccl' or 'nixl' weight update
+UPDATE_BYTES = 100e9  # maximum bytes per second of an 'nccl' or 'nixl' weight update
 UPDATE_S = 0.05  # time to pause and resume the engines
 FILE_BYTES = 1e9  # bytes per second at which a node reads or writes files
-KINDS = {  # kinds of trainer memory → categories of `MemoryPlan` to sum
+KINDS = {  # kind of trainer memory → categories of `MemoryPlan` that it sums
     "weights": ("weights", "gathered weights"),
     "gradients": ("gradients", "reduction"),
     "optimizer": ("optimizer state",),
@@ -69,21 +69,21 @@ class RunBudget:
     roles: tuple[RoleBudget, ...]
     capacity_bytes: int | None  # usable memory of a device. None on a CPU.
     shares_devices: bool
-    tokens: dict[str, float]  # tokens of a mean rollout: all, prompt, sampled
+    tokens: dict[str, float]  # mean tokens of a rollout: "all", "prompt", "sampled"
     trainer_s: dict[str, float]
     trainer_tokens_per_s: float
     engines: dict[str, float]
     step_s: float
     slower: str
-    longest_step_s: float  # time of a step if all rollouts have the greatest length
+    longest_step_s: float  # time of a step if all rollouts have the maximum length
     staleness: float
     update: dict[str, float]
     loading: dict[str, dict[str, float]]  # bytes and seconds to read the start weights, by role
     checkpoint: dict[str, float]
     traffic_bytes: dict[str, float]  # bytes between roles in one step, by direction
-    collective_bytes: dict[str, dict[str, float]]  # bytes of a step, by collective and link
+    collective_bytes: dict[str, dict[str, float]]  # bytes of a trainer step, by collective and link
     layer_gather_bytes: dict[str, int]
-    other_ep: dict[str, Bytes]  # "with ep N" → change of the trainer's peak by kind of memory
+    other_ep: dict[str, Bytes]  # "with ep N" → change of the trainer's peak memory, by kind
     assumptions: tuple[str, ...]
     misfits: tuple[str, ...]
 
@@ -94,7 +94,7 @@ class RunBudget:
 def plan_run(
     manifest: Manifest, tokens: float | None = None, network: float | None = None
 ) -> RunBudget:
-    """Return the plan. Raise OrreryError for family `hugging_face`.
+    """Return the run's budget. Raise OrreryError for family `hugging_face`.
 
     `tokens`: mean tokens of a rollout. `network`: bytes per second of a device between nodes.
     """
@@ -182,7 +182,7 @@ class RunPlan:
         return trainer, *self._engine_roles()
 
     def _engine_roles(self) -> Iterator[RoleBudget]:
-        """Yield one budget for all engines, or two if prefill engines have their own shape."""
+        """Yield one budget for all engines, or two (decode, prefill) with `inference.prefill`."""
         one, groups = self.inference, self.manifest.group_devices
         if one.prefill is None:
             yield self._engine_role("inference", one.num_devices, one)
@@ -227,7 +227,7 @@ class RunPlan:
 
     @cached_property
     def engines(self) -> dict[str, float]:
-        """Return the engines' speed, with the unit in each key. "step_s" is the time of a batch.
+        """Return speeds of the engines. Keys name the units. "step_s": seconds to generate a batch.
 
         With `prefill_replicas`, the slower of prefill and decode engines sets the speed.
         """
@@ -365,7 +365,7 @@ class RunPlan:
         return step_bytes(self.model, self.trainer, self.counted, micro_batches, tokens, per_node)
 
     def layer_gather(self) -> dict[str, int]:
-        """Return the bytes of the largest block that a rank gathers, without and with `ep`."""
+        """Return the bytes that a rank gathers for the largest block, without and with `ep`."""
         if self.trainer.mesh.world_size == 1:
             return {}
         c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep

@@ -18,8 +18,8 @@ SHARE = 0.9  # share of planned free memory to use, because plans have errors
 class StateRooms:
     """Bytes of optimizer state that fit on the device, by block.
 
-    - `forward`, `head`, `backward`: bytes that fit in the first micro-batch, during the block's
-      forward pass, the LM head and the block's backward pass.
+    - In the first micro-batch: bytes that fit during the block's forward pass (`forward`), the LM
+      head (`head`) and the block's backward pass (`backward`).
     - `arriving`: bytes that fit from the start of the block's backward pass in the last micro-batch
       to the end of the step.
     """
@@ -59,10 +59,10 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # Unsharded gradients stay in memory between micro-batches. Only plan `last` counts them.
+    # `first` plans only one micro-batch, so it omits unsharded gradients kept for later ones.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
-    # The most memory used from each moment to the end of the step.
+    # Maximum memory used from each moment to the end of the step.
     most = list(accumulate((used(last, name) for name in reversed(names)), max))[::-1]
     forward, backward, arriving = [], [], []
     for layer in range(model.num_layers):

@@ -1,9 +1,9 @@
 """Format the plan of a run's RL stage as text, and find the fastest layouts that fit into memory.
 
-- The model, the optimizer, precisions and the numbers of devices and rollouts are fixed.
-- For the trainer, the search varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For
-  engines, it varies replicas and tensor, data and expert parallelism. The KV cache fills the
-  remaining memory.
+- The search keeps the model, optimizer, precisions, and the numbers of devices and rollouts.
+- For the trainer, it varies the mesh, the micro-batch size, activation checkpointing and the
+  options in `SAVINGS`. For engines, it varies the number of replicas and tensor, data and expert
+  parallelism. The engines' KV cache fills the remaining memory.
 """
 
 import textwrap
@@ -25,7 +25,7 @@ from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
 ROOM = 0.97  # share of usable device memory that a layout may fill
-SAVINGS: tuple[dict[str, Any], ...] = (  # values that save memory. Each row adds to those above.
+SAVINGS: tuple[dict[str, Any], ...] = (  # options that save memory. Each row adds to rows above.
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
     {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},
@@ -33,7 +33,7 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # values that save memory. Each row add
     {"memory.optimizer_offload_resident": 0.0},
     {"memory.activation_offload": True},
 )
-SIZES = (0.5, 1, 2)  # micro-batches to try, in multiples of `max_tokens_per_micro_batch`
+SIZES = (0.5, 1, 2)  # micro-batch sizes to try, in multiples of `max_tokens_per_micro_batch`
 EVERY = (1, 2)  # `activation_checkpointing_every` to try with kind "full"
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -42,10 +42,10 @@ Changes = dict[str, Any]  # new values by field
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout of the trainer or of the engines.
+    """A layout of the trainer or of the engines that the search proposes.
 
-    `seconds`: time of a batch. `device_bytes`: planned memory on a device. `changes`: changed
-    fields of `manifest`.
+    `seconds`: time of a batch. `device_bytes`: planned memory on a device. `manifest`: the run with
+    this layout. `changes`: new values of its changed fields.
     """
 
     seconds: float
@@ -90,7 +90,7 @@ def _with_trainer(run: Manifest, changes: Changes) -> Manifest:
 
 
 def engine_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest engine layouts, each with the largest cache that fits."""
+    """Return the fastest engine layouts, each with the largest KV cache that fits."""
     room = _room(run)
     if run.hardware.shared_devices:
         room -= RunPlan(run, tokens).roles()[0].total_bytes
@@ -185,7 +185,7 @@ def _shapes(run: Manifest) -> Iterator[Changes]:
 
 
 def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
-    """Return the run with engine layout `shape` and the largest fitting cache, or None."""
+    """Return the run with engine layout `shape` and the largest KV cache. None: it is invalid."""
     fields = {name.removeprefix("inference."): value for name, value in shape.items()}
     shaped = run.inference.model_copy(
         update={name: value for name, value in fields.items() if name != "router"}
@@ -221,7 +221,7 @@ def _differences(run: Manifest, changed: Manifest) -> Changes:
 
 
 GIB = 2**30
-PARTS = (  # rows of the trainer's step, in the order of the table
+PARTS = (  # parts of a trainer step's time, in the order of the table's rows
     "dense products", "grouped products", "attention", "lm head", "elementwise",
     "sharding copies", "copies", "communication", "optimizer", "idle",
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Plan the bytes that torch allocates on a trainer rank at each moment of a step.
 
-No factor is fitted to measurements. Torch's allocator reserves more. Symbols:
+No factor is fitted to measurements. Torch's allocator reserves more than planned. Symbols:
 
 n parameters of an FSDP unit (such as a block) gathered on a rank · s ranks that shard the unit
 T tokens of a micro-batch on a rank · V vocabulary size · D hidden size
@@ -38,11 +38,11 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# Size of an optimizer bucket on a rank, in bytes of state (of weights if there is no state).
-OFFLOADED_BYTES = 128 << 20  # large enough for the full rate of PCIe
-WHOLE_BYTES = 256 << 20  # for Muon. Equal with and without offload, for equal results
+# A rank's weights are updated in buckets of this many bytes of state (of weights without state).
+OFFLOADED_BYTES = 128 << 20  # bucket of offloaded state, large enough for the full rate of PCIe
+WHOLE_BYTES = 256 << 20  # bucket for Muon, equal with and without offload so that results are equal
 NUM_SLOTS = 3  # buckets of offloaded state on the device at a time
-BATCH_VALUES = 1 << 27  # values that Muon orthogonalizes at a time, to bound memory
+BATCH_VALUES = 1 << 27  # number of values that Muon orthogonalizes at a time, to bound memory
 MUON_COPIES = 4  # temporary bfloat16 copies of a batch of matrices in Muon
 
 Bytes = dict[str, int]
@@ -55,8 +55,8 @@ Bytes = dict[str, int]
 class ActivationBytes:
     """A block's activation bytes per token.
 
-    `kept`: held from the forward to the backward pass. `backward`: the most that the backward pass
-    adds.
+    `kept`: bytes held from the forward to the backward pass. `backward`: maximum number of
+    bytes that the backward pass adds.
     """
 
     kept: int
@@ -71,8 +71,8 @@ class _Results:
     - `unread`: results that `keep` selects by the same names, but no backward pass reads.
     - `rest`: results without a name.
     - `for_attention`: recomputed results that only attention's backward pass reads.
-    - `of_attention`, `of_feed_forward`: results that the kind `modules` recomputes, with one entry
-      per module. The feed-forward's backward pass holds one entry at a time.
+    - `of_attention`, `of_feed_forward`: results that checkpointing of kind `modules` recomputes,
+      with one entry per module. The feed-forward's backward pass holds one entry at a time.
     """
 
     named: dict[str, int]
@@ -84,11 +84,11 @@ class _Results:
 
 
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
-    """Return a block's activation bytes under the trainer's checkpointing.
+    """Return a block's activation bytes per token, with the trainer's kind of checkpointing.
 
-    Without checkpointing, all results are kept. `modules` keeps all but `of_attention` and
-    `of_feed_forward`. `full` keeps the block's input (c·D). `selective` keeps this input and the
-    `named` results in `keep`. Unless the block is one graph, their `unread` results are kept too.
+    "none" keeps all results (see `_Results`). "modules" keeps all but `of_attention` and
+    `of_feed_forward`. "full" keeps the block's input (c·D). "selective" also keeps the `named`
+    results in `keep`, and, unless the block is one compiled graph, the `unread` results in `keep`.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -150,7 +150,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
     named = {"attention": c * h + 4 * model.num_heads, "experts": 0}
     inputs = c * (h + 2 * g) * copies("attention") + narrow("attention", 3)
-    # With cp, attention keeps exchanged copies of its inputs. The copies are not recomputed.
+    # With cp, attention keeps the copies of its inputs that ranks exchange, without recomputation.
     gathered, heads = 0, inputs if trainer.mesh.cp == 1 else 0
     if model.mla is not None:
         named["attention"], inputs, gathered, heads = _latent_results(model, trainer)
@@ -199,16 +199,16 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]:
     """Return latent attention's bytes per token: (output, inputs, gathered keys, recomputed).
 
-    The inputs are `both` plus the larger of `dense` and `sparse`. `recomputed`: inputs that
-    `attention_projections` recomputes. If compiled, these exclude rotated queries (c·H·R).
+    Inputs: row `both` below plus the larger of `dense` and `sparse`. `recomputed`: inputs that the
+    module "attention_projections" recomputes. If compiled, they exclude rotated queries (c·H·R).
     H heads · R rotated width of a head · K rotated plus unrotated width (not experts per token)
     V value width of a head · C latent width of keys · q latent width of queries
-    k ratio `keys_per_query`
+    k ratio of a rank's keys to its queries (`keys_per_query`)
     output    c·H·max(V, C) output · 4·H log-sum-exps
     both      2·c·(q + C + R) latents before and after their norms · c·H·K queries
     dense     c·(1 + 2k)·H·max(K, V) padded queries, keys, values (0 with cp and indexers)
     sparse    c·H·(C + R) latent queries · 4·top-k indices
-    gathered  k·c·(C + R) with cp, instead of the c·(C + R) normalised keys in `both`, else 0
+    gathered  k·c·(C + R) with cp, which replace c·(C + R) normalised keys in `both`. Without cp: 0
     """
     mla, heads, cp = model.latent, model.num_heads, trainer.mesh.cp
     c = DTYPE_BYTES[trainer.compute_dtype]
@@ -237,7 +237,7 @@ def _dense_width(model: Model, layer: int) -> int:
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     """Return the temporary bytes per token of the backward passes of attention and feed-forward.
 
-    Symbols are those of the module. H, C, R and k are those of `_latent_results`.
+    The module docstring has the symbols, except H, C, R and k (see `_latent_results`).
     attention   c·(3h + 2g) gradients · 4·h float32 sums of query gradients
     latent      at least (2c + 4)·H·(C + R) · with cp 3·c·k·(C + R) gradients of keys, and without
                 indexers 2·c·g·(k − 1) expanded keys and values
@@ -262,7 +262,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     if not is_sparse(model, layer):
         return attention, feed_forward
     moe, lora_spec = model.mixture, trainer.lora
-    rows = 1 if trainer.mesh.ep == 1 else 3  # ep's exchange holds two more copies
+    rows = 1 if trainer.mesh.ep == 1 else 3  # the exchange of ep holds two more copies of each row
     has_adapters = lora_spec is not None and "experts" in lora_spec.targets
     is_checkpointed = trainer.memory.checkpoints(layer)
     if has_adapters and is_checkpointed and "experts" not in trainer.kept:
@@ -307,7 +307,7 @@ class Workload:
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
     """Return the trainer, with the optimizer of `stage` ("sft" or "rl"), and the workload.
 
-    All samples have the greatest length.
+    The workload assumes that all samples have the maximum length.
     """
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
@@ -351,7 +351,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the memory plan of a rank. Raise OrreryError for family `hugging_face`.
 
-    `device_bytes`: memory of a device, which sets "auto" chunks.
+    `device_bytes`: memory of a device, which sets the size of the LM head's "auto" chunks.
     """
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
@@ -518,7 +518,7 @@ class _StepPlan:
         return total // self.shards
 
     def states(self) -> int:
-        """Return the device bytes of optimizer states, p·n / s each."""
+        """Return the device bytes of optimizer states. Without offload, each takes p·n / s."""
         if self.on_host:
             return 0
         if not self.trainer.memory.optimizer_offload:
@@ -532,8 +532,8 @@ class _StepPlan:
     def host_bytes(self) -> int:
         """Return a rank's host bytes of offloaded activations, states and weights.
 
-        Activations count twice, because their buffers round up to powers of 2. The outer loop of
-        `trainer.elastic` counts too.
+        Activations count twice, because their buffers round up to powers of 2. The outer
+        optimizer's state (`trainer.elastic`) counts too.
         """
         total = 0
         if self.trainer.memory.activation_offload:
@@ -579,7 +579,7 @@ class _StepPlan:
     def activations(self, last: int) -> int:
         first, memory = 0, self.trainer.memory
         if memory.activation_offload:
-            # Only the computing block and blocks being copied hold device memory.
+            # Only the block being computed and blocks being copied hold activations on the device.
             first = max(0, last - memory.activation_offload_max_in_flight)
         return self.tokens * (self.kept_before[last + 1] - self.kept_before[first])
 

@@ -22,12 +22,12 @@ from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
 SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach during collectives
-LAUNCH_S = 0.7e-3  # minimum host seconds of a block and micro-batch, for both passes
+LAUNCH_S = 0.7e-3  # minimum host seconds of a block's forward and backward pass, per micro-batch
 IDLE_SHARE = 0.015  # share of a step without work on the device
-EAGER = 2.5  # elementwise bytes without the compiler / with the compiler
+EAGER = 2.5  # ratio of elementwise bytes without the compiler to those with it
 FORWARD_SHARE = 0.3  # share of the forward pass in a micro-batch's computation
-BOTH_WAYS = 0.75  # share of the host link's rate in each direction, if both are in use
-QUEUED_SHARE = 0.5  # with cp, share of computation that hides gathers. Exchanges wait for gathers.
+BOTH_WAYS = 0.75  # share of the host link's rate in each direction, if both directions are in use
+QUEUED_SHARE = 0.5  # share of computation that hides gathers with cp, whose exchanges wait for them
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float)
     """Return the rates of collectives. `network`: bytes per second of a device between nodes.
 
     A ring over nodes uses the network cards of all its ranks on a node. Ranks that shard an expert
-    are `ep` apart, so fewer of them are on each node.
+    are `ep` apart, so their ring uses fewer cards of a node.
     """
 
     def of(ranks: int) -> float:
@@ -278,8 +278,8 @@ def _state_copies_s(
 def _block_matrices(model: Model) -> tuple[int, int, float]:
     """Return (number of values that Muon updates, values in split matrices, operations).
 
-    Ranks hold parts of a split matrix. The operations are one Newton-Schulz iteration over all
-    matrices.
+    A split matrix has parts on several ranks. The operations are those of one Newton-Schulz
+    iteration over all matrices.
     """
     values, split, operations = 0, 0, 0.0
     for layer in range(model.num_layers):
@@ -288,7 +288,7 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
                 continue
             m, n = sorted((weight.shape[-2] // weight.num_matrices, weight.shape[-1]))
             values += weight.size
-            # Ranks divide a stack of experts into whole matrices.
+            # Each rank holds whole matrices of a stack of experts, so they are not split.
             split += weight.size if len(weight.shape) == 2 else 0
             operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)
     return values, split, operations
@@ -298,7 +298,7 @@ def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
     """Return the bytes that elementwise operations move per token and layer, in bfloat16."""
     hidden = model.hidden_size
     parts = {"norms": 2 * 2 * hidden}
-    # Head norms and rotary embedding, fused.
+    # The norms per head and the rotary embedding are fused.
     parts["attention_projections"] = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     numbers = 2 * 3 * hidden  # two residual sums
     if (moe := model.moe) is not None:

@@ -67,7 +67,7 @@ def step_bytes(
     tokens: float,
     devices_per_node: int,
 ) -> dict[str, dict[str, float]]:
-    """Return the bytes of a step over all ranks, by collective and by link.
+    """Return the bytes that all ranks send in a step, by collective and by link.
 
     "links": bytes inside nodes. "network": bytes between nodes. `tokens`: tokens of a rank. In a
     ring, one rank of each node sends to another node. In an exchange, each rank sends equally many

@@ -72,7 +72,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family an
 }
 _LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
 MTP_FAMILIES = ("glm4_moe", *_LATENT_FAMILIES)  # families with multi-token prediction
-PARTS = {  # families whose models have this part
+PARTS = {  # optional field of `model` → families that have it
     "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
     "mla": _LATENT_FAMILIES,
     "hf_config": ("hugging_face",),
@@ -505,7 +505,7 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
         [field for field, kind in kinds.items() if kind == library]
         for library in ("nixl", "mooncake")
     )
-    if nixl and mooncake:  # each has its own rdma-core, and two copies crash an engine at exit
+    if nixl and mooncake:  # NIXL and Mooncake each ship rdma-core. Two copies crash engines at exit
         yield (
             f"{nixl[0]} 'nixl' with {mooncake[0]} 'mooncake': no engine can load both, for each "
             "brings its own rdma-core; set one of them to another kind"

@@ -1,4 +1,4 @@
-"""Fields and constraints of training at several sites. Constraints of `orchestrator.guests`."""
+"""Fields and constraints of training at several sites, and constraints of guest (lent) engines."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ OFF = "or set trainer.elastic to null"
 
 
 class OuterSgd(Record):
-    """SGD on the mean Δ of all sites (see `Elastic`).
+    """The outer optimizer: SGD with the mean Δ of all sites as gradient (see `Elastic`).
 
     DiLoCo (arXiv 2311.08105) uses lr 0.7, momentum 0.9 and Nesterov momentum.
     """
@@ -47,7 +47,7 @@ class Elastic(Record):
     - An exchange starts when all live members (sites already admitted) have arrived, or `grace_s`
       after `quorum` sites (including a member) have arrived. A late site adds its Δ to the next
       round.
-    - `heartbeat_s`: a site renews its lease every half of this time.
+    - `heartbeat_s`: a site renews its lease in etcd (its sign of life) twice in this time.
     - `dead_after_s`: time without a heartbeat after which a site is dead.
     - `voters`: limit on sites that run etcd, which keeps the log of rounds.
     - `fragments` F: layer i belongs to fragment i mod F. After every `inner_steps` / F steps the
@@ -80,7 +80,7 @@ class Elastic(Record):
 
 
 def host_bytes(elastic: Elastic, num_parameters: int) -> int:
-    """Return the host bytes of the outer loop: its state and the Δ in transit."""
+    """Return the host bytes of the outer optimizer's state and of the Δ in transit."""
     sent = 4 * num_parameters // elastic.fragments if elastic.delay_steps else 0
     return HOST_BYTES * num_parameters + sent
 

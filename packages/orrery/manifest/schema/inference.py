@@ -28,7 +28,7 @@ class VllmRouter(Record):
 
     "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine, chosen by
     the rollout's name. "cache_aware" chooses the engine by the prefix that the turns share. Only
-    "cache_aware" uses the thresholds.
+    "cache_aware" uses the `balance_*` thresholds.
     """
 
     kind: Literal["vllm_router"]
@@ -207,9 +207,10 @@ def on_disk_bytes(num_bytes: int) -> int:
 
 
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
-    """Return the bytes on disk of a cache block, and of the block's routes.
+    """Return the bytes on disk of a cache block, and of the routes of the block's tokens.
 
-    Routes count twice, because they are evicted separately. `route_bytes`: `Manifest.route_bytes`.
+    Routes (chosen experts) get twice their size, because the disk may evict them in another order
+    than their blocks. `route_bytes`: `Manifest.route_bytes`.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)

@@ -77,7 +77,7 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return the bytes per token of the engines' chosen keys in batches.
+        """Return the bytes per token, in batches, of the keys that engines' indexers chose.
 
         Each indexer has one bit per position of the longest sequence.
         """

@@ -1,4 +1,4 @@
-"""Check the constraints of engines' nodes and token exchange, and of groups of nodes."""
+"""Check how engines span nodes and exchange tokens, and that roles fill whole nodes."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

@@ -116,8 +116,8 @@ class GuestEngines(Record):
 class Orchestrator(Record):
     """Sampling of rollouts, and the choice of rollouts to train on.
 
-    - `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. These groups fill
-      the batch once `max_sampled_ratio` · `rollouts_per_batch` rollouts have been sampled.
+    - `drop_zero_advantage_groups`: leave out groups whose advantages are all 0, until
+      `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled. Then they fill the batch too.
     - `on_timeout`: effect of `rollout_timeout_s`. "failure": drop and count the rollout. "zero":
       give it the reward 0 in evaluations and in its group's baseline. A timed-out rollout is never
       trained.
@@ -208,7 +208,7 @@ class TextData(Record):
     column: str
     sha256: Sha256
     num_shards: Count
-    # Omitted if None, so that the ids of older manifests stay valid.
+    # Manifests omit `shard_by` if None, so that the ids of older manifests stay valid.
     shard_by: Literal["file"] | None = Field(default=None, exclude_if=lambda found: found is None)
 
 

@@ -61,8 +61,8 @@ class Fsdp(Record):
     """The options of FSDP2.
 
     - `reshard_after_forward`: free gathered weights between the forward and backward passes.
-    - `reduce_gradients` "step": reduce whole gradients once a step. "micro_batch": reduce gradients
-      into shards after each micro-batch.
+    - `reduce_gradients` "step": reduce unsharded gradients once a step. "micro_batch": reduce
+      gradients into shards after each micro-batch.
     - `cpu_offload`: keep weights, gradients and optimizer state on the host. The optimizer runs
       there.
     """
@@ -346,7 +346,7 @@ class Trainer(Record):
     def unseen(self) -> tuple[str, ...]:
         """Return the outputs that are always recomputed, even if `keep` names them.
 
-        With `cp` or `ep` above 1, the parts of a block around an exchange are compiled. In compiled
-        parts, products have no names, so `keep` cannot select them.
+        With `cp` or `ep` above 1, the parts of a block around an exchange are compiled. Matrix
+        products in compiled parts have no names, so `keep` cannot select them.
         """
         return ("projections",) if self.compile and self.mesh.has_exchange else ()

@@ -162,7 +162,7 @@ def block_parts(model: Model) -> list[str]:
     """
     moe = model.moe
     parts = {
-        "attention": model.mla is None,  # latent attention multiplies by parts of a weight
+        "attention": model.mla is None,  # latent attention slices a weight, so it takes no adapters
         "feed_forward": moe is None or moe.num_dense_layers > 0 or moe.num_shared_experts > 0,
         "experts": moe is not None and moe.num_dense_layers < model.num_layers,
     }
@@ -240,7 +240,7 @@ def _spread_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterato
         )
 
 
-KERNELS = {  # attention kernel → (least compute capability, greatest head size)
+KERNELS = {  # attention kernel → (minimum compute capability, maximum head size)
     "fa2": (AMPERE, 256),
     "fa4": (HOPPER, 128),
     "cudnn": (HOPPER, 128),

@@ -2,8 +2,8 @@
 
 - If several attempts trained a step, the newest row counts. Spans come from the newest attempt.
 - Columns store eight bytes per number, so the rows of a run of weeks fit into memory.
-- A plotted line with more than POINTS points is cut into equal pieces. A piece is drawn as its mean
-  (rates and shares), its extremes (single values) or its largest value.
+- A plotted line with more than POINTS points is cut into equal pieces. A piece is drawn as its
+  mean, its two extremes, or its largest value.
 """
 
 import logging
@@ -196,7 +196,7 @@ def _pieces(num_points: int, thin: Thinning) -> list[range]:
 
 Interval = tuple[float, float]
 
-KINDS = {  # (process, event) → the table of `RunData`
+KINDS = {  # (process, event) of a row → field of `RunData` that stores it
     ("trainer.0", "validation"): "validation",
     ("trainer.0", "compare"): "compared",
     ("trainer.0", "round"): "rounds",
@@ -222,7 +222,7 @@ class RunData:
     compared: Table  # log-probs of trainer and engine for the last version
     rounds: Table  # weight exchanges with other sites
     batches: Table
-    stopped_early: Table  # row of RL's early end at `evaluation.stop_at`
+    stopped_early: Table  # row that RL wrote if it ended early, at `evaluation.stop_at`
     evaluations: Table
     updates: Table
     engine_restarts: Table
@@ -412,12 +412,12 @@ def overlap_s(left: list[Interval], right: list[Interval]) -> float:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of time in RL's newest attempt, from the first work to the last training."""
+    """Shares of time in RL's newest attempt, from the first busy moment to the end of training."""
 
     window_s: float
-    trainer_busy: float  # share with `trainer.0` in forward, backward or optimizer
-    engine_busy: float  # share with a request in flight at any engine
-    overlapped: float  # share of the trainer's busy time with a request in flight
+    trainer_busy: float  # share in which `trainer.0` runs forward, backward or optimizer
+    engine_busy: float  # share in which an engine has a request in flight
+    overlapped: float  # share of `trainer.0`'s busy time in which an engine is busy
 
 
 def shares(spans: Iterable[Span]) -> Shares | None:

@@ -2,7 +2,7 @@
 
 - A function's docstring is the caption on the page.
 - A line has at most POINTS points. The timeline has at most POINTS spans per role.
-- `layout.meta` holds the caption's sentences about omitted data.
+- Sentences about omitted data are kept in `layout.meta`, and appended to the caption.
 """
 
 from collections import defaultdict

@@ -160,7 +160,10 @@ def _pairs(run: RunData) -> list[dict]:
 
 
 def _rounds(run: RunData) -> list[tuple[int, str, str, int, str, str]]:
-    """Return (round, sites, tokens of each site, bytes sent, loss, seconds) for the last rounds."""
+    """Return (round, sites, tokens of each site, bytes sent, loss, seconds) for the last rounds.
+
+    In a round, sites exchange weights.
+    """
     tables = {"sft": run.sft, "rl": run.rl}
     losses = {
         (stage, step): loss
@@ -224,8 +227,8 @@ def render(run: RunData, wall_s: float) -> str:
 
 # Planned speed and memory of the RL stage (`orrery plan`) beside the measurements
 
-WARM = 2  # first rows to leave out, because their steps compile
-# Planned memory outside torch's peak of allocated bytes.
+WARM = 2  # number of first steps to leave out, because they compile
+# Kinds of planned memory that are not in torch's peak of allocated bytes.
 NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
@@ -259,7 +262,7 @@ def comparison(run: RunData) -> list[tuple[str, str, str]]:
             "sampled tokens a second",
             run.manifest.orchestrator.rollouts_per_batch
             * budget.tokens["sampled"]
-            / budget.step_s,  # engines wait for a slower trainer
+            / budget.step_s,  # not the engines' time: they wait for a slower trainer
             _values(run.batches, "generated_tokens_per_s"),
             lambda value: f"{value:,.0f}",
         ),

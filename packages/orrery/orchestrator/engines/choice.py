@@ -44,7 +44,7 @@ class EngineChoice:
         self.addresses = [Address(e, r) for e, ranks in enumerate(num_ranks) for r in range(ranks)]
         self.owed_tokens = [0] * len(self.addresses)
         self._is_decoding = is_decoding
-        self._holders: OrderedDict[int, int] = OrderedDict()  # block → bit set of ranks with it
+        self._holders: OrderedDict[int, int] = OrderedDict()  # block hash → bit set of ranks
 
     @contextmanager
     def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Chosen]:
@@ -94,7 +94,7 @@ class EngineChoice:
 
 
 def _blocks(token_ids: TokenIds, salt: str) -> list[int]:
-    """Return a hash of the salt and all tokens up to a block's end, for each whole block."""
+    """Return one hash per whole block, of the salt and all tokens up to the block's end."""
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     key, keys = hash(salt), []
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

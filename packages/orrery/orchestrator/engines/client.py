@@ -3,9 +3,9 @@
 - Every call has a deadline. No request is retried once it was sent.
 - Control calls (pause, update, abort, fingerprints) go to each engine directly, because a router
   forwards them to one engine only.
-- `update_engine` pauses, loads, compares digests (attests), resumes, then checks the canary.
-  Requests in flight wait, and continue with new weights on their old KV cache. After a failure
-  before the resume, the engine stays paused, so no token is sampled from unknown weights.
+- `update_engine` pauses, loads, compares digests (attests), resumes, and checks a fixed prompt
+  (canary). Requests in flight wait, and continue with new weights on their old KV cache. After a
+  failure before the resume, the engine stays paused, so no token is sampled from unknown weights.
 """
 
 import time
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CONTROL_TIMEOUT_S = 120.0  # time limit of a control call except loads and aborts, scaled
-LOAD_TIMEOUT_S = 300.0  # time limit of a load, longer than a weight wire waits for a peer, scaled
+CONTROL_TIMEOUT_S = 120.0  # time limit of control calls except loads and aborts, scaled
+LOAD_TIMEOUT_S = 300.0  # time limit to load weights, above a transfer's wait for a peer, scaled
 QUERY_TIMEOUT_S = 10.0  # time limit of a call of health, metrics or abort
 # vLLM prepends this to request ids. An abort without the prefix returns 200 and has no effect.
 REQUEST_ID_PREFIX = "generate-tokens-"
@@ -285,7 +285,7 @@ class EngineClient:
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return {part of the last update: maximum seconds over workers}, or {} after adapters."""
+        """Return {part of the last update: maximum seconds over workers}. It is {} for adapters."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -293,7 +293,7 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free lost readers' KV blocks. `names`: request ids (NIXL) or transfer ids (Mooncake)."""
+        """Free blocks kept for lost readers. `names`: request (NIXL) or transfer (Mooncake) ids."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
@@ -356,7 +356,7 @@ class RouterClient(EngineClient):
         await self._control(f"/add_worker?url={quote(url, safe='')}")
 
     async def dismiss(self, url: str) -> None:
-        """Remove an engine, but continue its requests."""
+        """Remove an engine from the router. Its running requests continue."""
         await self._control(f"/remove_worker?url={quote(url, safe='')}")
 
 
@@ -392,7 +392,7 @@ class UpdateReport:
     update_s: float  # seconds to start, load and finish
     attest_s: float
     paused_s: float
-    attested: dict[str, int]  # number of tensors by kind of attestation
+    attested: dict[str, int]  # number of tensors by `TensorAttestation.how`
     canary_s: float = 0.0
     canary_difference: float | None = None  # mean |difference| of log-probs. None: not checked
 
@@ -405,7 +405,8 @@ async def update_engine(
 ) -> UpdateReport:
     """Update one engine to `published`, resume the engine, and check any `canary`.
 
-    Resume and check in the context `proving`. Raise EngineGone, UpdateFailed or WeightsDiffer.
+    Resume and check inside the context manager `proving`. Raise EngineGone, UpdateFailed or
+    WeightsDiffer.
     """
     begin = time.perf_counter()
     await engine.pause()
@@ -443,7 +444,7 @@ async def update_engine(
 async def check_canary(
     engine: EngineClient, canary: Canary, version: int, known: Sequence[float]
 ) -> float:
-    """Return the mean |difference| between a resumed engine's canary log-probs and `known`.
+    """Return the mean |difference| of an engine's canary log-probs from the trainer's (`known`).
 
     If the mean exceeds the bound, pause the engine and raise WeightsDiffer. If the engine does not
     answer, raise UpdateFailed or EngineGone.

@@ -5,10 +5,10 @@
 
 - The decode engine gives tokens and versions. The prompt's cache may be of an older version, but
   not older than the version in the cache salt.
-- `choice` picks each engine's rank. Routers would drop request ids and credentials.
+- `choice` picks engines and ranks. No router is used: it would drop request ids and credentials.
 - Requests with the same prompt, such as those of a group, share one prefill.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
-- A cancelled request still hands over its blocks, or they would stay until their lease expires.
+- A cancelled request still hands over its blocks, or they stay until their lease (time limit) ends.
 - A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
 """
 
@@ -27,7 +27,7 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Salt suffixes to record a decode engine's blocks. ARRIVED: surely held. COMPUTED: self-computed.
+# Salt suffixes for blocks of a decode engine. ARRIVED: surely cached. COMPUTED: computed there.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0  # time limit to free blocks, scaled
@@ -53,7 +53,7 @@ class Peer:
 
 
 async def _do_not_look() -> None:
-    """Do nothing. Without restarts, the first lost engine ends the run."""
+    """Do not look for lost engines. Without restarts, the first lost engine ends the run."""
 
 
 class DisaggregatedEngines:
@@ -100,9 +100,9 @@ class DisaggregatedEngines:
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
-        """Run `EngineClient.generate` on two engines. A short prompt needs only a decode engine.
+        """Run `EngineClient.generate` on two engines, or on one if it caches most of the prompt.
 
-        The result's `cached_tokens` are in the cache of the engine that computes the prompt.
+        The result's `cached_tokens` counts tokens cached in the engine that computes the prompt.
         `session` is not used, because the prompt shows which ranks cache earlier turns.
         """
         if not self.is_serving:
@@ -132,7 +132,7 @@ class DisaggregatedEngines:
     ) -> bool:
         """Return whether the decode engine computes the prompt. If so, record the prompt's blocks.
 
-        A decode engine lacks the routed experts of tokens that a prefill engine computed.
+        A decode engine cannot return routed experts of tokens that a prefill engine computed.
         """
         if not self._max_local_tokens:
             return False
@@ -195,12 +195,12 @@ class DisaggregatedEngines:
         return replace(decoded, cached_tokens=prefilled.cached_tokens, routes=routes)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests during their prefill. The caller aborts them in the decode engines."""
+        """Abort requests in prefill engines. The caller aborts requests in decode engines."""
         for request_id in self._prefilling.keys() & set(request_ids):
             self._prefilling[request_id] = True
 
     async def close(self) -> None:
-        """Wait at most CLOSE_S until all blocks are freed. Paused engines free no blocks."""
+        """Wait until all blocks are freed, but at most CLOSE_S. Paused engines free no blocks."""
         if self._background:
             _, left = await asyncio.wait(self._background, timeout=scaled(CLOSE_S))
             for task in left:
@@ -212,10 +212,10 @@ class DisaggregatedEngines:
         return Peer(address, self.engines[index], handover)
 
     def ended(self, index: int) -> None:
-        """Tell the decode engines that this engine's process has ended.
+        """Tell the decode engines that a Mooncake prefill engine's process has ended.
 
-        Until its end, a Mooncake prefill engine may write into a reader's blocks. A NIXL reader
-        notices the broken connection itself.
+        Until its end, the process may write into readers' blocks, so readers must keep them. NIXL
+        readers notice the broken connection themselves.
         """
         if index not in self.producers:
             return

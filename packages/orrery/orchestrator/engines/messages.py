@@ -29,7 +29,7 @@ from orrery.runtime.token import Purpose, authorization
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESSION_HEADER
 from orrery.wire.routed_experts import Routes, split
 
-START_VERSION = -1  # version before the first update, "default" in the engine
+START_VERSION = -1  # policy version before the first update, "default" in the engine
 UNKNOWN_ENGINE = -1
 
 
@@ -54,7 +54,7 @@ class UpdateInterrupted(UpdateFailed):
 
 
 class VersionGone(UpdateInterrupted):
-    """Only the trainer's next version can be transferred."""
+    """The trainer no longer has the version. Only its next version can be transferred."""
 
 
 class WeightsDiffer(UpdateFailed):
@@ -70,7 +70,7 @@ class Generation:
     logprobs: np.ndarray  # f32 [n], under the sampled distribution (temperature applied)
     versions: np.ndarray  # i32 [n], policy version of each token, or START_VERSION
     finish_reason: str  # "stop" | "length" | "abort"
-    cached_tokens: int  # prompt tokens from the prefix cache
+    cached_tokens: int  # number of prompt tokens from the prefix cache
     routes: tuple[Routes, ...] = ()  # routed experts of all tokens except the last
     kv_transfer: dict[str, Any] | None = None  # address of a prefill request's KV blocks
     engine: int = UNKNOWN_ENGINE  # index of the sampling engine
@@ -100,14 +100,14 @@ class EngineMetrics:
     running: int
     waiting: int
     kv_usage: float  # used share of KV blocks, 0 to 1, mean over data-parallel caches
-    kv_tokens: int  # capacity of all KV caches, 0 if unknown
+    kv_tokens: int  # capacity of all KV caches in tokens, 0 if unknown
     preemptions_total: int
     generation_tokens_total: int
     loading: int = 0  # number of waiting requests that load KV blocks
-    external_hit_tokens_total: int = 0  # hits in host memory, disk, store or another engine
+    external_hit_tokens_total: int = 0  # prefix hits in host memory, disk, store or another engine
 
 
-# The response of /inference/v1/generate. msgspec skips all other fields.
+# The response of /inference/v1/generate. msgspec skips fields that are not named here.
 class _Cached(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -312,7 +312,7 @@ class HttpServer:
         rank: int | None = None,
         on_line: Callable[[bytes, int], None] | None = None,
     ) -> tuple[int, bytes, int]:
-        """Send one request. Return the answer's status, its body and the index of its engine.
+        """Send one request. Return the answer's status and body, and its engine's index.
 
         - `body`: sent as JSON. `keep_connection`: see `_session`.
         - `what`: the request's name in errors.

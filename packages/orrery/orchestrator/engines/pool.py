@@ -2,8 +2,8 @@
 
 - Engines update concurrently. No engine stays paused to wait for a slow or lost engine.
 - Without restarts, the first engine failure ends the run.
-- With restarts, `recovery` fences a failed engine and readmits its next incarnation. The failed
-  engine's requests raise EngineGone. While no engine serves, requests and updates wait.
+- With restarts, `recovery` fences a failed engine and readmits its restarted process (incarnation).
+  The engine's requests raise EngineGone. While no engine serves, requests and updates wait.
 - The run still ends if an engine holds wrong weights or does not return, or if every engine refuses
   an update.
 """
@@ -65,7 +65,7 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """One engine. `incarnation` is the index of its process, or −1 before any process listens.
+    """One engine. `incarnation` counts its restarts, and is −1 before any process listens.
 
     `version` is the version that the engine holds, or None if it is fenced or does not listen yet.
     """
@@ -87,7 +87,7 @@ class EngineRegistry:
            stale, updated or healthy ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
            healthy or updated, another version wanted ──▶ stale
 
-    - A healthy engine has attested and serves the wanted version.
+    - A healthy engine serves the wanted version, and has proved it by a digest (attested).
     - Events of older incarnations are ignored. The wanted version never falls.
     """
 
@@ -180,7 +180,7 @@ class EnginePool:
 
         - `restarting`: this process's context if the launcher restarts engines.
         - `handovers`, `num_ranks`, `max_local_prefill_tokens`: see `DisaggregatedEngines`.
-        - `model`: see `EngineClient`. `leases`: lease client of a direct weight wire.
+        - `model`: see `EngineClient`. `leases`: keeps versions for direct transfers.
         - `canary`: prompt that checks an engine's update.
         - `max_samples`: largest number of samples in one engine request.
         """
@@ -202,7 +202,7 @@ class EnginePool:
             self.registry.listens(index, incarnation)
             self.registry.took(index, incarnation, START_VERSION)
             self.registry.serves(index, incarnation)
-        self.version = START_VERSION  # the last version that all engines attested
+        self.version = START_VERSION  # the newest version to which `update` brought the engines
         self.published: Published | None = None  # the version that engines must hold
         self.is_version_gone = False  # whether the trainer has stepped past `published`
         self.updating = asyncio.Lock()
@@ -281,7 +281,7 @@ class EnginePool:
         )
 
     async def _asked(self, ask: Callable[[EngineClient | DisaggregatedEngines], Awaitable[T]]) -> T:
-        """Return `ask(self._front())` once an engine serves."""
+        """Wait until an engine serves. Then return `ask(client)` for the client that generates."""
         recovery = self.recovery
         if recovery is None:
             return await ask(self._front())
@@ -367,9 +367,9 @@ class EnginePool:
     ) -> dict[int, BaseException]:
         """Update these engines. Return the failures by index.
 
-        On a direct wire, a lost engine interrupts the others' transfers, which are retried under
-        the same lease. If the version is gone, set `is_version_gone` and leave these engines
-        paused.
+        On a direct wire, a lost engine interrupts the transfers to others. They are retried while
+        the lease keeps the version. If the trainer has stepped past the version, set
+        `is_version_gone` and leave these engines paused.
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None
@@ -400,7 +400,7 @@ class EnginePool:
     async def _transfer_once(
         self, indices: list[int], leased: "Published", begin: float
     ) -> dict[int, BaseException]:
-        """Run one transfer. Return the failures by index. `begin` is the time of the first try."""
+        """Run one transfer. Return the failures by index. `begin`: start of the first try."""
         limits: dict[int, asyncio.Timeout] = {}
 
         async def update(index: int) -> None:

@@ -2,8 +2,8 @@
 
 - A lost engine is fenced: it gets no more requests, and the launcher is asked to kill it.
 - Its next process (incarnation) must load and attest the wanted version before it gets requests.
-- A lost engine must serve again before its clock exceeds RETURN_S. The clock stays 0 while
-  other engines serve and the engine waits for the next version.
+- A lost engine must serve again before its clock exceeds RETURN_S. The clock starts at the loss. It
+  is reset while other engines serve and the engine only waits for the next version.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 TEND_S = 0.25
-RETURN_S = 600.0  # time limit for an engine to restart and load, scaled
+RETURN_S = 600.0  # time limit for an engine to restart and load, scaled by ORRERY_DEADLINE_SCALE
 
 
 class EngineRecovery:
@@ -41,7 +41,7 @@ class EngineRecovery:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._tend(), name="tend")
-        # If the task fails, waiting calls wake up, and `check` raises its error.
+        # If the task fails, waiting calls wake up, and `check` raises the task's error.
         self._task.add_done_callback(lambda _: self.pool.wake())
 
     async def close(self) -> None:
@@ -92,7 +92,7 @@ class EngineRecovery:
         await asyncio.to_thread(
             preemption.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
-        await self.dismiss(url)  # after the fence, so that the router cannot delay the restart
+        await self.dismiss(url)  # fence first, so that the router cannot delay the restart
 
     async def dismiss(self, url: str) -> None:
         if self.pool.router is not None:

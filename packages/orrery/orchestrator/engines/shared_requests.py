@@ -81,7 +81,7 @@ class SharedRequests:
             if sending is not None and not request.is_wanted:
                 request.sending = None  # so only one call aborts if several are cancelled
                 sending.cancel()
-                if len(request.calls) > 1:  # a lone call's id is aborted by its caller
+                if len(request.calls) > 1:  # a lone call's caller aborts the request
                     with suppress(OrreryError):  # an engine may be gone
                         await asyncio.shield(self._abort([request.name]))
             raise

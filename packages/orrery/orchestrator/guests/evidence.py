@@ -17,11 +17,11 @@ import numpy as np
 from orrery.manifest.schema import GuestEngines
 from orrery.wire.recompute import Recomputed
 
-NUM_HONEST = 16  # rollouts of the trainer's own engines that a bound needs
+NUM_HONEST = 16  # minimum number of rollouts of the trainer's own engines for a bound
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # minimum bound on the largest difference / minimum bound on the mean
-NUM_ROLLOUTS = 64  # newest rollouts of a site that are judged together
+PEAK = 10.0  # minimum bound on the largest difference, divided by that on the mean
+NUM_ROLLOUTS = 64  # number of a site's newest rollouts that are judged together
 MAX_DEVIATIONS = 6.0
 
 
@@ -30,7 +30,7 @@ class RolloutScore:
     """Comparison of a rollout's log-probs with the recomputed log-probs.
 
     - `mean`: mean absolute difference. `peak`: largest absolute difference.
-    - `surprise`: sum over tokens of log p + entropy. `square`: sum over tokens of its square.
+    - `surprise`: sum over tokens of log p + entropy. `square`: sum of the squares.
     - `variance`: sum over tokens of the variance of log p.
     """
 

@@ -3,8 +3,8 @@
 - The door listens at the port P of `site.json`. Port P + 1 serves the blocks of snapshots. Both
   speak TLS and answer only clients with certificates of the run's authority.
 - A site's name is in its certificate. The door reads no message of a refused site.
-- Each version that the engines have loaded is linked into a snapshot. Sites fetch its blocks, and
-  the verifier reads its weights.
+- The files of each version that the engines have loaded are linked into a snapshot. Sites fetch the
+  snapshot's blocks, and the verifier reads its weights.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def own_terms(manifest: Any) -> Terms:
 
 
 def engine_release() -> dict[str, str]:
-    """Return the versions of this process's engine packages, or {} if it has none."""
+    """Return the installed versions of Python and vLLM, or {} without vLLM."""
     found = versions(PACKAGES)
     return found if len(found) > 1 else {}
 
@@ -265,7 +265,7 @@ class GuestHost:
         await asyncio.gather(self._tending, return_exceptions=True)
         await self.pool.close()
         if any(site.jobs or site.num_accepted for site in self.pool.sites.values()):
-            await asyncio.sleep(2 * POLL_S)  # so that sites ask again and hear of the end
+            await asyncio.sleep(2 * POLL_S)  # time for sites to ask again and hear of the end
         await self._stack.aclose()
 
     def publish(self, version: Published) -> None:

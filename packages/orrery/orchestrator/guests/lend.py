@@ -1,10 +1,10 @@
 """Lend this site's engine to a run at another site: `python -m orrery.orchestrator.guests.lend`.
 
-- The run's HTTPS server, the door, has port P. Port P + 1 and other sites serve blocks of weights.
-  This site opens all connections. With `listen`, it serves its blocks too.
+- The trainer's site runs an HTTPS server ("door") on port P. Port P + 1 there, and other lending
+  sites, serve blocks of weights. With `listen`, this site serves its blocks to other sites too.
 - The site fetches a new version while its engine samples. Then the site asks for no more jobs. The
   engine loads the version once all samples have ended, so each sample has one known version.
-- TLS compares only the door's certificate with its address. Hashes verify the blocks.
+- TLS checks the host name only of the door. Blocks of weights are verified by their hashes.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ from orrery.wire.weight_wire import Published
 
 T = TypeVar("T")
 START_S = 600.0  # time limit for the engine's start, scaled
-AWAY_S = 120.0  # time limit for the door to respond, with retries, scaled
+AWAY_S = 120.0  # time limit for a request with all its retries, scaled
 RETRY_S = 1.0
 CALL_S = 60.0
 
@@ -117,7 +117,7 @@ class Lender:
 
     @contextmanager
     def _understanding(self, call: str) -> Iterator[None]:
-        """In the `with` body, raise RunFailed if a reply to `call` cannot be decoded."""
+        """Raise RunFailed if the `with` body cannot decode the reply to request `call`."""
         try:
             yield
         except NOT_OF_THE_PROTOCOL as error:
@@ -128,7 +128,7 @@ class Lender:
             ) from error
 
     async def _request(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        """Return the response body. Retry for AWAY_S while the door does not respond."""
+        """Return the response body. If the run's door does not respond, retry for AWAY_S."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + scaled(AWAY_S)
         while True:
@@ -189,7 +189,7 @@ class Lender:
                 continue
             finally:
                 self._is_asking = False
-                self._wake()  # `_renew` runs at the next await, after `_running` got the new jobs
+                self._wake()  # `_renew` runs only at the next await, so it sees the new jobs
             if told.is_over:
                 self._ctx.log.info("the run is over")
                 return
@@ -218,7 +218,7 @@ class Lender:
             try:
                 await self._call("answer", Answers(self._lease, tuple(sent)), Noted)
             except LeaseOver:
-                continue  # `_ask` enters again, and the run repeats these jobs
+                continue  # drop these answers: after the lease, the run repeats the jobs
 
     # Jobs
 
@@ -230,7 +230,7 @@ class Lender:
     async def _sample(self, job: SampleJob) -> None:
         try:
             answer = await self._answer(job)
-            self._answers.append(answer)  # after the await: `_send` may replace the list during it
+            self._answers.append(answer)  # no `await` in this line: `_send` may replace the list
         except EngineGone as error:
             self._failure = error
         finally:
@@ -267,7 +267,7 @@ class Lender:
     # Weights
 
     async def _renew(self, peers: Sequence[str]) -> None:
-        """Fetch, load and attest the newest version."""
+        """Fetch the newest weights, load them into the engine, and check the engine's digest."""
         attempt = self._attempt
         body = await self._request("GET", WEIGHTS_PATH)
         with self._understanding("weights"):
@@ -290,7 +290,7 @@ class Lender:
             await update_engine(self._engine, published, Canary.of(self._ctx.manifest))
         finally:
             self._is_draining = False
-        if attempt == self._attempt:  # else the weights may be of an earlier attempt
+        if attempt == self._attempt:  # after a restart of the run, versions have other weights
             self._version, self._digest = header.round, header.digest
         self._wake()
         remove_old(self._folder, 2)

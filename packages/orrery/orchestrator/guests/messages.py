@@ -1,7 +1,7 @@
 """Messages between the trainer's site and a site that lends an engine, in msgpack over HTTPS.
 
-The lending site sends all requests. It first enters and gets a lease. Then it asks for jobs and
-posts answers, with the lease's number. The site's name comes from its TLS certificate.
+The lending site sends all requests. It first enters (`Entry`) and gets the number of a lease. Then
+it asks for jobs and posts answers with this number. Its TLS certificate holds the site's name.
 """
 
 import msgspec
@@ -12,16 +12,16 @@ from orrery.manifest.errors import OrreryError
 
 MAX_ANSWERS = 32  # answers in one message
 MAX_REASON = 300  # longest reason, in characters
-POLL_S = 1.0  # maximum wait of an `Ask` for jobs
-LEAST_LOGPROB = -50.0  # lowest accepted. All rarer tokens together are under one in 10^16 draws
+POLL_S = 1.0  # maximum time that the run waits for jobs before it answers an `Ask`
+LEAST_LOGPROB = -50.0  # minimum accepted. An engine samples below it less than once in 10^16 tokens
 
 
 class GuestRefused(OrreryError):
-    """The site may not sample for this run, for the reason in the message."""
+    """The run accepts no samples of the site. The message states the reason."""
 
 
 class LeaseOver(Exception):
-    """Signal that the site must enter again."""
+    """The site's lease has ended. The site must send a new `Entry`."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -34,14 +34,14 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """`attempt` is a random id. Another attempt's versions have other weights."""
+    """`attempt`: random id of the run's start. After a restart, versions have other weights."""
 
     lease: int
     attempt: str
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """`version`, `digest`: the weights in the engine. `room`: largest number of jobs to send."""
+    """`version`, `digest`: the weights in the engine. `room`: maximum number of jobs to get."""
 
     lease: int
     version: int
@@ -61,7 +61,7 @@ class SampleJob(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """The newest version that the site may fetch, and `peers` that serve the version's blocks."""
+    """The newest `version` that the site may fetch, and `peers`, sites that serve its weights."""
 
     version: int
     peers: tuple[str, ...] = ()
@@ -100,8 +100,8 @@ def check_answer(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the answer's tokens i32 [n] and log-probs f32 [n].
 
-    Raise GuestRefused if a correct engine cannot give this answer. `version` is the site's version
-    when it took the job.
+    Raise GuestRefused if a correct engine cannot give this answer. `version` is the engine's
+    version when the site took the job.
     """
     tokens, logprobs = _array(answer.token_ids, np.int32), _array(answer.logprobs, np.float32)
     num, stops = len(tokens), np.isin(tokens, job.stop_token_ids)

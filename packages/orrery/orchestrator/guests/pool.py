@@ -3,10 +3,10 @@
     generate ─▶ waiting ─▶ a site's jobs ─answer─▶ arrived ─verified─▶ the caller's Generation
                    └──────────┴── lease over, failure, false answer ──▶ None: our engines sample
 
-- "Our engines" belong to the run itself. Their log-prob differences set the bounds for answers.
-  Sites get no jobs before these bounds are known.
-- A site's answers that arrive during a check form its next window. A random share of them, at least
-  one per version, is recomputed. The whole window waits for the result.
+- "Our engines" belong to the run itself. Log-probs of their samples are recomputed too.
+  The differences set the bounds for other sites' answers. Sites get no jobs before that.
+- A check covers all answers of a site that wait for one (a window). It recomputes a random share,
+  at least one per version. No answer of the window is used before the check ends.
 - Answers are dropped if their version's weights are removed before the check.
 - A false answer drops the window and the site's rollouts that wait for a batch. The site is
   refused until its line in `refused_sites.json` is removed.
@@ -49,7 +49,7 @@ from orrery.wire.weight_wire import Published
 
 LEAST = 8  # minimum number of jobs to give at a time, unless fewer wait
 TAKE_S = 2.0  # time after which our engines sample a job that no site has taken
-MAX_OWN_CHECKS = 2  # samples of our engines to recompute at a time, once `spread` is known
+MAX_OWN_CHECKS = 2  # samples of our engines to recompute at a time, once the bounds are known
 SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which our engines sample a job
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
@@ -65,9 +65,9 @@ class GuestPool:
         note: Note,
         refused: dict[str, str] | None = None,
     ) -> None:
-        """`check(version, prompt, tokens, temperature)` recomputes log-probs.
+        """`check(version, prompt, tokens, temperature)` recomputes the log-probs of `tokens`.
 
-        `note` writes a metrics row.
+        `note(**values)` writes a metrics row.
         """
         spec = manifest.orchestrator.guests
         assert spec is not None
@@ -88,7 +88,7 @@ class GuestPool:
         self._waiting: deque[GuestJob] = deque()
         self._changed = asyncio.Event()
         self._num_home = 0
-        self._last = "", False  # the last key `share`, and whether other sites sample it
+        self._last = "", False  # key `share` of the last call, and whether other sites get its jobs
         self._own_checks: set[asyncio.Task[None]] = set()
 
     # Calls of the orchestrator
@@ -100,7 +100,7 @@ class GuestPool:
         token_ids: Sequence[int] | np.ndarray,
         **options: Any,
     ) -> Generation:
-        """Return a sample from another site or from `here`. Options: see `EnginePool.generate`."""
+        """Return a sample of another site or of `here()`. Options: see `EnginePool.generate`."""
         found = await self.generate(share, token_ids, **options)
         if found is not None:
             return found
@@ -111,8 +111,8 @@ class GuestPool:
     ) -> Generation | None:
         """Return a sample from another site, or None if our engines have to sample it.
 
-        Calls with the same key `share` have equal prompts. Consecutive ones all go to other sites
-        or all to our engines, so that few engines prefill the prompt.
+        Calls with the same key `share` have equal prompts. If consecutive, they all go to other
+        sites or all to our engines, so that few engines prefill the prompt.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
@@ -145,7 +145,7 @@ class GuestPool:
     async def draw_here(
         self, draw: Awaitable[Generation], token_ids: Sequence[int] | np.ndarray, temperature: float
     ) -> Generation:
-        """Return a sample of our engines. Add log-prob differences of some samples to `spread`."""
+        """Return a sample of our engines. Recompute some samples to update the bounds, `spread`."""
         self._num_home += 1
         try:
             found = await draw
@@ -188,7 +188,7 @@ class GuestPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Requests of sites. TLS has authenticated `name`
+    # Requests of sites. `name` comes from the site's TLS certificate
 
     def enter(self, name: str, entry: Entry, now_s: float) -> Entered:
         self.check_allowed(name)
@@ -233,7 +233,7 @@ class GuestPool:
         for answer in answers.answers:
             own = site.jobs.get(answer.id)
             if own is None or own.result.done() or any(own is each for each, _ in site.arrived):
-                continue  # late, repeated, or another site's job
+                continue  # skip an answer that is late, repeated, or for another site
             self._take(site, own, answer)
         if site.arrived and site.checking is None:
             site.checking = asyncio.create_task(self._check_windows(site))
@@ -253,14 +253,14 @@ class GuestPool:
         return site
 
     def _attest(self, site: GuestSite, ask: Ask) -> None:
-        """Record the version in the site's engine. Refuse the site if the digest differs."""
+        """Record which version the site's engine has. Refuse the site if the digest differs."""
         if ask.version not in self.digests or ask.version == self.registry[site.index].version:
             return
         if self.digests[ask.version] != ask.digest:
             self._refuse(site, f"it holds other weights than those of version {ask.version}")
         if self.registry.took(site.index, site.lease, ask.version):
             self.registry.serves(site.index, site.lease)
-        self._wake()  # other sites may fetch the version now
+        self._wake()  # wake sites that may now fetch the version from this site
 
     def _prefers_guests(self) -> bool:
         """Return whether other sites have room, and are no busier than our engines."""
@@ -274,7 +274,7 @@ class GuestPool:
         return taken <= at_home * slots
 
     def _give(self, site: GuestSite) -> list[SampleJob]:
-        """Return the site's share of the waiting jobs, and lower its room."""
+        """Return the site's share of the waiting jobs, and lower its free `room`."""
         given: list[SampleJob] = []
         version = self.registry[site.index].version
         assert version is not None
@@ -328,7 +328,7 @@ class GuestPool:
         self._note(event="guest_lost", site=site.name, why=why)
 
     def _refuse(self, site: GuestSite, why: str) -> None:
-        """Fence the site permanently, drop its rollouts, and raise GuestRefused."""
+        """End the site's lease permanently, drop its rollouts, and raise GuestRefused."""
         num_held = len(site.arrived)
         num_waiting = self.on_refused(self.first_index + site.index)
         self.num_dropped += num_held + num_waiting
@@ -364,7 +364,10 @@ class GuestPool:
     async def _verify(
         self, site: GuestSite, window: Sequence[tuple[GuestJob, Generation]]
     ) -> set[int]:
-        """Refuse the site if an answer is false. Return versions whose weights were removed."""
+        """Recompute some answers. Refuse the site if one is false.
+
+        Return the versions that cannot be recomputed, because their weights were removed.
+        """
         removed: set[int] = set()
         for version in {own.version for own, _ in window}:
             group = [each for each in window if each[0].version == version]

@@ -1,7 +1,7 @@
 """`orrery bench trainer`: measure a trainer's speed and memory on synthetic batches.
 
 This file applies options to a manifest and makes the batches. `__main__.py` starts one process
-per device. `rank.py` times the steps. `report.py` reports the times.
+per device. `rank.py` times the steps.
 """
 
 import json
@@ -203,13 +203,16 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
     try:
         return Trainer.model_validate(fields)
     except ValueError:
-        # `check` raises an error that names the field.
+        # `check` validates again, and its error names the field.
         check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")
         raise
 
 
 def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
-    """Set dp_shard to use all `devices`. Reduce ep to fit, unless it is in `given`."""
+    """Return `mesh` with dp_shard changed to use all `devices`.
+
+    Reduce ep to a divisor of dp_shard · cp, unless `given` (the user's options) contains ep.
+    """
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
         fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))
@@ -251,9 +254,10 @@ def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Colu
 
 
 def _document_lengths(request: BenchRequest, rng: np.random.Generator) -> np.ndarray:
-    """Return document lengths that fill one micro-batch. Padding counts, if the model pads.
+    """Return document lengths that fill one micro-batch.
 
-    Variable lengths are log-uniform in [longest / 16, longest].
+    If the model pads documents to equal length, the padded documents must fit. Variable lengths are
+    log-uniform in [longest / 16, longest].
     """
     longest, left = request.document_tokens, request.tokens_per_micro_batch
     shortest = min(max(longest / 16, 2), longest)
@@ -284,7 +288,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.options.loss == "rl":
-        # A random network gives about this log-prob, so importance ratios stay finite.
+        # A random network's log-probs are near `uniform`, so importance ratios stay finite.
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),
@@ -303,7 +307,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """Return expert ids [tokens, layers, K] of equal load: each token gets the next K experts."""
+    """Return expert ids [tokens, layers, K], assigned in turn to load all experts equally."""
     shape = route_shape(model)
     assert shape is not None
     experts = np.arange(num_tokens * shape.top_k) % shape.num_experts

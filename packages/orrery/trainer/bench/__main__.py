@@ -1,7 +1,7 @@
 """Measure a manifest's trainer: `python -m orrery.trainer.bench MANIFEST [options]`.
 
-MANIFEST is a file, or a name in the checkout's `manifests/`. Missing options come from the run's
-row in `ROWS`, then from defaults.
+MANIFEST is a file, or the name of a manifest in the checkout's `manifests/`. Options that are not
+given come from `ROWS` (options by run name), then from defaults.
 """
 
 import argparse
@@ -202,7 +202,8 @@ def keep_trace(trace: Path, folder: Path, request: BenchRequest) -> None:
 def run_ranks(request: BenchRequest, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
     """Run one process per device, and return their results in rank order.
 
-    If a process fails, kill all. Raise RunFailed with the error or the end of the log.
+    If a process fails or `deadline_s` passes, kill all processes. Then raise RunFailed with the
+    process's error or the end of its log.
     """
     import torch.distributed as dist
 

@@ -54,10 +54,10 @@ IDLE = "idle"
 COMMUNICATION = "communication"
 COPIES = "copies"
 _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|b)?mm_?$"
-# (kind, pattern of kernel name, pattern of a host range around the launch). The first counts.
+# (kind, pattern of kernel name, pattern of a host range around the launch). First match wins.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # before "optimizer", which matches these kernels too
+    ("sharding copies", None, r"FSDP::"),  # precedes "optimizer": that matches FSDP's kernels too
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
@@ -142,7 +142,7 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
         model, trainer = request.model, request.trainer
         text = describe_error(error, rank, step, model, trainer, request.load, size)
         return {"out_of_memory": text}
-    destroy_world(world)  # only here: after an error, collectives may be in flight
+    destroy_world(world)  # skipped after an error, because collectives may be unfinished
     return answer
 
 
@@ -160,7 +160,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """Time `count` steps. A step ends when `learn` returns. Only the last waits for the device."""
+    """Time `count` steps. A step ends when `learn` returns. The last also waits for the device."""
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
     totals = [count_totals(each, world) for each in batches]
@@ -223,7 +223,7 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict. On exit, fill it with a GPU's mean CLOCK_FIELDS."""
+    """Yield a dict. After the `with` body, it has the GPU's mean CLOCK_FIELDS."""
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
@@ -257,7 +257,10 @@ def clock_reader(command: str, uuid: str, output: int) -> Iterator["subprocess.P
 
 
 def mean_clocks(text: str) -> dict[str, float] | None:
-    """Return the mean of each field over complete lines, or None if a line or number is missing."""
+    """Return each field's mean over the complete lines of `text`, the CSV output of nvidia-smi.
+
+    Return None if a line or a number is missing.
+    """
     rows = [line.split(", ") for line in text.splitlines(keepends=True) if line.endswith("\n")]
     try:
         columns = zip(*([float(value) for value in row] for row in rows), strict=True)
@@ -270,8 +273,9 @@ def mean_clocks(text: str) -> dict[str, float] | None:
 class Phases:
     """The seconds of one step, divided by kind, by pass and by kernel.
 
-    `by_kind` adds up to `step_s`, so it has only exposed communication. `by_pass` adds times of
-    overlapping kernels. `longest` lists kernels as (name, kind, seconds, count).
+    The times in `by_kind` add up to `step_s`, so its communication is only the exposed part.
+    `by_pass` sums the times of kernels, even if they overlap. `longest` lists kernels as (name,
+    kind, seconds, count).
     """
 
     step_s: float
@@ -304,10 +308,11 @@ class HostCopies:
 
 
 def divide_step(events: list[Event], step: str) -> Phases:
-    """Divide the time of the host range `step`. Raise ValueError if the trace lacks it.
+    """Divide the time of the host range named `step` by kind, by pass and by kernel.
 
-    Time with several kinds counts for the first of computation, copies and communication. Kinds of
-    computation share it equally. Without a GPU, host operators replace kernels.
+    While several kinds run, the time counts as computation, else as copies, else as communication.
+    Concurrent kinds of computation share the time equally. Without a GPU, host operators replace
+    kernels. Raise ValueError if the trace lacks the range.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]
@@ -364,7 +369,7 @@ def kind_of(name: str, around: Iterable[str]) -> str:
 
 
 def _stage_of(around: tuple[str, ...]) -> str:
-    """Return the pass. Recomputation belongs to "backward", and the loss to "forward"."""
+    """Return the pass: "forward" (and loss), "backward" (and recomputation) or "optimizer"."""
     if any("ptimizer.step" in one for one in around):
         return "optimizer"
     return "backward" if any(one.startswith("autograd::engine") for one in around) else "forward"
@@ -429,7 +434,7 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
-        edges.sort(key=lambda edge: edge[:3])  # at equal times, ends come first, inner before outer
+        edges.sort(key=lambda edge: edge[:3])  # equal times: ends before begins, inner ends first
         open_ranges: list[Event] = []
         clock = 0.0
         for at, opens, _, event in edges:

@@ -1,8 +1,8 @@
 """`orrery bench rates`: measure this machine's rates, for `manifest/rates/<device>.json`.
 
 - A rate is the median of several runs of a matrix product, grouped product, attention or copy.
-- Link rates need two devices. With one device, the rates that plans used before stay, and `source`
-  says so. On a CPU, two processes copy over gloo.
+- Link rates need two devices. With one device, the link rates that plans use now are copied, and
+  the field `source` states it.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def measure(device: torch.device) -> tuple[str, Rates]:
-    """Return the device's name in manifests, and its rates. Print each measurement."""
+    """Return the device's name in manifests, and its rates."""
     on_gpu = device.type == "cuda"
     sizes, dtype = (LARGE, torch.bfloat16) if on_gpu else (SMALL, torch.float32)
     model = torch.cuda.get_device_name(device) if on_gpu else "cpu"
@@ -170,7 +170,7 @@ def grouped_flops(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> flo
 
 
 def attention(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Return (limit, half). At document length L the FLOP/s are limit · L / (L + half)."""
+    """Fit attention's FLOP/s at document length L, limit · L / (L + half). Return (limit, half)."""
     rates = []
     for length in sizes.lengths:
         shape = (sizes.lengths[1], sizes.heads, 64)
@@ -188,7 +188,7 @@ def attention(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[f
         flops /= seconds(both, device)
         rates.append(show(f"attention, documents of {length}", flops, "FLOP/s"))
     (short, long), (low, high) = sizes.lengths, rates
-    # 1 / rate = 1 / limit + (half / limit) / length
+    # Solve 1 / rate = 1 / limit + (half / limit) / length.
     slope = max(0.0, (1 / low - 1 / high) / (1 / short - 1 / long))
     limit = 1 / max(1 / high - slope / long, 0.5 / high)
     return limit, slope * limit
@@ -210,7 +210,7 @@ def host_bytes(num_bytes: int, device: torch.device) -> float:
 
 
 def link_rates(kind: str, num_bytes: int) -> tuple[float, float]:
-    """Return bytes/s between two processes: (a send, an all-gather during matrix products)."""
+    """Return two processes' bytes/s of a send, and of an all-gather during matrix products."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()

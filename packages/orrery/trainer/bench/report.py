@@ -70,7 +70,7 @@ def result(
     first = answers[0]
     accelerator = accelerator_of(first["device"])
     device = None if accelerator is None else DEVICES[accelerator]
-    # Predict the last timed step. The profiled step may have other document lengths.
+    # Predicted: the last timed step. The profiled step may have other lengths.
     predicted = expected(request, first["steps"][-1]["lengths"], accelerator)
     counted = count_parameters(model, trainer.lora)
     planned = plan_memory(model, trainer, request.load, first["device_bytes"], counted)

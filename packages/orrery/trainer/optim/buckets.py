@@ -1,4 +1,4 @@
-"""Cut groups of weights into buckets (ranges of `FlatShards`), and define `UpdateRule`."""
+"""Cut groups of weights into buckets (ranges of joined shards), and define `UpdateRule`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ ALIGNMENT = 128  # shards start at multiples of this many values, for vectorised
 class WeightPart:
     """A part of one weight, with its gradient and state on the device.
 
-    Tensors are flat slices, or whole local shards if the rule `needs_whole_shards`.
+    Tensors are flat slices of the local shard, or all of it if the rule `needs_whole_shards`.
     """
 
     source: nn.Parameter
@@ -43,7 +43,7 @@ class UpdateRule:
     def update(
         self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
     ) -> None:
-        """Update the weights in place by gradient / divisor. May overwrite the gradients."""
+        """Update the weights in place with gradient / divisor. May overwrite the gradients."""
         raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ class ParamGroup:
 
 
 def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup]:
-    """Split off the first weights, up to the fraction `share` of the group's local values."""
+    """Split a group. The first weights, with at most `share` of the local values, come first."""
     sizes = [local_tensor(weight).numel() for weight in group.weights]
     room = share * sum(sizes)
     count = sum(size <= room for size in accumulate(sizes))
@@ -67,7 +67,7 @@ def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup
 
 
 def is_bias(name: str) -> bool:
-    """Return whether a weight is a bias, by name, because stacked biases have two dimensions."""
+    """Return whether `name` names a bias. Dimensions do not tell, as stacked biases have two."""
     return name.endswith("bias")
 
 
@@ -129,7 +129,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of whole weights, the same weights on all ranks despite unequal shards."""
+        """Yield windows of whole shards, with the same weights on all ranks (shards may differ)."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):

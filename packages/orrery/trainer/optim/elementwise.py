@@ -27,7 +27,7 @@ class AdamWRule(UpdateRule):
             [part.state["exp_avg"] for part in parts],
             [part.state["exp_avg_sq"] for part in parts],
             [],
-            # Copy the count, because `adamw` would increment it in each bucket of the weight.
+            # Copy the step count, because `adamw` would increment it in each bucket of the weight.
             list(torch._foreach_add([part.state["step"] for part in parts], 0.0)),
             fused=True,
             grad_scale=divisor,

@@ -16,11 +16,11 @@ from orrery.trainer.parallel.world import World
 
 
 def sharding_axes(weight: Tensor) -> dict[int, int]:
-    """Return the sharded tensor dimension for each mesh axis that shards `weight`."""
+    """Return {mesh axis: tensor dimension} of the axes that shard `weight`."""
     if not isinstance(weight, DTensor):
         return {}
     return {
-        axis: placement.dim  # also strided shards, which FSDP makes with ep
+        axis: placement.dim  # strided shards, which FSDP makes with ep, have `dim` too
         for axis, placement in enumerate(weight.placements)
         if hasattr(placement, "dim")
     }

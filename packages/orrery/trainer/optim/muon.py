@@ -143,7 +143,7 @@ class MatrixShard:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Return (rows, columns) of a matrix of `source`. If `fused`, return the gate's."""
+        """Return (rows, columns) of a matrix. If gate and up are joined (`fused`), of the gate."""
         *_, rows, columns = self.source.shape
         if self.fused is None:
             return rows, columns
@@ -151,7 +151,7 @@ class MatrixShard:
 
     @cached_property
     def axes(self) -> dict[int, int]:
-        """Return, for each mesh axis that splits a matrix, the split dimension of the matrix."""
+        """Return {mesh axis: dimension of a matrix, 0 or 1} of the axes that split matrices."""
         first = self.source.ndim - 2
         cut = sharding_axes(self.source)
         return {axis: dim - first for axis, dim in cut.items() if dim >= first}
@@ -166,7 +166,7 @@ class MatrixShard:
         return self.source.device_mesh, axis, dim
 
     def whole(self, stack: Tensor) -> tuple[Tensor, list[Placement]]:
-        """Gather this rank's matrices. Return them and their placements. A collective."""
+        """Gather whole matrices from shards. Return them and their placements. A collective."""
         assert isinstance(self.source, DTensor)
         mesh, old = self.source.device_mesh, self.source.placements
         new = [Replicate() if axis in self.axes else one for axis, one in enumerate(old)]

@@ -20,7 +20,7 @@ from orrery.trainer.optim.buckets import (
 )
 from orrery.trainer.optim.state_offload import StateOffload
 
-RESIDENT_BYTES = 1 << 30  # bucket size of resident state, to bound temporary memory
+RESIDENT_BYTES = 1 << 30  # bucket size of state on the device, to bound temporary memory
 
 
 class BucketedOptimizer:
@@ -33,7 +33,7 @@ class BucketedOptimizer:
         bucket_bytes: int | None = None,
         resident: float = 0.0,
     ):
-        """Keep the fraction `resident` of each group's state on the device despite `offload`."""
+        """If `offload`, keep only the fraction `resident` of each group's state on the device."""
         self._rate = 1.0
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._prepared: list[list[WeightPart]] = []
@@ -57,7 +57,7 @@ class BucketedOptimizer:
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Return state by weight and key. Offloaded state is a host tensor of the local shard."""
+        """Return state by weight and key. Offloaded tensors are local shards in host memory."""
         if self.offload is not None:
             self.offload.settle()
         return self._state
@@ -84,7 +84,7 @@ class BucketedOptimizer:
             parts = prepared[index] if is_prepared else self._parts(bucket, windows)
             if parts:
                 device = parts[0].weight.device
-                if device not in divisors:  # fused kernels would copy with a sync
+                if device not in divisors:  # or fused kernels would copy with a sync
                     divisors[device] = None if divisor is None else divisor.to(device)
                 rate = group.lr * self._rate
                 group.rule.update(parts, rate, group.weight_decay, divisors[device])
@@ -166,7 +166,8 @@ def named_state(
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (key, weight name, local tensor, box) in the order of `weights`, with keys sorted.
 
-    To load a tensor, fill it in place. Scalars have the box () and are equal on all ranks.
+    `box`: the local region of the full tensor, or () for a scalar, which all ranks share. To load a
+    tensor, fill it in place.
     """
     state = optimizer.state
     for name, weight in weights.items():

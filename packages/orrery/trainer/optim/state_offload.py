@@ -1,12 +1,13 @@
 """Keep optimizer state in pinned host memory, and copy it during computation.
 
-A bucket's state is copied to a slot on the device before its update and back afterwards, each
-direction on its own stream. `StateStream` copies in during the backward pass of a step's last
+A bucket's state is copied to a slot (buffer) on the device before its update and back afterwards,
+each direction on its own stream. `StateStream` copies in during the backward pass of a step's last
 micro-batch, and out during the next step's first micro-batch. The memory plan
 (`manifest/budget/state_rooms.py`) gives the device memory for slots.
 
-The GPU updates weights, because all GPUs of a node share host memory. AdamW on the host would move
-30 bytes per weight through host memory, and 6 over PCIe. Copies move 16, and 8 over PCIe each way.
+The GPU updates weights, because all GPUs of a node share the bandwidth of host memory. Per weight,
+AdamW on the host would move 30 bytes through host memory, and 6 over PCIe. Copies of state move 16,
+and 8 over PCIe each way.
 """
 
 from collections import deque
@@ -30,8 +31,8 @@ from orrery.trainer.optim.buckets import Bucket
 class StateOffload:
     """Blocks of optimizer state on the host, and slots for buckets on the device.
 
-    `host[id(shards)][key]` is the host block of one `FlatShards`. `fill` prefetches buckets.
-    `visits` copies in the other buckets, and copies all buckets out. `drain` frees slots.
+    `host[id(shards)][key]`: one state tensor of a `FlatShards`. `fill` prefetches buckets. `visits`
+    copies in the other buckets, and copies all buckets out. `drain` frees slots.
     """
 
     def __init__(self, buckets: list[Bucket]):
@@ -56,7 +57,7 @@ class StateOffload:
             self._inward = torch.cuda.Stream(self.device)
             self._outward = torch.cuda.Stream(self.device)
             self._arrived = [torch.cuda.Event() for _ in buckets]
-            # A wait for an unrecorded event returns at once.
+            # Not recorded yet: a wait for an unrecorded event returns at once.
             self._returned = [torch.cuda.Event() for _ in buckets]
 
     @property
@@ -206,7 +207,7 @@ class StateStream:
 def stream_state(
     offload: StateOffload | None, network: CausalLm, trainer: Trainer
 ) -> StateStream | None:
-    """Return the stream of offloaded state. Return None without a memory plan."""
+    """Return the `StateStream`, or None without offloaded state or without a memory plan."""
     if offload is None or network.config.family == "hugging_face":
         return None
     capacity = 0

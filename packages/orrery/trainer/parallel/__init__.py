@@ -2,8 +2,8 @@
 
 1. Context parallel replaces `Attention.core`, or `keys` in latent attention.
 2. Expert parallel replaces the token exchange and shards the experts.
-3. Compilation wraps blocks. Activation checkpointing wraps blocks or `recomputed_modules.py`'s
-   modules.
+3. Compilation wraps blocks. Activation checkpointing wraps blocks, or modules in them
+   (`recomputed_modules.py`).
 4. Activation offload wraps blocks, because it moves the activations that blocks save.
 5. FSDP2 comes last, because its hooks must run outside all other wrappers.
 """
@@ -29,7 +29,7 @@ from orrery.trainer.policy import Policy
 
 
 def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
-    """Return the parallelized policy with unset weights, on "meta" if it is sharded.
+    """Return the parallelized policy with unset weights, on "meta" if FSDP shards it.
 
     Raise OrreryError if the kernel of `trainer.attention` is not installed.
     """
@@ -69,6 +69,6 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     recomputed_modules.apply(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
-    # Cache fp8 weights only with compute copies, because a copy's `_version` shows its changes.
+    # The fp8 weight cache needs compute copies, whose `_version` shows when weights change.
     if trainer.has_compute_copies:
         policy.network.register_forward_pre_hook(fp8.WeightCache(policy.network).refresh)

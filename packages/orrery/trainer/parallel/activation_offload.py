@@ -34,7 +34,7 @@ def apply(policy: Policy, world: World, trainer: Trainer, min_bytes: int = MIN_B
 
 
 class HostBufferPool:
-    """Reusable host buffers whose sizes are powers of two. `num_bytes` is their total."""
+    """Reusable host buffers whose sizes are powers of two."""
 
     def __init__(self, pinned: bool):
         self._pinned = pinned

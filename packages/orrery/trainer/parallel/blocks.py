@@ -3,7 +3,7 @@
 - A checkpointed block keeps its input. With `selective` it also keeps results of named operations.
 - Equal blocks share one compilation: one graph (`fullgraph`) with the checkpoint inside. If ranks
   exchange tokens or keys inside a block, the checkpoint wraps several graphs instead.
-- torch compiles the first micro-batch length as a constant, and the second as a symbol.
+- torch compiles for the first micro-batch length, then once more for all lengths.
 - `keep` stores numbers that the host read from the device. `recall` returns them, so recomputation
   does not wait for the device. `_Run` keeps results of named operations, because FSDP's hooks break
   torch's selective checkpointing.
@@ -45,7 +45,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# Limit on graphs of one function. Kinds of blocks × gradients × routes exceed torch's limit of 8.
+# Limit of graphs per function: (block kinds) × (grad or not) × (routes or not) exceed torch's 8.
 MAX_GRAPHS = 64
 
 
@@ -105,17 +105,17 @@ def _checkpoint(policy: Policy, trainer: Trainer) -> None:
         run = block.forward
         if has_graphs_inside:
             run = partial(_call_without_views, run)
-        # Replace `forward` alone, so that FSDP's hooks stay outside the recomputation.
+        # Replace only the method, so that FSDP's hooks stay outside the recomputation.
         block.forward = partial(checkpoint, run, use_reentrant=False, **options)
 
 
 def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
-    """Return the keyword arguments of torch's `checkpoint` that select the kept operations.
+    """Return keyword arguments of torch's `checkpoint` that select operations with kept results.
 
-    In a block of one graph, they also stop torch 2.11's partitioner from keeping rows of experts.
+    If a block is one graph, they also stop torch 2.11's partitioner from keeping experts' rows.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
-    if model.mla is not None:  # a small result, and recomputation could choose other keys
+    if model.mla is not None:  # keep chosen keys: they are small, and could change
         kept |= {torch.ops.orrery.select_keys.default}
     if trainer.compile and not trainer.mesh.has_exchange:
         if kept or trainer.is_one_graph(model):
@@ -160,8 +160,8 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 def without_view(x: Tensor) -> Tensor:
     """Return x as a base tensor (no view) of the same memory. The gradient passes through.
 
-    FSDP passes views, but activation offload returns base tensors. A function compiled inside a
-    checkpoint would get one graph for the forward pass and another for the recomputation.
+    FSDP passes views to the forward pass, but activation offload passes base tensors to the
+    recomputation. A function compiled inside the checkpoint would get a graph for each.
     """
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 
@@ -255,7 +255,7 @@ def recall() -> Any:
 
 
 class _Run(TorchDispatchMode):
-    """Context of a forward pass that keeps answers and results, or of its recomputation."""
+    """Context of a forward pass that stores answers and results, or of the pass that reads them."""
 
     def __init__(
         self,

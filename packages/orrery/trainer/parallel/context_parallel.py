@@ -58,7 +58,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
     """Call `observe` in forward passes with each replaced module's output (or gathered keys).
 
-    The output's gradient is computed before ranks exchange gradients.
+    A hook on that tensor gets this rank's gradient, before ranks exchange gradients.
     """
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore | GatheredKeys):
@@ -74,15 +74,15 @@ def shard(batch: MicroBatch, world: World, mesh: Mesh) -> MicroBatch:
 
 
 class TokenShard(NamedTuple):
-    source: np.ndarray  # i64 [t]: index of each token in the stream
+    source: np.ndarray  # i64 [t]: index of each token in the micro-batch
     is_real: np.ndarray  # bool [t]: False for padding
-    cu_seqlens: np.ndarray  # i32: offsets for the attention core
+    cu_seqlens: np.ndarray  # i32: document offsets for the attention core
 
 
 def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Return part `rank` of `num_ranks` equal parts of the padded stream.
+    """Return part `rank` of `num_ranks` equal parts of the padded micro-batch.
 
-    The offsets cover all parts, and padding is their last document.
+    `cu_seqlens` covers all parts. Padding is the last document.
     """
     num_tokens = sum(lengths)
     size = -(-num_tokens // num_ranks)
@@ -98,7 +98,7 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
     """Return pieces `rank` and 2·num_ranks − 1 − `rank` of each document's 2·num_ranks pieces.
 
-    Offsets count this rank's two pieces of each document. All ranks have equal offsets and work.
+    `cu_seqlens` covers this rank's tokens only. All ranks have equal `cu_seqlens` and equal work.
     """
     length = np.asarray(lengths, dtype=np.int64)
     piece = -(-length // (2 * num_ranks))
@@ -122,7 +122,7 @@ def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
-    """Return the `tokens` of `batch`. Only the first rank keeps the batch's counts."""
+    """Return the `tokens` of `batch`. Only the first rank keeps counts, as they are summed."""
     source = torch.from_numpy(tokens.source)
     place = np.full(len(batch.token_id), -1, dtype=np.int64)
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)
@@ -158,7 +158,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
 def _routes(
     routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return tokens' choices of experts or keys. Padding has none, to count mismatches once."""
+    """Return tokens' choices of experts or keys. Padding repeats a token, so it gets no choice."""
     if routes is None:
         return None
     here = routes[source]
@@ -192,7 +192,7 @@ class UlyssesCore(nn.Module):
 
 
 def _to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Exchange this rank's tokens [t, H, K] for its heads [T, H/cp, K]."""
+    """Exchange all heads of this rank's tokens, [t, H, K], for all tokens of its heads."""
     leaving = [x.unflatten(1, (group.size(), -1)).transpose(0, 1) for x in tensors]
     return tuple(x.flatten(0, 1) for x in all_to_all(leaving, group))
 

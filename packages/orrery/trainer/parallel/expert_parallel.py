@@ -43,7 +43,7 @@ def make_exchange(
     num_sms: int | None = None,
     chunk_tokens: int | None = None,
 ) -> nn.Module:
-    """Return the exchange over `group`. Rank i holds the i-th part of the experts.
+    """Return the token exchange over `group`. Rank i holds the i-th part of the experts.
 
     `num_sms` and `chunk_tokens` are for DeepEP. Raise OrreryError if `backend` is unknown or not
     installed.
@@ -135,7 +135,7 @@ class TorchExchange(nn.Module):
         num_ranks = self.group.size()
         num_local = self.num_experts // num_ranks
         rank_TK = expert_TK // num_local
-        # Send only the first of a token's slots (choices of experts) on each rank.
+        # Send a token once per rank, for its first slot (choice of an expert) on it.
         is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
         is_first_TK = ~is_same_TKK.tril(-1).any(2)
         rows = sort_by_expert(torch.where(is_first_TK, rank_TK, num_ranks), num_ranks)
@@ -161,7 +161,7 @@ class TorchExchange(nn.Module):
         here = _rows(expert_NK, num_local, slots_of_expert, experts.row_block)
         y_ND = experts(x_ND, score_NK, here, has_spare=True)
         (y_MD,) = exchange(to_tokens, to_experts, y_ND)
-        if len(rows.row_M) > num_sent:  # a zero row for unsent slots
+        if len(rows.row_M) > num_sent:  # unsent slots read a zero row
             y_MD = torch.cat((y_MD, y_MD.new_zeros(1, y_MD.shape[1])))
         return combine_rows(y_MD, rows)
 
@@ -228,7 +228,7 @@ class DeepEpExchange(nn.Module):
     ) -> Tensor:
         if (size := self.chunk_tokens) is None:
             return self._exchange(x_TD, score_TK, expert_TK, experts)
-        # Chunks are collectives, so ranks with fewer tokens exchange empty chunks.
+        # A chunk's exchange is a collective, so ranks with fewer tokens exchange empty chunks.
         if (count := blocks.recall()) is None:
             most = torch.tensor(len(x_TD), device=x_TD.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
@@ -251,7 +251,7 @@ class DeepEpExchange(nn.Module):
 
 
 def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: int) -> RowOrder:
-    """Return the order of received slots by local expert, padded to multiples of `block` rows.
+    """Sort received slots by local expert, and pad each expert's rows to a multiple of `block`.
 
     `expert_NK` is −1 for experts of other ranks. Their slots share a spare row at the end.
     `rows_of_expert[e]` is the number of slots of local expert e.
@@ -264,7 +264,7 @@ def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: i
 
 @cache
 def _buffer(group: dist.ProcessGroup, row_bytes: int, num_sms: int | None) -> Any:
-    """Return the group's buffer, shared by all layers. A collective."""
+    """Return the group's DeepEP buffer for all layers. A collective."""
     from deep_ep import Buffer
 
     if num_sms is not None:

@@ -51,7 +51,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # A divide factor would select PREMUL_SUM, but gloo lacks it.
+            # Otherwise the divide factor would select PREMUL_SUM. gloo lacks it.
             module.set_force_sum_reduction_for_comms(True)
     if trainer.mesh.ep > 1:
         _prefetch(policy)
@@ -69,7 +69,7 @@ def _allocate_on_host(policy: Policy, device: torch.device) -> None:
 
 
 def _prefetch(policy: Policy) -> None:
-    """Set the units to prefetch, because token exchanges keep the host from running ahead."""
+    """Set FSDP's prefetches, because the host waits in token exchanges and cannot run ahead."""
     layers = [
         [module for module in layer.modules() if isinstance(module, FSDPModule)]
         for layer in policy.network.layers
@@ -80,7 +80,7 @@ def _prefetch(policy: Policy) -> None:
 
 
 def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
-    """Choose the reductions of the next backward pass. `last`: the step's last pass."""
+    """Choose which gradients the next backward pass reduces. `last`: it is the step's last."""
     if not isinstance(policy, FSDPModule):
         return
     if spec.reduce_gradients == "step":
@@ -90,7 +90,7 @@ def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
 
 
 def reshard_all(policy: Policy) -> None:
-    """Reshard all weights, because an export would read gathered weights in the compute dtype."""
+    """Reshard all weights. Otherwise an export would read gathered weights, in compute dtype."""
     if policy.copies is not None:
         policy.copies.restore()
     for module in policy.modules():

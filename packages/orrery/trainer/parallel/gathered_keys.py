@@ -1,7 +1,7 @@
 """Context parallel for latent attention: each rank gathers the latent keys of all R ranks.
 
 - One all-gather per layer carries latent, rotated and indexer keys while queries are computed.
-- One all-to-all sends gradients to their keys' ranks, to be summed in float32 and in rank order.
+- One all-to-all sends gradients to the keys' ranks, which sum them in float32, in rank order.
 - Tokens lie in zig-zag order (`context_parallel.zigzag`), so all ranks score equally many keys.
 - Indices of keys and offsets in layers' `Documents` refer to the stream of all padded documents.
 
@@ -29,15 +29,15 @@ class KeyOrder(NamedTuple):
     Row r·t + i is token i of rank r. A rank's queries are an early and a late piece of each
     document. If keys stay latent, both pieces read the same copy of all keys, and `parts` has one
     entry. If keys are expanded, each piece reads its own copy of the document's prefix, and `parts`
-    has two entries. An entry has no row twice, so gradients are added without atomics.
+    has two entries. No row occurs twice in an entry, so gradients are added without atomics.
     """
 
     row: Tensor  # i64 [K], each key's row of the all-gather's result
-    parts: list[tuple[Tensor, Tensor | None]]  # (rows, indices in `row`). None: all of `row`
+    parts: list[tuple[Tensor, Tensor | None]]  # (gathered rows, indices in `row` or None: all)
     first: Tensor  # i32 [t], each query's first key, as an index of the padded stream
     last: Tensor  # i32 [t], each query's last key, which is its own
     queries: Documents  # each document's early and late piece as two sequences
-    keys: Documents  # prefixes of the pieces. Whole documents if keys stay latent
+    keys: Documents  # prefix that each piece reads, or whole documents if keys stay latent
 
     @classmethod
     def of(cls, documents: Documents, t: int, size: int, rank: int, is_latent: bool) -> "KeyOrder":
@@ -66,7 +66,7 @@ class KeyOrder(NamedTuple):
 def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
     """Return i64 [R, t], each rank's tokens as indices in the padded stream (see `zigzag`).
 
-    `start`, `length`: i64 [documents], of documents in the padded stream. `size` is R.
+    `start`, `length`: i64 [documents], first index and length in the stream. `size` is R.
     """
     here = length // size
     start_t, before_t, piece_t = (
@@ -97,7 +97,7 @@ def _prefixes(
 
     - `row_S[i]`: gathered row of token i of the padded stream.
     - `start` [documents]: first token of each document in the padded stream.
-    - `length` [documents]: number of keys in each prefix. Their sum is `total`.
+    - `length` [documents]: keys in each prefix (the keys that a piece reads), in sum `total`.
     - `at` [documents]: index of each prefix's first key in `KeyOrder.row`.
     """
     before = length.cumsum(0) - length

@@ -1,10 +1,10 @@
 """Run named modules of a block again in the backward pass (`ModuleCheckpointing`).
 
 - Each call of such a module runs under torch's `checkpoint`, which keeps only the call's inputs.
-- Later operations would save the call's results. In one compiled graph, torch's partitioner avoids
-  this, except for results that another such call reads.
-- Otherwise, hooks on saved tensors replace each result by its autograd node, which saves the result
-  inside the checkpoint.
+- Operations that read a call's result would still save it. If the block is one compiled graph,
+  torch's partitioner avoids this, except for results that another such call reads.
+- In other blocks, hooks on saved tensors replace each result by its autograd node, which saves the
+  result inside the checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -96,7 +96,7 @@ def _save_results(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Saved(torch.autograd.Function):
-    """Return x, and save x. `recomputed`: x from its first to its last use in the backward pass."""
+    """Return x, and save x. `recomputed`: x, while the backward pass still uses it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

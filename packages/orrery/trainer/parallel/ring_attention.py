@@ -3,7 +3,7 @@
 T: tokens of this rank · H: query heads · G: key and value heads · K: head size
 
 Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`). Ranks
-pass keys and values in a ring. A step with rank j's keys is one of three cases of equal work:
+pass keys and values in a ring. A step with rank j's keys computes one of three equal-cost cases:
 
     j = r   all queries, all keys, causal in the order of this rank's tokens
     j < r   all queries, early keys
@@ -67,7 +67,7 @@ _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
 class RingStep(NamedTuple):
-    """Indices of the queries and keys of one step among a rank's tokens. None means all."""
+    """Queries and keys of one step, as indices of a rank's tokens. None means all tokens."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -128,7 +128,7 @@ class _Ring(torch.autograd.Function):
             k, v = (_pick(x, pair.keys) for x in kv)
             part, part_lse = attention_forward(_pick(q_THK, pair.queries), k, v, *pair.offsets)
             if step == 0:
-                # Copy, because selective checkpointing may keep the operator's results.
+                # Copy before changes, as selective checkpointing may keep the operator's results.
                 total_THK, lse_TH = part.to(part_lse.dtype, copy=True), part_lse.clone()
             else:
                 # Weight the partial outputs by their log-sum-exps, in float32.

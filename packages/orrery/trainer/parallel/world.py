@@ -4,7 +4,7 @@
     fsdp_mesh     [dp_replicate ×] fsdp              weights. fsdp = dp_shard · cp
     expert_mesh   dp_replicate × expert_fsdp × ep    experts. expert_fsdp · ep = fsdp
 
-A process ends if a collective fails or takes longer than `scaled(COLLECTIVE_DEADLINE_S)`.
+A process ends if a collective fails or exceeds COLLECTIVE_DEADLINE_S · ORRERY_DEADLINE_SCALE.
 """
 
 import os
@@ -115,7 +115,7 @@ def device_for(accelerator: str, index: int) -> torch.device:
     if accelerator == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         return torch.device("cpu")
-    # Wrap the index: with CUDA_VISIBLE_DEVICES set per process, device numbers restart at 0.
+    # Take `index` modulo the count, because CUDA_VISIBLE_DEVICES may leave a process only one GPU.
     device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
     torch.cuda.set_device(device)
     return device
@@ -149,7 +149,7 @@ def _divide_multiprocessors() -> None:
 
 
 def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
-    """Build the meshes. A collective. Raise RunFailed if `mesh` has another number of ranks."""
+    """Build the meshes. A collective. Raise RunFailed if `mesh` needs more or fewer ranks."""
     if (found := dist.get_world_size()) != mesh.world_size:
         size = f"dp_replicate·dp_shard·cp = {mesh.world_size}"
         raise RunFailed(f"trainer.mesh: {size}, but {found} ranks are here")
@@ -209,7 +209,7 @@ def all_to_all(
     sent: list[int] | None = None,
     arriving: list[int] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Exchange rows: the first `sent[0]` go to rank 0 of `group`, the next to rank 1, and so on.
+    """Send the first `sent[0]` rows to rank 0 of `group`, the next `sent[1]` to rank 1, and so on.
 
     Return tensors with `arriving[r]` rows from each rank r, in rank order.
     By default, all ranks exchange equally many rows.

@@ -6,8 +6,8 @@
 - Kind `adapters`: like `files`, but only LoRA adapters, with PEFT's names. lora_B includes the
   scale.
 - Direct kinds (`nccl`, `nixl`): trainer ranks send slices to engine ranks, without gathering whole
-  tensors. The orchestrator leases a version before its transfer (`leases`). vLLM's own senders are
-  not used, because they send whole tensors or need Ray.
+  tensors. Before a transfer, the orchestrator leases the version, which delays the optimizer step
+  (`leases`). vLLM's own senders would send whole tensors or need Ray.
 """
 
 from importlib.util import find_spec

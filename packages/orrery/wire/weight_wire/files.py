@@ -1,10 +1,10 @@
 """Send weights as safetensors files: the trainer writes the files, every engine maps them.
 
-- The folder has mode 0700. On one node it is in shared memory, on several in the run's folder.
-- `version_<n>/00000.safetensors …`: shards of at most SHARD_BYTES, or of one larger tensor.
+- The versions' folder has mode 0700. On one node it is in shared memory, else in the run's folder.
+- `version_<n>/00000.safetensors …`: shards of at most SHARD_BYTES. A larger tensor is one shard.
 - `version_<n>.json`: the marker, written last. Readers look only for markers.
-- The publisher keeps the newest `keep` versions, and removes a marker before its files. A mapped
-  file stays readable.
+- The publisher keeps the newest `keep` versions, and removes a marker before its files. A file
+  that an engine has mapped stays readable.
 """
 
 import math
@@ -226,7 +226,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
-    # NFS may show the marker first, so wait, unless a newer version may have replaced the folder.
+    # NFS may show the folder late, so wait, unless a newer version may have removed the folder.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))

@@ -28,12 +28,12 @@ from orrery.wire.weight_wire.plan import (
 SCALE = "_scale_inv"  # suffix of a scale's name, as in FP8 checkpoints
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
-LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines raise smaller block maxima to 1e-4
+LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # minimum scale: engines raise smaller block maxima to 1e-4
 CHUNK_ROWS = 1024  # number of rows decoded at a time, in float32
 
 
 def in_blocks(box: Box) -> Box:
-    """Return the box of scales for a box [.., rows, columns] of values.
+    """Return the box (index range) of scales for a box [.., rows, columns] of values.
 
     Raise ValueError if the box cuts a block.
     """
@@ -48,7 +48,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return values [N, K] times their blocks' scales [N/128, K/128], in bfloat16."""
-    # Lower the least scale, because 448 · LEAST_SCALE rounds up in bfloat16 and exceeds 1e-4.
+    # Lower the minimum scale: 448 · LEAST_SCALE rounds above 1e-4 and would raise engines' scale.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):
@@ -93,7 +93,7 @@ def plain_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
 def with_scales(
     needs: Mapping[str, tuple[Box, ...]], tensors: Iterable[TensorInfo]
 ) -> dict[str, tuple[Box, ...]]:
-    """Return `needs` plus the boxes of scales, in the order of `tensors`."""
+    """Return the boxes in `needs` and the boxes of their scales, in the order of `tensors`."""
     found: dict[str, tuple[Box, ...]] = {}
     for each in tensors:
         plain = each.name.removesuffix(SCALE)
@@ -104,7 +104,7 @@ def with_scales(
 
 
 class SliceDecoder:
-    """Decode slices of a direct wire. Scales must precede their values, or share their bucket."""
+    """Decode FP8 slices of a direct wire. No scale may arrive in a later bucket than its values."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], device: torch.device) -> None:
         self._tensors, self._device = tensors, device

@@ -6,7 +6,7 @@ step. A lease delays that step.
   receive it (empty: no transfer). A request replaces all requests with lower numbers.
 - `LeaseReport`: trainer rank 0's answer to the newest request, a transfer or a refusal.
 - Both ends repeat their messages, so a message may be lost, late or doubled. A restarted
-  orchestrator starts a new session. Its first request ends the old session's lease.
+  orchestrator starts a new session. The session's first request ends the old lease.
 - Before a step, rank 0 refuses new leases, and waits until the lease is released or its version is
   sent. If an engine is lost, the transfer fails, and the lease keeps the version for a retry.
 """
@@ -29,8 +29,8 @@ from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, deale
 # vLLM passes on only the text of a worker's error, so these phrases identify the error.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # time limit of one round of messages, before scaling
-LEASE_S = 120.0  # time limit of the trainer's answer, before scaling
+ROUND_S = 60.0  # time limit of one round of messages, times ORRERY_DEADLINE_SCALE
+LEASE_S = 120.0  # time limit of the trainer's answer, times ORRERY_DEADLINE_SCALE
 REPEAT_S = 1.0
 STOP_S = 0.2
 
@@ -138,7 +138,7 @@ class LeaseTable:
             return Transfer(number, request.version, request.engines)
 
     def admit(self, transfer: Transfer) -> str:
-        """Return "" and make `settle` wait until `finish`, or return the reason for a refusal."""
+        """Admit a transfer: return "" and make `settle` wait for `finish`. Else return why not."""
         with self.changed:
             if transfer.version != self._open:
                 return f"version {transfer.version} {GONE}"
@@ -177,7 +177,7 @@ class LeaseListener:
     def __init__(
         self, url: str, apply: Callable[[LeaseRequest], LeaseReport], report: LeaseReport
     ) -> None:
-        """Send `report` first, then `apply(request)` for each request. Repeat the newest report."""
+        """Send `report`, then answer requests with `apply(request)`. Repeat the newest report."""
         self._url, self._apply, self._report = url, apply, report
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
@@ -217,7 +217,7 @@ class LeaseListener:
 
 
 class LeaseClient:
-    """The orchestrator's end, for one event loop."""
+    """The orchestrator's end of the lease protocol, for one event loop."""
 
     def __init__(self, send: Callable[[LeaseRequest], object]) -> None:
         """`send` passes a request to the trainer, and may lose it."""

@@ -1,4 +1,4 @@
-"""Move bytes from a source's buffers ("buckets") to a target's, one message per round and pair.
+"""Move bytes from sources' buffers ("buckets") to targets', one message per round and pair.
 
 - Sources are trainer ranks, targets are engine ranks.
 - `nccl`: a separate process group sends messages (nccl on GPUs, gloo on CPUs). Its ranks are the
@@ -32,9 +32,9 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.plan import Location, TransferPlan
 
-FORM_S = 30.0  # time limit for a group's ranks to connect, before scaling
+FORM_S = 30.0  # time limit for a group's ranks to connect, times ORRERY_DEADLINE_SCALE
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # nccl's timeout. Its watchdog would end the process after a timeout
+NEVER = timedelta(days=30)  # nccl's timeout, after which nccl's watchdog would end the process
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class GroupLink:
         if device.type == "cuda":
             handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
             before = os.environ.get(handling)
-            os.environ[handling] = "0"  # otherwise nccl ends this process when a peer dies
+            os.environ[handling] = "0"  # keep nccl from ending this process when a peer dies
             try:
                 self._group = dist.distributed_c10d.ProcessGroupNCCL(store, rank, len(names), NEVER)
             finally:
@@ -178,7 +178,7 @@ class Reader(Protocol):
 class PullSender:
     """A source's end: announce filled messages in the store, and wait for acknowledgements.
 
-    A pair's message numbers rise over all transfers of a group, so messages are not confused.
+    A target's message numbers rise over all transfers of a group, so no two messages share a key.
     `offer` is the store key of the source's buckets, removed by `close`.
     """
 
@@ -246,7 +246,7 @@ class PullReceiver:
 
 
 class IpcHandle(msgspec.Struct):
-    """A bucket's description by `torch.UntypedStorage._share_cuda_` (torch 2.13)."""
+    """A bucket's IPC handle, returned by `torch.UntypedStorage._share_cuda_` (torch 2.13)."""
 
     memory: bytes
     num_bytes: int
@@ -370,7 +370,7 @@ def wait_for_progress() -> None:
 
 
 class RegisteredBuckets:
-    """Buckets that both ends register with NIXL, once per process group."""
+    """A rank's buckets, registered with NIXL once per process group, at both ends."""
 
     def __init__(self, name: str, buckets: Sequence[Tensor]) -> None:
         api = load_nixl()
@@ -458,9 +458,9 @@ class NixlReader:
 
 
 class SenderLink:
-    """A source's end. Targets in `pulling` read its buckets. The group sends to other targets.
+    """A source's end. Targets in `pulling` read the source's buckets.
 
-    After `close`, all waits at the targets fail.
+    The process group sends to other targets. After `close`, all waits at the targets fail.
     """
 
     def __init__(
@@ -485,7 +485,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """A target's end. It reads buckets of sources in `pulled`. Other sources use the group."""
+    """A target's end. It reads buckets of `pulled` sources. Other sources use the process group."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None

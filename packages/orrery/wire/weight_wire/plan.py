@@ -28,7 +28,7 @@ from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
 ALIGNMENT_BYTES = 16  # alignment of slices, so that any dtype can view them
-PIECES_A_BUCKET = 4  # slices have at most 1/4 bucket, which wastes little space
+PIECES_A_BUCKET = 4  # a slice fills at most 1/4 bucket, so buckets waste little space
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -153,7 +153,7 @@ def plan_moves(
     needs: Sequence[Mapping[str, Sequence[Box]]],
     itemsize: Mapping[str, int],
 ) -> list[Move]:
-    """Return all moves, in the order of `names`.
+    """Return all moves of boxes from sources to targets, in the order of `names`.
 
     Raise OrreryError if a needed element is in no source's box, or in two different boxes.
     """
@@ -273,7 +273,7 @@ class HeldTensor:
         return self.local[tuple(slice(a - first, b - first) for (a, b), (first, _) in sides)]
 
 
-# (view of the source, byte offset in the bucket, sent dtype)
+# A copy into a bucket: (view of the weights, byte offset in the bucket, sent dtype).
 Copy = tuple[Tensor, int, torch.dtype]
 
 

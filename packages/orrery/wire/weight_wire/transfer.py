@@ -97,7 +97,7 @@ class WeightSender:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Connect to the store whose address is in `folder`. Rank 0 first opens it at `host`."""
+        """Connect to the TCPStore named in `folder`. Rank 0 first serves the store at `host`."""
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
         self._server = None
         if rank == 0:
@@ -144,7 +144,7 @@ class WeightSender:
         - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part.
           It is called again only after a weight in `standing` changed its storage.
         - `report` is called on rank 0 after each transfer, with the version, an error or "", and
-          the seconds of each part.
+          the seconds of each phase.
         """
         self.check()
         if self._version is not None and version <= self._version:
@@ -177,7 +177,7 @@ class WeightSender:
         return published
 
     def settle(self) -> float:
-        """Withdraw the version and wait for its lease. Return the seconds waited."""
+        """Withdraw the version and wait for the end of its lease. Return the seconds waited."""
         begin, version = time.perf_counter(), self._version
         if version is None or self._sending is None:
             return 0.0
@@ -264,7 +264,7 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # Paused engines wait for this stream, so it has priority over the trainer's.
+                # Paused engines wait for this stream, so it has priority over the trainer's stream.
                 # The weights are complete, because `publish` has waited for the step's end.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
@@ -383,7 +383,7 @@ class Round:
 
 @dataclass
 class Pieces:
-    """The distinct boxes of one engine's ranks."""
+    """The distinct boxes (pieces of tensors) of one engine's ranks."""
 
     tensor_of: np.ndarray  # i64 [pieces], index of the tensor
     of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of its fingerprints
@@ -414,7 +414,7 @@ class WeightReceiver:
         self.tensors: dict[str, TensorInfo] = {}
 
     def join(self, folder: Path, needs: Callable[[list[TensorInfo]], Needs]) -> None:
-        """Connect to the wire in `folder` if needed. `needs` returns this rank's boxes."""
+        """Connect to the wire in `folder` if needed. `needs` returns the boxes to receive."""
         address = find_wire(folder)
         if address == self._address:
             return
@@ -490,7 +490,7 @@ class WeightReceiver:
         return dict(zip(self.tensors, total.tolist(), strict=True))
 
     def _shares_of(self, rank: int) -> np.ndarray:
-        """Return the fingerprints of `rank`, u64 [pieces]. A failed rank publishes empty bytes."""
+        """Return `rank`'s fingerprints, u64 [its pieces]. A failed rank publishes empty bytes."""
         name = f"{self.engine} (rank {rank})"
         try:
             shares = self._store.raw(f"{self._attested}/{rank}", f"the fingerprints of {name}")
