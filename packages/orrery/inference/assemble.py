@@ -99,7 +99,7 @@ def server_arguments(
         "--uvicorn-log-level": "warning",
     }
     flags = [
-        "--tokens-only",  # no tokenizer, as the orchestrator turns chats into tokens
+        "--tokens-only",  # no tokenizer, because the orchestrator turns chats into tokens
         "--enable-prompt-tokens-details",  # answers report cached_tokens
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",

@@ -110,7 +110,7 @@ class Left:
     start: str
     shared: str
     disk: Path | None  # folder of KV blocks, kept after a failure
-    pid: int  # the server process. Its forks inherit the signal handler, but must not remove files
+    pid: int  # of the server. Its forks inherit the signal handler, but must not remove files
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":

@@ -105,7 +105,7 @@ def select_keys(
             place = choose(score_CS[some], (ranges[1] - ranges[0])[some], top_k)
             found = torch.where(place < 0, -1, place + ranges[0][some, None])
             index_TK[start + part : start + part + len(found)] = found
-        del score_CS  # free them before allocating the next chunk's scores
+        del score_CS  # free the memory before allocating the next chunk's scores
     return index_TK
 
 

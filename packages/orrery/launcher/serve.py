@@ -1,7 +1,9 @@
-"""Serve a run's weights, or a Hugging Face folder, by vLLM on this machine. Export checkpoints.
+"""Serve a run's weights, or a Hugging Face folder, by vLLM on this machine.
 
-The server runs in a temporary run directory, which is kept after a failure. With Slurm, a small job
-writes the export, because a login node has no torch and little memory.
+The server runs in a temporary run directory, which is kept after a failure.
+
+`orrery export` writes a checkpoint's weights as a Hugging Face folder. With Slurm, a small job does
+this, because a login node has no torch and little memory.
 """
 
 import json

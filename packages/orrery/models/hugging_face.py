@@ -178,7 +178,7 @@ try:  # a private function renames tensors as `save_pretrained` does
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # shape of one expert in a test tensor: 12 rows split into 2, 3 or 4 parts
+PROBE_SHAPE = (12, 2)  # one expert of the test tensor. 12 rows divide into 2, 3 or 4 parts
 
 _global_generator = threading.Lock()  # held while transformers draws from torch's global generator
 

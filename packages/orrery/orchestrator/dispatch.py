@@ -238,7 +238,7 @@ class Dispatch:
 @dataclass
 class _Expired:
     since_s: float
-    tokens: dict[int, int] = field(default_factory=dict)  # engine → total tokens at first poll
+    tokens: dict[int, int] = field(default_factory=dict)  # engine → tokens made at its first poll
     is_slow: bool = False
 
 

@@ -375,7 +375,7 @@ def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
     return scorer_of(request)(reply) == 1.0
 
 
-# Rows are checked in a fork, so that SIGALRM can end it even in C code.
+# Rows are checked in a fork. SIGALRM ends the fork, even while it runs C code.
 
 ROW_S = 10.0  # time limit for checking a row, scaled
 

@@ -186,7 +186,7 @@ class SiteTraining:
         self._shards.finish_round(row.members, num_documents * (row.round > 0))
         step = min(row.round * self._phase, self._num_steps)
         if self._ctx.stage == "sft" and not step <= self._learner.step < step + self._phase:
-            self._learner.step = step  # not in RL, where `step` counts this site's batches
+            self._learner.step = step  # SFT only: RL's `step` counts this site's own batches
         self._copy(row.round, row.digest)
         if self._ranks.is_first:
             self._record(row, inner_s)

@@ -303,7 +303,7 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
         raise ValueError(f"a header of {header_bytes} bytes exceeds a file of {len(file)}")
     header = json.loads(file[8 : 8 + header_bytes].tobytes())
     if not isinstance(header, dict):
-        raise ValueError("a header that is not a table")
+        raise ValueError("its header is not a JSON object")
     return header, file[8 + header_bytes :]
 
 

@@ -562,7 +562,7 @@ class _StepPlan:
         return self.r * unit.gathered_trained(self.ep) if self.is_sharded else 0
 
     def reduced_gradient(self, unit: UnitParameters) -> int:
-        """Return the device bytes of a unit's reduced gradient: p·n / s, 0 with `cpu_offload`."""
+        """Return the device bytes of a unit's reduced gradient: p·n / s, on the host 0."""
         return 0 if self.on_host else self.p * unit.trained // self.shards
 
     def earlier_gradient(self, unit: UnitParameters) -> int:

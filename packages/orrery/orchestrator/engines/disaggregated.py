@@ -3,13 +3,15 @@
     prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ address of its KV blocks
     prompt, address ──▶ decode engine: reads the blocks, recomputes the last token, samples
 
-- The decode engine gives tokens and versions. The prompt's cache may be of an older version, but
-  not older than the version in the cache salt.
+- A decode engine's answer has the tokens and their policy versions. The prompt's cache may be of an
+  older version, but not older than the version in the cache salt.
 - `choice` picks engines and ranks. No router is used: it would drop request ids and credentials.
 - Requests with the same prompt, such as those of a group, share one prefill.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
-- A cancelled request still hands over its blocks, or they stay until their lease (time limit) ends.
-- A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
+- If a request is cancelled during prefill, the decode engine still reads its blocks, so that they
+  do not stay until their lease (time limit) ends.
+- A request lost with an engine is not retried. `ended` and `keep_no_longer` free the request's
+  blocks in the other engine.
 """
 
 import asyncio
@@ -66,10 +68,10 @@ class DisaggregatedEngines:
         num_ranks: Sequence[int] = (),
         max_local_prefill_tokens: int = 0,
     ):
-        """Share `engines` and `admitted` with the pool.
+        """Use the pool's own `engines` and `admitted`, so that the pool's changes show here.
 
-        - `engines`: a prefill engine for each of `handovers`, then the decode engines.
-        - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap` with Mooncake, or {}.
+        - `engines`: the prefill engines, in the order of `handovers`, then the decode engines.
+        - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap`. {} with NIXL.
         - `admitted`: indices of engines that get requests. `look` removes lost engines from it.
         - `num_ranks`: data-parallel ranks of each engine. Empty: one rank each.
         """

@@ -121,7 +121,7 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
         if kept or trainer.is_one_graph(model):
             return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
         return {}
-    # The checkpointed code is eager, with graphs or FSDP hooks inside.
+    # The checkpointed code runs eagerly, and may call compiled graphs or FSDP hooks.
     if kept or trainer.mesh.ep > 1:
         called = _called_by_graphs(trainer, model)
         return {"context_fn": partial(recomputation_contexts, kept, called)}

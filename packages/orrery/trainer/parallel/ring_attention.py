@@ -28,7 +28,7 @@ class Halves(NamedTuple):
     early: Tensor  # i64 [T / 2], indices of tokens
     late: Tensor  # i64 [T / 2], indices of tokens
     cu_whole: Tensor  # i32 [documents + 1], offsets of both halves together
-    cu_half: Tensor  # i32 [documents + 1], offsets of one half
+    cu_half: Tensor  # i32 [documents + 1], offsets in `early`, equal to those in `late`
     max_whole: int
     max_half: int
 

@@ -386,7 +386,7 @@ class Pieces:
     """The distinct boxes (pieces of tensors) of one engine's ranks."""
 
     tensor_of: np.ndarray  # i64 [pieces], index of the tensor
-    of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of its fingerprints
+    of_rank: dict[int, np.ndarray]  # rank → indices of its pieces, in the order of `needs`
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
@@ -403,7 +403,7 @@ class Pieces:
 
 
 class WeightReceiver:
-    """One engine rank's end, kept between transfers and when the trainer restarts."""
+    """Receive weights in one engine rank. Kept between transfers and when the trainer restarts."""
 
     def __init__(self, engine: str, rank: int, world_size: int, device: torch.device) -> None:
         self.engine, self.rank, self.world_size, self.device = engine, rank, world_size, device
