@@ -8,10 +8,8 @@
 - `choice` picks engines and ranks. No router is used: it would drop request ids and credentials.
 - Requests with the same prompt, such as those of a group, share one prefill.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
-- If a request is cancelled during prefill, the decode engine still reads its blocks, so that they
-  do not stay until their lease (time limit) ends.
-- A request lost with an engine is not retried. `ended` and `keep_no_longer` free the request's
-  blocks in the other engine.
+- If a request is cancelled in prefill, a decode engine still reads its blocks, to free them.
+- A request lost with an engine is not retried. The other engine's blocks of it are freed.
 """
 
 import asyncio
