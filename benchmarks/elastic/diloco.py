@@ -41,7 +41,7 @@ from orrery.wire.columns import Columns
 from record import ROOT, parser_of, record
 
 NUM_VALIDATED, FIRST_PILOT = 256, 21
-RATES, LR = (1e-3, 2e-3, 4e-3), 2e-3  # LR is that of the warm start
+RATES, LR = (5e-4, 1e-3, 2e-3), 2e-3  # LR is that of the warm start
 OUTERS = [OuterOptimizer(lr, mu, mu > 0) for lr, mu in ((0.7, 0.9), (1.0, 0.8))]
 CPU = torch.device("cpu")
 Warm = tuple[dict, dict, int]  # weights, optimizer state, stories used
