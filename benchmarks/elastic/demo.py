@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from workspace import ROOT, linked
 RUN, NAMES, LATE, KILLED = "elastic_text", ("oslo", "lima", "kyoto", "accra"), "accra", "kyoto"
 FOLDER = ROOT / "build/elastic"
 FIRST_PORT, PORTS = 29400, 10
-LIMIT_S = 300.0
+LIMIT_S, POLL_S = 300.0, 0.5
 
 
 def checkout(name: str) -> Path:
@@ -96,32 +97,38 @@ def table() -> list[Round]:
     ]
 
 
-class Shown:
-    """Prints each round once."""
+class Terminal:
+    """Print each round once, and what happens, with the seconds since the start."""
 
     def __init__(self) -> None:
         self.begin_s = time.monotonic()
-        self.count = 0
+        self.num_rounds = 0
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.begin_s:4.0f} s  {text}", flush=True)
 
-    def rounds(self) -> None:
-        new = table()[self.count :]
-        for one in new:
-            loss = "" if one.loss is None else f", loss {one.loss:.3f}"
-            sites = f"{len(one.members)} sites ({' '.join(sorted(one.members))})"
-            self.say(f"round {one.number}: {sites}, {one.num_bytes / 1e6:.1f} MB sent each{loss}")
-        self.count += len(new)
+    def watch(self, is_over: Callable[[], bool], limit_s: float) -> bool:
+        """Print new rounds until `is_over()`. Return whether that was within `limit_s`."""
+        end_s = time.monotonic() + limit_s
+        while True:
+            over = is_over()
+            for one in table()[self.num_rounds :]:
+                has_loss = one.loss is not None or one.number == 0
+                if not (over or (has_loss and set(one.members) <= set(NAMES))):
+                    break  # a site has not reported its name or this step's loss yet
+                loss = "" if one.loss is None else f", loss {one.loss:.3f}"
+                sites = f"{len(one.members)} sites ({' '.join(sorted(one.members))})"
+                sent = f"{one.num_bytes / 1e6:.1f} MB sent by {NAMES[0]}"
+                self.say(f"round {one.number}: {sites}, {sent}{loss}")
+                self.num_rounds += 1
+            if over or time.monotonic() > end_s:
+                return over
+            time.sleep(POLL_S)
 
 
-def await_round(number: int, shown: Shown, name: str = NAMES[0]) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not any(row["round"] >= number for row in rounds(name)):
-        if time.monotonic() > end_s:
-            raise SystemExit(f"error: {name} finished no round {number}; read {FOLDER}/{name}.log")
-        shown.rounds()
-        time.sleep(0.2)
+def await_round(number: int, terminal: Terminal, name: str = NAMES[0]) -> None:
+    if not terminal.watch(lambda: any(row["round"] >= number for row in rounds(name)), LIMIT_S):
+        raise SystemExit(f"error: {name} finished no round {number}; read {FOLDER}/{name}.log")
 
 
 def page() -> str:
@@ -157,27 +164,20 @@ def main() -> None:
     init = [sys.executable, "-m", "orrery.launcher.cli", "run", RUN, "init"]
     for name in NAMES:
         subprocess.run(init, cwd=FOLDER / name, check=True, env=os.environ)
-    shown = Shown()
+    terminal = Terminal()
     sites = {name: start(name) for name in NAMES if name != LATE}
-    shown.say(f"{', '.join(sites)} start")
+    terminal.say(f"{', '.join(sites)} start")
     try:
-        await_round(1, shown)
-        shown.rounds()
-        shown.say(f"{LATE} joins")
+        await_round(1, terminal)
+        terminal.say(f"{LATE} joins")
         sites[LATE] = start(LATE)
-        await_round(1, shown, LATE)
-        shown.say(f"{KILLED} is killed")
+        await_round(1, terminal, LATE)
+        terminal.say(f"{KILLED} is killed")
         os.killpg(sites[KILLED].pid, signal.SIGKILL)
-        end_s = time.monotonic() + 2 * LIMIT_S
-        while (late := [name for name, one in sites.items() if one.poll() is None]) and (
-            time.monotonic() < end_s
-        ):
-            shown.rounds()
-            time.sleep(0.2)
-        shown.rounds()
+        terminal.watch(lambda: all(one.poll() is not None for one in sites.values()), 2 * LIMIT_S)
         for name, site in sites.items():
-            if name in late or (site.returncode and name != KILLED):
-                how = "did not end" if name in late else f"ended with {site.returncode}"
+            if site.returncode != 0 and name != KILLED:
+                how = "did not end" if site.returncode is None else f"ended with {site.returncode}"
                 raise SystemExit(f"error: {name} {how}; read {FOLDER}/{name}.log")
     finally:
         for site in sites.values():
@@ -185,7 +185,9 @@ def main() -> None:
                 site.terminate()
         (FOLDER / "index.html").write_text(page())
     equal = sum(one.is_equal for one in table())
-    shown.say(f"{equal} of {shown.count} rounds gave all sites the same weights, bit for bit")
+    terminal.say(
+        f"{equal} of {terminal.num_rounds} rounds gave all sites the same weights, bit for bit"
+    )
     print(f"open {FOLDER.relative_to(ROOT)}/index.html")
 
 

@@ -6,7 +6,7 @@
 
 - The value is the norm of the difference of all gradients, over the norm of one rank's gradients.
   All ranks replay the experts and keys that one rank chose. `error_own` is the same number when
-  they choose: bfloat16 sums in another order then choose other experts for some tokens.
+  they choose: bfloat16 sums in another order may choose other experts for some tokens.
 - The model has GLM-5's widths, with `EXPERTS` experts and `LAYERS` layers to fit on one rank.
 - The speed and memory of the slice are measured by `orrery bench trainer`, not here.
 """

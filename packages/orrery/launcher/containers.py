@@ -156,7 +156,6 @@ CACHES = {  # other caches are in /tmp, because containers have no home folder
     "TRITON_HOME": KERNELS,
     "TORCHINDUCTOR_CACHE_DIR": f"{KERNELS}/inductor",
     "FLASHINFER_WORKSPACE_BASE": KERNELS,
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{KERNELS}/flash4",
 }
 
@@ -171,8 +170,8 @@ def apptainer(
     argv: Sequence[str],
 ) -> list[str]:
     """Return the command that runs `argv`. The node's two `folders` become /tmp and KERNELS."""
-    binds = [str(run_dir), f"{code}:{CODE}:ro"]
-    binds += [f"{one}:{target}" for one, target in zip(folders, ("/tmp", KERNELS), strict=True)]
+    scratch, kernels = folders
+    binds = [str(run_dir), f"{code}:{CODE}:ro", f"{scratch}:/tmp", f"{kernels}:{KERNELS}"]
     binds += ["/etc/hosts:/etc/hosts:ro", *site.mounts]
     options = [part for bind in binds for part in ("--bind", bind)]
     return [*enter_image(gpus), *options, "--pwd", str(run_dir), str(image), *argv]
@@ -211,11 +210,9 @@ def scratch_of(site: Containers | None, job: str) -> Path:
     return Path(site.scratch if site else "/tmp") / f"orrery-{job}"
 
 
-def node_folders(site: Containers | None, job: str, image: Path | None, user: object) -> list[Path]:
-    """Return a job's scratch folder and, in containers, the folder of compiled kernels."""
+def node_folders(site: Containers, job: str, image: Path, user: object) -> list[Path]:
+    """Return a job's scratch folder on a node, and the user's folder of the image's kernels."""
     scratch = scratch_of(site, job)
-    if image is None:
-        return [scratch]
     return [scratch, scratch.with_name(f"orrery-kernels-{user}-{image.stem}")]
 
 

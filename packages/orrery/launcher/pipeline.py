@@ -14,7 +14,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
-from orrery.launcher.containers import IMAGE_OF, apptainer, hardware_of, image_of, node_folders
+from orrery.launcher.containers import (
+    IMAGE_OF,
+    apptainer,
+    hardware_of,
+    image_of,
+    node_folders,
+    scratch_of,
+)
 from orrery.launcher.process import role_argv
 from orrery.launcher.runs import Run
 from orrery.launcher.site import EXAMPLE, FILE, Site, cluster, load_site
@@ -133,7 +140,7 @@ def _srun_line(
     code = code_dir(folder) / "<digest>"
     argv = role_argv("python3", step.module, folder, one.name, 0, 0)
     argv[argv.index("--attempt") + 1] = "<attempt>"
-    image = None
+    folders = [scratch_of(site.containers, "<job>")]
     if site.containers is not None:
         hardware = hardware_of(manifest.hardware.accelerator)
         try:
@@ -142,8 +149,7 @@ def _srun_line(
             name = f"{IMAGE_OF[step.role]}-{hardware}-<missing>.sif"
             image = workspace.root / site.containers.images / name
         image = Path(workspace.shown(image))
-    folders = node_folders(site.containers, "<job>", image, "<uid>")
-    if site.containers is not None and image is not None:
+        folders = node_folders(site.containers, "<job>", image, "<uid>")
         argv = apptainer(site.containers, image, folder, code, folders, hardware == "cuda", argv)
     component = step.component if heterogeneous else None
     nodelist = "<nodes>" if step.num_nodes > 1 else "<node>"
