@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # variable with the pid of a role's parent, or 0 if unknown
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # environment variable: pid of a role's parent. 0: unknown
 START = "ORRERY_START"  # variable that marks an attempt's processes. Its value is not secret
 # Read the variables at import, because `ParentWatch` removes LAUNCHER_PID later.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ

@@ -217,7 +217,7 @@ class LeaseListener:
 
 
 class LeaseClient:
-    """The orchestrator's end of the lease protocol, for one event loop."""
+    """Ask the trainer for leases of weight versions, from the orchestrator's event loop."""
 
     def __init__(self, send: Callable[[LeaseRequest], object]) -> None:
         """`send` passes a request to the trainer, and may lose it."""
