@@ -4,7 +4,7 @@
 
 - A run trains a few steps without a limit. If the device's peak exceeds a card's size, the run
   trains again, and the trainer's allocator is capped at what the engine leaves of that card.
-- Peaks are nvidia-smi's values, read twice a second: for the device and for each role's processes.
+- Peaks are nvidia-smi's values for GPU 0, read twice a second: in all and for each role.
 - 1 GB is 10^9 bytes, so a real card of "24 GB" has more memory than this script assumes.
 - A RUN is a checked-in manifest's name or a manifest's file. Each gets the hardware of `--spare`.
 - If a run's weights are not on this machine, it gets random weights and the tokenizer of `--spare`.
@@ -61,8 +61,8 @@ def role_of(pid: int) -> str:
 
 def used_bytes() -> dict[str, int]:
     """Return the bytes in use: on GPU 0 as `device`, and by each role's processes."""
-    used = {"device": int(smi("--query-gpu=memory.used")[0][0]) * 2**20}
-    for pid, mib in smi("--query-compute-apps=pid,used_memory"):
+    used = {"device": int(smi("--id=0", "--query-gpu=memory.used")[0][0]) * 2**20}
+    for pid, mib in smi("--id=0", "--query-compute-apps=pid,used_memory"):
         if mib.isdigit():
             role = role_of(int(pid))
             used[role] = used.get(role, 0) + int(mib) * 2**20
@@ -131,7 +131,7 @@ def train(manifest: dict[str, Any], share: float | None) -> tuple[bool, dict[str
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the row of one run. Raise SystemExit if it does not train without a limit."""
     manifest, lacks = shortened(name, options.steps, options.spare)
-    total = int(smi("--query-gpu=memory.total")[0][0]) * 2**20
+    total = int(smi("--id=0", "--query-gpu=memory.total")[0][0]) * 2**20
     ended, free, said = train(manifest, None)
     if not ended:
         raise SystemExit(f"error: {name}: it does not train without a limit: {said}")
