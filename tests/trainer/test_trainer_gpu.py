@@ -177,35 +177,40 @@ MUON = {
 
 
 def test_state_in_host_memory_changes_no_bit_and_weights_there_the_last(tmp_path):
-    """Three steps of AdamW and of Muon, on two GPUs."""
+    """Three steps of AdamW and of Muon, on two GPUs, and one step of Muon with hosted weights.
+
+    A CPU kernel rounds differently. Adam makes 1e-5 of that in steps of 1e-2. Muon's product in
+    bfloat16 makes 10 % of an update in three steps, as the gradients here are ill-conditioned.
+    """
     away = {"memory": {**MEMORY, "optimizer_offload": True}}
     jobs = []
-    for kind, optimizer in {"adamw": ADAMW, "muon": MUON}.items():
-        for name, fields in {"here": {}, "offloaded": away, "hosted": HOSTED}.items():
+    for kind, optimizer, hosted_steps in (("adamw", ADAMW, [1, 2, 3]), ("muon", MUON, [1])):
+        for name, fields, steps in (
+            ("here", {}, [1, 2, 3]),
+            ("offloaded", away, [1, 2, 3]),
+            ("not_hosted", {}, hosted_steps),
+            ("hosted", HOSTED, hosted_steps),
+        ):
             trainer = {"optimizer": optimizer, **fields}
             jobs.append(
                 {
                     "name": f"{kind}_{name}",
                     "manifest": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": trainer},
-                    "steps": [1, 2, 3],
+                    "steps": steps,
                 }
             )
     run_ranks(2, tmp_path, jobs, device="cuda")
-    for kind in ("adamw", "muon"):
-        here, offloaded, hosted = (
-            load_file(tmp_path / f"{kind}_{name}.safetensors")
-            for name in ("here", "offloaded", "hosted")
-        )
-        for name, weight in here.items():
+
+    def weights(name: str) -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / f"{name}.safetensors")
+
+    for kind, atol in (("adamw", 2e-5), ("muon", 1e-3)):
+        offloaded, hosted = weights(f"{kind}_offloaded"), weights(f"{kind}_hosted")
+        for name, weight in weights(f"{kind}_here").items():
             assert torch.equal(offloaded[name], weight), (kind, name)
-            # The CPU kernel rounds differently, and Adam magnifies that: 1e-5 of steps of 1e-2.
-            torch.testing.assert_close(
-                hosted[name],
-                weight,
-                rtol=0,
-                atol=2e-5 if kind == "adamw" else 2e-3,
-                msg=f"{kind} {name}",
-            )
+        for name, weight in weights(f"{kind}_not_hosted").items():
+            error = (hosted[name] - weight).abs().max().item()
+            assert error <= atol, (kind, name, error)
 
 
 def test_a_checkpoint_of_gpus_is_read_on_other_meshes_and_on_a_cpu(tmp_path):

@@ -430,6 +430,14 @@ def test_the_norm_of_unsharded_gradients_and_what_clipping_divides_by():
     assert clip(norm, 1e9).item() == 1.0
 
 
+def test_the_norm_of_a_large_gradient_on_a_cpu():
+    values = torch.full((1 << 25,), 1e-3).uniform_(-1e-3, 1e-3)
+    weight = torch.nn.Parameter(values.view(1 << 12, -1))
+    weight.grad = values.view_as(weight)
+    expected = values.double().square().sum().sqrt().item()
+    assert gradient_norm([weight], WORLD).item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_every_layout_of_shards_has_the_norm_and_the_steps_of_the_whole(tmp_path):
     ranks = run_script("optim_cases", tmp_path, 4, deadline_s=110)
     for name in ranks[0]:

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from orrery.models.placement import local_tensor
 from orrery.trainer.parallel.world import World
 
+CPU_PART = 1 << 16  # values whose squares are summed in float32
+
 
 def sharding_axes(weight: Tensor) -> dict[int, int]:
     """Return {mesh axis: tensor dimension} of the axes that shard `weight`."""
@@ -30,7 +32,7 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
 def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
     """Return the gradient's global L2 norm, a float32 scalar equal on all ranks. A collective.
 
-    Missing gradients count as zero. Squares are summed in float64.
+    Missing gradients count as zero. The tensors' sums of squares are added in float64.
     """
     alike: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for weight in weights:
@@ -58,7 +60,9 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
+        # On a CPU, torch adds all squares of a tensor in float32, which loses 10 % of 600 M values.
+        parts = tensor.reshape(-1).split(CPU_PART) if tensor.device.type == "cpu" else [tensor]
+        by_device.setdefault(tensor.device, []).extend(parts)
     sums = [
         torch.stack(torch._foreach_norm(alike, 2, torch.float32)).double().square().sum()
         for alike in by_device.values()
