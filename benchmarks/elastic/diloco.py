@@ -3,6 +3,7 @@
     python benchmarks/elastic/diloco.py                       20 minutes on 24 cores
     python benchmarks/elastic/diloco.py --seeds 3 --pilots 1  45 minutes on two cores
     python benchmarks/elastic/diloco.py --stories 2           a small batch, in its own record
+    python benchmarks/elastic/diloco.py --keep FILE           a later call goes on where one stopped
 
 Four sites train a tiny Qwen3 on stories of `text.py`. All arms of a seed start from the weights and
 optimizer state of `warm_steps` steps of data parallelism, and their rate falls to 0. Pilot seeds
@@ -12,6 +13,7 @@ The exchange is simulated: each Δ passes the codec once on its way to the mean,
 on its way back, as in an all-to-all.
 """
 
+import json
 import multiprocessing
 import os
 import sys
@@ -38,7 +40,7 @@ from orrery.trainer.optim import named_state
 from orrery.trainer.parallel import build_policy
 from orrery.trainer.parallel.world import World
 from orrery.wire.columns import Columns
-from record import ROOT, parser_of, record
+from record import ROOT, hardware, parser_of, record
 
 NUM_VALIDATED, FIRST_PILOT = 256, 21
 RATES, LR = (5e-4, 1e-3, 2e-3), 2e-3  # LR is that of the warm start
@@ -228,8 +230,8 @@ def diloco(
     return losses
 
 
-def measure(seed: int, warm: Warm, choice: Choice, plan: Plan) -> list[float]:
-    """Train one arm. Data parallelism has the kind "synchronous"."""
+def measure(seed: int, warm: Warm, choice: Choice, plan: Plan, kept: Path | None) -> list[float]:
+    """Train one arm, and add its losses to `kept`. Data parallelism has the kind "synchronous"."""
     torch.set_num_threads(1)
     name, kind, lr, outer = choice
     if kind == "synchronous":
@@ -237,31 +239,58 @@ def measure(seed: int, warm: Warm, choice: Choice, plan: Plan) -> list[float]:
     else:
         losses = diloco(manifest(lr), seed, warm, plan, kind, outer)
     print(seed, name, losses, flush=True)
+    if kept is not None:
+        with kept.open("a") as file:
+            file.write(json.dumps([asdict(plan), seed, arm_key(choice), losses, hardware()]) + "\n")
     return losses
 
 
+def arm_key(choice: Choice) -> str:
+    _, kind, lr, outer = choice
+    return f"{kind} {lr}" + ("" if kind == "synchronous" else f" {outer.lr} {outer.momentum}")
+
+
+def kept_arms(kept: Path | None, plan: Plan) -> dict[tuple[int, str], tuple[list[float], str]]:
+    """Return the losses and the hardware of the finished arms of this plan, by seed and key."""
+    if kept is None or not kept.exists():
+        return {}
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    return {
+        (seed, key): (losses, host) for of, seed, key, losses, host in lines if of == asdict(plan)
+    }
+
+
 def every(
-    seeds: tuple[int, ...], arms: tuple[Choice, ...], plan: Plan
+    seeds: tuple[int, ...], arms: tuple[Choice, ...], plan: Plan, kept: Path | None
 ) -> dict[int, dict[str, list[float]]]:
     """Return the losses of every arm by seed. Each core trains one arm at a time."""
+    before = {key: losses for key, (losses, _) in kept_arms(kept, plan).items()}
+    pairs = [  # the slow arms first
+        (seed, arm)
+        for seed in seeds
+        for arm in reversed(arms)
+        if (seed, arm_key(arm)) not in before
+    ]
+    missing = tuple(dict.fromkeys(seed for seed, _ in pairs))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as processes:
-        warm = dict(zip(seeds, processes.map(warm_start, seeds, repeat(plan)), strict=True))
-        pairs = [(seed, arm) for seed in seeds for arm in reversed(arms)]  # the slow arms first
+        warm = dict(zip(missing, processes.map(warm_start, missing, repeat(plan)), strict=True))
         found = processes.map(
             measure,
             [seed for seed, _ in pairs],
             [warm[seed] for seed, _ in pairs],
             [arm for _, arm in pairs],
             repeat(plan),
+            repeat(kept),
         )
-        losses: dict[int, dict[str, list[float]]] = {seed: {} for seed in seeds}
-        for (seed, arm), each in zip(pairs, found, strict=True):
-            losses[seed][arm[0]] = each
-    return losses
+        after = {(seed, arm_key(arm)): each for (seed, arm), each in zip(pairs, found, strict=True)}
+    losses = before | after
+    return {seed: {arm[0]: losses[seed, arm_key(arm)] for arm in arms} for seed in seeds}
 
 
-def choose(plan: Plan, pilots: tuple[int, ...]) -> tuple[dict[str, float], Choice, Choice]:
+def choose(
+    plan: Plan, pilots: tuple[int, ...], kept: Path | None
+) -> tuple[dict[str, float], Choice, Choice]:
     """Return the mean losses of the pilot seeds, and the best arms: synchronous and float32."""
     synchronous = [(f"synchronous, lr {lr:g}", "synchronous", lr, OUTERS[0]) for lr in RATES]
     float32 = [
@@ -269,7 +298,7 @@ def choose(plan: Plan, pilots: tuple[int, ...]) -> tuple[dict[str, float], Choic
         for lr in RATES
         for each in OUTERS
     ]
-    found = every(pilots, (*synchronous, *float32), plan)
+    found = every(pilots, (*synchronous, *float32), plan, kept)
     means = {
         name: mean(found[seed][name][-1] for seed in pilots)
         for name, *_ in (*synchronous, *float32)
@@ -288,13 +317,14 @@ def main() -> None:
     parser.add_argument("--stories", type=int, default=Plan.stories, help="in a site's step")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--pilots", type=int, default=2)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="losses of finished arms")
     options = parser.parse_args()
     plan = Plan(stories=options.stories)
     pilot_seeds = tuple(range(FIRST_PILOT, FIRST_PILOT + options.pilots))
-    pilots, synchronous, float32 = choose(plan, pilot_seeds)
+    pilots, synchronous, float32 = choose(plan, pilot_seeds, options.keep)
     arms = [("synchronous", *synchronous[1:])]
     arms += [(kind, kind, *float32[2:]) for kind in ("float32", "int8_block")]
-    found = every(tuple(range(1, options.seeds + 1)), tuple(arms), plan)
+    found = every(tuple(range(1, options.seeds + 1)), tuple(arms), plan, options.keep)
 
     def percent(one: str, other: str, at: int = -1) -> list[float]:
         return [100 * (each[one][at] / each[other][at] - 1) for each in found.values()]
@@ -317,6 +347,7 @@ def main() -> None:
         ],
         details={
             "plan": asdict(plan),
+            "hosts": sorted({host for _, host in kept_arms(options.keep, plan).values()}),
             "chosen_on_seeds": pilot_seeds,
             "chosen": [synchronous[0], float32[0]],
             "pilot_losses": pilots,
