@@ -119,8 +119,10 @@ def train(manifest: dict[str, Any], share: float | None) -> tuple[bool, dict[str
                     done = subprocess.run(
                         argv, cwd=work, env=env, capture_output=True, text=True, timeout=LIMIT_S
                     )
-                except subprocess.TimeoutExpired:
-                    return False, most, f"{stage} took longer than {LIMIT_S:g} s"
+                except subprocess.TimeoutExpired as late:
+                    last = (late.stdout or b"").decode(errors="replace").strip().splitlines()[-1:]
+                    said = f"{stage} took longer than {LIMIT_S:g} s: {' '.join(last)[-500:]}"
+                    return False, most, said
                 if done.returncode:
                     break
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
