@@ -226,6 +226,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("elastic/churn", "… documents trained twice", "phases that share documents"),
             Line("elastic/diloco", "DiLoCo with int8, loss above synchronous, 4 sites, H 50"),
             Line("elastic/diloco", "… int8 above float32", "int8 over float32"),
+            Line("elastic/diloco_2_stories", "… int8 above synchronous, a quarter of the batch"),
             Line("elastic/guests", "One site trains, three lend engines: held-out reward after RL"),
             Line("elastic/oracle", "Difference of weights from torchft 0.2.0 after 8 rounds"),
             Line("elastic/utilisation", "Ten billion parameters on INTELLECT-1's links, simulated"),
@@ -354,10 +355,12 @@ HOST = (
         ),
         Line("trainer/qwen3_30b_a3b_16k_cpu_offload", "… fsdp.cpu_offload: tokens/s/GPU"),
         Line("cluster/two_nodes_sft", "SFT over two nodes, one lost: lost steps"),
+        Line("cluster/two_nodes_sft_pair", "… with one GPU a node"),
         Line(
             "cluster/two_nodes_replay",
             "RL over two nodes, one lost: lost, repeated and wrong batches",
         ),
+        Line("cluster/two_nodes_replay_pair", "… with one GPU a node"),
         Line("inference/store", "Blocks found in a Mooncake Store by an engine on another node"),
         *(
             Line(f"inference/wide{run}", f"GLM-5's widths, {ranks}: routes and keys not replayed")
@@ -369,6 +372,7 @@ HOST = (
             }.items()
         ),
         Line("async/whole_loop_h200_8", "The loop on eight H200, trained tokens/s"),
+        Line("async/asynchrony_h200_2", "Asynchronous relative to synchronous, two H200"),
         Line("async/asynchrony_h200_8", "Asynchronous relative to synchronous, eight H200"),
         Line(
             "async/asynchrony_glm5_4",

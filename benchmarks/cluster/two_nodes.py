@@ -7,7 +7,8 @@
 - `sft`: both nodes train. The goal is 0 lost steps.
 - The second node loses power after a checkpoint, and boots again once Slurm has missed it.
 
-    python benchmarks/cluster/two_nodes.py replay            # as root
+    python benchmarks/cluster/two_nodes.py replay            # as root, with eight GPUs
+    python benchmarks/cluster/two_nodes.py replay --pair     # two GPUs
     python benchmarks/cluster/two_nodes.py replay --smoke    # without GPUs, no record
 
 Both need Slurm: `ORRERY_SLURM_FOLDER=/srv/orrery-nodes gpu_slurm.sh install`.
@@ -107,10 +108,12 @@ def found(row: str, history: History) -> dict[str, Any]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("row", choices=STAGES)
+    parser.add_argument("--pair", action="store_true", help="a GPU a node, in its own record")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     options = parser.parse_args()
-    name = f"two_nodes_{options.row}" + "_cpu" * options.smoke
+    kind = "_cpu" if options.smoke else "_pair" if options.pair else ""
+    name = f"two_nodes_{options.row}{kind}"
     stage, manifest = STAGES[options.row], load(ROOT / f"manifests/{name}.json")
     history = History(run_dir(ROOT / "runs", manifest), manifest)
     os.environ |= {"NODES": "2"} | ({"CPUS": "64"} if options.smoke else {})
@@ -134,13 +137,17 @@ def main() -> None:
     if options.smoke:
         return
     record(
-        options.out / f"two_nodes_{options.row}.json",
+        options.out / f"{name}.json",
         figure=f"{name} after the loss of one of two nodes",
         value=sum(defects.values()),
         unit=UNITS[options.row],
         goal=0,
         better="lower",
-        details=seen | {"reduced": "4 of 48 layers, four GPUs a node"},
+        details=seen
+        | {
+            "layers": manifest.model.num_layers,
+            "gpus_a_node": manifest.hardware.devices_per_node,
+        },
     )
 
 

@@ -1,5 +1,5 @@
 // Two Slurm nodes of four H200 each on one host (benchmarks/cluster/two_nodes.py), with four of 48 layers. One node is lost. The twins
-// with `cpu` have a tiny mixture and nodes without GPUs.
+// with `pair` have one H200 a node. The twins with `cpu` have a tiny mixture and nodes without GPUs.
 local checkpoints = { trainer+: { checkpoint+: { interval_steps: 2 } } };
 local four = checkpoints + {
   model+: { num_layers: 4 },
@@ -19,19 +19,27 @@ local store = replay {
   hardware+: { num_nodes: 3 },
   inference+: { kv_offload: { kind: 'mooncake', protocol: 'tcp', segment_bytes: 17179869184 } },
 };
+local pair = { hardware+: { devices_per_node: 1 }, layout+:: { engines: 1 } };
 local large = import 'runs/qwen3_30b_a3b.jsonnet';
 local cpu = (import 'runs/reverse_text_moe.jsonnet').reverse_text_moe + checkpoints + {
   hardware+: { num_nodes: 2, devices_per_node: 1 },
   orchestrator+: { rollouts_per_batch: 64, evaluation+: { interval_steps: 10, num_problems: 8 } },
 };
+local large_replay = large.qwen3_30b_a3b_16k_replay + four + (import 'tasks/lengths.libsonnet') + replay + {
+  layout+:: { trainer_ranks: 4 },
+  answer_tokens:: { median: 256, max: 4032 },
+  context_tokens:: 16384,
+  orchestrator+: { evaluation+: { interval_steps: 10, num_problems: 8 } },
+};
+local large_sft = large.qwen3_30b_a3b_16k_sft + four + sft + { layout+:: { trainer_ranks: 8 } };
 (import 'lib/named.libsonnet')({
-  two_nodes_replay: large.qwen3_30b_a3b_16k_replay + four + (import 'tasks/lengths.libsonnet') + replay + {
-    layout+:: { trainer_ranks: 4 },
-    answer_tokens:: { median: 256, max: 4032 },
-    context_tokens:: 16384,
-    orchestrator+: { evaluation+: { interval_steps: 10, num_problems: 8 } },
+  two_nodes_replay: large_replay,
+  two_nodes_replay_pair: large_replay + pair + {
+    layout+:: { trainer_ranks: 1 },
+    orchestrator+: { rollouts_per_batch: 64 },
   },
-  two_nodes_sft: large.qwen3_30b_a3b_16k_sft + four + sft + { layout+:: { trainer_ranks: 8 } },
+  two_nodes_sft: large_sft,
+  two_nodes_sft_pair: large_sft + pair + { layout+:: { trainer_ranks: 2 } },
   two_nodes_replay_cpu: cpu + replay + { transport+: { routed_experts: true, weights: 'nccl' } },
   // only the engines and the store of this run start (benchmarks/inference/store.py)
   two_nodes_store: large.qwen3_30b_a3b_16k + four + store,
