@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 GB = 10**9
 CONTEXT_BYTES = 700_000_000  # of CUDA and its libraries in the trainer, outside its allocator
 ROLES = ("orrery.trainer", "orrery.inference")
-LIMIT_S = 280.0
+LIMIT_S = 420.0
 HOOK = """
 import os, sys
 if "orrery.trainer" in sys.orig_argv:
