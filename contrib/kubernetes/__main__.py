@@ -1,9 +1,9 @@
-"""Render a run's engines for a Kubernetes cluster with Dynamo's or llm-d's router. Apply nothing.
+"""Write Kubernetes manifests of a run's engines, for Dynamo's or llm-d's router. Apply nothing.
 
     python contrib/kubernetes dynamo RUN --image IMAGE --claim CLAIM
     python contrib/kubernetes llm_d RUN --image IMAGE --claim CLAIM --proxy-image PROXY
 
-Each engine is a component or Deployment, without the patches of `orrery.inference.patches`.
+The engines run without Orrery's patches of vLLM's API server.
 """
 
 import argparse

@@ -1,8 +1,7 @@
-"""NVIDIA Dynamo: a DynamoGraphDeployment (nvidia.com/v1beta1) of a frontend and the engines.
+"""Render a run as a DynamoGraphDeployment (nvidia.com/v1beta1) of a frontend and the engines.
 
-- The frontend routes requests. A worker takes only vLLM's engine flags.
-- Routers in mode "kv" receive the engines' cache events inside the graph's network.
-- Dynamo names sessions by the header X-Dynamo-Session-ID.
+- A worker takes only vLLM's engine flags.
+- Dynamo reads a request's session from the header X-Dynamo-Session-ID.
 """
 
 import json
@@ -20,8 +19,8 @@ from pods import (
     weights_volume,
 )
 
-MOST_COMPONENTS = 25  # in a graph
-# Flags of vLLM's API server → the number of their values.
+MOST_COMPONENTS = 25  # including the frontend
+# Flags of vLLM's API server → number of values.
 SERVER_FLAGS = {
     "--host": 1, "--port": 1, "--middleware": 1, "--uvicorn-log-level": 1, "--tokens-only": 0,
     "--enable-prompt-tokens-details": 0, "--disable-uvicorn-access-log": 0,
@@ -38,7 +37,6 @@ TYPES = {"whole": "worker", "prefill": "prefill", "decode": "decode"}
 
 
 def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
-    """Return `graph.yaml`. Raise OrreryError if a graph cannot serve the manifest."""
     made = engines(manifest, place, behind_proxy=False)
     if len(made) + 1 > MOST_COMPONENTS:
         raise OrreryError(
@@ -85,7 +83,7 @@ def _worker(manifest: Manifest, engine: Engine) -> dict[str, Any]:
         arguments += ["--kv-events-config", json.dumps(EVENTS)]
     if engine.part != "whole":
         arguments += ["--disaggregation-mode", engine.part]
-    # The operator adds probes, ports and shared memory.
+    # Dynamo's operator adds probes, ports and shared memory.
     kept = {key: value for key, value in engine.container.items() if not key.endswith("Probe")}
     kept.pop("ports")
     mounts = [each for each in engine.container["volumeMounts"] if each["name"] != "shm"]

@@ -1,8 +1,7 @@
-"""llm-d: one Deployment per engine, and values for the chart `llm-d-router-standalone`.
+"""Render a run for llm-d: a Deployment per engine, and values of chart llm-d-router-standalone.
 
-- The endpoint picker finds engines by label. Its session filter reads X-Session-ID.
-- Any client with the token and a pod's address can use the engine.
-- With separate prefill, llm-d's routing proxy in a decode pod sends requests to prefill first.
+- llm-d's router, the endpoint picker, reads a request's session from the header X-Session-ID.
+- Any client with the run's token and a pod's address can use an engine.
 """
 
 from typing import Any
@@ -26,7 +25,6 @@ PICKER_FILE = "picker.yaml"
 
 
 def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
-    """Return `engines.yaml` and `router.values.yaml`. Raise OrreryError without a proxy image."""
     if manifest.inference.prefill_replicas and not place.proxy_image:
         raise OrreryError(
             f"inference.prefill_replicas {manifest.inference.prefill_replicas}: decoding pods have "
@@ -82,11 +80,11 @@ def _values(manifest: Manifest) -> dict[str, Any]:
     return {
         "router": {
             "epp": {
-                "replicas": 1,  # replicas would not share their state
+                "replicas": 1,
                 "pluginsConfigFile": PICKER_FILE,
                 "pluginsConfig": picker(manifest),
             },
-            # FailClose: another engine may hold an older policy.
+            # FailOpen could send a request to an engine with an older policy.
             "inferencePool": {"create": True, "failureMode": "FailClose"},
             "modelServers": {
                 "type": "vllm",
@@ -99,7 +97,7 @@ def _values(manifest: Manifest) -> dict[str, Any]:
 
 
 def picker(manifest: Manifest) -> dict[str, Any]:
-    """Return the endpoint picker's configuration. Shortest queue replaces round robin."""
+    """Return the endpoint picker's configuration. For round robin, use the shortest queue."""
     router, apart = manifest.inference.router, manifest.inference.prefill_replicas > 0
     plugins: list[dict[str, Any]] = [
         {"type": "vllmhttp-parser"},

@@ -1,4 +1,4 @@
-"""Each engine as a container, for every router: command line, variables, devices, volumes."""
+"""Describe each engine as a container: command line, variables, devices and volumes."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from orrery.manifest.plan import check_supported
 from orrery.manifest.schema import Manifest
 from orrery.runtime.token import TOKEN_FILE
 
-# Paths in the pod.
 WEIGHTS, TIERS, TOKEN_FOLDER = Path("/policy"), Path("/tiers"), Path("/run/orrery")
 PORT, BEHIND_PROXY_PORT = 8000, 8200
 SIDE_PORT = {"nixl": 5600, "mooncake": 8998, "none": 0}
@@ -32,8 +31,7 @@ TOKEN_MOUNT: dict[str, Any] = {"name": "token", "mountPath": str(TOKEN_FOLDER), 
 class Place:
     """A cluster's images and weights.
 
-    `image` has vLLM, this package and, if used, Dynamo. The root of volume `claim` has the weights.
-    `proxy_image` is llm-d's routing proxy.
+    `image` has vLLM, this package and, if used, Dynamo. `claim` is the volume claim of the weights.
     """
 
     image: str
@@ -50,7 +48,6 @@ class Engine:
 
 
 def name_of(manifest: Manifest) -> str:
-    """Return the run's name for Kubernetes. Raise OrreryError if it is too long."""
     name = manifest.name.replace("_", "-").strip("-")
     if len(name) > 40:
         raise OrreryError(
@@ -66,7 +63,6 @@ def labels(manifest: Manifest) -> dict[str, str]:
 
 
 def check_servable(manifest: Manifest) -> None:
-    """Raise OrreryError if a deployment cannot serve the manifest."""
     if manifest.inference.kv_offload.kind == "mooncake":
         raise OrreryError(
             "inference.kv_offload.kind 'mooncake': the store's master is started by the launcher, "
@@ -88,7 +84,7 @@ def check_servable(manifest: Manifest) -> None:
 
 
 def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine]:
-    """Return the run's engines. With `behind_proxy` decode engines leave PORT to a proxy."""
+    """Return the engines. With `behind_proxy`, decode engines leave PORT to a proxy."""
     check_servable(manifest)
     made = []
     for index in range(manifest.inference.num_replicas):
@@ -97,7 +93,7 @@ def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine
         apart = manifest.inference.prefill_replicas
         part = "whole" if not apart else "prefill" if index < apart else "decode"
         proxied = behind_proxy and part == "decode"
-        # A proxy reaches its engine on loopback. Other callers use the pod's address.
+        # A proxy reaches its engine on loopback.
         host, port = ("0.0.0.0", BEHIND_PROXY_PORT) if proxied else (ADDRESS, PORT)
         arguments = server_arguments(of_engine, WEIGHTS, index, host, port)
         if (config := connector_config(of_engine, index, TIERS)) is not None:

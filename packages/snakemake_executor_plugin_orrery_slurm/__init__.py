@@ -1,7 +1,6 @@
-"""Snakemake's executor for the pipeline's stages: one rule is one Slurm job.
+"""Run each Snakemake rule of the pipeline as one Slurm job.
 
-- The rule's shell command is the batch step. Snakemake does not start again on the node.
-- It waits for a job that Slurm requeues. It never resubmits.
+- The executor waits for a job that Slurm requeues. It never resubmits.
 - When interrupted, it cancels every job that it submitted.
 
 snakemake-executor-plugin-slurm has no heterogeneous jobs, and takes an unknown state for success.
@@ -38,9 +37,9 @@ from orrery.runtime.run_directory import log_path, logs_dir
 PAUSES_S = (2.0, 10.0, 30.0)
 NO_ANSWER = "no answer within|unable to contact|timed out|Connection refused|try again"
 AWAY = re.compile(NO_ANSWER, re.IGNORECASE)
-LOST_S = 120.0  # Slurm requeues a job that lost its node within this, if at all
+LOST_S = 120.0  # time for Slurm to requeue a job that lost its node
 UNKNOWN_S = 300.0  # accounting may be late, or the controller may be away
-TOO_LITTLE_BYTES = 64 << 10  # with less free space, a missing log was not written for want of room
+TOO_LITTLE_BYTES = 64 << 10  # with less free space, an empty log means a full disk
 
 common_settings = CommonSettings(
     non_local_exec=True,
@@ -62,13 +61,13 @@ class Executor(RemoteExecutor):
         except OrreryError as error:
             raise SystemExit(f"error: {error}") from None
         self.next_seconds_between_status_checks = poll_s
-        self._troubled: dict[str, float] = {}  # job → when it became lost or unknown
+        self._troubled: dict[str, float] = {}  # job → since when it is lost or unknown
         self._going: list[str] = []  # Snakemake's list is empty during a status check
 
     def run_job(self, job: JobExecutorInterface) -> None:
         run, stage = job.wildcards["run"], job.rule.name
         info = SubmittedJobInfo(job)
-        try:  # report errors of the nodes before a job waits in the queue
+        try:  # report errors before a job waits in the queue
             one = find(run, self.workspace)
             stage_plan = plan.stage(one.manifest, stage)
             check_supported(one.manifest, stage_plan)
@@ -96,9 +95,9 @@ class Executor(RemoteExecutor):
     def _submit(
         self, run_dir: Path, stage: str, command: list[str], script: str | None = None
     ) -> queue.SlurmJob:
-        """Return the stage's job: one that an earlier Snakemake left, or a new one.
+        """Return the stage's job that an earlier Snakemake left, or submit a new one.
 
-        If the controller does not answer, ask again. A job that it had accepted is found then.
+        Ask again if Slurm's controller does not answer.
         """
 
         def submit() -> queue.SlurmJob:

@@ -114,9 +114,9 @@ def test_an_error_that_names_another_process_leaves_the_last_word_to_that_one_if
 
 def test_which_processes_an_error_names():
     names = ("inference.0", "inference.1", "router.0", "trainer.1", "orchestrator.0")
-    assert named_processes(
-        "engine 1 says that it is not well (/health: HTTP 500); see its log", names
-    ) == {"inference.1"}
+    assert named_processes("engine 1 is unhealthy (/health: HTTP 500); see its log", names) == {
+        "inference.1"
+    }
     assert named_processes("router is gone (/add_worker: TimeoutError)", names) == {"router.0"}
     assert named_processes("the address of trainer.1 did not come", names) == {"trainer.1"}
     assert (
@@ -541,7 +541,7 @@ def test_a_role_that_waits_for_one_that_is_done_ends_the_stage_with_both_names(r
     )
     assert code == 1
     assert "rl: stall: trainer.1 is waiting" in stderr and "for batch 4 from orchestrator" in stderr
-    assert "orchestrator.0 is done, so nothing more comes" in stderr
+    assert "orchestrator.0 is done and sends nothing more" in stderr
 
 
 def test_a_full_disk_ends_the_stage_with_a_sentence_and_leaves_no_process(run_dir):

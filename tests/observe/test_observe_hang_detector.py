@@ -121,7 +121,7 @@ def test_a_wait_for_a_role_that_is_done_is_a_stall_once_both_are_silent_for_long
     assert stall.blamed == ("trainer.0",)
     assert stall.sentence == (
         "stall: trainer.0 is waiting 400 s for batch 4 from orchestrator while waiting; "
-        "orchestrator.0 is done, so nothing more comes"
+        "orchestrator.0 is done and sends nothing more"
     )
     assert find_stall(run(waited_s=NOW - 2), NOW) is None
     assert find_stall(run(done_s=NOW - 2), NOW) is None, "what it sent last may be on its way"

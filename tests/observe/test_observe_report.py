@@ -654,7 +654,7 @@ def test_thinned_lines_keep_the_worst_value_or_the_mean_and_the_caption_says_whi
     assert about("Parts.\nMore.", parts) == "Parts. Each point is the mean of up to 4 rows."
     assert (
         about("Versions.", versions(run))
-        == "Versions. Of each 7 rows the lowest and the highest is drawn."
+        == "Versions. The lowest and the highest of each 7 rows are drawn."
     )
 
 

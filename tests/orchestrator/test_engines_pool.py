@@ -287,7 +287,7 @@ async def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_
             await engines.fleet.generate([1], **request)
         assert engines.fleet.registry.at(Phase.HEALTHY) == [0, 1]
         stand_ins[1].fail["/health"] = (503, {})
-        with pytest.raises(EngineGone, match=r"sent to nobody.*engine 1 says that it is not well"):
+        with pytest.raises(EngineGone, match=r"sent to nobody.*engine 1 is unhealthy"):
             await engines.fleet.generate([1], share="group", **request)
         assert (await engines.fleet.metrics()).keys() == {0}
         engines.start_again()
@@ -427,9 +427,7 @@ async def test_engines_that_die_over_an_update_are_started_again_whatever_they_s
         await until(lambda: engines.fleet.registry.at(Phase.FENCED) == [0, 1])
         engines.start_again()
         assert (await updating).version == 3
-        assert all(
-            "says that it is not well" in row["why"] for row in engines.rows("engine_fenced")
-        )
+        assert all("is unhealthy" in row["why"] for row in engines.rows("engine_fenced"))
 
 
 async def test_other_weights_than_those_published_end_the_run_whatever_may_be_started_again(lossy):
@@ -447,7 +445,7 @@ async def test_an_engine_that_stays_away_ends_the_run_by_its_name(lossy, monkeyp
         await engines.fleet.metrics()
         with pytest.raises(
             RunFailed,
-            match=r"engine 1 did not serve again within 0\.2 s \(engine 1 says that it is not well",
+            match=r"engine 1 did not serve again within 0\.2 s \(engine 1 is unhealthy",
         ):
             while True:
                 engines.fleet.check()
@@ -717,7 +715,7 @@ async def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_i
             "/inference/v1/generate": (500, {"error": "dying"}),
             "/health": (503, {}),
         }
-        with pytest.raises(EngineGone, match=r"dying.*engine 0 says that it is not well"):
+        with pytest.raises(EngineGone, match=r"dying.*engine 0 is unhealthy"):
             await ask()
         assert not fleet.is_serving and (await fleet.metrics()).keys() == {1}
         waiting = asyncio.create_task(ask())

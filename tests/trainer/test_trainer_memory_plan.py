@@ -824,7 +824,7 @@ NCCL = (
             PINNED,
             True,
             GIB,
-            r"could not have host memory pinned in step 5, .*; "
+            r"could not pin host memory in step 5, .*; "
             "set trainer.memory.activation_offload to false in the mani",
         ),
         (

@@ -1,11 +1,8 @@
 """Make and load the run's certificates, for mutual TLS between its sites.
 
-- `authority.key` stays on the host that made it. A site needs `authority.pem` and its own
-  certificate and key.
-- Both ends must present a certificate of this authority. Host names are not compared, because a
-  site's address may change.
-- `links` ignores certificate dates, so clocks may differ. etcd rejects a certificate outside its
-  dates, so `door.check_clock` checks the clock before etcd starts.
+- `authority.key` stays on the host that made it.
+- Host names are not compared, because a site's address may change.
+- Orrery ignores a certificate's dates, so clocks may differ. etcd checks the dates.
 """
 
 import re
@@ -48,7 +45,6 @@ class Certificates:
 
     @classmethod
     def of(cls, folder: Path, site: str) -> "Certificates":
-        """Return the site's file paths in `folder`. Raise ElasticError if a file is missing."""
         found = cls(folder / f"{AUTHORITY}.pem", folder / f"{site}.pem", folder / f"{site}.key")
         for path in (found.authority, found.certificate, found.key):
             if not path.is_file():
@@ -59,7 +55,7 @@ class Certificates:
         return found
 
     def validity(self) -> tuple[float, float]:
-        """Return the start and end of the authority's validity, in Unix seconds."""
+        """Return the authority's validity, in Unix seconds."""
         found, *_ = self.client().get_ca_certs()
         dates = (found["notBefore"], found["notAfter"])
         first, last = (ssl.cert_time_to_seconds(str(each)) for each in dates)
@@ -92,7 +88,6 @@ class Certificates:
 
 
 def make_authority(folder: Path, run: str) -> None:
-    """Write authority.pem and authority.key. Raise ElasticError if the key exists."""
     _check_absent(folder / f"{AUTHORITY}.key")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     uses = ("basicConstraints = critical,CA:TRUE,pathlen:0", "keyUsage = critical,keyCertSign")
@@ -100,10 +95,9 @@ def make_authority(folder: Path, run: str) -> None:
 
 
 def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
-    """Write the site's key and its certificate, signed by the folder's authority.
+    """Write the site's key and its certificate. Raise ElasticError if the key exists.
 
     `addresses`: additional names in the certificate, for clients that check host names.
-    Raise ElasticError if `site` or an address is invalid, or if the key exists.
     """
     if site == AUTHORITY or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", site):
         raise ElasticError(

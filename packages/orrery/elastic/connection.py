@@ -1,7 +1,7 @@
 """Exchange frames with a peer over one TLS connection, with a reader and a sender thread.
 
-A frame is a fixed-size header and a payload of `length` bytes. A lock guards the non-blocking TLS
-object, because OpenSSL does not allow concurrent calls.
+A frame is a fixed-size header and a payload of `length` bytes. A lock guards the TLS object,
+because OpenSSL does not allow concurrent calls.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ Bytes = NDArray[np.uint8]
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # maximum number of bytes that a thread moves while it holds the TLS lock
-SLAB = 1 << 23  # bytes per allocation; from 4 MiB up, numpy requests huge pages: fewer page faults
+SLICE = 1 << 17  # maximum bytes that a thread moves under the TLS lock
+SLAB = 1 << 23  # bytes per allocation; numpy requests huge pages from 4 MiB up
 FLUSH_S = 5.0  # time limit for sending queued frames after `close`
 
 
@@ -47,14 +47,14 @@ class Slab:
 
 
 class Kind(IntEnum):
-    HELLO = 0  # first frame in each direction
+    HELLO = 0
     DATA = 1
     PING = 2
-    BROKEN = 3  # the round broke; the header's `piece` is the failed rank, the payload the reason
+    BROKEN = 3  # the round broke; `piece` is the failed rank, the payload the reason
     READY = 4  # the sender has begun the header's round
-    RELAY = 5  # first frame to a relay; the header's `piece` is the rank to reach
-    PROBE = 6  # part of a speed measurement; the header's `hop` is 1 in the last frame
-    PROBED = 7  # answer to PROBE; the header's `piece` is the speed in Mb/s
+    RELAY = 5  # first frame to a relay; `piece` is the rank to reach
+    PROBE = 6  # part of a speed measurement; `hop` is 1 in the last frame
+    PROBED = 7  # answer to PROBE; `piece` is the speed in Mb/s
 
 
 class Header(NamedTuple):
@@ -82,10 +82,7 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, sock: ssl.SSLSocket) -> "Header | None":
-        """Return the header of the next frame, which must have no payload.
-
-        Return None if the header is invalid or announces a payload, or if the peer closed `sock`.
-        """
+        """Return the next header, or None if it is invalid, missing or announces a payload."""
         data = b""
         while len(data) < LAYOUT.size:
             if not (more := sock.recv(LAYOUT.size - len(data))):
@@ -112,14 +109,13 @@ class FrameSink(Protocol):
 
 
 class Backlog:
-    """The frame queue that all connections to a peer share. Slow connections take fewer frames."""
+    """A queue of frames that all connections to a peer share."""
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[bytes | memoryview]] = deque()
         self.wake = threading.Condition()
 
     def put(self, header: Header, payload: Bytes) -> int:
-        """Queue a frame. Return its size in bytes."""
         frame = (header._replace(length=len(payload)).pack(), payload.data)
         with self.wake:
             self.frames.append(frame)
@@ -132,7 +128,7 @@ class Backlog:
 
 
 class PeerConnection:
-    """One of the parallel connections to a peer, with number `lane`.
+    """A connection to a peer, one of several, with number `lane`.
 
     `heard_s`: monotonic time of the last received bytes. `ready`: newest round that the peer began.
     """
@@ -177,7 +173,7 @@ class PeerConnection:
             self._queue.clear()
 
     def close(self) -> None:
-        """Let both threads end once queued frames are sent, or after FLUSH_S. Do not wait."""
+        """Let both threads end once queued frames are sent, or after FLUSH_S."""
         with self._wake:
             self.is_closed, self._closed_s = True, time.monotonic()
             self._wake.notify_all()
@@ -192,7 +188,7 @@ class PeerConnection:
             self._closed_s = min(self._closed_s, time.monotonic() - FLUSH_S)
             self._wake.notify_all()
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._tls, socket.SHUT_RDWR)  # wakes both threads
+            socket.socket.shutdown(self._tls, socket.SHUT_RDWR)
         if not was_closed:
             self._sink.lost(self, reason, is_bad)
 
@@ -212,11 +208,10 @@ class PeerConnection:
             self._end("closed its connection")
         except BadFrame as error:
             self._end(f"sent {error}", is_bad=True)
-        except (OSError, ValueError) as error:  # ValueError: the socket is closed
+        except (OSError, ValueError) as error:
             self._end(f"its connection broke ({error})")
 
     def _fill(self, view: memoryview) -> bool:
-        """Fill `view`. Return False if the connection ends first."""
         done, size = 0, len(view)
         while done < size:
             begin, turn = done, min(done + SLICE, size)

@@ -1,8 +1,4 @@
-"""Refuse a site whose terms, such as versions and free memory, do not fit the run.
-
-The first site writes the run's terms into the log. Later sites compare their terms before they
-join.
-"""
+"""Refuse a site whose terms, such as versions and free memory, do not fit the run."""
 
 import time
 
@@ -11,25 +7,24 @@ import msgspec
 from orrery.elastic.types import ElasticError
 
 PROTOCOL = 2  # increment when the format of the ledger or of frames changes
-NO_ROUND = -1  # stands for no round, because the first round has number 0
+NO_ROUND = -1  # round numbers begin at 0
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """The terms of a site or run: manifest, code, protocol, codecs, memory and last round."""
+    """The terms of a site, or those that a run requires."""
 
-    manifest: str  # id of the manifest
-    code: str  # digest of the code
+    manifest: str
+    code: str
     codec: str
-    memory_bytes: int  # a site's free host memory, or the run's required minimum
+    memory_bytes: int  # a site's free host memory, or the run's minimum
     protocol: int = PROTOCOL
-    codecs: tuple[str, ...] = ()  # codecs that this site knows
+    codecs: tuple[str, ...] = ()
     round: int = NO_ROUND  # last round in this site's state
     digest: str = ""  # digest of the state after `round`
-    rewinds: bool = False  # whether the site sets the run back to `round` if no site is live
+    rewinds: bool = False  # whether to set the run back to `round` if no site is live
 
 
 def check_terms(run: Terms, site: Terms) -> None:
-    """Raise ElasticError if the site's terms do not fit the run's terms."""
     codecs = site.codecs or (site.codec,)
     for is_wrong, sentence in (
         (
@@ -63,10 +58,7 @@ def check_terms(run: Terms, site: Terms) -> None:
 
 
 def check_clock(not_before_s: float, not_after_s: float) -> None:
-    """Raise ElasticError if this host's clock is outside the certificate's validity.
-
-    Times are Unix seconds.
-    """
+    """Raise ElasticError if this host's clock is outside the validity, in Unix seconds."""
     now_s = time.time()
     if not_before_s <= now_s <= not_after_s:
         return

@@ -1,8 +1,7 @@
 """Call etcd's v3 API, as JSON over HTTPS with mutual TLS.
 
-- A call tries the endpoints in turn for up to `store_s`. The endpoint that answered last is first.
-- Calls are retried, so they must be idempotent, like a compare-and-swap.
-- Every thread has its own connections.
+A call is retried at all endpoints for up to `store_s`, so it must be idempotent, like a
+compare-and-swap.
 """
 
 import base64
@@ -22,7 +21,7 @@ from orrery.elastic.types import ElasticError
 REQUEST_S = 2.0
 RETRY_S = 0.1
 NOT_FOUND = 5
-FINAL = (3, NOT_FOUND, 6, 9, 11)  # gRPC codes of invalid requests, which are not retried
+FINAL = (3, NOT_FOUND, 6, 9, 11)  # gRPC codes of invalid requests
 BROKEN = (OSError, http.client.HTTPException, ValueError)
 
 
@@ -57,7 +56,6 @@ class EtcdClient:
         return tuple(self._endpoints)
 
     def use(self, endpoints: Sequence[str]) -> None:
-        """Replace all endpoints, unless given none. The current first stays first if listed."""
         first = [each for each in self._endpoints[:1] if each in endpoints]
         if endpoints:
             self._endpoints = first + [each for each in endpoints if each not in first]
@@ -139,7 +137,6 @@ def decode(value: str) -> bytes:
 
 
 def below(prefix: str) -> dict[str, str]:
-    """Return the etcd range of all keys with the ASCII prefix `prefix`."""
     return {
         "key": encode(prefix),
         "range_end": encode(prefix[:-1] + chr(ord(prefix[-1]) + 1)),

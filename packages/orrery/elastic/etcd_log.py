@@ -1,10 +1,8 @@
-"""Keep the ledger and the sites' leases in etcd.
+"""Keep in etcd the ledger, a run's shared state, and each live site's lease.
 
+- A site renews its lease by heartbeats. It cannot write after its lease has ended.
 - Keys below `orrery/RUN/`: `ledger`, `rounds/NUMBER` for each committed round, and `live/SITE` for
-  each live site. etcd deletes `live/SITE` when the site's lease ends.
-- A write fails if the ledger has changed, or if the site's `live` key was deleted or created again.
-  Hence a site cannot write after its lease has ended.
-- etcd's leader measures leases on its own monotonic clock, from the last heartbeat.
+  each live site.
 """
 
 import math
@@ -36,14 +34,14 @@ RETRY_WATCH_S = 0.5
 
 
 class SiteServices(msgspec.Struct, frozen=True):
-    """ADDRESS:PORT of each service of a site, or "" if the site does not run the service."""
+    """ADDRESS:PORT of each service of a site, or "" without the service."""
 
     coordinator: str = ""  # the etcd server
     snapshots: str = ""
 
 
 class EtcdLog:
-    """The run's log in etcd. Other sites read this site's `services` from it."""
+    """The run's log in etcd. `services`: this site's addresses."""
 
     def __init__(
         self,
@@ -57,18 +55,18 @@ class EtcdLog:
         self._heartbeat_s, self._dead_s = heartbeat_s, dead_s
         self._site_id, self._lease, self._created = "", "", "0"
         self._changed = threading.Condition()
-        self._revision = 0  # newest revision read
-        self._news = 0  # newest revision from the watch
+        self._revision = 0
+        self._news = 0
         self._stop = threading.Event()
 
     def acquire(self, site_id: str) -> None:
         self.release()
-        # If a site and etcd's leader fail together, the lease ends after its TTL plus one election.
+        # If etcd's leader fails, a lease may end one election later.
         ttl_s = max(
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
         self._site_id, self._created = site_id, ""
-        while not self._created:  # retry, as a slow etcd can end a lease before its key is written
+        while not self._created:  # a slow etcd can end a lease before its key is written
             self._created = self._take_lease(ttl_s)
         self._stop = threading.Event()
         for body in (self._beat, self._watch):
@@ -77,7 +75,7 @@ class EtcdLog:
             thread.start()
 
     def _take_lease(self, ttl_s: int) -> str:
-        """Write the site's key under a new lease. Return the key's revision, or "" if it ended."""
+        """Write the site's key under a new lease. Return its revision, or "" if the lease ended."""
         self._lease = self._client.call("/v3/lease/grant", {"TTL": ttl_s})["ID"]
         key = {"key": encode(f"{self._prefix}live/{self._site_id}")}
         put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}
@@ -94,7 +92,7 @@ class EtcdLog:
         self._stop.set()
         if lease := self._lease:
             self._lease = ""
-            with suppress(ElasticError, EtcdRefused):  # on failure, the lease ends after its TTL
+            with suppress(ElasticError, EtcdRefused):
                 self._client.call("/v3/lease/revoke", {"ID": lease}, RELEASE_S)
 
     def read(self) -> LedgerView:
@@ -141,7 +139,7 @@ class EtcdLog:
         while True:
             left_s = end_s - self.now_s()
             with self._changed:
-                # The watch may miss changes, so read the ledger twice per heartbeat interval.
+                # The watch may miss changes, so also read the ledger regularly.
                 self._changed.wait_for(
                     lambda: self._news > self._revision,
                     max(0.0, min(left_s, self._heartbeat_s / 2)),
@@ -154,19 +152,17 @@ class EtcdLog:
         return time.monotonic()
 
     def rounds(self) -> Iterator[CommittedRound]:
-        """Yield the committed rounds, oldest first."""
         answer = self._client.call("/v3/kv/range", below(f"{self._prefix}rounds/"))
         for each in answer.get("kvs", []):
             yield msgspec.json.decode(decode(each["value"]), type=CommittedRound)
 
     def services(self) -> list[SiteServices]:
-        """Return the addresses of the live sites' services."""
         answer = self._client.call("/v3/kv/range", below(f"{self._prefix}live/"))
         values = (decode(each["value"]) for each in answer.get("kvs", []))
         return [msgspec.json.decode(value, type=SiteServices) for value in values]
 
     def _beat(self, stop: threading.Event) -> None:
-        # A lease may last only two heartbeat intervals, so renew it twice per interval.
+        # A lease may last only two heartbeat intervals.
         while not stop.wait(self._heartbeat_s / 2):
             with suppress(ElasticError, EtcdRefused):
                 lease = {"ID": self._lease}

@@ -1,10 +1,8 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
-- The first site starts etcd alone. Later sites that accept connections become coordinators, one at
-  a time. Their target number is odd and at most `coordinators`.
-- All sites derive changes from the same lists of coordinators and live sites, so no site leads. A
-  coordinator is replaced if its site has no lease for REMOVE_S.
-- etcd is a child process with its data in `folder`, so a restarted coordinator keeps its vote.
+- Sites that accept connections become coordinators, one at a time, up to an odd number of at most
+  `coordinators`. A coordinator without a lease for REMOVE_S is replaced.
+- All sites derive these changes from the same data, so no site leads.
 """
 
 import json
@@ -28,7 +26,7 @@ from orrery.runtime.parent_watch import die_with_parent
 
 REMOVE_S = 30.0
 STOP_S = 5.0
-ELECTION_MS = round(ELECTION_S * 250)  # election timeout; etcd waits 1 to 2 times this per vote
+ELECTION_MS = round(ELECTION_S * 250)  # etcd waits 1 to 2 times this per vote
 LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # from `locks/system.sh elastic`
 
 
@@ -40,8 +38,8 @@ class Change(NamedTuple):
 def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most: int) -> Change:
     """Return the change of coordinators that the site `own` must make now.
 
-    Sites are named by ADDRESS:PORT. `voters`: all coordinators. `live`: live sites that can run
-    etcd. `gone`: coordinators to replace. `most`: maximum number of coordinators.
+    `voters`: all coordinators, each by ADDRESS:PORT. `live`: live sites that can run etcd. `gone`:
+    coordinators to replace. `most`: maximum number of coordinators.
     """
     target = min(most, len(live))
     target -= target % 2 == 0
@@ -67,7 +65,7 @@ def etcd_program() -> str:
 
 
 class EtcdServer:
-    """A coordinator's etcd server. Raise ElasticError if etcd is missing.
+    """A coordinator's etcd server.
 
     `name`: ADDRESS:PORT for clients. Other etcd servers connect to PORT + 1.
     """
@@ -92,10 +90,9 @@ class EtcdServer:
         return self._process.pid
 
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
-        """Start etcd from its data folder. If it has no data, join the cluster of `names`.
+        """Start etcd from its data folder.
 
-        Only with `is_new`, create a cluster instead. Otherwise, half-written data could become a
-        new, empty log.
+        If it has no data, join the cluster of `names` or, with `is_new`, create a cluster.
         """
         others = set(names) - {self.name}
         files = self._certificates
@@ -191,7 +188,7 @@ class EtcdSite:
         self._failure: OSError | None = None
 
     def __enter__(self) -> Self:
-        """Start etcd at the first site, or if etcd has data. Raise OSError if it cannot start."""
+        """Start etcd if the site is the first or has data. Raise OSError on failure."""
         self._steward.start()
         self._ready.wait()
         if self._failure is not None:
@@ -199,7 +196,6 @@ class EtcdSite:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the run, remove the coordinator from the cluster, and stop etcd."""
         self.membership.leave()
         self._stop.set()
         self._steward.join(STOP_S)
@@ -233,7 +229,7 @@ class EtcdSite:
 
     def _step(self) -> None:
         if self.server is not None and self.server.data.exists() and not self.server.is_running:
-            self.server.start()  # call etcd only afterwards, as no other coordinator may exist
+            self.server.start()  # before any call, as no other coordinator may exist
         members = self._members()
         voters = [name for name, (_, is_learner) in members.items() if not is_learner]
         if set(voters) != set(self.client.endpoints):
@@ -263,7 +259,6 @@ class EtcdSite:
             self._remove(members[change.name])
 
     def _keep_own(self, member_id: str, is_learner: bool, names: Iterable[str]) -> None:
-        """Restart etcd if it has ended. Otherwise, if it is a learner, ask to make it a voter."""
         assert self.server is not None
         if not self.server.is_running:
             self.server.start(names)

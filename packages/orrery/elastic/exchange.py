@@ -1,14 +1,10 @@
 """Replace each site's weight change Δᵢ by the mean Σ wᵢΔᵢ / Σ wᵢ, bitwise equal on all W sites.
 
 - `ring`: each of W chunks travels W − 1 hops. At each hop, a site decodes it, adds its values in
-  float32 and encodes the sum. The total then travels W − 1 hops unchanged, so all sites decode
-  equal bytes.
-- `all_to_all`: each rank sums one chunk in a fixed order and sends the sum to all. Each value
-  is encoded only twice, for any W.
-- A piece is the part of a chunk in one frame. Frames are handled on arrival, so all pieces travel
-  at once.
+  float32 and encodes the sum. The total then travels W − 1 hops unchanged.
+- `all_to_all`: each rank sums one chunk and sends the sum to all. Each value is encoded only twice.
 - A site with weight wᵢ = 0 forwards frames but adds no values.
-- Δᵢ is replaced after all frames have arrived. If a peer fails, Δᵢ does not change.
+- If a peer fails, Δᵢ does not change.
 """
 
 import threading
@@ -27,7 +23,7 @@ from orrery.elastic.links import PeerLinks
 from orrery.elastic.routes import ring_order
 from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
 
-PIECE = 1 << 18  # maximum number of values per frame
+PIECE = 1 << 18  # maximum values per frame
 TIMEOUT_S = 600.0  # maximum wait for a frame
 
 
@@ -35,7 +31,7 @@ TIMEOUT_S = 600.0  # maximum wait for a frame
 class ExchangeStats:
     bytes_sent: int
     seconds: float
-    codec_s: float  # seconds of encoding and decoding, summed over the lanes' threads
+    codec_s: float  # summed over threads
 
 
 class ErrorFeedback:
@@ -102,7 +98,7 @@ def exchange(
 
 
 def layer_buckets(sizes: Mapping[str, int]) -> list[slice]:
-    """Return a slice per layer. A layer is a run of tensors whose names share the first number."""
+    """Return a slice per layer: consecutive tensors whose names have the same first number."""
     buckets: list[slice] = []
     last: object = object()
     end = 0
@@ -124,7 +120,7 @@ class _Piece:
 
 
 def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
-    """Cut each bucket into a chunk per site, and chunks into pieces (frames), spread over lanes."""
+    """Cut buckets into a chunk per site, and chunks into pieces of one frame, spread over lanes."""
     pieces: list[_Piece] = []
     turn = -1
     for bucket in buckets:
@@ -155,7 +151,7 @@ class _Site:
 
 
 class _Lane(ABC):
-    """Exchange one lane's pieces in a thread. `final`: each piece's encoded total of all sites."""
+    """Exchange a share of the pieces, the lane, in a thread. `final`: each piece's encoded sum."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         self.site, self.lane, self.pieces = site, lane, pieces
@@ -213,16 +209,15 @@ class _Lane(ABC):
         self.bytes_sent += self.site.links.send(rank, self.lane, hop, number, wire)
 
     def own(self, number: int) -> Floats:
-        """Return a piece of this site's weighted values. The next call overwrites the result."""
+        """Return this site's weighted values. The next call overwrites the result."""
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:
-            out[:] = 0  # do not multiply, because 0 · NaN is NaN
+            out[:] = 0  # 0 · NaN would be NaN
             return out
         return np.multiply(self.site.delta[piece.at], self.site.share, out=out)
 
     def contribute(self, number: int, added: Bytes | None = None) -> Bytes:
-        """Encode a piece of this site's weighted values, plus the values encoded in `added`."""
         if self.site.error_feedback is not None:
             values = self.own(number)
             if added is not None:
@@ -255,7 +250,7 @@ class _Lane(ABC):
 
 
 class _RingLane(_Lane):
-    """Sum over the ring. Chunk c starts at position c. Its sum is complete W − 1 hops later."""
+    """Chunk c starts at position c of the ring. Its sum is complete W − 1 hops later."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         super().__init__(site, lane, pieces)
@@ -264,7 +259,7 @@ class _RingLane(_Lane):
         self.next = site.ring[(self.place + 1) % self.num_sites]
         before = site.ring[(self.place - 1) % self.num_sites]
         for number, piece in pieces.items():
-            gone = (self.place - piece.chunk) % self.num_sites  # hops from the chunk's start
+            gone = (self.place - piece.chunk) % self.num_sites
             if gone > 0:
                 self.awaited.add((before, gone - 1, number))
             if gone < self.num_sites - 1:
@@ -288,7 +283,7 @@ class _RingLane(_Lane):
 
 
 class _AllToAllLane(_Lane):
-    """Hop 0 sends a piece to the rank that sums its chunk. Hop 1 sends the sum to all."""
+    """Hop 0 sends a piece to the rank that sums its chunk."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         super().__init__(site, lane, pieces)
@@ -337,7 +332,6 @@ def _size(piece: _Piece) -> int:
 
 
 def _in_threads(calls: Sequence[Callable[[], None]]) -> None:
-    """Run all calls in parallel. If calls fail, raise one error, preferably not LinkBroken."""
     errors: list[BaseException] = []
 
     def guarded(call: Callable[[], None]) -> None:

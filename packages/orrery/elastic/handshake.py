@@ -1,8 +1,7 @@
 """Dial and accept connections between sites: mutual TLS, then a HELLO frame in each direction.
 
-A site without a listener dials all others. Two such sites connect through a third, the relay. Both
-dial it, authenticate over TLS, name their pair, and end TLS. The relay then copies bytes between
-the two TCP connections, and the sites run their own TLS over them.
+A site without a listener dials all others. Two sites may connect through a third, the relay, which
+copies the bytes of their own TLS connection.
 """
 
 import contextlib
@@ -23,15 +22,15 @@ from orrery.runtime.timing import scaled
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0  # time limit of each socket call, before scaling
-MAX_STRANGERS = 32  # maximum number of accepted connections with an unfinished handshake
-RETRY_S = 0.2  # pause after a connection could not be accepted
-UNSENT = 1 << 17  # maximum number of unsent bytes per socket, so that other connections take frames
-CONGESTION = b"bbr"  # TCP congestion control that keeps its rate under random packet loss
-WINDOW = 8 << 20  # bytes of a send buffer, enough for 0.4 Gb/s at a round trip of 100 ms
+MAX_STRANGERS = 32  # maximum number of unfinished handshakes
+RETRY_S = 0.2
+UNSENT = 1 << 17  # maximum unsent bytes per socket, so that other connections take frames
+CONGESTION = b"bbr"  # keeps its rate under random packet loss
+WINDOW = 8 << 20  # bytes; enough for 0.4 Gb/s at a round trip of 100 ms
 KERNEL = Path("/proc/sys/net")
 CHUNK = 1 << 18
-WAIT_S = 60.0  # time for which a relay keeps a connection without its pair's second site
-Pair = tuple[int, int, int, int]  # (epoch, lower rank, higher rank, lane) of a relayed connection
+WAIT_S = 60.0  # time that a relay waits for a pair's second site
+Pair = tuple[int, int, int, int]  # (epoch, lower rank, higher rank, lane)
 
 
 class Handshakes:
@@ -46,7 +45,7 @@ class Handshakes:
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
 
     def listen(self, host: str, port: int) -> int:
-        """Accept connections in a thread. Return the port. Raise ElasticError if it is in use."""
+        """Accept connections in a thread. Return the port."""
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
@@ -68,10 +67,9 @@ class Handshakes:
     def dial(
         self, place: tuple[str, int], hello: Header, peer: int, is_relay: bool, end_s: float
     ) -> ssl.SSLSocket:
-        """Return a connection to rank `peer`. Raise OSError on failure.
+        """Return a connection to rank `peer`. Raise OSError on failure, or after `end_s`.
 
-        `place`: address of the peer or, with `is_relay`, of a relay that the peer dials too. Wait
-        for an answer until `end_s`, because the peer may begin its epoch later.
+        `place`: address of the peer or, with `is_relay`, of a relay that the peer dials too.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:
@@ -99,7 +97,7 @@ class Handshakes:
                 if listener.fileno() < 0 or error.errno == errno.EINVAL:  # `close` was called
                     return
                 log.warning("links: cannot accept a connection: %s", error)
-                time.sleep(RETRY_S)  # for example no file descriptor is free
+                time.sleep(RETRY_S)
                 continue
             if not self._strangers.acquire(blocking=False):
                 sock.close()
@@ -167,8 +165,6 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
 
 
 class Relay:
-    """Copy bytes between paired connections. A site's new connection replaces its waiting one."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[tuple[Pair, int], tuple[float, socket.socket]] = {}
@@ -176,7 +172,7 @@ class Relay:
         self._is_closed = False
 
     def add(self, pair: Pair, source: int, sock: socket.socket) -> None:
-        """Pair `sock`, from rank `source`, with the pair's other connection, once both exist."""
+        """Connect `sock`, from rank `source`, to the pair's other site."""
         other = pair[1] + pair[2] - source
         with self._lock:
             now_s = time.monotonic()
@@ -218,7 +214,7 @@ class Relay:
 
 
 def plain(tls: ssl.SSLSocket) -> socket.socket:
-    """End TLS, as the peer does at the same time, and return the plain socket."""
+    """End TLS, as the peer does at the same time. Return the socket."""
     timeout_s = tls.gettimeout()
     tls.unwrap()
     sock = socket.socket(fileno=tls.detach())

@@ -2,9 +2,8 @@
 
 python -m orrery.elastic.keeper OPTIONS    OPTIONS: `KeeperOptions` as JSON
 
-- The trainer copies its state into shared memory and writes a line to the keeper's stdin. The
-  keeper hashes the copy, publishes it, and serves it to peers.
-- The keeper outlives the trainer by `linger_s`, or until the folder's next keeper starts.
+- The trainer copies its state into shared memory and writes a line to the keeper's stdin.
+- The keeper ends `linger_s` after the trainer, or when the folder's next keeper starts.
 """
 
 import fcntl
@@ -29,7 +28,7 @@ from orrery.manifest.publish import make_folder
 
 POLL_S = 0.2
 RETRY_S = 5.0
-NICE = 10  # low process priority, so that peers' requests do not slow the trainer
+NICE = 10  # low priority, so that peers' requests do not slow the trainer
 
 
 class KeeperOptions(msgspec.Struct, frozen=True):
@@ -42,14 +41,14 @@ class KeeperOptions(msgspec.Struct, frozen=True):
 
 
 class SnapshotKeeper:
-    """Start the keeper process, which outlives the `with` block, and announce copies to it."""
+    """Start the keeper process. It outlives the `with` block."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
         self.process = _start(options)
 
     def copied(self) -> None:
-        """Tell the keeper that `copy_state` made a copy. Restart the keeper if it has ended."""
+        """Tell the keeper, restarted if it has ended, that `copy_state` made a copy."""
         if self.process.poll() is not None:
             self.__exit__()
             self.process = _start(self._options)
@@ -82,7 +81,6 @@ def _tell(process: "subprocess.Popen[bytes]") -> None:
 
 
 def keep(options: KeeperOptions) -> None:
-    """Publish and serve snapshots. End `linger_s` after the trainer, or if a new keeper starts."""
     os.nice(NICE)
     folder = Path(options.folder)
     make_folder(folder)
@@ -107,9 +105,9 @@ def keep(options: KeeperOptions) -> None:
 
 
 def _serve_lines(work: Callable[[], None], is_over: Callable[[], bool]) -> None:
-    """Call `work` at the start, after each line on stdin, and at the end.
+    """Call `work` at the start, after each line on stdin, and at the end. Retry if it fails.
 
-    Return once stdin closes, the parent dies or `is_over()`. Retry failed work after RETRY_S.
+    Return once stdin closes, the parent dies or `is_over()`.
     """
     parent, is_due, is_open, due_s = os.getppid(), True, True, 0.0
     while is_open and not is_over():

@@ -1,12 +1,9 @@
-"""Define the replicated ledger of epochs and rounds, as pure functions.
+"""Define the ledger, the shared state of a run's epochs and rounds, as pure functions.
 
-- A `Ledger` is the whole shared state. Each function returns the next ledger, and is idempotent.
-- `live`: ids of the sites with a lease. No function reads a clock.
-- A round gathers sites until enough have arrived. Then its members exchange. Each member reports a
-  digest or the peers that it lost.
+- Each function returns the next ledger, is idempotent and reads no clock.
+- `live`: ids of the sites whose heartbeats renew a lease.
+- A round gathers sites and then begins an exchange. Members report a digest or lost peers.
 - Each change of members or network paths, and each restart of a round, opens a new epoch.
-- A round never waits for joining sites. Their arrival alone starts no exchange, because a round
-  without members would leave all members behind.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -20,10 +17,7 @@ from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, Sit
 
 
 class Behind(LeaseLost):
-    """A live site's state is older than the last committed round.
-
-    The site fetches a snapshot of round `committed`, then arrives in the next round.
-    """
+    """A live site's state is older than the last committed round, number `committed`."""
 
     def __init__(self, site_id: str, committed: int) -> None:
         super().__init__(
@@ -38,7 +32,7 @@ class StateLacking(ElasticError):
 
 class JoiningSite(msgspec.Struct, frozen=True):
     member: SiteMember
-    has_weight: bool  # whether its tokens count, as it has the newest state or was a late member
+    has_weight: bool  # whether its tokens count
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
@@ -57,9 +51,9 @@ class Ledger(msgspec.Struct, frozen=True):
     members: tuple[SiteMember, ...] = ()
     joining: tuple[JoiningSite, ...] = ()
     is_exchanging: bool = False
-    tokens: dict[str, int] = {}  # tokens of arrived sites, by site id
+    tokens: dict[str, int] = {}  # of arrived sites, by site id
     weights: tuple[int, ...] = ()  # tokens by rank, while exchanging
-    digests: dict[str, str] = {}  # reported digest by member id
+    digests: dict[str, str] = {}  # by member id
     broken: dict[str, tuple[str, ...]] = {}  # ids of lost peers, by reporting member
     strikes: tuple[tuple[str, str], ...] = ()  # site pairs whose link broke in the last attempt
     measured: dict[str, dict[str, int]] = {}  # speeds in Mb/s, by site id and peer id
@@ -68,12 +62,10 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @property
     def last(self) -> int:
-        """Return the number of the last committed round, or NO_ROUND."""
         return self.committed.number if self.committed else NO_ROUND
 
     @property
     def number(self) -> int:
-        """Return the number of the round in progress."""
         return self.last + 1
 
     @property
@@ -96,11 +88,10 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
-    """Add a site as a member or as a joining site.
+    """Add a site. It becomes a member in the next exchange.
 
-    The site becomes a member immediately if it holds the newest state, no round is exchanging, and
-    either no round is committed or no member is live. Raise ElasticError if the run refuses the
-    site, or StateLacking if no member is live and the site lacks the newest state.
+    It becomes a member at once if it holds the newest state, no round is exchanging, and either no
+    round is committed or no member is live. Raise ElasticError if the run refuses the site.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
@@ -109,7 +100,7 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
     digest = ledger.committed.digest if ledger.committed else ""
     is_first = not ledger.ids & live
     if is_first and terms.rewinds and terms.round > NO_ROUND:
-        # This opens a new epoch, whose members refuse messages of the undone rounds.
+        # The new epoch lets members refuse messages of the undone rounds.
         row = CommittedRound(terms.round, ledger.epoch, (), (), terms.digest)
         ledger = _gather(_with_members(msgspec.structs.replace(ledger, committed=row), ()), {})
         digest = terms.digest
@@ -130,7 +121,7 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
 
 
 def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
-    """Record that a site has finished its inner steps and enters round `number`.
+    """Record that a site enters round `number` with weight `tokens`.
 
     Raise Behind if the round is over, or LeaseLost if the site is unknown or ahead of the log.
     """
@@ -151,7 +142,6 @@ def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
 
 
 def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
-    """Record speeds from a site to its peers, in Mb/s, for the next epoch."""
     own = {**ledger.measured.get(site_id, {}), **found}
     if own == ledger.measured.get(site_id, {}):
         return ledger
@@ -159,9 +149,10 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 
 
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
-    """Return whether the exchange may start.
+    """Return whether at least `quorum` live sites have arrived for an exchange.
 
-    At least `quorum` live sites must have arrived, including a member if one is live.
+    If a member is live, one must be among them. Otherwise, the round would leave all members
+    behind.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
@@ -169,21 +160,16 @@ def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
 
 
 def may_have_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
-    """Return whether at least `quorum` members and joining sites are live."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     return len(known & live) >= quorum
 
 
 def is_complete(ledger: Ledger, live: Set[str]) -> bool:
-    """Return whether every live member has arrived."""
     return (ledger.ids & live) <= ledger.tokens.keys()
 
 
 def start(ledger: Ledger, live: Set[str]) -> Ledger:
-    """Begin the exchange between the live sites that have arrived.
-
-    Live members that have not arrived become joining sites and keep their weight.
-    """
+    """Begin the exchange between arrived live sites. Late members may join the next one."""
     if ledger.is_exchanging or not ledger.tokens.keys() & live:
         return ledger
     known = {m.id: m for m in (*(each.member for each in ledger.joining), *ledger.members)}
@@ -204,14 +190,13 @@ def start(ledger: Ledger, live: Set[str]) -> Ledger:
 
 
 def acknowledge(ledger: Ledger, site_id: str, outer_round: OuterRound, digest: str) -> Ledger:
-    """Record a member's finished exchange. Ignore reports of an older epoch."""
     if not _is_open(ledger, site_id, outer_round):
         return ledger
     return msgspec.structs.replace(ledger, digests=ledger.digests | {site_id: digest})
 
 
 def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable[int]) -> Ledger:
-    """Record that a member has lost the ranks `lost`. Ignore reports of an older epoch."""
+    """Record that a member has lost the ranks `lost`, unless the epoch is over."""
     if not _is_open(ledger, site_id, outer_round):
         return ledger
     peers = tuple(sorted(outer_round.epoch.members[rank].id for rank in set(lost)))
@@ -222,8 +207,8 @@ def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int
     """Commit or restart the exchange once every live member has reported.
 
     With `has_waited`, one report is enough. If no peer is lost and more than half of the reports
-    agree on a digest, commit it and remove all other members. Otherwise, restart the round in a new
-    epoch with the members that reported. If fewer than `quorum` remain, gather sites again.
+    agree on a digest, commit it and remove all other members. Otherwise, restart the round with the
+    members that reported. If fewer than `quorum` remain, gather sites again.
     """
     if not ledger.is_exchanging:
         return ledger
@@ -251,7 +236,7 @@ def _commit(ledger: Ledger, agreed: Set[str]) -> Ledger:
 
 
 def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
-    """Restart the round in a new epoch. Remove one site of each link that broke twice in a row."""
+    """Restart the round. Remove one site of each link that broke twice in a row."""
     pairs = {
         (min(a, b), max(a, b)) for a in present for b in ledger.broken.get(a, ()) if b in present
     }
@@ -292,7 +277,6 @@ def _is_open(ledger: Ledger, site_id: str, outer_round: OuterRound) -> bool:
 
 
 def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
-    """Set the members. Open a new epoch if they change."""
     ordered = tuple(sorted(members))
     if ordered == ledger.members:
         return ledger
@@ -322,19 +306,15 @@ def _speeds(ledger: Ledger, members: Iterable[SiteMember]) -> tuple[tuple[int, .
 class ShardMap(msgspec.Struct):
     """Assign each site a shard of the data. `holders` maps site ids to shards.
 
-    A member keeps its shard. A new member gets the shard that its operator chose, if it is free, or
-    the lowest free shard. `trained[k]` counts the documents of shard k that a site may have
-    trained, even if the site was lost. Hence no document is trained twice before its shard ends.
+    `trained[k]`: number of shard k's documents that any site may have trained, even a lost one. No
+    document is trained twice before its shard ends.
     """
 
     trained: list[int]
     holders: dict[str, int] = {}
 
     def finish_round(self, members: tuple[SiteMember, ...], num_documents: int) -> None:
-        """Count `num_documents` for each held shard, then assign shards for the next round.
-
-        Raise ElasticError if there are more members than shards.
-        """
+        """Count `num_documents` for each held shard, then assign shards to `members`."""
         for shard in self.holders.values():
             self.trained[shard] += num_documents
         kept = {each.id: self.holders[each.id] for each in members if each.id in self.holders}

@@ -1,12 +1,9 @@
 """Connect one process of a site to its counterpart at every other site, over mutual TLS.
 
-- A frame's run, epoch and round are checked before its payload is read. A frame of another run or
-  epoch, or data of another round, breaks the connection.
-- A pair of sites has one connection per lane. Each connection sends data frames of any lane.
-- `begin` waits until both ends of every connection are in the round. Lost connections are dialled
-  again.
+- Two sites have parallel connections, numbered by lane.
+- A frame of another run or epoch, or data of another round, closes its connection.
 - During a round, a lost or silent connection breaks the round. The first site to notice tells all
-  others, and repeats this on new connections. Idle connections carry a ping every PING_S.
+  others.
 """
 
 import hashlib
@@ -30,11 +27,11 @@ from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # time limit for connecting to all peers; scaled, like PING_S and SILENCE_S
+CONNECT_S = 60.0  # time limit for all connections; scaled, like PING_S and SILENCE_S
 PING_S = 2.0
-SILENCE_S = 15.0  # time without received bytes after which a peer counts as lost
+SILENCE_S = 15.0  # a peer that sends no bytes for this time is lost
 RETRY_S = 0.2
-QUIET_S = 1.0  # pause between round and speed probe, because other sites may still exchange
+QUIET_S = 1.0  # pause before a speed probe, because other sites may still exchange
 MAX_REFUSALS = 10  # refused dials that prove a peer dead, because sites listen before they join
 NOTHING = np.empty(0, np.uint8)
 
@@ -55,12 +52,11 @@ class PeerLinks:
         host: str,
         port: int = 0,
         shard: int = 0,
-        num_lanes: int = 4,  # connections per peer, because TCP limits the speed of each
+        num_lanes: int = 4,  # TCP limits the speed of each connection
     ) -> None:
         """Listen on `port` + `shard`, or on any free port if `port` is 0.
 
-        Do not listen if `host` is "". `shard`: this process's rank in the site. Raise ElasticError
-        if the port is taken.
+        Do not listen if `host` is "". `shard`: this process's rank in the site.
         """
         self.num_lanes, self.rank, self.epoch, self.round = num_lanes, -1, -1, -1
         self._run, self._shard = hashlib.sha256(run.encode()).digest()[:16], shard
@@ -68,9 +64,9 @@ class PeerLinks:
         self._changed = threading.Condition()
         self._peers: dict[tuple[int, int], PeerConnection] = {}
         self._early: dict[tuple[int, int, int], ssl.SSLSocket] = {}  # by epoch, rank, lane
-        self._backlogs: list[Backlog] = []  # by rank
+        self._backlogs: list[Backlog] = []
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
-        self._broken: LinkBroken | None = None  # failure in this round
+        self._broken: LinkBroken | None = None
         self._told: tuple[int, LinkBroken] | None = None  # a peer's report (later round, failure)
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
@@ -82,7 +78,7 @@ class PeerLinks:
     # Epochs and rounds
 
     def begin(self, epoch: Epoch, rank: int, number: int, connect_s: float = CONNECT_S) -> None:
-        """Connect to all members and start round `number`. Raise LinkBroken if a member fails."""
+        """Connect to all members, and wait for their `begin`. Raise LinkBroken on failure."""
         with self._changed:
             if epoch.number < self.epoch or (epoch.number, number) <= (self.epoch, self.round):
                 raise ElasticError(
@@ -112,7 +108,7 @@ class PeerLinks:
             self._phase = LinkPhase.RUNNING
 
     def end(self) -> None:
-        """End the round after all frames have arrived. A thread then measures new peers' speeds."""
+        """End the round after all frames have arrived."""
         assert self._members is not None
         with self._changed:
             self._phase = LinkPhase.IDLE
@@ -181,7 +177,7 @@ class PeerLinks:
                 return frame
 
     def fail(self, rank: int, reason: str) -> None:
-        """Break the round. `rank` is a dead peer, or this site if it cannot continue."""
+        """Break the round. `rank` is a dead peer, or this site."""
         with self._changed:
             self._fail(rank, reason)
 
@@ -205,7 +201,7 @@ class PeerLinks:
     # Failure
 
     def failed(self, rank: int, reason: str) -> LinkBroken:
-        """Break the round as `fail` does, and return the error to raise."""
+        """Break the round, and return the error to raise."""
         self.fail(rank, reason)
         assert self._broken is not None
         return LinkBroken(self._broken.rank, self._broken.reason)
@@ -279,7 +275,7 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A sender that reports its own failure tells all sites, so do not repeat it.
+                    # A sender that reports its own failure tells all sites.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)
@@ -350,7 +346,6 @@ class PeerLinks:
                 self._fail(rank, reason)
 
     def _met(self, tls: ssl.SSLSocket, hello: Header) -> None:
-        """Use an accepted connection, now or once its epoch begins."""
         if (hello.run, hello.shard) != (self._run, self._shard):
             tls.close()
             return
@@ -361,7 +356,6 @@ class PeerLinks:
             self._adopt_early()
 
     def _adopt_early(self) -> None:
-        """Use accepted connections of this epoch, and close those of older epochs."""
         wanted = set(self._wanted()) if self._members else set()
         for epoch, rank, lane in [key for key in self._early if key[0] <= self.epoch]:
             tls = self._early.pop((epoch, rank, lane))

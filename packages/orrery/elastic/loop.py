@@ -1,15 +1,12 @@
 """Run a site's outer loop: exchange its weight change Δ, and step the outer optimizer.
 
-- `outer` defines θ, m and Δ. A round exchanges Δ, commits the digest of the next θ and m, and then
-  sets them. It does not change the inner optimizer's state.
-- After a broken link, the round is retried without the lost sites. Δ is computed again, because
-  some ranks may already hold the mean. After MAX_ATTEMPTS the site ends, with θ_start and m kept.
+- `outer` defines the symbols. A round does not change the inner optimizer's state.
+- After a broken link, the round is tried again without the lost sites.
 - Round 0 only compares digests, so that all sites start from equal weights.
-- All ranks of a site call `exchange` together. Only the first rank calls the membership.
-- Round n exchanges fragment (n − 1) mod F of F fragments. A site's weight is its number of tokens
-  since the fragment's last round.
-- `send` starts a round in a thread. Some inner steps later, `apply` waits for the round and sets
-  θ_now ← αθ_now + (1 − α)θ (arXiv 2501.18512).
+- All ranks of a site call `exchange` together.
+- Round n exchanges fragment (n − 1) mod F of the weights' F fragments.
+- Inner steps may run between `send` and `apply` (arXiv 2501.18512), which sets θ_now ← αθ_now + (1
+  − α)θ.
 """
 
 import hashlib
@@ -40,7 +37,7 @@ T = TypeVar("T")
 
 
 class Weights(Protocol):
-    """This rank's trained weights, as f32[n] in the order of their names."""
+    """This rank's trained weights, f32[n], in the order of their names."""
 
     num_parameters: int
 
@@ -60,8 +57,6 @@ class Exchange(Protocol):
 
 
 class Rounds(Protocol):
-    """The methods of `Membership` that a round needs."""
-
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound: ...
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool: ...
@@ -143,7 +138,6 @@ class OuterLoop:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens trained since the last round of `fragment`."""
         return self.fragment_tokens[self.fragment_of(self.round)]
 
     @property
@@ -167,12 +161,11 @@ class OuterLoop:
         """Run a round between inner steps.
 
         Raise LeaseLost if this site must fetch its peers' state, and ElasticError if the round
-        cannot be finished.
+        fails.
         """
         return self._apply(self._run(self.tokens), 0.0)
 
     def send(self) -> None:
-        """Begin a round in a thread. Inner steps go on until `apply`."""
         assert self._thread is None, "one round at a time"
         self._sent = list(self._own_delta())
         self._sent_tokens, self.fragment_tokens[self.fragment_of(self.round)] = self.tokens, 0
@@ -216,7 +209,6 @@ class OuterLoop:
         return result.row
 
     def _run(self, tokens: int) -> _Result:
-        """Begin, exchange and commit the next round. Change no weight."""
         begin_s, num_bytes = time.monotonic(), 0
         number = self.round
         outer_round = self._begin(tokens)
@@ -275,7 +267,7 @@ class OuterLoop:
         return self._agreed(lambda it: it.abort(outer_round, lost))
 
     def _read_delta(self) -> float:
-        """Compute Δ of this rank. Return ‖Δ‖² over all ranks of the site."""
+        """Compute Δ, which an earlier attempt may have replaced. Return the site's ‖Δ‖²."""
         norm = 0.0
         for part, values in self._own_delta():
             self.state.delta[part] = values
@@ -292,10 +284,7 @@ class OuterLoop:
                 yield block, self.state.start[block] - now
 
     def _try_exchange(self, outer_round: OuterRound, rank: int) -> tuple[list[int], int]:
-        """Return (ranks of lost sites, bytes sent).
-
-        Skip the exchange if there is only one site or if all weights are 0.
-        """
+        """Return (ranks of lost sites, bytes sent)."""
         lost, sent = -1, 0
         if len(outer_round.weights) > 1 and any(outer_round.weights):
             try:
@@ -316,7 +305,6 @@ class OuterLoop:
         return self._optimizer.step
 
     def _digest(self, step: Step) -> str:
-        """Return the digest of θ and m after `step`, equal on the site's ranks."""
         own = self.state.digest(step, self.fragment_of(self.round))
         every = self._ranks.gather(own, str)
         return every[0] if len(every) == 1 else hashlib.sha256("".join(every).encode()).hexdigest()

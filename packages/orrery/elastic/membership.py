@@ -1,8 +1,7 @@
 """Take part in a run's epochs and rounds through a replicated log.
 
-- A site changes the ledger by compare-and-swap while it holds its lease. No site leads.
-- A site needs a majority of the coordinators to write. Otherwise, it waits and then joins again.
-- Times are on this process's monotonic clock.
+- A site changes the ledger, the run's shared state, by compare-and-swap while it holds its lease.
+- A site needs a majority of the coordinators to write.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,8 +28,7 @@ class Membership(Protocol):
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
         """Wait until all live members arrive, or `grace_s` after a quorum. Return the round.
 
-        Raise Behind if the round is over, and ElasticError if too few sites are live for a quorum
-        after `deadline_s`.
+        Raise Behind if the round is over, and ElasticError without a quorum after `deadline_s`.
         """
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
@@ -45,7 +43,7 @@ class Membership(Protocol):
 @dataclass(frozen=True)
 class LedgerView:
     ledger: Ledger
-    revision: int  # the ledger's revision in the log
+    revision: int
     live: frozenset[str]  # ids of the sites with a lease
 
 
@@ -56,7 +54,7 @@ class EpochLog(Protocol):
         """Take a lease, and renew it by heartbeats."""
 
     def release(self) -> None:
-        """Release the lease, so that other sites see the departure immediately."""
+        """Release the lease, so that others see the departure immediately."""
 
     def read(self) -> LedgerView: ...
 
@@ -74,11 +72,11 @@ class EpochLog(Protocol):
 
 @dataclass(frozen=True)
 class RoundPace:
-    """Quorums and waits, from the fields of `trainer.elastic`."""
+    """Quorums and waits of `trainer.elastic`."""
 
     founders: int = 1  # minimum number of sites in the first round
     quorum: int = 1  # minimum number of sites in later rounds
-    grace_s: float = 600.0  # maximum wait for stragglers after the quorum has arrived
+    grace_s: float = 600.0  # maximum wait for stragglers after a quorum
     suspect_s: float = 4.0  # maximum wait for a member that a peer reports as lost
     exchange_s: float = 600.0  # maximum wait for other members' reports
 
@@ -104,10 +102,7 @@ class LogMembership:
             raise
 
     def _await_state(self, site: SiteMember, terms: Terms) -> None:
-        """Raise ElasticError if the run refuses the site. Call this before taking a lease.
-
-        If no member is live and this site's state is old, wait `grace_s` for another site.
-        """
+        """Wait `grace_s` for another site if no member is live and this site's state is old."""
         end_s = self._log.now_s() + self._pace.grace_s
         while True:
             view = self._log.read()
@@ -174,7 +169,6 @@ class LogMembership:
             self._log.release()
 
     def _arrive(self, view: LedgerView, number: int, tokens: int) -> Ledger:
-        """Return the ledger after this site's arrival. Settle or start an exchange if due."""
         ledger = rules.measure(view.ledger, self._id, self.measured())
         ledger = rules.settle(ledger, view.live, quorum=self._pace.quorum)
         ledger = rules.arrive(ledger, self._id, number, tokens)
@@ -192,7 +186,6 @@ class LogMembership:
         return self._pace.quorum if view.ledger.committed else self._pace.founders
 
     def _settled(self, outer_round: OuterRound) -> Ledger:
-        """Wait until the exchange of `outer_round` is committed or restarted."""
         begin_s, accused_s = self._log.now_s(), None
         while True:
             now_s = self._log.now_s()

@@ -6,7 +6,7 @@
 - m: outer momentum; η: learning rate; μ: momentum factor; wᵢ: tokens of site i.
 - Without Nesterov momentum, the last step is θ ← θ_start − ηm.
 - numpy rounds every operation to float32, so sites with equal Δ get equal bits.
-- A rank keeps θ_start, m and Δ of its shard: 12 bytes a parameter.
+- Memory: 12 bytes a parameter.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) → next (θ, m)
 Fragment = tuple[slice, ...]
-BLOCK = 1 << 15  # number of values processed at once, so that temporary arrays stay in the cache
+BLOCK = 1 << 15  # values processed at once, so that temporary arrays stay in the cache
 DOTTED = 1 << 12  # values per BLAS call; longer calls start threads and slow down
 
 
@@ -48,15 +48,12 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return `now`, θ_now, as the next θ, because computing it as θ_start − Δ would round."""
+    """Return `now`, θ_now, as the next θ, because θ_start − Δ would round."""
     return now, momentum
 
 
 class OuterState:
-    """θ_start, the outer momentum and Δ of one shard, each f32[n].
-
-    `fragments` cover the shard. The digest of several fragments is the hash of their digests.
-    """
+    """θ_start, m and Δ of one shard, each f32[n]. `fragments` cover the shard."""
 
     def __init__(self, num_parameters: int, fragments: Sequence[Fragment] = ()) -> None:
         self.start, self.momentum, self.delta = (
@@ -77,10 +74,7 @@ class OuterState:
         self._digests = [""] * len(self.fragments)
 
     def digest(self, step: Step, fragment: int = 0) -> str:
-        """Return the sha256 of θ and m after `step` of a fragment, without changing the arrays.
-
-        Digests of the other fragments are cached.
-        """
+        """Return the sha256 of θ and m after `step` of a fragment, without changing the arrays."""
         for other, known in enumerate(self._digests):
             if not known and other != fragment:
                 self._digests[other] = self._digest(no_step, other)
@@ -104,7 +98,6 @@ class OuterState:
 
 
 def blocks(part: slice) -> Iterator[slice]:
-    """Cut a slice into slices of at most BLOCK values."""
     for begin in range(part.start, part.stop, BLOCK):
         yield slice(begin, min(begin + BLOCK, part.stop))
 
@@ -119,10 +112,7 @@ def is_within(part: slice, within: Fragment | None) -> bool:
 
 
 def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
-    """Return Σ wᵢΔᵢ / Σ wᵢ in float32, as a reference for exchanges.
-
-    Skip weights of 0. Return zeros if all weights are 0.
-    """
+    """Return Σ wᵢΔᵢ / Σ wᵢ in float32, as a reference for exchanges. Skip weights of 0."""
     total, mean = sum(weights), np.zeros_like(deltas[0])
     for delta, weight in zip(deltas, weights, strict=True):
         if weight:
@@ -131,6 +121,6 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product. Add DOTTED products at a time in float32, their sums in float64."""
+    """Return the inner product, a float64 sum over parts that are summed in float32."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)

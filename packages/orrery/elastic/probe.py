@@ -1,7 +1,6 @@
-"""Measure the speed to each peer once, between rounds, over the peer's first connection.
+"""Measure the speed to each peer once, between rounds.
 
-The sender sends frames for PROBE_S. The receiver times only the second half, to leave out TCP's
-slow start and the sender's buffers.
+The receiver times only the second half of PROBE_S, to leave out TCP's slow start and buffers.
 """
 
 import time
@@ -12,14 +11,14 @@ import numpy as np
 from orrery.elastic.connection import Bytes, Header, PeerConnection
 
 PROBE_S = 0.5
-PROBE_BYTES = 1 << 26  # maximum number of bytes sent to one peer
+PROBE_BYTES = 1 << 26
 FRAME = np.zeros(1 << 16, np.uint8)
-ANSWER_S = 5.0  # time limit for the answer. It follows a slow link's buffered frames
+ANSWER_S = 5.0  # time limit for the answer
 FASTEST = 4000  # maximum reported speed in Mb/s, because processors limit faster links
 
 
 class SpeedProbe:
-    """Speed measurements. `found` maps site ids to speeds in Mb/s."""
+    """Speed measurements. `found` maps site ids to Mb/s."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
@@ -28,7 +27,6 @@ class SpeedProbe:
     def measure(
         self, site_id: str, peer: PeerConnection, header: Header, goes_on: Callable[[], bool]
     ) -> None:
-        """Send frames to `peer`, and wait for its answer. Stop when `goes_on()` is false."""
         end_s, left = time.monotonic() + PROBE_S, PROBE_BYTES // len(FRAME)
         while goes_on() and left and time.monotonic() < end_s:
             if peer.num_queued < 2:
@@ -44,7 +42,7 @@ class SpeedProbe:
             time.sleep(1e-2)
 
     def arrived(self, header: Header, payload: Bytes) -> int | None:
-        """Count a received frame. Return the speed in Mb/s after the last frame, otherwise None."""
+        """Count a received frame. Return the speed in Mb/s after the last frame."""
         now_s = time.monotonic()
         found = self._arrivals.setdefault(header.source, [])
         found.append((now_s, len(payload)))

@@ -1,10 +1,7 @@
 """Serve snapshots to peers, and fetch a snapshot from several peers at once.
 
-- Over HTTPS with mutual TLS, `/newest` returns the newest snapshot's header, and `/block/SHA256` a
-  block.
-- Blocks of θ and m are equal at all sites, so any peer serves them. Inner optimizer state comes
-  from one peer.
-- A client without a certificate occupies one thread for at most HANDSHAKE_S.
+Over HTTPS with mutual TLS, `/newest` returns the newest snapshot's header, and `/block/SHA256` a
+block.
 """
 
 import http.client
@@ -36,10 +33,10 @@ from orrery.elastic.types import ElasticError
 
 HANDSHAKE_S = 5.0
 SILENCE_S = 20.0
-ANSWER_S = 300.0  # time limit of a whole answer, because a peer may send one byte at a time
-MAX_STRANGERS = 64  # maximum number of connections with an unfinished handshake
+ANSWER_S = 300.0  # time limit of an answer, because a peer may send slowly
+MAX_STRANGERS = 64  # maximum number of unfinished handshakes
 POLL_S = 0.2
-LANES = 2  # connections per peer, so that one block arrives while another is hashed
+LANES = 2  # one block arrives while another is hashed
 MAX_HEADER_BYTES = 64 << 20
 # A header that is nested too deeply raises RecursionError.
 BAD_HEADER = (OSError, ValueError, RecursionError, msgspec.MsgspecError, ElasticError)
@@ -61,9 +58,8 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         return next(reversed(published(self._folder)), None)
 
     def find(self, sha256: str) -> bytes:
-        """Return a block. Raise BlockLacking if no snapshot has it."""
         with self._indexing:
-            # A run that was set back publishes a round again, so compare modification times too.
+            # A run that was set back publishes a round again, so compare times too.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:
@@ -92,7 +88,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
                 _Handler(wrapped, client_address, self)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Refuse a connection, before it has a thread, if MAX_STRANGERS handshakes are open."""
+        """Refuse a connection if MAX_STRANGERS handshakes are open."""
         return self._strangers.acquire(blocking=False)
 
 
@@ -117,8 +113,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 class PeerSource:
-    """The snapshots of the peer at ADDRESS:PORT, over one connection."""
-
     def __init__(self, peer: str, certificates: Certificates) -> None:
         self.name, self.num_bytes = peer, 0  # bytes of received blocks
         address, _, port = peer.rpartition(":")
@@ -127,7 +121,6 @@ class PeerSource:
         )
 
     def newest(self) -> StateSnapshot | None:
-        """Return the header of the peer's newest snapshot, or None."""
         body = self._get("/newest", MAX_HEADER_BYTES)
         if body is None:
             return None
@@ -175,7 +168,7 @@ def _limited(sock: socket.socket) -> Iterator[None]:
 
 def _shut(sock: socket.socket) -> None:
     with suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # wakes the thread that reads
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def fetch_state(
@@ -185,10 +178,10 @@ def fetch_state(
     certificates: Certificates,
     deadline_s: float,
 ) -> Path:
-    """Fetch the newest committed state from all peers into `folder`. Return the snapshot's folder.
+    """Fetch the newest committed state from all peers. Return the snapshot's folder.
 
-    `peers` returns the live sites' servers. `wanted` returns the number and digest of the log's
-    last round. Each try calls both, as new rounds may end. Raise ElasticError after `deadline_s`.
+    `peers` returns the live sites' servers. `wanted` returns the number and digest of the last
+    round. Raise ElasticError after `deadline_s`.
     """
     end_s, reason = time.monotonic() + deadline_s, "no peer is live"
     while True:

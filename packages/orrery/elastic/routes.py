@@ -1,7 +1,6 @@
 """Choose the ring's order and each pair's relay from measured speeds.
 
-- Speeds are Mb/s between ranks of an epoch; 0 is unmeasured. All sites read them from the log, so
-  their choices agree. A pair's speed is the lower of its two directions.
+- Speeds are in Mb/s; 0 is unmeasured. All sites use equal speeds, so their choices agree.
 - A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
   faster. A relayed path counts with half its speed, as a relay also carries its own frames.
 - The ring's order maximises the speed of its slowest edge. Above MOST_EXACT sites, it is greedy.
@@ -12,12 +11,12 @@ from functools import cache
 from orrery.elastic.types import Epoch
 
 GAIN = 1.25  # minimum speed ratio for which a path changes
-MOST_EXACT = 10  # maximum number of sites for the exact search
+MOST_EXACT = 10
 
 
 @cache
 def relay(epoch: Epoch, a: int, b: int) -> int | None:
-    """Return the rank that relays between a and b, or None for a direct connection."""
+    """Return the rank that relays between a and b, or None."""
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
@@ -31,16 +30,15 @@ def relay(epoch: Epoch, a: int, b: int) -> int | None:
 
 @cache
 def ring_order(epoch: Epoch) -> tuple[int, ...]:
-    """Return the ranks around the ring, from rank 0."""
     num = len(epoch.members)
-    if not epoch.speeds or num < 4:  # up to three sites have only one ring
+    if not epoch.speeds or num < 4:  # only one ring is possible
         return tuple(range(num))
     rows = [
         [_path(epoch, a, relay(epoch, a, b), b) if a != b else 0.0 for b in range(num)]
         for a in range(num)
     ]
     most = max(map(max, rows))
-    # Assume that unmeasured pairs are as fast as the fastest pair.
+    # Unmeasured pairs count as the fastest pair.
     rows = [[each or most for each in row] for row in rows]
     return _exact(rows) if num <= MOST_EXACT else _greedy(rows)
 

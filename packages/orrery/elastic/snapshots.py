@@ -3,7 +3,6 @@
 - A snapshot is a folder `round_N` with a file for each part, and `snapshot.json` with the sha256 of
   each block. A rename publishes the folder, so readers see it complete.
 - The trainer only copies its state into `round_N.copied`. Another process hashes and publishes it.
-- `assemble` fetches missing blocks from any sources and checks every block.
 """
 
 import hashlib
@@ -33,11 +32,11 @@ Buffer = bytes | bytearray | memoryview
 
 class SnapshotPart(msgspec.Struct, frozen=True):
     num_bytes: int
-    blocks: tuple[str, ...]  # sha256 in hexadecimal
+    blocks: tuple[str, ...]
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """The header of a snapshot of the state after `round`. `digest` names the state in the log."""
+    """The header of a snapshot after `round`. `digest` names the state in the log."""
 
     round: int
     digest: str
@@ -117,7 +116,6 @@ def check_header(header: StateSnapshot, place: str) -> None:
 
 
 def check_room(folder: Path, num_bytes: int, count: int) -> None:
-    """Raise ElasticError if `count` snapshots of `num_bytes` do not fit into shared memory."""
     if count * num_bytes > (free := shutil.disk_usage(folder).free):
         raise ElasticError(
             f"trainer.elastic.snapshots: {count} of {num_bytes / 1e9:.1f} GB need "
@@ -134,7 +132,7 @@ def copy_state(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Copy the state into `folder`, for another process to publish. Return the copy.
+    """Copy the state into `folder`, for another process to publish.
 
     Raise ElasticError if the copy does not fit.
     """
@@ -158,7 +156,7 @@ def link_files(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Like `copy_state`, but with hard links to finished files on the same file system."""
+    """Make a copy like `copy_state`, with hard links to finished files on the same file system."""
     make_folder(folder)
 
     def write(partial: Path) -> dict[str, int]:
@@ -193,7 +191,7 @@ def _copied(
 def publish_copies(folder: Path, keep: int) -> list[Path]:
     """Hash and publish all copies. Return their folders. Keep only the newest `keep` snapshots.
 
-    Also remove snapshots of rounds after the newest copy, which a rewind has undone.
+    Also remove snapshots of later rounds that a rewind has undone.
     """
     done = []
     for copied in sorted(folder.glob("round_*.copied")):
@@ -245,10 +243,9 @@ def verify(snapshot: Path) -> StateSnapshot:
 
 
 def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
-    """Fetch a snapshot and publish it below `folder`, with one thread per source.
+    """Fetch a snapshot and publish it below `folder`.
 
-    Drop a source that fails or sends a wrong block. Raise ElasticError if blocks are missing in the
-    end. The next call reuses arrived blocks.
+    Drop a source that fails or sends a wrong block. Raise ElasticError if blocks are still missing.
     """
     place = snapshot_dir(folder, header.round)
     partial = place.with_name(f".{place.name}.{_digest_of(header)[:12]}.partial")
@@ -273,8 +270,6 @@ def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]
 
 
 class _BlockQueue:
-    """The blocks to fetch, shared by the threads of all sources."""
-
     def __init__(self, blocks: list[Block]) -> None:
         self._todo, self._num_open = blocks[::-1], 0
         self._changed = threading.Condition()

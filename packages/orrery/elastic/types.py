@@ -1,9 +1,8 @@
 """Define the values that `membership`, `exchange` and `loop` share.
 
-- A site is one trainer with any number of processes. A site's rank is its index in the epoch.
+- A site is one trainer with any number of processes. Its rank is its index in the epoch.
 - An epoch is a numbered set of sites. A round is one exchange between them.
-- A site's weight is its number of tokens since its last exchange. The first weight is 0 if the site
-  joins without the newest state.
+- A site's weight is its number of tokens since its last exchange.
 """
 
 from pathlib import Path
@@ -32,8 +31,6 @@ class LinkBroken(Exception):
 
 
 class SiteMember(msgspec.Struct, frozen=True, order=True):
-    """A member and the address of its exchange listener."""
-
     id: str  # 32 hexadecimal digits, drawn when the site starts
     address: str
     port: int  # 0 if the site accepts no connections
@@ -41,8 +38,6 @@ class SiteMember(msgspec.Struct, frozen=True, order=True):
 
 
 class Epoch(msgspec.Struct, frozen=True):
-    """A numbered set of sites, sorted by id."""
-
     number: int
     members: tuple[SiteMember, ...]
     speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b, 0 if not measured
@@ -56,7 +51,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 class OuterRound(msgspec.Struct, frozen=True):
-    """One exchange: rank i of the epoch has weight `weights[i]` in tokens."""
+    """One exchange. Rank i of the epoch has weight `weights[i]` in tokens."""
 
     number: int
     epoch: Epoch

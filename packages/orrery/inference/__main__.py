@@ -1,6 +1,6 @@
 """Run one vLLM server, replica `index` of the stage: `python -m orrery.inference`.
 
-Only the first node of a replica runs the server. The replica's other nodes run `headless`.
+The other nodes of a replica run `headless`.
 """
 
 import gc
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def run(role: str) -> None:
-    gc.disable()  # garbage collections would slow the imports and free nothing
+    gc.disable()  # garbage collections would slow the imports
     with role_process(role) as ctx:
         run_token()  # raise token errors before vLLM's long start
         ctx.health.doing("loading vLLM")

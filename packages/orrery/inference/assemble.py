@@ -1,6 +1,6 @@
 """Build vLLM's command line and environment from the manifest, without importing vLLM.
 
-`manifest.inference` has the flags that influence results. The other flags are fixed here.
+`manifest.inference` has the flags that influence results.
 """
 
 import json
@@ -35,12 +35,12 @@ from orrery.wire.weight_wire import check_library, served_model
 PLUGIN = "orrery"  # our entry point in `vllm.general_plugins`
 BACKEND = "orrery"  # our weight receiver in vLLM
 ADAPTER_BACKEND = "orrery_adapters"
-# The executor's full name, because vLLM on CPU would replace "uni" by "mp".
+# The full name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-ENGINE_READY_S = 600  # time limit for vLLM's engine core to load and compile, before scaling
+ENGINE_READY_S = 600  # time limit for loading and compiling the model, before scaling
 HEAD, MEET_S = "engine_head", 0.1  # rendezvous role of an engine's first node; poll interval in s
-KEEP_ALIVE_S = 600  # the server closes idle connections after this; clients close theirs earlier
-# Adapters never target experts, because vLLM's LoRA kernels for experts need a GPU.
+KEEP_ALIVE_S = 600  # seconds until the server closes idle connections; clients do so earlier
+# vLLM's LoRA kernels for experts need a GPU, so adapters never target experts.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),
@@ -49,7 +49,6 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of --max-lora-ra
 
 
 def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
-    """Return the weights folder of the stage before RL. Raise OrreryError without weights."""
     stage = manifest.stage_before_rl
     path = weights_path(run_dir, stage)
     if not (path / "config.json").is_file():
@@ -60,10 +59,9 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
 
 
 def check_release(manifest: Manifest, weights: Path, known: Collection[str], release: str) -> None:
-    """Raise OrreryError if vLLM lacks the architecture that `weights`/config.json names.
+    """Raise OrreryError if vLLM `release` lacks the architecture that `weights`/config.json names.
 
-    `known`: vLLM's architectures. `release`: vLLM's version. Models of the family `hugging_face`
-    are not checked.
+    Models of the family `hugging_face` are not checked.
     """
     (name,) = json.loads((weights / "config.json").read_text())["architectures"]
     if manifest.model.family != "hugging_face" and name not in known:
@@ -91,7 +89,7 @@ def server_arguments(
         "--kv-cache-memory-bytes": str(inference.kv_cache_bytes),
         "--max-num-seqs": str(inference.max_num_sequences),
         "--max-num-batched-tokens": str(inference.max_batched_tokens),
-        "--logprobs-mode": "processed_logprobs",  # log-probs of the sampled distribution
+        "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",  # only requests set sampling parameters
         "--weight-transfer-config": json.dumps({"backend": backend}),
         "--worker-extension-cls": "orrery.inference.plugin.AttestingWorker",
@@ -120,14 +118,14 @@ def server_arguments(
     else:
         arguments |= _spread(manifest)
         if inference.dtype == "bfloat16":
-            # As in the trainer, the output head multiplies bfloat16 numbers into float32 logits.
+            # As in the trainer, the output head computes float32 logits.
             arguments["--hf-overrides"] = json.dumps({"head_dtype": "float32"})
         if not inference.enforce_eager:
             flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
     if adapter is not None:
         flags += _adapter_arguments(manifest, adapter)
     if not is_cpu:
-        # `kv_cache_bytes` sizes the cache. vLLM only checks that this fraction of memory is free.
+        # `kv_cache_bytes` sizes the cache. vLLM only checks that this fraction is free.
         arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
@@ -166,7 +164,7 @@ def _spread(manifest: Manifest) -> dict[str, str]:
         arguments |= {
             # DeepGEMM and the trainer also use one scale per 128 × 128 block.
             "--quantization": "fp8_per_block",
-            # Routers stay in bfloat16. With fp8, they would choose other experts.
+            # Routers in fp8 would choose other experts.
             "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$", *others]}),
         }
     return arguments
@@ -183,7 +181,7 @@ def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
 
 
 def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
-    """Return the host and port where an engine's ranks meet. The first node chooses the port."""
+    """Return the address where an engine's ranks meet. The first node chooses the port."""
     if not part:
         [port] = free_ports(1, ctx.host)
         rendezvous.publish(ctx, f"tcp://{ctx.host}:{port}", as_role=HEAD)
@@ -206,10 +204,7 @@ def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
 
 
 def node_arguments(inference: Inference, part: int, host: str, port: int) -> list[str]:
-    """Return the `vllm serve` arguments that differ between an engine's nodes.
-
-    `part`: the node's number; only node 0 has a server. The ranks meet at `host` and `port`.
-    """
+    """Return the `vllm serve` arguments of an engine's node `part`. Only node 0 has a server."""
     ranks = inference.ranks_per_node
     where = ["--data-parallel-size-local", str(ranks), "--data-parallel-address", host]
     where += ["--data-parallel-rpc-port", str(port)]
@@ -256,7 +251,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
 def engine_variables(manifest: Manifest) -> dict[str, str]:
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",  # enable /pause, /resume, /collective_rpc, weight updates
-        "VLLM_PLUGINS": PLUGIN,  # load no other plugin
+        "VLLM_PLUGINS": PLUGIN,
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -267,7 +262,7 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
     if manifest.inference.quantization == "fp8":
         variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # with 1, Hopper engines round weights twice
     if manifest.inference.enforce_eager:
-        # vLLM would otherwise compile the log-prob ranking, which needs a C++ compiler.
+        # Otherwise, vLLM compiles the log-prob ranking, which needs a C++ compiler.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables
 
@@ -289,7 +284,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
             name_ucx_devices()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())
     if manifest.hardware.accelerator == "cpu":
-        # By default vLLM would pin every server to the same core.
+        # Otherwise, vLLM pins every server to the same core.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # overrides --kv-cache-memory-bytes

@@ -1,9 +1,7 @@
 """Serve a Hugging Face folder for `orrery serve`: `python -m orrery.inference.folder`.
 
-- In: a run directory without a manifest, with a link `weights/serve` to the folder.
-- Out: vLLM's OpenAI-compatible HTTP API, without vLLM's developer endpoints.
-- On a CPU, the KV cache takes a quarter of the free memory, at most 4 GiB. `--dtype` is the
-  folder's dtype, because vLLM would otherwise not compute in float32.
+The run directory has no manifest, but a link `weights/serve` to the folder. On a CPU, `--dtype` is
+set, because vLLM would otherwise not compute in float32.
 """
 
 import gc
@@ -62,7 +60,7 @@ def first_sentence(error: Exception) -> str:
 
 
 def main() -> None:
-    gc.disable()  # garbage collections would slow the imports and free nothing
+    gc.disable()  # garbage collections would slow the imports
     with role_process("inference") as ctx:
         if not run_token():
             raise OrreryError("no token came by standard input; type `orrery serve FOLDER`")

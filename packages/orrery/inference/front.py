@@ -1,11 +1,8 @@
-"""Check credentials in front of vllm-router. Without this check any caller could add engines.
+"""Check credentials in front of vllm-router. Without this check, any caller could add engines.
 
-- Forward `ROUTES` to vllm-router on loopback, with the headers in `ASKED` and the credential
-  `generate`. Stream the answers back, with the headers in `PASSED`.
-- Check the credential before reading the body.
-- vllm-router checks each request's key at our path `AUTHORIZED`, so other users of the host cannot
-  use the router's port.
-- If a caller disconnects, its request in the engine ends.
+- Only `ROUTES` are forwarded, with the headers in `ASKED`.
+- The credential is checked before the body is read.
+- vllm-router checks each key at our path `AUTHORIZED`, so other users of the host have no access.
 """
 
 import asyncio
@@ -39,7 +36,7 @@ PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
 MAX_HEAD_BYTES = 1 << 14
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens takes 8 MB of JSON
 BACKLOG = 1024  # the orchestrator opens hundreds of connections at once
-KEPT_S = 600.0  # idle time after which callers' connections are closed; callers close earlier
+KEPT_S = 600.0  # idle seconds until a connection is closed; callers close earlier
 SWEEP_S = 10.0
 LINGER_S = 1.0
 
@@ -48,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Front:
-    """HTTP proxy of vllm-router. With an empty token, every request is accepted."""
+    """A proxy of vllm-router. With an empty token, every request is accepted."""
 
     def __init__(self, token: str, router_url: str) -> None:
         address = urlsplit(router_url)
@@ -252,7 +249,7 @@ class _Caller(asyncio.Protocol):
             self.transport.close()
 
     def fail(self, error: Exception) -> None:
-        """Answer 502. After a partial answer, disconnect, so that the answer looks incomplete."""
+        """Answer 502. After a partial answer, disconnect, so that it looks incomplete."""
         self.upstream = None
         if self.is_answered:
             return self.transport.abort()
@@ -365,7 +362,7 @@ def _answer(status: int, text: str, more: str = "") -> bytes:
     return f"{head}Content-Length: {len(text.encode())}\r\n{more}\r\n{text}".encode()
 
 
-OPEN = ("/health", "/metrics")  # paths without a credential, for the router and monitors
+OPEN = ("/health", "/metrics")  # paths without a credential
 GENERATE = "/inference/v1/generate"
 UNAUTHORIZED = "this engine serves one run's roles only: the run's token is missing or another's\n"
 UNKNOWN_KEY = "the token that `orrery serve` printed is missing or another's\n"
@@ -376,8 +373,8 @@ class RequireToken:
     """ASGI middleware: answer 401 without the path's credential, before the body is read.
 
     GENERATE needs the credential `generate`. Paths in OPEN need none. Others need `administer`.
-    Without a token, an engine under a launcher refuses all requests. An engine started by hand
-    accepts all. Answers to GENERATE name the engine in a header, for clients behind a router.
+    Without a token, an engine under a launcher refuses all requests, and an engine started by hand
+    accepts all.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,15 +1,11 @@
 """Configure vLLM's KV transfers and KV tiers from the manifest, without importing vLLM.
 
 - Transfer: the first `prefill_replicas` engines prefill, and the others read their KV blocks. A
-  block's lease (time until its reuse) outlasts any request, because NIXL could later send another
+  block's lease (time until its reuse) outlasts any request. Otherwise, NIXL could send another
   request's cache.
-- vLLM loads from the first connector with a request's tokens, so the transfer connector is first.
-- Tiers: KV blocks and routes (chosen experts) on disk take at most `disk_bytes` together. vLLM
-  recomputes a block that is unreadable or lacks routes that must be returned.
-- `BoundedFolder` removes the least recently used files before a write. Readers accept missing
-  files. Each process counts only its own files, so a shared folder may reach the sum of all limits.
-- A block's hash includes the policy version at a group's dispatch. A resumed attempt repeats
-  version numbers, so earlier attempts' files are removed.
+- Tiers: KV blocks and routes (chosen experts) on disk take at most `disk_bytes` together.
+- A block's hash includes the policy version. A resumed attempt repeats versions, so earlier
+  attempts' files are removed.
 """
 
 import json
@@ -37,7 +33,7 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-LEASE_MARGIN_S = 300.0  # time by which a block's lease outlasts a client's timeout, before scaling
+LEASE_MARGIN_S = 300.0  # added to a client's timeout, before scaling
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 HASH_SEED = "0"  # gives all engines equal block hashes, also after restarts
 STORE_DEADLINE_S = 120.0
@@ -49,7 +45,7 @@ def lease_s(manifest: Manifest) -> int:
 
 
 def connector_config(manifest: Manifest, index: int, disk: Path) -> dict[str, Any] | None:
-    """Return vLLM's connector config for engine `index`, or None. `disk`: the tiers' folder."""
+    """Return vLLM's connector config, or None. `disk`: the tiers' folder."""
     transfer, tiers = _transfer_config(manifest, index), _offload_config(manifest, disk)
     if transfer is None or tiers is None:
         return transfer or tiers
@@ -58,7 +54,7 @@ def connector_config(manifest: Manifest, index: int, disk: Path) -> dict[str, An
         "kv_role": "kv_both",
         "kv_load_failure_policy": tiers["kv_load_failure_policy"],
         "engine_id": transfer.pop("engine_id"),
-        "kv_connector_extra_config": {"connectors": [transfer, tiers]},
+        "kv_connector_extra_config": {"connectors": [transfer, tiers]},  # in order of preference
     }
 
 
@@ -98,7 +94,7 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 
 def handover(config: Any, host: str) -> dict[str, str]:
     if config is None or "VLLM_MOONCAKE_BOOTSTRAP_PORT" not in os.environ:
-        return {}  # needless, as NIXL's producer sends these values with each answer
+        return {}  # NIXL's producer sends these values with each answer
     return {
         "kv_engine_id": config.engine_id,
         "kv_bootstrap": f"http://{host}:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}",
@@ -142,7 +138,6 @@ def _offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
 
 
 def connect(ctx: RoleContext, engine: int) -> list[str]:
-    """Prepare disk folder, store client and environment. Return arguments for `vllm serve`."""
     disk = disk_folder(ctx)
     config = connector_config(ctx.manifest, engine, disk)
     if config is None:
@@ -165,14 +160,14 @@ def connect(ctx: RoleContext, engine: int) -> list[str]:
 
 
 def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
-    """Return the variables that make vLLM keep routes (chosen experts) as long as their KV blocks.
+    """Return the variables that make vLLM keep routes as long as their KV blocks.
 
     `host_bytes` is per engine, `kv_cache_bytes` per device.
     """
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
-        return {}  # the manifest check refuses routes with a Mooncake Store
-    # Keep twice the host tier's blocks, because blocks and routes are evicted in different orders.
+        return {}
+    # Twice the host tier's blocks, because blocks and routes are evicted in different orders.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
@@ -198,7 +193,6 @@ def prepare_disk(disk: Path) -> None:
 
 
 def remove_disk(disk: Path) -> None:
-    """Remove an engine's folder, and the run's empty folders above it."""
     shutil.rmtree(disk, ignore_errors=True)
     with suppress(OSError):
         disk.parent.rmdir()
@@ -206,7 +200,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write the store client's config. Return the variable that names it. `master`: host:port."""
+    """Write the store client's config. Return the variable that names it."""
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
     share = offload.segment_bytes // manifest.inference.devices_per_replica
@@ -258,10 +252,12 @@ FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
 
 
 class BoundedFolder:
+    """A folder of limited size. Readers must accept missing files."""
+
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # file sizes by path, oldest use first
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # by path, oldest use first
         self._num_bytes = 0
         for path, _, num_bytes in sorted(_files(folder), key=lambda found: found[1]):
             _remove(self._enter([path], num_bytes))
@@ -286,7 +282,7 @@ class BoundedFolder:
                     self._sizes.move_to_end(path)
 
     def _enter(self, paths: Iterable[str], num_bytes: int) -> list[str]:
-        """Add new files to the total. Return the evicted files, for removal by the caller."""
+        """Add new files. Return the evicted files. The caller removes them."""
         size, removed = on_disk_bytes(num_bytes), []
         with self._lock:
             for path in paths:
@@ -330,14 +326,14 @@ def _path(folder: Path, key: str) -> Path:
 
 
 class RoutesOnDisk:
-    """Routes (chosen experts) on disk, one file per block. One thread writes, any thread reads."""
+    """Routes on disk, one file per block. One thread writes, any thread reads."""
 
     def __init__(self) -> None:
         self._folder = Path(os.environ[FOLDER])
         self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
 
     def write(self, objects: Iterable[Any]) -> None:
-        """Write each object's `payload` (routes) under its `key`. Drop objects on disk errors."""
+        """Write routes. Drop them on disk errors."""
         for each in objects:
             path = _path(self._folder, each.key)
             aside = path.with_suffix(f".{os.getpid()}")

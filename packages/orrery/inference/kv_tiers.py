@@ -1,8 +1,7 @@
 """Limit the size of vLLM's disk tier for KV blocks, and make all tiers work on CPU.
 
-If a file disappears between lookup and load, vLLM recomputes its blocks. vLLM 0.32 refuses to
-offload on CPU, so `_stand_in` replaces device copies by memory copies. Remove this module when vLLM
-does both.
+vLLM recomputes the blocks of a file that disappears. vLLM 0.32 refuses to offload on CPU, so
+`_stand_in` replaces device copies by memory copies.
 """
 
 import contextlib
@@ -54,7 +53,7 @@ SecondaryTierFactory.register_tier(DISK_TIER, __name__, BoundedFiles.__name__)
 
 
 class _Event:
-    """A stream event that is always complete, as CPU copies are synchronous."""
+    """An event that is always complete, as CPU copies are synchronous."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at_s = 0.0
@@ -81,8 +80,6 @@ class _Stream:
 
 
 class _Platform:
-    """The CPU platform with the device methods that vLLM calls."""
-
     Stream = _Stream
 
     def __getattr__(self, name: str) -> Any:
@@ -112,13 +109,12 @@ class _Torch:
 
 
 class _OnDevice(torch.Tensor):
-    """A CPU tensor of KV blocks. vLLM asserts that the cache is on a device, so `is_xpu` is set."""
+    """A CPU tensor of KV blocks. vLLM asserts that the cache is on a device."""
 
     is_xpu = True  # type: ignore[assignment]
 
 
 def _copy(sources: torch.Tensor, destinations: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
-    """Copy `sizes[i]` bytes from address `sources[i]` to `destinations[i]`."""
     columns = (sources.tolist(), destinations.tolist(), sizes.tolist())
     for source, destination, size in zip(*columns, strict=True):
         ctypes.memmove(destination, source, size)

@@ -1,10 +1,8 @@
 """Find the weight slices that this engine rank needs, and copy them into vLLM's layers.
 
-- `learn` runs the model's `load_weights` once on parameters without storage, and records its copies
-  as boxes: a (start, stop) per dimension. (Alternatives in vLLM: `sharded_rdt` needs Ray, and
-  `nccl_m2n` sends fused parameters whole.)
+- `learn` records the copies of the model's `load_weights` as boxes: a (start, stop) per dimension.
 - `Loading` passes each complete layer to vLLM's layerwise reload, which repacks or quantizes it at
-  the addresses that CUDA graphs use. Only one layer at a time exists twice.
+  the addresses that CUDA graphs use.
 """
 
 import math
@@ -69,7 +67,7 @@ class Filling:
 
 @dataclass
 class Needs:
-    """The destinations by tensor name, and the fillings (constants) by layer name."""
+    """The destinations by tensor name, and the fillings by layer name."""
 
     destinations: dict[str, list[Destination]] = field(default_factory=dict)
     fillings: dict[str, list[Filling]] = field(default_factory=dict)
@@ -110,7 +108,7 @@ def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
             restore_layer_on_meta(layer, info)
             for tensor in get_layer_tensors(layer).values():
                 loader = layerwise._get_original_loader(tensor)
-                if layerwise._get_weight_loader(tensor) is not loader:  # wrapped by a reload
+                if layerwise._get_weight_loader(tensor) is not loader:
                     tensor.weight_loader = loader
         yield {
             _storage(tensor): (path, name)
@@ -137,7 +135,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # Source tensors by storage address. Keeping a tensor prevents reuse of its address.
+        # By storage address. Keeping a tensor prevents reuse of its address.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:
@@ -227,7 +225,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class Run(NamedTuple):
-    """A copy from byte `begin` of a bucket to element `offset` of a parameter."""
+    """A copy from byte `begin` of a bucket (received bytes) to element `offset` of a parameter."""
 
     layer: str
     parameter: str
@@ -240,7 +238,7 @@ class Run(NamedTuple):
 
     @property
     def in_words(self) -> "Run":
-        """Return the copy in 8-byte words if possible, because fewer elements copy faster."""
+        """Return the copy in 8-byte words if possible, for speed."""
         size = WORD.itemsize // self.dtype.itemsize
         numbers = (
             self.begin // self.dtype.itemsize,
@@ -334,7 +332,7 @@ class Loading:
         """Call `initialize_layerwise_reload(model)` before this."""
         self._layers = dict(model.named_modules())
         self._needs = needs
-        self._missing: dict[str, int] = defaultdict(int)  # number of missing elements, by layer
+        self._missing: dict[str, int] = defaultdict(int)  # by layer
         for destinations in needs.destinations.values():
             for each in destinations:
                 self._missing[each.layer] += math.prod(shape_of(each.box))

@@ -1,6 +1,6 @@
-"""Explain vLLM's memory errors: name a manifest field to change, and a value that fits.
+"""Advise on vLLM's memory errors: name the manifest field to change and a value that fits.
 
-The KV cache may take the device's capacity − other processes' memory − weights − reserve.
+Memory for the KV cache = device capacity − other processes' memory − weights − reserve.
 """
 
 import re
@@ -33,7 +33,7 @@ def explain(cause: str, manifest: Manifest, weights: Path) -> str | None:
     if found := CPU_CACHE.search(cause):
         free = int(float(found[1]) * GIB)
         head = f"{_size(free)} of host memory were free for it"
-        # A host's engines start together and all see the same free memory, so divide it.
+        # All engines of a host see the same free memory.
         engines = -(-inference.num_replicas // manifest.hardware.num_nodes)
         if engines > 1:
             head += f", to be shared by {engines} engines"
@@ -76,7 +76,6 @@ def _device(cause: str, manifest: Manifest, weights: Path) -> str:
             f"the device ran out of memory: {head}; the weights alone take {_size(held)}; "
             f"inference.tensor_parallel: {twice} instead of {inference.tensor_parallel} halves them"
         )
-    # Lower the cache at least by the failed allocation and half the reserve.
     return _lower_cache(manifest, min(fits, inference.kv_cache_bytes - asked - reserve // 2), head)
 
 
@@ -90,7 +89,6 @@ def weight_bytes(weights: Path, inference: Inference) -> int:
 
 
 def _lower_cache(manifest: Manifest, fits: int, head: str) -> str:
-    """Return advice to lower the KV cache to `fits` bytes, and the sequence length if needed."""
     inference = manifest.inference
     least = longest_device_bytes(manifest.model, inference)
     fits = max(0, fits) // ROUND * ROUND or max(0, fits)

@@ -1,7 +1,6 @@
-"""Register Orrery as a plugin of vLLM, and extend vLLM's worker class.
+"""Register Orrery as a vLLM plugin, and add methods to vLLM's worker class.
 
-The mixin `AttestingWorker` reports weight fingerprints, and ends KV transfers early. vLLM's HTTP
-route `/collective_rpc` calls the mixin's methods on every worker of an engine.
+vLLM's HTTP route `/collective_rpc` calls a method on every worker of an engine.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from orrery.inference.patches import registry
 from orrery.runtime.parent_watch import die_with_parent
 from orrery.wire.fingerprint import digest
 
-# Environment variable: prefix of shared memory names. A restart removes memory with this prefix.
+# Environment variable: prefix of the engine's shared memory names.
 SHARED = "ORRERY_SHARED_MEMORY"
 
 _registered = False
@@ -33,23 +32,22 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(backend, "orrery.inference.receiver", name)
     registry.correct_engine(os.environ.get(SHARED))
     os.register_at_fork(after_in_child=die_with_parent)  # a fork does not call `register`
-    if multiprocessing.parent_process() is not None:  # this is a spawned child
+    if multiprocessing.parent_process() is not None:
         die_with_parent()
 
 
 class AttestingWorker:
     """A mixin for vLLM's worker class (`--worker-extension-cls`).
 
-    - An engine has a weight version only if all its workers have loaded it.
-    - `keep_no_longer` and `read_no_more` free a transfer's KV blocks before their lease (time
-      limit) ends. Only Mooncake needs `read_no_more`: with NIXL, the reader detects a lost engine.
+    `keep_no_longer` and `read_no_more` free a transfer's KV blocks before their lease (time limit)
+    ends. NIXL needs no `read_no_more`, because its readers detect a lost engine.
     """
 
     weight_transfer_engine: Any
     finish_weight_update: Any
 
     def untaken(self) -> str | None:
-        """Return why the last weight update failed in this worker, or None if it did not fail."""
+        """Return the error of this worker's last weight update, or None."""
         failure: str | None = self.weight_transfer_engine.failure
         return failure
 
@@ -60,13 +58,13 @@ class AttestingWorker:
         self.finish_weight_update()
 
     def fingerprints(self) -> dict[str, list[str]]:
-        """Return {tensor's Hugging Face name: [hex fingerprint, kind]} (kinds: `receiver.py`)."""
+        """Return {tensor name: [hex fingerprint, kind]}. `receiver.py` defines the kinds."""
         return {
             name: [f"{fingerprint:016x}", how] for name, (fingerprint, how) in _held(self).items()
         }
 
     def attested(self) -> dict[str, Any]:
-        """Return {"digest": digest of all fingerprints, "how": number of tensors of each kind}."""
+        """Return {"digest": digest of all fingerprints, "how": {kind: number of tensors}}."""
         held = _held(self)
         fingerprints = {name: fingerprint for name, (fingerprint, _) in held.items()}
         return {
@@ -75,7 +73,7 @@ class AttestingWorker:
         }
 
     def update_parts(self) -> dict[str, float]:
-        """Return {part of the last weight update: seconds}, or {} if the update sent adapters."""
+        """Return {part of the last weight update: seconds}, or {} for adapters."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
         seconds = {} if parts is None else parts.seconds
         return {name: round(each, 6) for name, each in seconds.items()}
@@ -105,7 +103,6 @@ class AttestingWorker:
 
 
 def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
-    """Return the receiver's `held`. As a mixin method, this could clash with vLLM's own names."""
     return getattr(worker.weight_transfer_engine, "held", None) or {}
 
 

@@ -1,12 +1,11 @@
 """Load a published weight version into the running model, and fingerprint its tensors.
 
-- With `transport.weights` 'files', whole tensors arrive, and with 'adapters', LoRA factors. Direct
-  transports send only this rank's slices (`loading.py`).
-- A tensor's fingerprint is taken on arrival ("as_consumed"). If the engine neither repacks nor
-  slices the tensor, the fingerprint is taken again from the model ("resident").
+- A version arrives as whole tensors, as LoRA factors, or (direct transports) as this rank's slices.
+- A fingerprint of kind "resident" is taken from the loaded model. If the engine repacks or slices
+  the tensor, the fingerprint is taken on arrival ("as_consumed").
 - An update fails if it lacks a tensor of the engine's first checkpoint.
-- Workers never raise, because vLLM 0.32 would mix up their results. The client then asks each
-  worker for its error (`plugin.py`). If any worker failed, all discard the update.
+- Workers never raise, because vLLM 0.32 would mix up their results. If any worker failed, all
+  discard the update.
 """
 
 import abc
@@ -55,7 +54,7 @@ from orrery.wire.weight_wire.transfer import Round, WeightReceiver
 log = logging.getLogger(__name__)
 
 RESIDENT, AS_CONSUMED = "resident", "as_consumed"
-# vLLM does not repack these modules' weights. ParallelLMHead is a VocabParallelEmbedding.
+# vLLM does not repack the weights of these modules.
 UNCHANGED = (RMSNorm, VocabParallelEmbedding)
 
 
@@ -81,10 +80,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """FP8 slices (`scales`, `values`) of a transfer round, and copies into the model.
-
-    `wide` copies the decoded FP8 values. `plain` copies the other slices.
-    """
+    """FP8 slices of a transfer round, and copies of decoded (`wide`) and other (`plain`) slices."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -121,7 +117,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
                     fail_transfer(Path(update_info.path), update_info.transfer)
 
     def finish_weight_update(self) -> None:
-        """Finish an update. Set `held`, the tensors' fingerprints, or {} if any worker failed."""
+        """Set `held` to the tensors' fingerprints, or to {} after a failure."""
         self.held = self._finish(self.failure is None)
 
     @abc.abstractmethod
@@ -134,15 +130,15 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
-        """Make the model usable again. Return `held`, or {} after a failure (not `is_whole`)."""
+        """Make the model usable again. Return the fingerprints, or {} unless `is_whole`."""
 
 
 class Receiver(Backend):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.held = {}
-        self.parts = PartTimer()  # seconds that each part of the last update took
+        self.parts = PartTimer()
         self._consumed: dict[str, Consumed] = {}
-        self._places: dict[str, Place | None] = {}  # by tensor name
+        self._places: dict[str, Place | None] = {}
         self._fingerprints: dict[tuple[torch.Size, torch.dtype], SliceFingerprints] = {}
         self._num_ranks = init_info.num_ranks
         self._target: WeightReceiver | None = None
@@ -336,12 +332,10 @@ class Receiver(Backend):
 
 
 class AdapterReceiver(Backend):
-    """vLLM's weight-transfer backend `orrery_adapters`, for the engine's one adapter.
+    """vLLM's weight-transfer backend for the engine's one adapter.
 
-    - An update overwrites the adapter's factors while the engine is paused. vLLM's `load_inplace`
-      is unsuitable: at each step, a request from before the update would read its old files again.
-    - The fingerprint of a factor that fits its buffer is "resident", and that of a sliced or cast
-      factor is "as_consumed".
+    An update overwrites the adapter's factors. With vLLM's `load_inplace`, requests from before the
+    update would load the old files again.
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -405,7 +399,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a factor's fingerprint and kind. Read vLLM's `buffer` if the factor fits in it."""
+    """Return a factor's fingerprint and kind, from vLLM's `buffer` if the factor fits."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED

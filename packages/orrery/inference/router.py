@@ -1,8 +1,7 @@
-"""Run vllm-router for a stage's replicas, behind a proxy (`front`) that checks credentials.
+"""Run vllm-router for the engine replicas, behind a proxy that checks credentials.
 
 - Only the proxy listens on `ctx.host`. The router and its Prometheus page listen on loopback.
 - Retries and circuit breakers are off, because callers handle failed requests.
-- The router and this process end together.
 """
 
 import asyncio
@@ -41,17 +40,16 @@ PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_pro
 def router_arguments(
     manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int
 ) -> list[str]:
-    """Return the command line of `vllm-router`. Raise OrreryError if the run has no router."""
+    """Return vllm-router's command line. Raise OrreryError if the run has no router."""
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # The router answers 429 above this limit. Old and new requests may overlap, hence the factor 2.
+    # The router answers 429 above this limit. Old and new requests may overlap, hence the 2.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
         "--balance-rel-threshold": router.balance_rel_threshold,
     }
-    # With several data-parallel ranks, the router sends each conversation to one rank.
     ranks = manifest.inference.data_parallel
     of_ranks = ["--intra-node-data-parallel-size", str(ranks)] if ranks > 1 else []
     thresholds = [(flag, str(value)) for flag, value in options.items() if value is not None]
@@ -72,7 +70,7 @@ def router_arguments(
 def router_program() -> None:
     """Run vllm-router. The first command-line argument is the URL that validates API keys.
 
-    vllm-router 0.1.17 has no option for this URL. With an empty URL, it accepts every call.
+    vllm-router 0.1.17 has no option for it. With an empty URL, it accepts every call.
     """
     from vllm_router.launch_router import launch_router, parse_router_args
 

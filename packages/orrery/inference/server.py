@@ -1,10 +1,8 @@
 """Run one vLLM server in this process: start it, publish its address, end its processes.
 
-- The rendezvous endpoint is published once /health answers and any weight receiver is set up.
-- Each data-parallel rank has an engine-core process and, with several GPUs, worker processes. All
-  of them end with this process (`plugin.py`). An engine core also ends with its workers.
-- With `--headless`, this process runs engine cores for a server on another node.
-- This process ends within WATCH_S of an engine core's death.
+- The address is published once /health answers.
+- vLLM's processes end with this process. It ends within WATCH_S of an engine core's death.
+- With the role `headless`, this process runs engine cores for a server on another node.
 - SIGTERM ends all processes within STOP_S and deletes KV blocks on disk. Failures keep the blocks.
 """
 
@@ -45,7 +43,7 @@ STOP_S = 2.0  # time from SIGTERM to SIGKILL
 HANG_UP_S = 0.3  # time to send answers after the engine has stopped
 START_DEADLINE_S = 300.0
 
-POINTER = "root cause"  # vLLM's error "See root cause above." leaves the cause to the log
+POINTER = "root cause"  # vLLM's error "See root cause above." means that the log has the cause
 HANDLED = "During handling of the above exception, another exception occurred:"
 END_BYTES = 1 << 18
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
@@ -65,8 +63,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM, then remove `disk`, the folder of KV blocks.
 
-    Raise RunFailed if the engine fails to start or dies. If the start fails and `explain` returns
-    advice on the cause, raise OutOfMemory with this advice.
+    Raise RunFailed if the engine fails to start or dies, and OutOfMemory if `explain` has advice on
+    a failed start.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -80,7 +78,7 @@ def serve(
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
     validate_parsed_serve_args(args)
     signal.signal(signal.SIGTERM, partial(_stop_early, left))
-    # vLLM leaves files and sockets in TMPDIR, whose path must be short (socket path: 107 bytes).
+    # vLLM makes sockets in TMPDIR, and a socket's path has at most 107 bytes.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
 
     def death() -> str | None:
@@ -110,11 +108,11 @@ class Left:
     start: str
     shared: str
     disk: Path | None  # folder of KV blocks, kept after a failure
-    pid: int  # of the server. Its forks inherit the signal handler, but must not remove files
+    pid: int  # of the server, because its forks must not remove files
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
-        """Return the names of this engine's leftovers. Call this before TMPDIR changes."""
+        """Return this engine's leftovers. Call this before TMPDIR changes."""
         tempfile.tempdir = None
         name = ctx.index if ctx.role == "inference" else ctx.name
         start = run_directory.start_prefix(ctx.run_dir, name)
@@ -122,7 +120,7 @@ class Left:
         return Left(Path(tempfile.gettempdir()), start, shared, disk, os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
-        """Remove temporary files and shared memory, and `disk` if SIGTERM ended the engine."""
+        """Remove files and shared memory, and `disk` if SIGTERM `ended` the engine."""
         if os.getpid() != self.pid:
             return
         run_directory.remove_folders(self.start, self.scratch)
@@ -136,7 +134,6 @@ class Left:
 
 
 def _stop_early(left: Left, _signal: int, _frame: object) -> None:
-    """Handle SIGTERM until vLLM installs its own handler. No request is in flight yet."""
     _exit_now(left)
 
 
@@ -150,11 +147,10 @@ async def _serve(
     ctx: RoleContext, entry: Any, args: Namespace, left: Left, death: Callable[[], str | None]
 ) -> None:
     address, socket = entry.setup_server(args, reuse_port=False)
-    args.port = socket.getsockname()[1]  # for port 0 the kernel chooses a port
+    args.port = socket.getsockname()[1]
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
     gc.freeze()  # shorten vLLM's gc.collect() calls
-    # Building the client blocks the event loop, so the heartbeat starts after it.
     async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)
@@ -190,7 +186,7 @@ async def _serve(
 
 
 async def _run_ranks(ctx: RoleContext, args: Namespace, death: Callable[[], str | None]) -> None:
-    """Run ranks of another node's server. Raise RunFailed if a rank dies. SIGTERM ends them."""
+    """Run engine ranks for another node's server. Raise RunFailed if one dies."""
     from vllm import AsyncEngineArgs
     from vllm.utils.network_utils import get_tcp_uri
     from vllm.v1.engine.utils import CoreEngineProcManager
@@ -217,7 +213,6 @@ async def _run_ranks(ctx: RoleContext, args: Namespace, death: Callable[[], str 
 
 
 def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
-    """Report the engine core's death at once, and return the error to raise."""
     why = f" ({reason})" if (reason := death()) else ""
     died = RunFailed(f"{ctx.role} {ctx.index}: the engine core died{why}. Read logs/{ctx.name}.log")
     ctx.health.failed(str(died))
@@ -227,8 +222,7 @@ def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
     """Return an event that is set when vLLM begins to shut down.
 
-    From then on, an engine core may end without failure. After STOP_S, the remaining processes are
-    killed.
+    After STOP_S, the remaining processes are killed.
     """
     stopping = threading.Event()
     shutdown = engine.shutdown
@@ -296,11 +290,10 @@ async def _healthy(host: str, port: int) -> bool:
 
 
 def root_cause(error: Exception, log: Path, begin: int) -> str:
-    """Return the cause of a failed start: a line of `log` after byte `begin`, or else `error`.
+    """Return the cause of a failed start: an exception in `log` after byte `begin`, or `error`.
 
-    A cause has the form `name` or `name: text`. At the end of vLLM's stack traces, any dotted name
-    counts. In other lines, the name must end in Error or Exception. Order of preference:
-    causes logged as ERROR, other causes, handled exceptions, consequences of a process's end.
+    Order of preference: exceptions logged as ERROR, other exceptions, handled exceptions,
+    consequences of another process's end.
     """
     if POINTER not in str(error):
         return str(error)

@@ -7,8 +7,7 @@ T tokens · K experts per token · M = T·K routed rows · E experts · D hidden
     act_MI = swiglu_rows(grouped_matmul(x_MD, gate_up_E2ID, rows.ends_E), score_M)
     out_TD = combine_rows(grouped_matmul(act_MI, down_EDI, rows.ends_E), rows)
 
-Backends: `aten` for Inductor to fuse, or `triton` on a GPU. There are no host syncs or atomics.
-Sums are in float32 in a fixed order, and rounded once.
+Sums are in float32 in a fixed order, and rounded once. There are no host syncs.
 """
 
 import os
@@ -39,8 +38,8 @@ class RowOrder(NamedTuple):
 def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:
     """Sort slots by expert, stably. `expert_TK` holds integers in [0, num_experts].
 
-    Slots with the integer `num_experts` have no expert. Their rows come last, from `ends_E[-1]` on.
-    Padding makes each expert's rows begin at a multiple of `block`.
+    Slots with `num_experts` have no expert. Their rows come last. Padding makes each expert's rows
+    begin at a multiple of `block`.
     """
     # Narrow sort keys are faster, because a radix sort makes one pass per byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
@@ -69,21 +68,19 @@ def gather_rows(x_TD: Tensor, order: RowOrder, backend: Backend | None = None) -
 
 
 def combine_rows(y_MD: Tensor, order: RowOrder, backend: Backend | None = None) -> Tensor:
-    """Return out_TD: each token's sum over its K rows, in slot order."""
+    """Return out_TD: each token's sum over its K rows."""
     return _Combine.apply(y_MD, order.row_M, order.place_TK, backend or _choose_backend(y_MD))
 
 
 def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
-    """Return the slots' values, such as scores, in row order [M]."""
+    """Return the slots' values in row order [M]."""
     return _OrderSlots.apply(value_TK, order.row_M, order.place_TK)
 
 
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
-    """Return silu(gate) · up · score, computed in float32 and rounded once to gate_up's dtype.
+    """Return silu(gate) · up · score in gate_up's dtype.
 
-    gate_up [M, 2·I] has gate in its first I columns. score [M] has a floating dtype. The score is
-    applied here, so the backward pass needs no output of the down projection. Raise ValueError on
-    other shapes.
+    gate_up is [M, 2·I], with gate first. score is [M]. Raise ValueError on other shapes.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
         raise ValueError(
@@ -103,7 +100,6 @@ def sum_rows(y_MD: Tensor, place_TK: Tensor, backend: Backend | None = None) -> 
 def swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate_up and score from the result's gradient."""
     tensors = (grad_MI, gate_up_M2I, score_M)
     if (backend or _choose_backend(gate_up_M2I)) == "triton":
         return _swiglu_rows_backward(*(x.contiguous() for x in tensors))
@@ -182,7 +178,6 @@ class _Swiglu(torch.autograd.Function):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -220,7 +215,6 @@ def _triton(rows: Tensor) -> Any:
 
 @torch.library.custom_op("orrery::spread_rows", mutates_args=())
 def _spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
-    """Return [M, D] with x[t] in row place_TK[t, k]. Slots that share a row overwrite it."""
     if kernels := _triton(x_TD):
         return kernels.spread_rows(x_TD, place_TK, num_rows)
     out_MD = x_TD.new_empty(num_rows, x_TD.shape[1])
@@ -294,9 +288,9 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def wide_linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Return x · weightᵀ [T, N], a router's logits, in float32 (float64 for float64).
+    """Return x · weightᵀ [T, N] in float32 (float64 for float64).
 
-    x [T, D] and weight [N, D] have one floating dtype. Half precision runs on tensor cores.
+    x [T, D] and weight [N, D] have one floating dtype.
     """
     if x_TD.is_cuda and x_TD.dtype in HALF and x_TD.dtype == weight_ND.dtype:
         return torch.ops.orrery.wide_linear(x_TD, weight_ND)
@@ -320,7 +314,7 @@ def _(x, weight):
 
 @torch.library.custom_op("orrery::wide_linear_backward", mutates_args=())
 def _wide_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Split grad into half-precision value and rounding error. Multiply both in one product."""
+    """Split grad into its half-precision value and the rounding error, to keep its precision."""
     rounded = grad.to(x.dtype)
     parts = torch.cat((rounded, (grad - rounded.float()).to(x.dtype)), dim=1)
     grad_x = torch.mm(parts, torch.cat((weight, weight)))

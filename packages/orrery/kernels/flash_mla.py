@@ -1,8 +1,7 @@
 """Load FlashMLA and run its sparse forward pass on Hopper GPUs.
 
-- The library is `_flashmla_C` in vLLM's wheel. vLLM itself is not imported.
-- `load` makes a test call, because releases differ in the base of the log-sum-exp: e or 2.
-- The backward pass runs in Triton (`sparse_mla_triton.py`).
+The library is `_flashmla_C` in vLLM's wheel. vLLM itself is not imported. Releases differ in the
+base of the log-sum-exp, e or 2, so `load` makes a test call.
 """
 
 import importlib.util
@@ -29,7 +28,7 @@ class FlashMLA(NamedTuple):
 
 @cache
 def load() -> FlashMLA | None:
-    """Return FlashMLA, or None if library or Hopper GPU is missing or the test call fails."""
+    """Return FlashMLA, or None without its library, without Hopper, or if the test call fails."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     vllm = importlib.util.find_spec("vllm")
@@ -97,7 +96,6 @@ def _lse_of_zeros(operation: Any) -> float:
 def _call(
     operation: Any, q: Tensor, kv: Tensor, indices: Tensor, scale: float, length: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Call FlashMLA with the optional arguments that this release accepts."""
     known = {argument.name for argument in operation._schema.arguments}
     optional = {"attn_sink": None, "topk_length": length, "out": None, "out_": None}
     named = {name: value for name, value in optional.items() if name in known}

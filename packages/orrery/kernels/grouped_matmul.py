@@ -2,12 +2,9 @@
 
 out[rows of group e] = x[rows of group e] @ weight[e]ᵀ, with adapters + (x a[e]ᵀ) b[e]ᵀ
 
-- The operators are opaque to torch.compile. x's gradient is the same operator with transposed
-  weights, and a and b exchanged. Unwanted gradients cost no time or memory.
-- For bfloat16 on a GPU, torch's grouped GEMM runs without a host sync if 8 divides both sides of
-  weight[e] (alignment to 16 bytes). Triton runs adapters up to rank 64. Others loop over groups.
-- Rows from `ends[-1]` on belong to no group. They are undefined in the output and x's gradient, and
-  do not contribute to the weight's gradient.
+- For bfloat16 on a GPU, torch's grouped GEMM runs if 8 divides both sides of weight[e], and Triton
+  runs adapters up to rank 64. Other inputs run in a slow loop over groups.
+- Rows from `ends[-1]` on belong to no group. They are undefined in the output and x's gradient.
 """
 
 from collections.abc import Iterator
@@ -28,8 +25,8 @@ HAS_TRITON = find_spec("triton") is not None
 def reserve_multiprocessors(count: int) -> None:
     """Leave `count` multiprocessors free for collectives in all later grouped products.
 
-    torch's grouped GEMM runs one persistent block per multiprocessor. If a collective occupied a
-    multiprocessor, its block would run after all others.
+    torch's grouped GEMM runs one block per multiprocessor. If a collective occupied one, its block
+    would run after all others.
     """
     global _num_reserved
     _num_reserved = count
@@ -66,9 +63,7 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def reference_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Compute `grouped_matmul` in a loop. Rows of no group are zero."""
     ends = [0, *ends_E.tolist()]
-    # `unbind` makes one gradient, but a `select` per group would make one of full size each.
     weights = enumerate(weight_ENK.unbind(0))
     outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in weights]
     return torch.cat([*outputs, x_MK.new_zeros(x_MK.shape[0] - ends[-1], weight_ENK.shape[1])])
@@ -199,7 +194,6 @@ def _(
 
 @torch.library.custom_op("orrery::narrow_grouped_matmul", mutates_args=())
 def _narrow(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return only the second output of `_adapted`: x a[e]ᵀ [M, R]."""
     x_MK = x_MK.contiguous()
     if low_rank := _low_rank(x_MK, a_ERK.shape[1]):
         return low_rank.narrow_product(x_MK, a_ERK, ends_E)

@@ -1,9 +1,6 @@
 """Triton kernels for adapters of small rank R in a grouped product, from x [M, K] to y [M, N].
 
-- Memory traffic bounds the time: 2·M·(K + 2N) bytes for `add_low_rank`, 2·M·(N + K) for both
-  gradients. A grouped GEMM would read or write M·N numbers three more times.
-- Sums are float32. x a[e]ᵀ is rounded to x's dtype before the product with b.
-- Programs find their group on the device, without a host sync.
+Sums are float32. x a[e]ᵀ is rounded to x's dtype before the product with b.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -38,7 +35,6 @@ def add_low_rank(
 
 
 def narrow_product(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return x a[e]ᵀ [M, R] for any rank R. Torch's grouped GEMM needs R to be a multiple of 8."""
     y_M0, b_E0R = x_MK.new_empty(len(x_MK), 0), a_ERK.new_empty(len(a_ERK), 0, a_ERK.shape[1])
     return add_low_rank(y_M0, x_MK, a_ERK, b_E0R, ends_E)
 

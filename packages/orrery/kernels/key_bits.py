@@ -16,9 +16,9 @@ def engine_keys(
 ) -> tuple[Tensor, Tensor]:
     """Return the engine's keys i32 [T, K], and i64 [2]: numbers of valid queries and of new keys.
 
-    `own`: the trainer's keys, i32 indices or −1. Query t sees keys `first_t` to `last_t`. A query
-    is valid if it sees more than K keys and exactly K bits are set, all for keys that it sees. An
-    invalid query gets the keys `own_t`. A valid query's key is new if `own_t` lacks it.
+    `own`: the trainer's keys, i32 indices or −1. Query t sees keys `first_t` to `last_t`. It is
+    valid if it sees more than K keys and exactly K bits are set, all for keys that it sees. An
+    invalid query gets `own_t`. A valid query's key is new if `own_t` lacks it.
     """
     return torch.ops.orrery.engine_keys(bits_TB, own_TK, first_T, last_T)
 

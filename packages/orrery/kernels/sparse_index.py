@@ -4,8 +4,7 @@ T queries · S keys · H indexer heads · D indexer width
 
     score_ts = Σ_h weights_th · relu(q_th · k_s), in float32, for first_t ≤ s ≤ last_t
 
-Source: https://arxiv.org/abs/2512.02556, equation 1. The scores [T, S] are never all in memory:
-all backends process queries in chunks, and the plain backend also processes keys in chunks.
+Source: https://arxiv.org/abs/2512.02556, equation 1. The scores [T, S] are never all in memory.
 """
 
 from importlib.util import find_spec
@@ -35,11 +34,9 @@ def select_keys(
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], in any order.
 
-    Query t chooses among keys first_t to last_t (integers, inclusive). With fewer than `top_k`
-    keys, −1 fills the row. Among equal scores the lowest index wins. There is no gradient. In FP8,
-    q is from `sparse_index_fp8.quantize_index`, k from `sparse_index_fp8.pack`, and the weights
-    contain q's scales. `backend` defaults to the fastest for these inputs. Raise ValueError if
-    shapes do not match.
+    Query t chooses among keys first_t to last_t (inclusive). With fewer than `top_k` keys, −1 fills
+    the row. Among equal scores the lowest index wins. There is no gradient. Inputs in FP8 come from
+    `sparse_index_fp8`, and the weights contain q's scales. Raise ValueError if shapes do not match.
     """
     num_queries, num_heads, width = q_THD.shape
     is_fp8 = q_THD.dtype == sparse_index_fp8.DTYPE
@@ -66,7 +63,6 @@ def select_keys(
 def reference_select_keys(
     q_THD: Tensor, k_SD: Tensor, weights_TH: Tensor, first_T: Tensor, last_T: Tensor, top_k: int
 ) -> Tensor:
-    """Compute `select_keys` from all scores at once, best key first."""
     index_S = torch.arange(k_SD.shape[0], device=k_SD.device)
     score_TS = _scores(q_THD, k_SD, weights_TH, first_T, last_T, index_S)
     score_TS, index_TS = score_TS.sort(dim=1, descending=True, stable=True)

@@ -2,10 +2,8 @@
 
 T queries · S keys · H indexer heads · D indexer width, 128 · R rotated width
 
-- q and k are rotated and quantized in float32. Each head of a query, and each key, has one scale, a
-  power of two. Source: vLLM 0.32, `models/deepseek_v32/common/kernels.py`.
-- `pack` puts a key's D bytes and its scale into one row, so context parallelism gathers both.
-- cuDNN's top-k chooses the best keys. Without cuDNN's front end, a Triton kernel does.
+Each head of a query, and each key, has one scale, a power of two. Source: vLLM 0.32,
+`models/deepseek_v32/common/kernels.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,7 +35,6 @@ has_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def supports(x_TD: Tensor, num_heads: int, width: int) -> bool:
-    """Return whether these functions can run an indexer on hidden states like `x`."""
     is_half = x_TD.is_cuda and x_TD.dtype == torch.bfloat16
     return is_half and num_heads in HEADS and width == WIDTH and has_library()
 
@@ -48,20 +45,19 @@ def quantize_index(
     """Return x rotated and quantized: float8_e4m3fn [T, H, D], and scales f32 [T, H].
 
     `angles`: cosines and sines [T, 1, R], with equal halves. The first R columns are rotated in
-    pairs (0, 1), (2, 3), … if `turns_pairs`, else (i, i + R/2). Columns keep their places, as in
-    vLLM. There is no gradient.
+    pairs (0, 1), (2, 3), … if `turns_pairs`, else (i, i + R/2). There is no gradient.
     """
     return torch.ops.orrery.quantize_index(x_THD.detach(), *angles, turns_pairs)
 
 
 def pack(key_T1D: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [S, …]: the bytes of each quantized key, then of its scale, viewed as `dtype`."""
+    """Return [S, …]: the bytes of each key, then of its scale, viewed as `dtype`."""
     key, scale = key_T1D.flatten(1).view(torch.uint8), scale_T1.view(torch.uint8)
     return torch.cat((key, scale), dim=1).view(dtype)
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys float8_e4m3fn [S, D], and their scales f32 [S]."""
+    """Return keys float8_e4m3fn [S, D] and scales f32 [S]."""
     row = packed.view(torch.uint8)
     key, scale = row[:, :-SCALE_BYTES], row[:, -SCALE_BYTES:]
     return key.contiguous().view(DTYPE), scale.contiguous().view(torch.float32).squeeze(1)
@@ -78,8 +74,7 @@ def select_keys(
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], in rising order, then −1.
 
-    q is from `quantize_index`, keys from `pack`, other arguments as in `sparse_index.select_keys`.
-    `top_keys` replaces the default top-k.
+    q is from `quantize_index`, and the keys are from `pack`.
     """
     (key_SD, scale_S), num_queries = unpack(packed), q_THD.shape[0]
     num_keys = key_SD.shape[0]

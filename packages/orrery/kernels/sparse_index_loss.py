@@ -7,7 +7,7 @@ T queries · S keys · H heads · D key width · J indexer heads · I indexer wi
     KL_t     = Σ_k p_tk (log p_tk − log softmax over k of score_tk)
 
 q_tj and k_c belong to the indexer, q_th and kv_c to attention. −1 in `chosen` means no key. p has
-no gradient. Queries are processed in chunks. Source: https://arxiv.org/abs/2512.02556, equation 4.
+no gradient. Source: https://arxiv.org/abs/2512.02556, equation 4.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -33,18 +33,12 @@ def chosen_scores(q_TJI: Tensor, k_SI: Tensor, weights_TJ: Tensor, chosen_TK: Te
 
 @torch.no_grad()
 def attention_of_chosen(q_THD: Tensor, kv_SD: Tensor, chosen_TK: Tensor, scale: float) -> Tensor:
-    """Return p, attention averaged over heads: f32 [T, K], 0 where `chosen_TK` is −1.
-
-    q and kv are as in `sparse_mla`.
-    """
+    """Return p, attention averaged over heads: f32 [T, K], 0 where `chosen_TK` is −1."""
     return torch.ops.orrery.attention_of_chosen(q_THD, kv_SD, chosen_TK, scale)
 
 
 def index_kl(score_TK: Tensor, attention_TK: Tensor, chosen_TK: Tensor) -> Tensor:
-    """Return KL_t, f32 [T], 0 for queries without keys. Only `score_TK` gets a gradient.
-
-    `score_TK`: from `chosen_scores`. `attention_TK`: from `attention_of_chosen`.
-    """
+    """Return KL_t, f32 [T], 0 for queries without keys. Only `score_TK` gets a gradient."""
     is_none_TK = chosen_TK < 0
     has_no_key_T1 = is_none_TK.all(dim=1, keepdim=True)
     score_TK = score_TK.masked_fill(is_none_TK & ~has_no_key_T1, -torch.inf)
@@ -65,7 +59,6 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _products(q_TJI: Tensor, k_SI: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q · k [T, J, K] and the gathered keys [T, K, I] in `_wide`'s dtype."""
     dtype = _wide(q_TJI)
     k_TKI = k_SI[chosen_TK.clamp(min=0).long()].to(dtype)
     return torch.einsum("tji,tki->tjk", q_TJI.to(dtype), k_TKI), k_TKI
@@ -80,7 +73,6 @@ def _(q, k, weights, chosen):
 def _scores_backward(
     grad: Tensor, q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and weights, summed in float32 in a fixed order."""
     dtype = _wide(q)
     grad_q, grad_weights = torch.empty_like(q), torch.empty_like(weights)
     grad_k = torch.zeros_like(k, dtype=dtype)

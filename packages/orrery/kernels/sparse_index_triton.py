@@ -2,12 +2,8 @@
 
 T queries · S keys · H indexer heads · D indexer width · C queries of a chunk · K chosen keys
 
-1. `_score` writes scores [C, S]. It skips tiles in which no query may choose any key.
-2. `_choose` reads a query's scores in key order and appends keys above a threshold to the query's
-   buffer. A bitwise search cuts a full buffer to its K best keys, and the K-th best score becomes
-   the threshold.
-
-Results are reproducible: the buffer is in key order, and among equal scores the lowest keys stay.
+`_choose` appends keys to the query's buffer. A full buffer is cut to its K best keys. Among equal
+scores the lowest keys stay, so results are reproducible.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,15 +16,15 @@ from torch import Tensor
 
 
 class IndexTiles(NamedTuple):
-    """Sizes of tiles and chunks, and launch options. The first five fields belong to `_score`."""
+    """Sizes of tiles and chunks, and launch options."""
 
     rows: int = 256  # queries × heads in a score tile
     keys: int = 64  # keys in a score tile
     span: int = 4096  # maximum number of keys that a program of `_score` reads
-    warps: int = 8
-    stages: int = 2
+    warps: int = 8  # of `_score`
+    stages: int = 2  # of `_score`
     block: int = 4096  # scores that `_choose` reads at once
-    buffer: int = 8192  # minimum size of a query's buffer. It also holds K + block entries
+    buffer: int = 8192  # minimum size of a query's buffer
     choose_warps: int = 8
     choose_registers: int | None = None  # maximum number of registers of a thread in `_choose`
     chunk_elements: int = 2**26  # maximum number of scores of a chunk, C·S: 256 MiB in float32
@@ -53,7 +49,7 @@ def select_keys(
     top_k: int,
     tiles: IndexTiles = TILES,
 ) -> Tensor:
-    """Return the `top_k` best keys of each query: i32 [T, top_k], in rising order, then −1."""
+    """Return the keys of `sparse_index.select_keys` in rising order."""
     num_queries, num_keys = q_THD.shape[0], k_SD.shape[0]
     indices_TK = q_THD.new_full((num_queries, top_k), -1, dtype=torch.int32)
     step = max(1, tiles.chunk_elements // max(1, num_keys))
@@ -62,7 +58,7 @@ def select_keys(
         ends = (first_T[rows].clamp(min=0).int(), last_T[rows].clamp(max=num_keys - 1).int())
         score_CS = score(q_THD[rows], k_SD, weights_TH[rows], *ends, tiles)
         choose(score_CS, *ends, indices_TK[rows], tiles)
-        del score_CS  # free them before allocating the next chunk's scores
+        del score_CS  # free the memory before allocating the next chunk's scores
     return indices_TK
 
 
@@ -177,10 +173,7 @@ def _rank(value):
 
 @triton.jit
 def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
-    """Cut a query's buffer from `count` entries to the K best. Return the K-th best rank.
-
-    `ranks` and `places`: the entries' ranks and keys. Among equal ranks the first stay.
-    """
+    """Cut a buffer of `count` entries (ranks, places) to the K best. Return the K-th best rank."""
     tl.debug_barrier()
     at = tl.arange(0, SIZE)
     known = at < count

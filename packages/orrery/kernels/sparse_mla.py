@@ -7,7 +7,6 @@ T queries · H heads · S keys · K chosen keys per query · D key width · V va
 
 All heads share the keys, and the first V columns of a key are its value (DeepSeek-V2,
 https://arxiv.org/abs/2405.04434, section 2.1; DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
-Queries are taken in chunks, so that gathered keys [T, K, D] are never all in memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,7 +21,7 @@ from orrery.kernels import flash_mla
 Backend = Literal["flash_mla", "triton", "plain"]
 
 CHUNK_ELEMENTS = 2**24  # maximum number of elements of a chunk's gathered keys: 64 MiB in float32
-GPU_CHUNK_ELEMENTS = 2**27  # larger on GPUs, for fewer kernel launches: 512 MiB in float32
+GPU_CHUNK_ELEMENTS = 2**27  # for fewer kernel launches: 512 MiB in float32
 HAS_TRITON = find_spec("triton") is not None
 
 
@@ -34,13 +33,11 @@ def sparse_mla(
     value_width: int,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, V] in q's dtype, and lse [T, H] in float32, or in float64 if q is float64.
+    """Return out [T, H, V] in q's dtype, and lse [T, H] in float32 (float64 for float64).
 
     V is `value_width`. q and kv have one floating dtype. `indices` are i32 rows of kv, without
-    repetition in a query. −1 means no key, and is fastest in the last columns. A query without keys
-    gets out 0 and lse −∞. Gradients flow through out only. Results are reproducible bitwise.
-    `backend` defaults to the fastest for these inputs. Triton computes the gradients of
-    `flash_mla`. Raise ValueError if shapes or dtypes do not match.
+    repetition in a query. A query without keys gets out 0 and lse −∞. Gradients flow through out
+    only. Results are reproducible bitwise. Raise ValueError if shapes or dtypes do not match.
     """
     width = kv_SD.shape[-1]
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
@@ -71,7 +68,6 @@ def fastest_backend(q_THD: Tensor, value_width: int, num_chosen: int) -> Backend
 def reference_sparse_mla(
     q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, value_width: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute `sparse_mla` without chunks, with plain autograd."""
     dtype = _wide(q_THD)
     kv_TKD = kv_SD.to(dtype)[indices_TK.clamp(min=0).long()]
     logit_THK = torch.einsum("thd,tkd->thk", q_THD.to(dtype), kv_TKD) * scale
@@ -135,7 +131,7 @@ def _backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of q and kv, summed in float32. `grad` is out's gradient.
+    """Return the gradients of q and kv, summed in float32.
 
     d(q_th · kv_j) = scale · p_thk (grad_th · kv_j[:V] − grad_th · out_th)
     """
@@ -163,8 +159,7 @@ def _backward(
 def _add_rows(total_SD: Tensor, row_TK: Tensor, value_TKD: Tensor) -> None:
     """Add `value_TKD[t, k]` to row `row_TK[t, k]` of `total_SD` in a fixed order. Skip rows of −1.
 
-    On a GPU, `index_add_` would use atomics. `index_put_` sorts rows, and one warp adds all values
-    of a row, so adding the many −1 slots to one row would be slow.
+    On a GPU, `index_add_` would add in no fixed order.
     """
     known_TK = row_TK >= 0
     row_M, value_MD = row_TK[known_TK].long(), value_TKD[known_TK]

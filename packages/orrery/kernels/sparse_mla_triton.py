@@ -1,14 +1,13 @@
 """Triton kernels of sparse MLA: the forward pass, and a backward pass without atomics.
 
 T queries · H heads · S keys · K chosen keys per query · D key width · V value width · C queries of
-a chunk. A pair is a query and one of its chosen keys. FLOPs: forward 2·T·H·K·(D + V), backward
-2·T·H·K·(3D + 2V). Steps of the backward pass for each chunk:
+a chunk. A pair is a query and one of its chosen keys. Steps of the backward pass:
 
-1. `_logit_gradients` gathers keys and writes p and dlogit = d(q · key), [C, K, H] each.
-2. `_query_gradients` gathers the keys again and writes dq = dlogitᵀ · keys.
-3. `_pair_gradients` writes each pair's part of dkv, a row [D]: dlogit · q, plus p · dout in the
-   first V columns. Rows are sorted by key, then by query.
-4. `_sum_pairs` adds each key's rows in that order, in float32, so results are reproducible.
+1. `_logit_gradients` writes p and dlogit = d(q · key), [C, K, H] each.
+2. `_query_gradients` writes dq = dlogitᵀ · keys.
+3. `_pair_gradients` writes each pair's part of dkv [D]: dlogit · q, plus p · dout in the first V
+   columns.
+4. `_sum_pairs` adds each key's parts in a fixed order, in float32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -30,10 +29,7 @@ MAX_HEADS = 64  # maximum number of heads of a tile in kernels that gather keys
 
 
 class Tiles(NamedTuple):
-    """Tile sizes, one tuple per kernel. Backward kernels have (keys, columns, warps, stages).
-
-    `sums` has rows of pairs in place of keys.
-    """
+    """Tile sizes. Kernels of the backward pass have (keys or pairs, columns, warps, stages)."""
 
     forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
     logits: tuple[int, int, int, int] = (128, 64, 4, 3)
@@ -41,7 +37,7 @@ class Tiles(NamedTuple):
     pairs: tuple[int, int, int, int] = (128, 64, 4, 3)
     sums: tuple[int, int, int, int] = (2, 1024, 4, 3)
     chunk_rows: int = SPARSE_PAIRS  # maximum number of pairs of a chunk, C·K
-    query_first: bool = True  # consecutive programs of `logits` share a query, not a tile of keys
+    query_first: bool = True  # consecutive programs of `logits` share a query
 
 
 TILES = Tiles()
@@ -74,7 +70,6 @@ def forward(
     value_width: int,
     tiles: Tiles = TILES,
 ) -> tuple[Tensor, Tensor]:
-    """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H]."""
     num_queries, num_heads, width = q_THD.shape
     out_THV = q_THD.new_empty(num_queries, num_heads, value_width)
     lse_TH = q_THD.new_empty(num_queries, num_heads, dtype=torch.float32)
@@ -99,7 +94,7 @@ def backward(
     scale: float,
     tiles: Tiles = TILES,
 ) -> tuple[Tensor, Tensor]:
-    """Return dq and dkv in the dtype of q and kv. `grad_THV`: out's gradient.
+    """Return dq and dkv in the dtype of q and kv.
 
     Each pair's part of dkv is rounded to that dtype, summed in float32, and rounded again.
     """
@@ -126,7 +121,6 @@ def _chunk(
     grad_q: Tensor,
     grad_kv: Tensor,
 ) -> None:
-    """Write a chunk's dq to `grad_q`, and add its part of dkv to `grad_kv`."""
     num_queries, num_chosen = indices.shape
     num_keys, width = kv.shape
     _, num_heads, value_width = grad.shape
@@ -174,7 +168,7 @@ def _columns(wanted: int, *parts: int) -> int:
     return min(wanted, *(n & -n for n in parts))
 
 
-# Cache of sorted pairs. Its key is the tensor of chosen keys, which several layers share.
+# Sorted pairs by tensor of chosen keys. Several layers share such a tensor.
 _orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -187,9 +181,9 @@ def _orders_of(indices_TK: Tensor, num_keys: int, step: int) -> list[tuple[Tenso
 
 
 def _order_of_keys(indices_CK: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return the row number of each pair, i32 [C, K], and each key's first row, i32 [S + 1].
+    """Return each pair's row number, i32 [C, K], and each key's first row, i32 [S + 1].
 
-    Rows are sorted by key, then query. Pairs with index −1 come last. Their first row is entry S.
+    Rows are sorted by key, then query. Pairs without a key come last.
     """
     key_M = torch.where(indices_CK >= 0, indices_CK, num_keys).flatten()
     key_M, pair_M = key_M.sort(stable=True)

@@ -4,10 +4,8 @@
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
     entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
 
-- One tile of at most `chunk_tokens` × V logits is in memory at a time (V: vocabulary size). A
-  Triton tile has all tokens and at least one word, a plain tile has some tokens and all words.
-- The backward pass recomputes bitwise equal tiles, or with `keep_logits` reads the kept tiles.
-  Gradients to which several tiles contribute are summed in float32.
+- Logits are computed in tiles of at most `chunk_tokens` × V values (V: vocabulary size).
+- The backward pass computes bitwise equal tiles again, unless `keep_logits` is set.
 - Only hidden and weight get gradients, without second derivatives. There are no host syncs.
 """
 
@@ -90,7 +88,10 @@ def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
 def tiles(
     num_tokens: int, vocab_size: int, chunk_tokens: int, backend: Backend
 ) -> list[tuple[slice, slice]]:
-    """Return (tokens, words) slices that cover all logits, each at most `chunk_tokens` × V."""
+    """Return (tokens, words) slices that cover all logits, each at most `chunk_tokens` × V.
+
+    A plain tile has all words of some tokens. A Triton tile has all tokens and some words.
+    """
     if backend == "plain":
         starts = range(0, num_tokens, chunk_tokens)
         every_word = slice(0, vocab_size)
@@ -147,7 +148,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         state_4T = initial_state(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
         for tokens, words in ctx.tiles:
             logits_CB = wide_matmul(hidden_TD[tokens], weight_VD[words].T)
-            if keep_logits:  # clone, because the plain pass overwrites the logits
+            if keep_logits:  # the plain pass overwrites the logits
                 ctx.logits.append(logits_CB.clone() if backend == "plain" else logits_CB)
             rows = (target_T[tokens], temperature_T[tokens])
             update(state_4T[:, tokens], logits_CB, *rows, words.start)
@@ -168,7 +169,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         _, gradient_pass = _passes(ctx.backend)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dtype = _wide(hidden_TD)
-        # Every plain tile contributes to all rows of the weight's gradient.
+        # Several plain tiles add to the same rows of the weight's gradient.
         is_summed = len({tokens.start for tokens, _ in ctx.tiles}) != 1
         multiply_weight = _add_matmul if is_summed else _write_matmul
         grad_hidden_TD = grad_weight_VD = None
@@ -260,7 +261,7 @@ def gradient(
     g_T, h_T, temperature_T = (x.to(dtype) for x in (grad_logprob_T, grad_entropy_T, temperature_T))
     log_softmax_TB = logits_TB.div_(temperature_T[:, None]).sub_(log_normalizer_T[:, None])
     softmax_TB = log_softmax_TB.exp()
-    # Compute −p (g + h (log p + H)) in place. Add g at targets inside this block.
+    # −p (g + h (log p + H)), plus g at targets inside this block
     grad_TB = log_softmax_TB.add_(entropy_T[:, None]).mul_(h_T[:, None]).add_(g_T[:, None])
     grad_TB = grad_TB.mul_(softmax_TB).neg_()
     column_T, inside_T = _target_columns(target_T, first_column, grad_TB.shape[1])

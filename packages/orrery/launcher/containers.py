@@ -1,10 +1,8 @@
-"""The container image of each role, and the Apptainer command that runs a role.
+"""Find each role's container image, and build the Apptainer command that runs the role.
 
 - An image holds packages, not Orrery's code. `containers/images.lock` lists each image's sha256 and
   its recipe, a digest of the files from which the image is built.
-- A role sees /dev, its run folder, a read-only copy of the code, the site's mounts, and the job's
-  scratch folder as /tmp. Apptainer's `--contain` would hide /dev/shm and InfiniBand.
-- Compiled kernels stay on a node when a job ends, in a folder per user and image.
+- Apptainer's `--contain` is not used, because it hides /dev/shm and InfiniBand.
 - Variables pass as APPTAINERENV_*, because other users can read command lines.
 """
 
@@ -77,7 +75,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name. The digest in it shows Snakemake that the image changed."""
+    """Return the image's file name, with a digest so that Snakemake sees a new image."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -144,15 +142,13 @@ def _image(role: str) -> Image:
     return known[role]
 
 
-CODE = "/orrery/code"  # path of the copied code in a container
-KERNELS = "/orrery/kernels"  # compiled kernels, which the node keeps for later jobs
-APPTAINER_OPTIONS = (
-    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # environment variables to remove
-)
-CACHES = {  # other caches are in /tmp, because containers have no home folder
+CODE = "/orrery/code"  # path in a container
+KERNELS = "/orrery/kernels"  # compiled kernels
+APPTAINER_OPTIONS = r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # variables to remove
+CACHES = {  # containers have no home folder
     "XDG_CACHE_HOME": "/tmp/.cache",
     "XDG_CONFIG_HOME": "/tmp/.config",
-    "VLLM_CACHE_ROOT": f"{KERNELS}/vllm",  # DeepGEMM's kernels too
+    "VLLM_CACHE_ROOT": f"{KERNELS}/vllm",
     "TRITON_HOME": KERNELS,
     "TORCHINDUCTOR_CACHE_DIR": f"{KERNELS}/inductor",
     "FLASHINFER_WORKSPACE_BASE": KERNELS,
@@ -211,7 +207,7 @@ def scratch_of(site: Containers | None, job: str) -> Path:
 
 
 def node_folders(site: Containers, job: str, image: Path, user: object) -> list[Path]:
-    """Return a job's scratch folder on a node, and the user's folder of the image's kernels."""
+    """Return a node's folders: the job's scratch, and compiled kernels for later jobs."""
     scratch = scratch_of(site, job)
     return [scratch, scratch.with_name(f"orrery-kernels-{user}-{image.stem}")]
 
@@ -221,7 +217,7 @@ def container_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """Copy the packages' source and entry points to `<run_dir>/code/<digest>`. Return this path."""
+    """Copy the code to `<run_dir>/code/<digest>`. Return this path."""
     files = dict(_sources(workspace))
     target = code_dir(run_dir) / _digest(files)
     if target.is_dir() and _digest(_copied(target)) == target.name:

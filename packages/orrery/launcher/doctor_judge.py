@@ -11,11 +11,11 @@ from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import seconds as parse_seconds
 
 GIB = 2**30
-START_S = 60  # maximum wait for the Slurm job of `doctor_probe.py` to start
+START_S = 60  # maximum wait for the probe's job to start
 WAIT_S = 20  # maximum wait until a node sees another node's file
 SLOW_S = 2.0  # maximum delay until other nodes see a renamed file
-SKEW_S = 1.0  # maximum difference of two nodes' clocks. A larger one disorders log times.
-RUNS_GIB, SCRATCH_GIB = 20, 2  # minimum free disk GiB: runs and images, temporary files
+SKEW_S = 1.0  # maximum difference of two nodes' clocks
+RUNS_GIB, SCRATCH_GIB = 20, 2  # minimum free disk GiB
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 Probe = dict[str, Any]
@@ -143,7 +143,6 @@ def judge_config(text: str, slurm: Slurm) -> list[Finding]:
 
 
 def judge_time_limit(limit: str, slurm: Slurm) -> Finding:
-    """Check that the time limit of the site's jobs does not exceed the partition's `limit`."""
     allowed_s, remedy = parse_seconds(limit), ""
     if allowed_s and 60 * slurm.time_limit_min > allowed_s:
         remedy = (
@@ -391,8 +390,8 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
     """Return the devices that the value `wanted` of NCCL_IB_HCA selects.
 
-    `wanted` lists prefixes of device names. After a leading `=`, it lists whole names. A leading
-    `^` excludes the listed devices.
+    `wanted` lists prefixes of names, or after a leading `=` whole names. A leading `^` excludes
+    them.
     """
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]

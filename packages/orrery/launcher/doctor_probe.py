@@ -1,7 +1,6 @@
 """Print facts about one node as JSON. `orrery doctor` runs this script once on each node.
 
-- This script needs only `python3` (3.6 or newer).
-- Every check has a time limit. At its own time limit, the script prints its results so far.
+The script needs only `python3` (3.6 or newer). At its time limit, it prints the facts so far.
 """
 
 import fcntl
@@ -20,7 +19,7 @@ import time
 
 PIECE = 800
 POLL_S = 0.02
-LOCK_S = 10  # maximum wait for flock, which blocks if the lock service does not answer
+LOCK_S = 10  # maximum wait for flock, which can block
 MINE, THEIRS = "mine", "theirs"
 IN_IMAGE = """
 import importlib.metadata, json, platform
@@ -45,7 +44,7 @@ def main():
         os._exit(0)
 
     for name in [name for name in os.environ if re.match(options["theirs"], name)]:
-        del os.environ[name]  # the launcher hides Apptainer's variables from roles too
+        del os.environ[name]  # as the launcher does for roles
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -145,11 +144,11 @@ def free(path):
 def meet(found, options, rank, size):
     """Compare this node with all others, and write the results into `found`.
 
-    `unseen` lists ranks whose file did not appear. `lock`: see `take_turns`. Dicts by rank:
+    `unseen` lists ranks whose file did not appear. Dicts by rank:
 
     - `tcp`: error of the connection to that rank, or None.
     - `skew_s`: seconds between the two clocks.
-    - `rename_s`: seconds until that rank saw this rank's renamed file, or None if it never did.
+    - `rename_s`: seconds until that rank saw this rank's renamed file, or None.
     """
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
@@ -170,7 +169,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # As roles do, look before the file exists. NFS may cache its absence and show it late.
+            # Look before the file exists, as roles do, because NFS may cache its absence.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -185,7 +184,7 @@ def meet(found, options, rank, size):
         thread.join()
     held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
-    limit_s = time.monotonic() + wait_s  # stay while other ranks may still connect or try the lock
+    limit_s = time.monotonic() + wait_s  # stay while other ranks may still connect
     done = [os.path.join(folder, f"done.{one}") for one in where]
     while time.monotonic() < limit_s and not all(map(os.path.exists, done)):
         time.sleep(POLL_S)
@@ -196,7 +195,7 @@ def meet(found, options, rank, size):
 def take_turns(found, folder, rank, wait_s):
     """Test locks between nodes: rank 0 holds a lock while the other ranks try to take it.
 
-    Set `found["lock"]` to the answer of `try_lock`. On rank 0, return the lock's file descriptor.
+    Return rank 0's file descriptor, or None.
     """
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))

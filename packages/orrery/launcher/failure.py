@@ -4,7 +4,6 @@
 - When a process of an engine ends, all processes of that engine restart, with a new restart number
   (incarnation). An engine does not restart after a user's mistake (exit code 2), or after two
   starts in a row that never served.
-- The old endpoint file, health file and processes are removed before the restart.
 """
 
 import re
@@ -25,18 +24,15 @@ from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # if an error blames a process, maximum wait until that process fails too
+BLAME_S = 5.0  # maximum wait until a blamed process fails too
 SETTLE_S = 0.3  # wait for further failures after the first
 EVIDENCE_S = 2.0  # time for processes to write their stacks
 RECORDED_S = 10.0  # maximum wait for flight recorder files
-SLURM_SAYS_S = 2.0  # maximum wait for Slurm to report whether it ends the job
+SLURM_SAYS_S = 2.0  # maximum wait for Slurm to say whether it ends the job
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
-    """Return the processes of `names` that `error` mentions.
-
-    In `error`, `engine 0` means `inference.0`, and `router` means `router.0`.
-    """
+    """Return the processes of `names` that `error` mentions. `engine 0` means `inference.0`."""
     words = set(re.findall(r"\b[a-z_]+\.\d+\b", error or ""))
     words |= {f"inference.{index}" for index in re.findall(r"\bengine (\d+)\b", error or "")}
     words |= {"router.0"} if re.search(r"\brouter\b", error or "") else set()
@@ -115,12 +111,12 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make all processes write their stacks and trainer ranks write torch's flight recorder.
+    """Make processes write their stacks, and trainer ranks torch's flight recorder.
 
-    Return a message with the paths of these files.
+    Return a message with the paths.
     """
     for process in stage.processes:
-        if process.name in stage.health:  # without a health file, a process would die of SIGUSR1
+        if process.name in stage.health:  # without a health file, SIGUSR1 would kill it
             process.signal(signal.SIGUSR1)
             process.signal(signal.SIGCONT)
     time.sleep(EVIDENCE_S)
@@ -172,9 +168,9 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 
 
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
-    """Return the outcome if `first` was killed because Slurm ends the job, or None.
+    """Return the outcome if Slurm ends the job, or None.
 
-    Slurm may signal a role before the launcher, so ask Slurm.
+    Slurm may signal a role before the launcher.
     """
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
@@ -199,7 +195,7 @@ def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome 
     return None
 
 
-WINDOW_S = 24 * 3600.0  # period in which restarts are counted
+WINDOW_S = 24 * 3600.0  # period of `max_restarts`
 
 
 class Restarts:
@@ -209,7 +205,7 @@ class Restarts:
         self.most = most
         self.by_name: Counter[str] = Counter()
         self._times_s: deque[float] = deque()
-        self._failed_starts: Counter[str] = Counter()  # by engine: consecutive failed starts
+        self._failed_starts: Counter[str] = Counter()  # failed starts in a row, by engine
 
     @property
     def num_recent(self) -> int:
@@ -259,7 +255,7 @@ class EngineRestarts:
             return False
         if any(health.doing == FAILED for health in others):
             return False
-        # A failed step's other tasks get SIGTERM from Slurm, so blame a task that ended otherwise.
+        # Slurm sends SIGTERM to a failed step's other tasks, so do not blame these.
         first = {
             process.plan.whole: process
             for process in sorted(ended, key=lambda one: one.poll() not in TERMINATED)
@@ -280,7 +276,6 @@ class EngineRestarts:
         return True
 
     def _replace(self, process: Process | SlurmTask, has_served: bool) -> None:
-        """Restart all processes of the engine to which the ended `process` belongs."""
         stage, engine = self.stage, process.plan.whole
         members = [one for one in stage.processes if one.plan.whole == engine]
         why = sentence(stage, process).removeprefix(f"{stage.name}: ")

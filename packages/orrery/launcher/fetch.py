@@ -1,9 +1,8 @@
 """Download a model or a dataset, but no code, from the Hugging Face hub: `orrery fetch`.
 
-- A model becomes the folder `weights/<Name>` and a file that run specs import (an axis),
-  `jsonnet/models/<name>_pretrained.libsonnet`.
-- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Its file names begin with the
-  split. `jsonnet/tasks/<name>_fetched.libsonnet` has the fields `source` and `held_out` of a task.
+- A model becomes `weights/<Name>` and `jsonnet/models/<name>_pretrained.libsonnet`.
+- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`, with file names that begin with
+  the split. `jsonnet/tasks/<name>_fetched.libsonnet` has fields of a task.
 """
 
 import json
@@ -44,7 +43,7 @@ SETTINGS = (
     "model.safetensors.index.json",
 )
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
-CARD = "README.md"  # its YAML header lists the dataset's configs and splits
+CARD = "README.md"  # its YAML header lists configs and splits
 NO_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SHA256_DIGITS = 64
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
@@ -162,7 +161,6 @@ def _examine(
 
 
 def _ask(module: str, *words: str) -> dict[str, Any]:
-    """Run `module` with arguments `words`. Return its JSON output. Raise OrreryError on failure."""
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", module, *words], capture_output=True, text=True, env=environment
@@ -170,7 +168,7 @@ def _ask(module: str, *words: str) -> dict[str, Any]:
     last = done.stderr.strip().rpartition("\n")[2]
     if done.returncode == 0:
         return json.loads(done.stdout.strip().rpartition("\n")[2])
-    last = re.sub(r"[^ ]*/\.([^/ ]+)\.\d+\.tmp", r"\1", last)  # show the folder's final name
+    last = re.sub(r"[^ ]*/\.([^/ ]+)\.\d+\.tmp", r"\1", last)
     if last.startswith("error: "):
         raise OrreryError(last.removeprefix("error: "))
     raise OrreryError(
@@ -185,7 +183,7 @@ def fetch_dataset(
     """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines for the user.
 
     `config`: the hub's config, such as `main` of openai/gsm8k. None: the only config. `shard_word`:
-    K/N, to fetch only shard K. None: all files.
+    K/N, to fetch only shard K.
     """
     shard = None if shard_word is None else parse_shard(shard_word)
     source = hub.find("dataset", word, (CARD,))
@@ -224,9 +222,8 @@ def _fill(
 ) -> None:
     """Download the dataset's files into `folder`.
 
-    With `shard`, download all splits but the main one whole. In the main split, download only the
-    shard's files, files without a sha256 on the hub, and files that `target` has from an earlier
-    fetch.
+    With `shard`, skip other shards' files of the main split, unless `target` has them or the hub
+    lists no sha256 of them.
     """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))
@@ -256,7 +253,6 @@ def _fill(
 def _download(
     source: HubRepository, by_path: dict[str, str], paths: Iterable[str], folder: Path
 ) -> None:
-    """Download `paths` into `folder`. `by_path`: hub names by path in `folder`."""
     placed = hub.download(source, [by_path[path] for path in paths], folder)
     for path in paths:
         placed[by_path[path]].rename(folder / path)

@@ -1,8 +1,8 @@
 """Download files of a Hugging Face repository at one commit, and verify each file.
 
-- `huggingface_hub` downloads files and checks only sizes. It reads `HF_TOKEN`, `HF_ENDPOINT`,
-  `HF_HOME` and `HF_HUB_OFFLINE`. `HF_HUB_DISABLE_XET=0` selects Xet instead of HTTP (untested).
-- This module checks digests: sha256 of large files, and git's sha1 of all other files.
+- `huggingface_hub` checks only sizes. This module checks digests: sha256 of large files, and git's
+  sha1 of all other files.
+- `HF_HUB_DISABLE_XET=0` selects Xet instead of HTTP (untested).
 - `SHA256SUMS` in the finished folder lists repository, commit and digests, for `sha256sum -c`.
 """
 
@@ -27,8 +27,8 @@ from orrery.manifest.shards import SUMS, read_sums, sums_text
 constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
-WAITS_S = (1.0, 2.0, 4.0)  # waits before the retries of a request
-LINKED_BYTES = 1 << 20  # minimum size of hard-linked files. Smaller files are copied for editing.
+WAITS_S = (1.0, 2.0, 4.0)  # waits before retries of a request
+LINKED_BYTES = 1 << 20  # minimum size of hard-linked files. Users may edit smaller files.
 Kind = Literal["model", "dataset"]
 
 
@@ -92,7 +92,6 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
-    """Return the files of a cached snapshot. Its links point to files named by their digest."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)
@@ -103,8 +102,8 @@ def _cached(folder: Path) -> dict[str, HubFile]:
 def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
     """Download files into `folder`. Return their paths by name on the hub.
 
-    Large files become hard links to the hub's cache if it is on the same disk. Raise OrreryError if
-    the hub refuses, the disk is too small, or a digest differs.
+    On the same disk, large files become hard links to the hub's cache. Raise OrreryError if the hub
+    refuses, the disk is too small, or a digest differs.
     """
     names = sorted(names)
     _check_disk(source, names, folder)
@@ -133,7 +132,7 @@ def _place(file: Path, target: Path) -> None:
         try:
             os.link(file, target)
             return
-        except OSError:  # another disk, or no links
+        except OSError:  # the cache is on another disk
             pass
     shutil.copyfile(file, target)
 
@@ -255,7 +254,7 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
 def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
     """Yield a temporary folder, add the digests of its files, and rename it to `target`.
 
-    If the `with` block fails, remove the temporary folder instead.
+    If the `with` block fails, remove the folder.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):
@@ -273,7 +272,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
-    """Return True if `target` holds `source`, or False if it is missing. Else raise OrreryError."""
+    """Return whether `target` exists. Raise OrreryError if it does not hold `source`."""
     if not target.exists():
         return False
     sums = target / SUMS

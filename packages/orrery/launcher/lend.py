@@ -1,7 +1,7 @@
 """Lend an engine of this machine to a run that trains elsewhere.
 
-The engine and an agent (`orrery.orchestrator.guests.lend`) run in a temporary run directory. The
-directory is kept after a failure. The agent fetches the run's newer weights.
+The engine and its agent (`orrery.orchestrator.guests.lend`) run in a temporary run directory. The
+directory is kept after a failure.
 """
 
 import json

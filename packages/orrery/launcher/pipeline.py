@@ -1,7 +1,4 @@
-"""Describe how a run's stages start on this site, as text or as files. Check Snakemake targets.
-
-In the text, a word in <> is a placeholder for a value that is not known yet.
-"""
+"""Describe how a run's stages start on this site, as text or as files. Check Snakemake targets."""
 
 import os
 import re
@@ -159,7 +156,6 @@ def _srun_line(
 def write_plan(
     run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path
 ) -> list[Path]:
-    """Write the plan into a new `folder`. Leave no folder after an error."""
     if folder.exists() or folder.is_symlink():
         raise OrreryError(f"{folder}: exists already. Remove it, or name a new folder")
     described = [
@@ -216,7 +212,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError if a target is unknown or stale, or if its run exceeds memory."""
+        """Raise OrreryError if a target is unknown or stale, or its run exceeds memory."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])
@@ -274,7 +270,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # each file alone renders, so the error is that two files define the same run
+    if not broken:  # each file alone renders, so two files define the same run
         raise first
     return render_all(workspace, whole), broken
 
@@ -282,7 +278,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
 def targets_of(argv: Sequence[str]) -> list[str]:
     """Return the targets in Snakemake's command line `argv`.
 
-    Snakemake sets `workflow`'s targets only after it has parsed the Snakefile.
+    Snakemake itself gives them only after it has parsed the Snakefile.
     """
     from snakemake.cli import get_argument_parser
 

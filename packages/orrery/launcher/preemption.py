@@ -1,7 +1,7 @@
 """End a stage early: preemption, and `orrery stop`.
 
-The RL stage is preempted by SIGUSR1, or `warning_s` before the end of its Slurm job. The stage then
-writes a checkpoint and ends. After a new checkpoint, the launcher asks Slurm to requeue the job.
+Preemption comes by SIGUSR1, or `warning_s` before the end of the Slurm job. The RL stage then
+writes a checkpoint and ends, and the launcher asks Slurm to requeue the job.
 """
 
 import math
@@ -22,7 +22,7 @@ from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
 WIND_DOWN_S = 600.0  # maximum wait for the checkpoint, without Slurm
-MARGIN_S = 60.0  # time reserved in a Slurm job to end the stage after its checkpoint
+MARGIN_S = 60.0  # time to end the stage after its checkpoint
 STOP_S = 30.0
 
 
@@ -51,10 +51,7 @@ class Preemption:
         self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: deadline of saver processes
 
     def poll(self) -> Outcome | None:
-        """Request a checkpoint when preemption is due. Later, return the outcome of the stage.
-
-        Return None until the trainer and orchestrator have ended, or their time is over.
-        """
+        """Request a checkpoint when preemption is due. Later, return the outcome of the stage."""
         stage = self.stage
         if not stage.is_preempted:
             if self._is_due():
@@ -95,7 +92,7 @@ class Preemption:
         stage.log("winding down")
 
     def _time_left_s(self) -> tuple[float, float]:
-        """Return (seconds to write the checkpoint, seconds to end the stage afterwards)."""
+        """Return seconds: (to write the checkpoint, to end the stage afterwards)."""
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale, math.inf
         ends_at_s = _job_ends_at_s(self.job)  # ask again, as operators can change time limits
@@ -131,7 +128,7 @@ def _job_ends_at_s(job: Job) -> float | None:
 def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False) -> str:
     """End the run and return its last message.
 
-    With `checkpoint`, ask the run to write a checkpoint and end, and return without waiting.
+    With `checkpoint`, ask for a checkpoint first, and return without waiting.
     """
     name = run_dir.name
     holder = lock_holder(run_dir)

@@ -1,9 +1,9 @@
-"""A local process of a stage, with its CPU cores, devices and environment.
+"""Start a local process of a stage, with its CPU cores, devices and environment.
 
 - The process has its own session, so Ctrl-C does not reach it, and its group can be killed.
-- SIGTERM goes to the process, not to its group, because an engine ends its own workers in order.
-- Each trainer or engine is pinned to neighbouring cores. If a stage has both, each kind gets
-  half of the cores.
+- SIGTERM goes to the process alone, because an engine ends its own workers in order.
+- Each trainer or engine is pinned to neighbouring cores. If a stage has both, each kind gets half
+  of the cores.
 """
 
 import os
@@ -28,14 +28,14 @@ from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
-PROCESS = "ORRERY_PROCESS"  # environment variable: name and restart number, such as `inference.0.2`
+PROCESS = "ORRERY_PROCESS"  # variable with name and restart number: `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
-MAX_THREADS = 4  # maximum threads of a process. More do not speed up models on CPUs.
+MAX_THREADS = 4  # maximum. More threads do not speed up models on CPUs.
 LOOPBACK = "127.0.0.1,localhost"
 
 
 def require(word: str, *packages: str) -> None:
-    """Raise OrreryError if one of `packages` is not installed, as is usual on a login node."""
+    """Raise OrreryError if a package is not installed."""
     if lacks := [name for name in packages if find_spec(name) is None]:
         raise OrreryError(
             f"{word}: this Python lacks {', '.join(lacks)}. Type `make setup`, or run this command "
@@ -65,7 +65,7 @@ class Process:
             )  # fmt: skip
         self.pid = self._popen.pid
         if cores is not None:
-            # Pin the process before it starts threads. It may have ended already.
+            # Pin the process before it starts threads.
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, cores)
 
@@ -93,14 +93,13 @@ class Process:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    abandon = kill  # `SlurmTask.abandon` kills only srun
+    abandon = kill
 
     def last_output(self) -> str:
         return last_line(self.log, self._log_begin)
 
 
 def reap(group: int) -> bool:
-    """Reap ended processes of a process group. Return whether others still run."""
     try:
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
@@ -110,7 +109,6 @@ def reap(group: int) -> bool:
 
 
 def ended_within(popen: "subprocess.Popen[bytes]", within_s: float) -> bool:
-    """Return whether the process ended within `within_s` seconds."""
     try:
         popen.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -189,7 +187,7 @@ def installed_hardware() -> str | None:
 
 
 def check_packages(name: str, needs_gpus: bool) -> None:
-    """Raise OrreryError if the packages in .venv are not for the hardware of run `name`."""
+    """Raise OrreryError if the packages in .venv are not for the run's hardware."""
     needed, found = "cuda" if needs_gpus else "cpu", installed_hardware()
     if found in (None, needed):
         return
@@ -227,7 +225,7 @@ def environment(
     cores: frozenset[int] | None,
     devices: tuple[str, ...] | None,
 ) -> dict[str, str]:
-    """Return a local process's environment. No `cores`: one thread. No `devices`: no GPU."""
+    """Return a local process's environment. Without `cores`, it has one thread."""
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {
         **base,
@@ -245,7 +243,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
-        LAUNCHER_PID: "0",  # Slurm starts the role, so the role has no launcher process to watch
+        LAUNCHER_PID: "0",  # Slurm starts the role, so it has no launcher to watch
     }
 
 
@@ -256,7 +254,7 @@ def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONHASHSEED": "0",  # makes tasks that iterate over sets reproducible
+        "PYTHONHASHSEED": "0",  # makes the order of sets reproducible
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,9 +1,7 @@
-"""`receipt.json`: the nodes, code, software, outputs and metrics of every stage.
+"""Record the nodes, code, software, outputs and metrics of every stage in `receipt.json`.
 
-- Code is examined before the processes start. Software and images are examined while they run.
-- Attempts are numbered without gaps. If a launcher died, its attempt's state is `unrecorded`.
-- Before a stage starts, `verify` compares earlier stages' files with the receipt. For weights above
-  WHOLE_BYTES, it compares only sizes and the index.
+- If a launcher died, its attempt has the state `unrecorded`.
+- Before a stage starts, `verify` compares earlier stages' files with the receipt.
 - A receipt has no environment variables, no absolute paths and no secrets, such as tokens.
 """
 
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from orrery.launcher import containers
+from orrery.launcher.site import SECRET
 from orrery.manifest.diff import RECEIPT, RECEIPT_SCHEMA, read_receipt
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load, run_id
@@ -42,13 +41,10 @@ from orrery.runtime.run_directory import (
 )
 from orrery.runtime.timing import scaled
 
-WITHIN_S = 60.0  # time limit of git, an image's Python and nvidia-smi
+WITHIN_S = 60.0  # time limit of a command
 READ_S = 600.0
-KEPT_BYTES = 2**20  # size above which the diff omits an untracked file
-WHOLE_BYTES = 64 * 2**30  # total size of weights above which only their sizes are compared
-SECRET = re.compile(
-    r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
-)
+KEPT_BYTES = 2**20  # maximum size of an untracked file in the diff
+WHOLE_BYTES = 64 * 2**30  # larger weights: only sizes are compared
 CODE_FILE = r"\.(py|pyi|sh|jsonnet|libsonnet|smk|nix|def|md|c|cc|cpp|cu|cuh|h)"
 SECRET_FILE = re.compile(
     r"(^|/)(\.env(\..*)?|\.netrc|\.npmrc|\.pypirc|id_[a-z0-9]+|[^/]*\.(pem|key|p12)"
@@ -70,8 +66,8 @@ wanted = {{n: v for n, v in packages.items() if n in names or n.startswith(prefi
 print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
 """
 
-Facts = dict[str, Any]  # file name, sha256 and package versions of a container image
-Software = dict[str, Any]  # driver and package versions of this host
+Facts = dict[str, Any]  # a container image's file name, sha256, package versions
+Software = dict[str, Any]  # this host's driver and package versions
 
 
 @dataclass(frozen=True)
@@ -97,11 +93,9 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
-    - `code` and `software` are examined now if None.
-    - `images`: image facts by role, from an `ImageReader`.
+    - `images`: image facts by role.
     - `secrets`: further texts to remove from the receipt, such as the run's token.
     - `endings`: "exit code 0" or a signal such as "SIGKILL", by process.
-    - `job_script`: the result of `script_facts`, or None outside Slurm.
     """
     receipt: dict[str, Any] = {
         "schema": RECEIPT_SCHEMA,
@@ -186,10 +180,6 @@ def changes(
 
 
 def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
-    """Return (commit, list of diffs of changed files), to compare two attempts without new files.
-
-    If the diff that an attempt stored is missing, append its path, so that attempts differ.
-    """
     file = run_dir / (code.diff or "")
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
     parts = re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)
@@ -212,7 +202,6 @@ def code_changes(before: CodeState, after: CodeState) -> str:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt's entries by stage, or {} without a readable receipt."""
     try:
         return read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
@@ -284,7 +273,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     """Return (diff against HEAD, untracked files that the diff omits).
 
-    Untracked files are added to a copy of git's index, not to the user's index.
+    The diff uses a copy of git's index, so the user's index does not change.
     """
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [
@@ -298,7 +287,7 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     kept = [f":(literal){name}" for name in untracked if name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
-        # To find recent edits, git needs the index's modification time, which copy2 keeps.
+        # copy2 keeps the modification time. Git needs it to find recent edits.
         shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
         if kept:
             add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
@@ -345,7 +334,7 @@ def _image(path: Path) -> Facts:
 
 
 def _versions(python: list[str], isolation: str = "-I") -> dict[str, str]:
-    """Return versions by package. `isolation`: Python's -I, or -P to use PYTHONPATH as roles do."""
+    """Return versions by package. `isolation`: Python's -I, or -P to use PYTHONPATH."""
     argv, env = (
         [*python, isolation, "-c", VERSIONS],
         containers.without_apptainer_options(os.environ),
@@ -446,8 +435,7 @@ def verify(
     """Verify the files that `stage` reads, and write their digests to `inputs.json`.
 
     Return the earlier stages whose files the receipt does not list. Raise OrreryError for the first
-    file that differs. The message ends with `remedy` of the stage that wrote the file.
-    Return early once `stop()` is true.
+    file that differs. Return early once `stop()` is true.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
     told, unknown = recorded(run_dir), []

@@ -73,7 +73,6 @@ def all_runs(workspace: Workspace) -> list[Path]:
 
 
 def find(word: str, workspace: Workspace | None = None) -> Run:
-    """Return the run with the name or folder `word`. Raise OrreryError if there is none."""
     workspace = workspace or find_workspace()
     word = Path(word).name if "/" in word else word
     folder = FOLDER.fullmatch(word)
@@ -119,10 +118,7 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """Return the manifest in a run folder, or None before the run has begun.
-
-    Raise OrreryError if the manifest was edited.
-    """
+    """Return the manifest in a run folder, or None. Raise OrreryError if it was edited."""
     file = path / MANIFEST
     if not file.exists():
         return None
@@ -145,7 +141,7 @@ def place_site(
     shard: int | None,
     rewinds: bool = False,
 ) -> None:
-    """Store how this site joins a run of several sites, in a file of the run's folder."""
+    """Store in the run's folder how this site joins a run of several sites."""
     run = find(word)
     if run.manifest.trainer.elastic is None and run.manifest.orchestrator.guests is None:
         raise OrreryError(
@@ -223,7 +219,6 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
 
 
 def _begin(run: Run) -> None:
-    """Create the run's folder and manifest. After an OSError, remove a folder created here."""
     is_new = not run.path.exists()
     try:
         begin(run.path)
@@ -257,7 +252,7 @@ def lock_of(manifest: Manifest) -> str:
 def resume_command(
     run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local"
 ) -> str:
-    """Return the command that resumes the run. ORRERY_RESUME overrides it, for `make demo`."""
+    """Return the command that resumes the run. ORRERY_RESUME overrides it."""
     if given := os.environ.get("ORRERY_RESUME"):
         return given
     checked_in = (workspace or find_workspace()).manifest_path(run.manifest.name)
@@ -277,14 +272,14 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# Files that `adopt` leaves out: they describe the old run or are written again.
+# Files that `adopt` leaves out.
 LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}")
 
 
 def adopt(run: Run, other: Run) -> str:
-    """Copy the state of the run `other` into the new folder of `run`, made by one rename.
+    """Copy the state of the run `other` into the new folder of `run`. Return a message.
 
-    Return a message. Raise OrreryError if `run` has begun or cannot adopt `other`.
+    Raise OrreryError if `run` has begun or cannot adopt `other`.
     """
     if run.path.exists():
         raise OrreryError(

@@ -1,9 +1,7 @@
 """Serve a run's weights, or a Hugging Face folder, by vLLM on this machine.
 
-The server runs in a temporary run directory, which is kept after a failure.
-
-`orrery export` writes a checkpoint's weights as a Hugging Face folder. With Slurm, a small job does
-this, because a login node has no torch and little memory.
+The server runs in a temporary run directory, kept after a failure. With Slurm, `orrery export` runs
+as a job, because a login node has no torch and little memory.
 """
 
 import json
@@ -51,7 +49,7 @@ MODULE = "orrery.inference.folder"
 CONFIG = "config.json"
 POLL_S = 0.1
 STOP_S = 10.0  # wait between SIGTERM and SIGKILL
-MAX_EXAMPLE = 2000  # maximum number of characters of the messages in the printed example
+MAX_EXAMPLE = 2000  # maximum characters of the printed example
 CUDA = "CUDA_VISIBLE_DEVICES"
 
 
@@ -243,7 +241,7 @@ def _has_chat_template(folder: Path) -> bool:
     return config.is_file() and bool(read_object(config, "copy it again").get("chat_template"))
 
 
-# Torch leaves caches in $1, the container's /tmp, so the job removes $1.
+# The job removes $1, the container's /tmp.
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
 CPUS, MEMORY_MB = 2, 16_000
 
@@ -289,7 +287,7 @@ def _in_image(
 
 
 def _check_arrived(code: int, to: Path | None) -> int:
-    # A network file system may cache that `to` is missing, so list its parent folder instead.
+    # List the parent, because a network file system may cache that `to` is missing.
     if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
         raise OrreryError(
             f"--to {to}: the job wrote it on its node, but this node does not see it. "

@@ -1,4 +1,4 @@
-"""The site file (TOML): settings of a cluster. They do not change a run's id.
+"""Read the site file (TOML): settings of a cluster. They do not change a run's id.
 
 The variable ORRERY_SITE holds the file's path. The default is `site.toml` in the checkout.
 """
@@ -26,9 +26,11 @@ from orrery.manifest.schema import Record
 VARIABLE = "ORRERY_SITE"
 FILE = "site.toml"
 EXAMPLE = "docs/site.example.toml"
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", re.IGNORECASE)
+SECRET = re.compile(
+    r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
+)
 
-# sbatch options that `extra` may not set, because the manifest or other keys set them.
+# sbatch options that `extra` may not set
 RESERVED = set(
     """
     nodes N ntasks n ntasks-per-node gres gpus-per-node gpus G cpus-per-task c mem time t
@@ -51,7 +53,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # partition for jobs without GPUs. Empty: `partition`.
+    cpu_partition: NoWord = ""  # for jobs without GPUs. Empty: `partition`.
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
@@ -61,7 +63,7 @@ class Slurm(Record):
     poll_s: PositiveInt = 10
     extra: Annotated[tuple[str, ...], Field(strict=False)] = ()
     pre_run: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    template: str = ""  # path of a Jinja2 job script in the checkout, or empty
+    template: str = ""  # path of a Jinja2 job script in the checkout
 
     @model_validator(mode="after")
     def pre_run_holds_no_secrets(self) -> "Slurm":
@@ -118,7 +120,7 @@ class Containers(Record):
 
 class Network(Record):
     interface: Word
-    gbit_per_s: PositiveFloat = 400.0  # a device's bandwidth to other nodes, for `orrery plan`
+    gbit_per_s: PositiveFloat = 400.0  # a device's bandwidth, for `orrery plan`
 
 
 class Roles(Record):
@@ -206,7 +208,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # A misspelt key is also reported as a missing key, so report the misspelt key first.
+    # A misspelt key also counts as missing, so report it first.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

@@ -41,8 +41,8 @@ from orrery.runtime.run_directory import (
     weights_path,
 )
 
-KILLED_S = 10.0  # maximum wait for the kernel to end a killed process
-# Exit codes after SIGTERM, sent by Slurm to a step's ranks when one rank fails.
+KILLED_S = 10.0  # maximum wait for the end of a killed process
+# Exit codes after SIGTERM. Slurm sends it to a step's ranks when one fails.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended. `requeue`: "ask" Slurm to requeue the job, or "wait" until Slurm does."""
+    """How a stage ended. `requeue`: "ask" Slurm to requeue the job, or "wait" until it does."""
 
     state: State
     message: str
@@ -96,7 +96,7 @@ class RunningStage:
         self.processes: Sequence[Process | SlurmTask] = []
         self.health: dict[str, Health] = {}
         self.health_view = HealthView()
-        self.fenced: dict[str, str] = {}  # reason to kill a process, by process name
+        self.fenced: dict[str, str] = {}  # reasons to kill processes, by name
         self.engine_restarts: Counter[str] = Counter()
         self.is_preempted = False
         slurm_job = job.allocation.job if job.allocation else None
@@ -137,7 +137,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # Once a rank exits with EXIT_PREEMPTED, ranks that Slurm killed count as preempted, too.
+        # Slurm kills other ranks after one exits with EXIT_PREEMPTED.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -210,8 +210,8 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
     """Kill strays: processes that roles started outside their process groups.
 
-    A stray descends from the launcher and has the attempt's mark `start` in its environment. With
-    `incarnation` (process name and restart number, `inference.0.2`), kill only its strays.
+    A stray has the attempt's mark `start` in its environment. `incarnation` (process name and
+    restart number, `inference.0.2`) limits the kill to that process's strays.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -254,11 +254,10 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
     """Save the checkpoint copies that ended trainers left in shared memory.
 
-    Wait for running savers (processes that write such copies to disk) first. Then upload the newest
-    checkpoint to `target`, if it is given.
+    Then upload the newest checkpoint to `target`, if it is given.
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
-    # Rank 0's save waits for the files of all other ranks, so its folder comes last.
+    # Rank 0 comes last, because its save waits for all other ranks.
     if not (folders := sorted(map(str, found), reverse=True)):
         return
     log_path(run_dir, "trainer.0").parent.mkdir(exist_ok=True)
@@ -272,7 +271,6 @@ def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -
 
 
 def check_target(target: str) -> None:
-    """Raise OrreryError if checkpoints cannot be copied to `target`."""
     argv = [sys.executable, "-m", "orrery.trainer.uploader", "check", target]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:

@@ -1,7 +1,7 @@
 """Read and write a run's `status.json`, and hold the run's lock.
 
-The launcher holds the lock by flock, and the kernel releases the lock when the launcher ends. If
-`status.json` says `running` and no process holds the lock, the launcher was killed.
+The launcher holds the lock by flock until it ends. If `status.json` says `running` and no process
+holds the lock, the launcher was killed.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # maximum wait for the run's lock, which `lock_holder` takes briefly to test it
+LOOKED_AT_S = 1.0  # maximum wait for the lock. `lock_holder` takes it briefly.
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Supervise one stage, from the start of its processes to its marker file `DONE`.
 
 - The supervisor holds the run's lock, so two launchers never share a run directory.
-- If an engine fails, it may be restarted (`failure.py`). Otherwise, if a process fails or a server
-  ends early, all processes are ended within seconds.
+- If a process fails or a server ends early, all processes are ended within seconds. Only engines
+  may be restarted (`failure.py`).
 - If the launcher is killed, roles end by themselves. The next start removes their files.
 - A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """
@@ -71,14 +71,14 @@ from orrery.runtime.run_directory import (
 from orrery.runtime.timing import Pace, duration
 
 POLL_S, LOOK_S = 0.1, 0.5
-HUNG_S = 5.0  # maximum wait for the end of a process that has reported its failure
+HUNG_S = 5.0  # maximum wait for the end of a failed process
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
-SAVES_S = 3.0  # wait before the user is told that checkpoints are still being saved
+SAVES_S = 3.0  # wait before telling the user about unsaved checkpoints
 RESTART_LOCK_S = 90.0  # maximum wait until a file system frees a dead node's lock
 
 
 def run_stage(job: Job) -> Outcome:
-    log_level()  # raise for an unknown log level before any role starts
+    log_level()  # raise for an unknown log level
     restarted = job.allocation is not None and job.allocation.restarts > 0
     os.umask(os.umask(0o077) | 0o002)  # users outside the group may not write into the run
     with ExitStack() as stack:
@@ -181,14 +181,14 @@ class Supervisor:
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         outcome = self._finish_saves(outcome)
         if outcome.requeue == "ask" and allocation is not None:
-            preemption.requeue(stage)  # requeue before the cleanup, as Slurm ends this process soon
+            preemption.requeue(stage)  # before the cleanup, as Slurm ends this process soon
         observer.close()
         view.close()
         stage.metrics.close()
         end_strays(stage.processes, self.start)
         if allocation is not None:
             shared = run_directory.memory_prefix(stage.run_dir).removesuffix("-")
-            allocation.clean(*self.scratch, shared)  # also removes the savers' copies
+            allocation.clean(*self.scratch, shared)
         self._remove_files()
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
         with suppress(OSError):  # the disk may be full
@@ -205,7 +205,7 @@ class Supervisor:
     def _finish_saves(self, outcome: Outcome) -> Outcome:
         """Wait until trainers' checkpoint copies are saved, or until the next Ctrl-C.
 
-        At the end of a Slurm job, stop waiting early enough to requeue the job.
+        At the end of a Slurm job, leave time to requeue the job.
         """
         stage, received = self.stage, len(self.stage.interrupts.received)
         limit_s = self.preemption.saved_by_s if outcome.requeue == "ask" else math.inf

@@ -22,7 +22,7 @@ from orrery.runtime.metrics import MetricsTail, Row
 
 READ_S = 0.5
 LIVE_S, PLAIN_S, QUIET_S = 0.5, 5.0, 60.0
-MANY = 10  # number of processes above which the view shows one line per role
+MANY = 10  # with more processes, the view has a line per role
 NUM_KINDS, NUM_ENDED = 3, 5
 
 
@@ -127,7 +127,6 @@ def ended(health: Mapping[str, Health], states: Mapping[str, str]) -> list[str]:
 
 
 def summary(health: Mapping[str, Health], states: Mapping[str, str], now_s: float) -> list[str]:
-    """Return a line per role, a line with failed processes, and a line with the slowest process."""
     by_role: dict[str, Counter[str]] = {}
     for name, state in states.items():
         one = health.get(name)

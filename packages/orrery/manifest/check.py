@@ -34,13 +34,12 @@ def nearest(name: str, among: list[str]) -> str | None:
 
 
 def some_of(name: str, among: list[str]) -> str:
-    """Return a phrase with the number of names in `among` and the three closest to `name`."""
     like = difflib.get_close_matches(name, among, n=3, cutoff=0.0)
     return f"there are {len(among)}, such as {', '.join(like)} (`orrery check` lists them)"
 
 
 def sentence(error: ValidationError) -> str:
-    """Return a sentence about the first error. Unknown fields sort first, missing fields last."""
+    """Return a sentence about one error. Unknown fields sort first, missing fields last."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
@@ -62,7 +61,7 @@ def sentence(error: ValidationError) -> str:
         text = f"{path}: is missing; every field is required, and defaults live in Jsonnet only"
         beside = [e for e in errors if e["loc"][:-1] == first["loc"][:-1]]
         parent = path.rpartition(".")[0].rpartition(".")[2]
-        if len(beside) > 1 and parent.isidentifier():  # the spec replaced the object
+        if len(beside) > 1 and parent.isidentifier():
             text += f". If the spec has `{parent}: {{…}}`, write `{parent}+:` to keep its defaults"
     elif first["type"] == "union_tag_invalid":
         kinds = [one.strip(" '") for one in first["ctx"]["expected_tags"].split(",")]
@@ -89,7 +88,7 @@ def _short(value: Any) -> str:
 
 
 def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
-    """Return the manifest with `values`, given by dotted path. Raise pydantic's ValidationError."""
+    """Return the manifest with `values` by dotted path. Raise ValidationError."""
     data = manifest.model_dump(mode="json")
     for path, value in values.items():
         *parents, name = path.split(".")
@@ -101,7 +100,6 @@ def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
 
 
 def misspelt(path: str, given: list[str]) -> str | None:
-    """Return a sentence if a name in `given` looks like a misspelling of the field `path`."""
     *parents, name = path.split(".")
     siblings = _walk((*parents, name))[1]
     unknown = [each for each in given if each not in siblings]

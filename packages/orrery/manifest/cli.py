@@ -1,7 +1,4 @@
-"""The commands `render | check | show | diff | explain | hardware`.
-
-RUN is the name of a run, a manifest's path, the path of its folder, or a folder's name in `runs/`.
-"""
+"""The commands `render | check | show | diff | explain | hardware`."""
 
 import json
 import subprocess
@@ -45,11 +42,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# `orrery.tasks.check` prints one line with this prefix for each correct manifest.
+# `orrery.tasks.check` prints a line with this prefix per correct manifest.
 FIRST_LINE = "tasks.train[0]: "
-# The check of tasks imports these packages. A login node may lack some.
+# The check of tasks imports these packages, which a login node may lack.
 TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")
-NOTE = "  note: "  # `orrery.tasks.check` prints each note with this prefix
+NOTE = "  note: "
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
@@ -72,7 +69,6 @@ def manifest_of(run: str) -> Manifest:
 
 
 def named(run: str) -> Named:
-    """Return the manifest and receipt of RUN. A manifest's path gives no receipt."""
     path = Path(run)
     if path.is_file() and _is_receipt(path):
         beside = path.with_name("manifest.json")
@@ -111,8 +107,7 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     """Run `orrery.tasks.check` on (name, manifest) pairs. Return the notes that it prints.
 
-    Raise OrreryError for the first task that fails the check. If one of `TASK_PACKAGES` is missing,
-    return only a note that the init stage checks the tasks.
+    Raise OrreryError for the first wrong task. Without `TASK_PACKAGES`, check nothing.
     """
     if not manifests:
         return []
@@ -336,7 +331,7 @@ def explain(
 
 
 def run_app(program: Callable[[], object]) -> int:
-    """Run a command line. Print an OrreryError as one line on stderr and return its exit code."""
+    """Run a command line, print an OrreryError, and return the exit code."""
     try:
         program()
     except OrreryError as error:

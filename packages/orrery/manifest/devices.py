@@ -1,11 +1,8 @@
 """The devices that `hardware.accelerator` may name, and their rates.
 
-- `DEVICES` has the rates of data sheets: dense operations per second, memory bytes per second, and
-  bytes per second to another device in one direction. `rates/` has measured rates.
-- Other devices get a name from their driver's data: `l40g_sm89_44gb` is an L40G of compute
-  capability 8.9 with 44 GiB. Each rate is the lowest in `DEVICES` for this capability, or for the
-  next lower capability in `DEVICES`.
-- A device without a file in `rates/` is assumed to reach the same share of its data sheet's rates
+- `l40g_sm89_44gb` names a device that `DEVICES` lacks: an L40G of compute capability 8.9 with
+  44 GiB. Its rates are the lowest in `DEVICES` for this or the next lower capability.
+- A device without measured rates (`rates/`) is assumed to reach the same share of its data sheet
   as an H200.
 """
 
@@ -22,13 +19,11 @@ GB, T = 10**9, 10**12
 
 @dataclass(frozen=True)
 class Device:
-    """One type of device, with rates per second.
+    """One type of device, with rates per second: dense operations, and one direction of a link.
 
-    - `names`: the driver's names for this type.
-    - `memory_bytes`: memory that the driver offers, on GDDR6 without the part for error correction.
-    - `capability`: compute capability as (major, minor).
-    - `fp8_flops`: 0 on devices without FP8.
-    - `is_estimated`: whether the type is not in `DEVICES`.
+    - `names`: the driver's names. `capability`: compute capability (major, minor).
+    - `memory_bytes`: on GDDR6 without the part for error correction.
+    - `fp8_flops`: 0 without FP8. `is_estimated`: the type is not in `DEVICES`.
     """
 
     names: tuple[str, ...]
@@ -127,7 +122,6 @@ def accelerator_of(name: str) -> str | None:
 
 
 def told_accelerator(name: str, capability: tuple[int, int], memory_bytes: int) -> str:
-    """Return a name such as "l40g_sm89_44gb" from the driver's data."""
     major, minor = capability
     return f"{_short(name)}_sm{major}{minor}_{memory_bytes >> 30}gb"
 
@@ -139,10 +133,7 @@ def _short(name: str) -> str:
 
 @cache
 def find_device(accelerator: str) -> Device | None:
-    """Return the device for a key of `DEVICES` or a name from `told_accelerator`.
-
-    Return None for other texts, and for devices older than all in `DEVICES`.
-    """
+    """Return the device for a key of `DEVICES` or a name from `told_accelerator`, else None."""
     if accelerator in DEVICES:
         return DEVICES[accelerator]
     if (told := TOLD.fullmatch(accelerator)) is None:
@@ -178,24 +169,18 @@ def is_named(accelerator: str, name: str) -> bool:
     return name in device.names or (told is not None and told[1] == _short(name))
 
 
-# Sizes of tiles that kernels and the memory plan share
-
 SPARSE_PAIRS = 2**22  # (query, chosen key) pairs per chunk of sparse attention's backward pass
-AUTO_SHARE = 16  # an "auto" chunk's logits take 1/16 of device memory
-ALIGNMENT = 128  # slice sizes are multiples of this tile size of matrix products
+AUTO_SHARE = 16  # logits of `lm_head_chunk_tokens` "auto" take 1/16 of device memory
+ALIGNMENT = 128  # sizes of slices are multiples of this tile size
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
-    """Return the tokens that the LM head scores at a time if `lm_head_chunk_tokens` is "auto"."""
     tokens = device_bytes // (AUTO_SHARE * 6 * vocab_size)
     return max(ALIGNMENT, tokens // ALIGNMENT * ALIGNMENT)
 
 
 def blocks(length: int, longest: int) -> list[slice]:
-    """Divide range(length) into the fewest slices of at most `longest` elements.
-
-    All sizes except the last are multiples of 128 if `longest` permits.
-    """
+    """Divide range(length) into the fewest slices of at most `longest` elements."""
     longest = max(1, longest)
     size = -(-length // max(1, -(-length // longest)))
     aligned = -(-size // ALIGNMENT) * ALIGNMENT
@@ -204,21 +189,18 @@ def blocks(length: int, longest: int) -> list[slice]:
 
 
 FOLDER = Path(__file__).with_name("rates")
-MEASURED_ON = "h200"  # rates measured on this device are scaled for devices without measured rates
+MEASURED_ON = "h200"
 USABLE = 0.99  # share of memory that a process can allocate. A data sheet's GB counts as GiB.
-PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5 in one direction
+PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5, one way
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device: operations per second, and bytes per second.
+    """Operations and bytes per second of a device.
 
-    - `dense_flops`: matrix products in bfloat16.
-    - `grouped_flops`: products of routed experts in bfloat16.
-    - `attention_flops`: rate that attention approaches in long documents.
-    - `attention_half_tokens`: document length at which attention reaches half of this rate.
-    - `link_bytes`: copies to another device of the same node, in one direction.
-    - `host_link_bytes`: copies to pinned host memory, in one direction.
+    - `dense_flops`: bfloat16 products. `grouped_flops`: bfloat16 products of routed experts.
+    - `attention_flops`: rate in long documents. `attention_half_tokens`: length with half of it.
+    - `link_bytes`, `host_link_bytes`: one way to another device, or to pinned host memory.
     - `collective_bytes`: all-gathers and reduce-scatters during computation.
     """
 
@@ -262,6 +244,5 @@ def rates_of(accelerator: str) -> Rates:
 
 
 def usable_bytes(accelerator: str) -> int | None:
-    """Return the bytes that a process can allocate on a device, or None for a CPU."""
     device = find_device(accelerator)
     return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)

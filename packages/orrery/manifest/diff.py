@@ -1,7 +1,7 @@
 """Compare two manifests, or the receipts of two runs, field by field.
 
-A receipt (`receipt.json`) records each attempt of a run's stages. By default, only the last attempt
-of each stage is compared, without times, job ids, messages and the report page.
+A receipt (`receipt.json`) records each attempt of a run's stages. By default, only last attempts
+are compared, without times, job ids and messages.
 """
 
 import json
@@ -26,7 +26,7 @@ Leaf = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Difference:
-    """A field and its values `before` and `after` as JSON. A missing value is "absent"."""
+    """A field and its two values as JSON. A missing value is "absent"."""
 
     field: str
     before: str
@@ -73,8 +73,7 @@ def _has_attempts(stage: Any) -> bool:
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
     """Return the differences, with fields named `receipt.<kind>.<stage>.<field>`.
 
-    A kind is a key of a stage in the receipt, such as "metrics". If a field changes equally in all
-    stages that have it, the change appears once, without the stage.
+    A change that is equal in all stages appears once, without the stage.
     """
     a, b = (_facts(receipt, everything) for receipt in (before, after))
     stages = list(dict.fromkeys([*before["stages"], *after["stages"]]))

@@ -13,13 +13,13 @@ class OrreryError(Exception):
 
 
 class RunFailed(OrreryError):
-    """The run ended early, for example at a deadline, and can be resumed."""
+    """The run ended early and can be resumed."""
 
     exit_code = 1
 
 
 class OutOfMemory(RunFailed):
-    """A role lacks memory. The message names a field and a value that fits."""
+    """A process lacks memory. The message names a field and a value that fits."""
 
     exit_code = 3  # with this code, the launcher advises a change of the spec
 

@@ -1,7 +1,6 @@
-"""Explain which file and which axis gave a field its value.
+"""Explain which file and axis gave a field its value.
 
-- An axis is a Jsonnet file for one aspect of a run, such as its model. It sets the fields that it
-  contains when evaluated alone. Run files override axes.
+- An axis is a Jsonnet file for one aspect of a run, such as its model. Run files override axes.
 - `lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if removing
   the axis changes the value.
 """
@@ -45,9 +44,7 @@ class Place:
 class Explanation:
     """The origin of one scalar field.
 
-    - `how`: "axis", "run file" or "derived".
     - `sources`: files that a derived value depends on, or the axis that a run file overrides.
-    - `overrides`: value that the overridden axis gives.
     """
 
     field: str

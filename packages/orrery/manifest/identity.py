@@ -52,7 +52,7 @@ def run_dir(root: str | Path, manifest: Manifest) -> Path:
 
 @dataclass(frozen=True)
 class Workspace:
-    """A checkout of Orrery: `root` holds `jsonnet/`, `locks/` and `manifests/`."""
+    """A checkout of Orrery in the folder `root`."""
 
     root: Path
 
@@ -94,8 +94,8 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def commit(folder: Path, *paths: str) -> str:
     """Return the commit of the checkout that contains `folder`, or "unknown".
 
-    Append `-dirty` if tracked files below `paths` have changed. The environment variable
-    ORRERY_COMMIT overrides the result.
+    Append `-dirty` if tracked files below `paths` have changed. ORRERY_COMMIT in the environment
+    overrides it.
     """
     if named := os.environ.get("ORRERY_COMMIT"):
         return named

@@ -1,8 +1,8 @@
 """Read JSON from users and other processes.
 
 - Only regular files are opened, so a reader never waits for a pipe.
-- A file is refused if it exceeds `MAX_BYTES`, nests deeper than `MAX_DEPTH`, or contains NaN, an
-  infinity, or a string with NUL or half of a surrogate pair.
+- A file is refused if it exceeds `MAX_BYTES` or `MAX_DEPTH`, or contains NaN, an infinity, NUL or
+  half of a surrogate pair.
 """
 
 import errno

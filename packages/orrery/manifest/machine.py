@@ -1,7 +1,6 @@
 """Adapt runs to the GPUs of this machine.
 
-- `nvidia-smi` lists the GPUs, so a login node needs no torch. A machine that lacks both
-  `nvidia-smi` and `/dev/nvidia0` has no GPU.
+- `nvidia-smi` lists the GPUs, so a login node needs no torch.
 - An adapted run is a new file in `jsonnet/runs` that imports the original run and changes fields.
 """
 
@@ -42,14 +41,14 @@ DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
 WRITTEN = "Written by `orrery "  # commands replace only files with this text in the first line
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
-MAX_FITS = 3  # maximum number of rounds of changes to fit a run into device memory
-# The KV cache's share of GPU memory, by whether the trainer runs on the same GPU.
+MAX_FITS = 3  # maximum rounds of changes that make a run fit into memory
+# The KV cache's share of GPU memory, by whether the GPU also trains.
 CACHE_SHARE = {True: 0.25, False: 0.5}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as `nvidia-smi` reports it. Unreported fields are None."""
+    """A GPU as `nvidia-smi` reports it."""
 
     name: str
     memory_bytes: int | None
@@ -69,10 +68,7 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return the `layout` of the hardware axis: half of the GPUs train, the rest run engines.
-
-        A single GPU does both.
-        """
+        """Return the use of the GPUs: half train, half run engines. A single GPU does both."""
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,
@@ -86,7 +82,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return this machine. Raise OrreryError if its GPUs differ in type or lack bfloat16."""
+    """Return this machine. Raise OrreryError if its GPUs lack bfloat16."""
     if DEVICE_FILE.exists() and shutil.which(QUERY[0]) is None:
         raise OrreryError(
             f"{DEVICE_FILE} is a GPU, and `nvidia-smi` is not installed to tell its type. Give the "
@@ -100,7 +96,6 @@ def this_machine() -> Machine:
 
 
 def _told(found: Sequence[Gpu]) -> str:
-    """Return the name of GPUs that `DEVICES` lacks. Raise OrreryError if they lack bfloat16."""
     name, capability = found[0].name, found[0].capability
     memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
     if capability is None or not memory:
@@ -200,7 +195,7 @@ def describe(machine: Machine) -> str:
 
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
-    """Write a hardware axis (a Jsonnet file). Raise OrreryError if `path` is a user's file."""
+    """Write a Jsonnet hardware axis. Raise OrreryError if `path` is a user's file."""
     _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n")
 
 
@@ -251,10 +246,10 @@ def _object(fields: Mapping[str, object]) -> str:
 
 
 class Adapted(NamedTuple):
-    """A run and its changes for a machine, as `adapt` returns them.
+    """A run, adapted to a machine.
 
-    - `text`: content of the new run file. None: the original run suits the machine.
-    - `fitting`: new values by field that make the run fit into device memory.
+    - `text`: content of the new run file, or None if the original run suits the machine.
+    - `fitting`: values by field that make the run fit into device memory.
     """
 
     run: Rendered
@@ -263,7 +258,7 @@ class Adapted(NamedTuple):
 
 
 def adapt(workspace: Workspace, name: str, machine: Machine) -> Adapted:
-    """Return run `name`, adapted to `machine` as `<name>_on_<accelerator>`. Write no file."""
+    """Return run `name`, adapted to `machine` as `<name>_on_<accelerator>`."""
     run = render_run(workspace, name)
     changes = _changes(run.manifest, machine)
     found = (

@@ -1,9 +1,8 @@
 """List the processes of each stage of a run, and check whether Orrery can start them.
 
-- A process with `ends` "itself" ends when its work is done. A process with `ends` "with_stage" is a
-  server, stopped when all "itself" processes of the stage have exited with 0.
-- In a stage of several nodes, each node belongs to one group. The groups in order are inference (or
-  prefill and decode) and trainer. All other roles run on the first node.
+- `ends` "itself": the process ends when its work is done. "with_stage": the process is a server,
+  stopped when all "itself" processes of the stage have exited with 0.
+- On several nodes, each node belongs to a group: inference (or prefill and decode), then trainer.
 """
 
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ ADMISSIONS = ("fixed", "adaptive")
 
 StageName = Literal["init", "sft", "rl", "evaluate", "report"]
 Role = Literal["trainer", "inference", "headless", "kv_store", "router", "orchestrator", "report"]
-# "inference": an engine's server and ranks on its first node. "headless": ranks on a later node.
+# "headless": ranks of an engine on its later nodes.
 ENGINE_ROLES = ("inference", "headless")
 
 
@@ -32,8 +31,7 @@ ENGINE_ROLES = ("inference", "headless")
 class ProcessPlan:
     """One process: `python -m <module>` as `role` number `index` on `node`.
 
-    - The process has devices `first_device` .. `first_device + num_devices - 1` of the node.
-    - A "headless" process runs on node number `part` of engine number `engine`.
+    A "headless" process runs on node number `part` of engine number `engine`.
     """
 
     role: Role
@@ -48,10 +46,7 @@ class ProcessPlan:
 
     @property
     def whole(self) -> str:
-        """Return the name of the engine that this headless process belongs to, else its own name.
-
-        Processes with the same `whole` are restarted together.
-        """
+        """Return a name that processes share if they must restart together."""
         return (
             f"inference.{self.engine}" if self.role == "headless" else f"{self.role}.{self.index}"
         )
@@ -59,8 +54,6 @@ class ProcessPlan:
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes `first_node` .. `first_node + num_nodes - 1` of a stage."""
-
     name: str
     first_node: int
     num_nodes: int
@@ -174,7 +167,6 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 
 
 def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
-    """Yield the processes of all engines. If the run has one node, all are on node 0."""
     hardware = manifest.hardware
     device, num_headless = 0, 0
     for engine in range(manifest.inference.num_replicas):
@@ -200,7 +192,6 @@ def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
 
 
 def check_supported(manifest: Manifest, stage: StagePlan | None = None) -> None:
-    """Raise OrreryError if the run, or the given stage of the run, cannot start."""
     if stage is not None:
         _check_sparse_attention(manifest, stage)
     check_built(manifest)
@@ -258,7 +249,6 @@ def check_built(manifest: Manifest) -> None:
 
 
 def check_cpu_shape(inference: Inference) -> None:
-    """Raise OrreryError for tensor parallelism, or data parallelism without expert parallelism."""
     tensor, data = inference.tensor_parallel, inference.data_parallel
     if tensor > 1 or (data > 1 and not inference.expert_parallel):
         raise OrreryError(
@@ -278,7 +268,6 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return notes on why the run cannot start, learn or compile, and on ignored `keep` entries."""
     told = refusal(manifest)
     said = [] if told is None else [f"  note: {told}"]
     if told is not None:

@@ -1,9 +1,6 @@
 """Publish files and folders by renames that survive a power cut, and hash files.
 
-- A file is written under a temporary name, synced and renamed. Then its folder is synced.
-- A marker is a file that is published after other files. If it exists, those files are complete.
-- Logs, metrics, samples, health, endpoints, scratch disks, and weights and batches in transit are
-  not synced.
+A file is written under a temporary name, synced and renamed. Then its folder is synced.
 """
 
 import hashlib
@@ -18,7 +15,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace the content of `path` by `data`, durably. The folder of `path` must exist."""
+    """Replace the content of `path` by `data`, durably."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(data)
     publish_file(temporary, path)
@@ -40,7 +37,6 @@ def publish_folder(temporary: Path, folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync a folder and everything below it, inner folders first."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             if not os.path.islink(path := os.path.join(parent, name)):
@@ -49,7 +45,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Sync a folder and its subfolders, so that the names of their files are durable."""
+    """Sync folders without their files' content, so that file names are durable."""
     for parent, _, _ in os.walk(folder, topdown=False):
         with suppress(FileNotFoundError):  # another process may have removed the folder
             sync(Path(parent))
@@ -73,7 +69,7 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(files: Sequence[Path]) -> str:
-    """Return one file's sha256, or the sha256 of `sha256sum`'s output on files in name order."""
+    """Return the sha256 of one file, or of `sha256sum`'s output on several files by name."""
     files = sorted(files, key=lambda path: path.name)
     with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:
         digests = list(pool.map(sha256, files))
@@ -89,18 +85,16 @@ def sha256(path: Path) -> str:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Return the visible data files (JSONL, CSV, …) below a folder, sorted by path."""
     found = (path for path in folder.rglob("*") if is_data(path.relative_to(folder)))
     return sorted(path for path in found if path.is_file())
 
 
 def is_data(path: PurePath) -> bool:
-    """Return whether a path inside a dataset names a visible data file."""
     return path.suffix in DATA_SUFFIXES and not any(part[0] == "." for part in path.parts)
 
 
 def sha256_of_data(path: Path) -> str:
-    """Return the sha256 of a file, or of the output of `sha256sum` on a folder's data files."""
+    """Return the sha256 of a file, or of `sha256sum`'s output on a folder's data files."""
     if not path.is_dir():
         return sha256(path)
     lines = [f"{sha256(p)}  {p.relative_to(path).as_posix()}\n" for p in data_files(path)]

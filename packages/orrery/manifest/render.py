@@ -20,9 +20,9 @@ from orrery.manifest.schema import TARGETS, Manifest
 
 T = TypeVar("T")
 MAX_NESTING = 500
-PRETRAINED = "_pretrained.libsonnet"  # suffix of the model axes that `orrery fetch model` writes
-FETCHED = "_fetched.libsonnet"  # suffix of the files that `orrery fetch dataset` writes
-# Failing code that `_import` returns, because the Jsonnet binding garbles messages of exceptions.
+PRETRAINED = "_pretrained.libsonnet"
+FETCHED = "_fetched.libsonnet"
+# Code that fails, for `_import`. The Jsonnet binding would garble an exception's message.
 _FAILS = b"error 'import'"
 _MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # error of lib/run.libsonnet
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
@@ -44,7 +44,7 @@ class Evaluator:
         self._lost: str | None = None
 
     def __call__(self, expression: str) -> Any:
-        """Return an expression's value. Raise OrreryError with Jsonnet's message, file and line."""
+        """Return an expression's value. Raise OrreryError with Jsonnet's message and line."""
         import _gojsonnet
 
         try:
@@ -98,7 +98,6 @@ class Evaluator:
         return name, _FAILS
 
     def _sentence(self, text: str) -> str:
-        """Return Jsonnet's message, or that of a failed import, with file and line."""
         head = text.splitlines()[0]
         message = self._lost or head.removeprefix("RUNTIME ERROR: ")
         if found := _FRAME.match(message):  # a syntax error begins with its file and line
@@ -140,7 +139,6 @@ def _names(workspace: Workspace, path: Path) -> list[str]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
-    """Return the values of `of_file` by run name. Refuse a run name that two files have."""
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
@@ -160,7 +158,7 @@ def _of_all_files(
 
 
 def file_of(workspace: Workspace, name: str) -> Path | None:
-    """Return the file that defines run `name`, or None. Ignore files that cannot be evaluated."""
+    """Return the file that defines a run, or None. Ignore broken files."""
 
     def of_file(path: Path) -> dict[str, Path]:
         with suppress(OrreryError):
@@ -191,7 +189,6 @@ def render(workspace: Workspace, name: str) -> Rendered:
 
 
 def _value(workspace: Workspace, path: Path, name: str) -> Any:
-    """Return the run as plain data. Raise OrreryError for a missing or misspelt field."""
     run = _run_of(workspace, path, name)
     try:
         return Evaluator(workspace)(run)
@@ -232,7 +229,7 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If the `with` body fails for lack of a field, evaluate each run alone to name the run."""
+    """Evaluate each run alone after an error about a missing field, to name the run."""
     try:
         yield
     except OrreryError as error:

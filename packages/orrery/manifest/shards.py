@@ -1,8 +1,8 @@
 """Divide the files of a fetched dataset into shards, for `orrery fetch dataset` and the trainer.
 
 - File i of a split, in the order of paths, is in shard i mod num_shards.
-- A folder with only some shards has a file DATA_SUMS, with the sha256 of all data files of the
-  dataset. The manifest has the sha256 of DATA_SUMS, so all sites have the same manifest.
+- A folder with only some shards has a file DATA_SUMS with the sha256 of all data files. The
+  manifest has the sha256 of DATA_SUMS, so it is equal at all sites.
 """
 
 import re
@@ -35,7 +35,6 @@ def split_of(name: str) -> str:
 
 
 def main_split(names: Iterable[str]) -> str:
-    """Return "train" if there is such a split, else the first file's split."""
     splits = [split_of(name) for name in sorted(names, key=PurePosixPath)]
     return "train" if "train" in splits else splits[0]
 
@@ -46,7 +45,6 @@ def files_of(names: Iterable[str], split: str, shard: Shard = (0, 1)) -> list[st
 
 
 def files_to_fetch(names: Iterable[str], shard: Shard) -> list[str]:
-    """Return the shard's files of the main split, and all files of other splits."""
     names = list(names)
     split = main_split(names)
     if (count := len(files_of(names, split))) < shard[1]:
@@ -57,11 +55,7 @@ def files_to_fetch(names: Iterable[str], shard: Shard) -> list[str]:
     return [*files_of(names, split, shard), *(name for name in names if split_of(name) != split)]
 
 
-# Folders
-
-
 def sums_text(digests: Mapping[str, str]) -> str:
-    """Return lines for `sha256sum -c` from digests by path."""
     ordered = sorted(digests, key=PurePosixPath)
     return "".join(f"{digests[name]}  {name}\n" for name in ordered)
 
@@ -75,13 +69,12 @@ def write_data_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def data_sums(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each data file by path, as in DATA_SUMS. Without DATA_SUMS: {}."""
+    """Return the sha256 of data files by path, or {} without DATA_SUMS."""
     file = folder / DATA_SUMS
     return read_sums(file.read_text().splitlines()) if file.is_file() else {}
 
 
 def data_names(folder: Path) -> list[str]:
-    """Return the paths of all the dataset's data files, even if the folder lacks some."""
     held = (file.relative_to(folder).as_posix() for file in data_files(folder))
     return list(data_sums(folder) or held)
 
@@ -89,7 +82,7 @@ def data_names(folder: Path) -> list[str]:
 def checked_sha256(path: Path, num_shards: int = 1) -> str:
     """Return the sha256 of DATA_SUMS if the folder has it, else the sha256 of the data.
 
-    Raise OrreryError if a file differs from DATA_SUMS. `num_shards` is for the error's remedy.
+    Raise OrreryError if a file differs from DATA_SUMS.
     """
     if not (digests := data_sums(path)):
         return sha256_of_data(path)
@@ -107,10 +100,7 @@ def checked_sha256(path: Path, num_shards: int = 1) -> str:
 
 
 def check_held(path: Path, split: str | None, shard: Shard | None = None) -> None:
-    """Raise OrreryError if the folder lacks a file of the split, or of its given shard.
-
-    Without `split`, check the files of all splits.
-    """
+    """Raise OrreryError if the folder lacks a file of the split (default: all) or shard."""
     if shard and not path.is_dir():
         raise OrreryError(f"path: {path} is no folder. Type `{fetch_command(path, shard)}`")
     names = files_of(data_sums(path), split, shard or (0, 1)) if split else data_sums(path)
@@ -124,7 +114,6 @@ def check_held(path: Path, split: str | None, shard: Shard | None = None) -> Non
 
 
 def fetch_command(folder: Path, shard: Shard | None) -> str:
-    """Return the command that fetches a shard, or without `shard` the whole dataset."""
     option = f" --shard {shard[0]}/{shard[1]}" if shard else ""
     sums = folder / SUMS
     first = sums.read_text().partition("\n")[0] if sums.is_file() else ""

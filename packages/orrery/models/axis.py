@@ -1,7 +1,7 @@
 """Describe a Hugging Face folder as a Jsonnet model axis: `python -m orrery.models.axis FOLDER …`.
 
-- A model gets our own family of its type if `hf_folder.check_config` passes. Other causal models
-  get the family `hugging_face`, and the output gives the reason.
+- A model gets one of our own families if `hf_folder.check_config` passes. Other causal models get
+  the family `hugging_face`, and the output gives the reason.
 - If the folder has weights, their names and shapes are checked.
 - The output is JSON: the axis, family, number of parameters, vocabulary size, and a reason or null.
 """
@@ -62,8 +62,8 @@ def model_of(
 ) -> tuple[Model, str | None]:
     """Return (model, reason). `reason`: why the model has no network of our own, or None.
 
-    Raise OrreryError if the weights are quantized other than in FP8 blocks, or if transformers
-    lacks the model type.
+    Raise OrreryError if the weights are quantized, except in FP8 blocks, or if transformers lacks
+    the model type.
     """
     content = read_object(folder / CONFIG_FILE, "fetch the model again")
     kind = content.get("model_type")
@@ -93,7 +93,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Return the number of MTP layers in the weights. `config.json` may state more layers."""
+    """Return the number in the weights, because `config.json` may state more layers."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated
@@ -101,7 +101,6 @@ def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
 
 
 def _is_readable(quantization: Any) -> bool:
-    """Return whether `hf_folder.read` supports the weights: plain, or in FP8 blocks."""
     blocks = [FP8_BLOCK, FP8_BLOCK]
     return not quantization or (
         quantization.get("quant_method") == "fp8"
@@ -177,7 +176,6 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
 
 
 def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Model` from transformers' config. Missing fields get defaults."""
     found = {}
     for ours, names in hugging_face.FIELDS.items():
         if (theirs := hugging_face.find_field(config, names)) is not None:
@@ -186,7 +184,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # longrope: a longer document would change the rotations of its whole pack
+    for rope in ropes:  # a longer document would change the rotation of all others in its batch
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads = found.get("num_heads", 1)
@@ -211,7 +209,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def axis_text(model: Model, title: str) -> str:
-    """Return the text of a model's Jsonnet file, in the format of `jsonnetfmt`."""
+    """Return a model's Jsonnet file in the format of `jsonnetfmt`."""
     fields = model.model_dump(mode="json")
     defaults = {**DEFAULTS, "qk_norm": model.family in ("qwen3", "qwen3_moe")}
     lines = [

@@ -2,8 +2,7 @@
 
 T tokens · D hidden · V vocabulary · L layers with experts · K experts per token
 
-- FSDP gathers a weight only while its wrapped module runs. At other times, `lm_head_weight` may be
-  a shard.
+- `lm_head_weight` may be a shard, because FSDP gathers it only while its module runs.
 - Parameters are NaN until `orrery.models.weights` fills them.
 """
 
@@ -28,7 +27,7 @@ from orrery.models.layers import (
 )
 
 # Our parameter name → Hugging Face's names, with `{layer}` in both. `{expert}`: index in our dim 0.
-# Several Hugging Face tensors are equal parts of ours, in order, along its first non-expert dim.
+# Several names are equal parts of our tensor along its first non-expert dim.
 Names = dict[str, str | tuple[str, ...]]
 
 
@@ -63,11 +62,11 @@ class CausalLm(nn.Module):
     layers: nn.ModuleList
     lm_head: Any
     names: Names | None = None  # None: `families.hf_names` decides
-    # Results of the latest forward pass (see `Router` and `RouteCounts`):
+    # Results of the latest forward pass:
     num_routes_differ: Tensor | None = None  # i64 []
     expert_load_LE: Tensor | None = None  # i64
-    choices_differ: Tensor | None = None  # i64 [2], `ChosenKeys.differ` after the last layer
-    indexer_kl: Tensor | None = None  # f32 [], `ChosenKeys.kl` after the last layer
+    choices_differ: Tensor | None = None  # i64 [2], see `ChosenKeys.differ`
+    indexer_kl: Tensor | None = None  # f32 [], see `ChosenKeys.kl`
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -92,9 +91,8 @@ class CausalLm(nn.Module):
 
         - `token_ids`, `positions`: i64 [T].
         - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
-        - `routed_experts`: integers [T, L, K], experts that an engine chose (see `Router`).
-        - `engine_keys`: u8 [T, I, B], B bytes with the keys that an engine chose, for each of I
-          indexers (see `kernels/key_bits.py`).
+        - `routed_experts`: integers [T, L, K], experts that an engine chose.
+        - `engine_keys`: u8 [T, I, B], keys that an engine chose, by indexer (`kernels/key_bits`).
         - `is_padding`: bool [T], tokens that the indexers' loss and the experts' load exclude.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)

@@ -2,12 +2,10 @@
 
 - `qwen3`, `qwen3_moe`: Qwen3 (https://arxiv.org/abs/2505.09388).
 - `llama`: Llama 2 to 3.3 and SmolLM2 (https://arxiv.org/abs/2407.21783).
-- `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471). Dense blocks precede mixtures of experts
-  with shared experts and biased sigmoid scores.
-- `glm5`: GLM-5, 5.1 and 5.2 (https://arxiv.org/abs/2602.15763). An indexer chooses the keys of
-  latent attention. Experts are as in GLM-4.5.
+- `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471).
+- `glm5`: GLM-5, 5.1 and 5.2 (https://arxiv.org/abs/2602.15763).
 - `deepseek_v3` (https://arxiv.org/abs/2412.19437), `deepseek_v32` with an indexer, `kimi_k2`.
-- `hugging_face`: any causal language model of transformers, built from `hf_config`.
+- `hugging_face`: any causal language model of transformers.
 """
 
 import re
@@ -27,8 +25,7 @@ from orrery.manifest.schema.model import EXPERT_GROUPS
 from orrery.models import lora
 from orrery.models.causal_lm import CausalLm, Decoder, Names
 
-# Parameters not listed have Hugging Face's name without "model.". We stack experts, and fuse gate
-# and up projections. Hugging Face's files have one tensor per expert and projection.
+# Other parameters have Hugging Face's name without "model.".
 _NAMES: Names = {
     "lm_head.weight": "lm_head.weight",
     "layers.{layer}.mlp.gate.expert_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
@@ -40,7 +37,7 @@ _NAMES: Names = {
         "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
     ),
 }
-# transformers' fields of rope_type "llama3" → fields of `model.rope_scaling`.
+# transformers' fields → fields of `Llama3RopeScaling`
 LLAMA3_FIELDS = {
     "factor": "factor",
     "low_freq_factor": "low_frequency_factor",
@@ -52,7 +49,7 @@ LLAMA3_FIELDS = {
 _GLM4_ONLY = ("partial_rotary_factor", "use_qk_norm")
 
 
-# transformers' fields of rope_type "yarn" → fields of `model.rope_scaling`.
+# transformers' fields → fields of `YarnRopeScaling`
 YARN_FIELDS = {
     "factor": "factor",
     "beta_fast": "fast_turns",
@@ -216,9 +213,8 @@ class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
     - `ignored`: regular expressions of HF names that loading skips.
-    - `fsdp_units`: groups of modules, in the order of their `fully_shard` calls. The root
-      module follows. `layers.*` means one group per layer. `trainer/parallel` disables
-      `cast_forward_inputs`, because temperatures must stay float32.
+    - `fsdp_units`: groups of modules, in the order of their `fully_shard` calls. `layers.*` means
+      one group per layer. FSDP must not cast inputs, because temperatures are float32.
     - `expert_modules`: name patterns of modules whose parameters have experts as dimension 0.
     """
 
@@ -256,13 +252,12 @@ def build(
 ) -> CausalLm:
     """Return the manifest's network with NaN parameters, or without storage on "meta".
 
-    Fill it by `orrery.models.weights.initialize` or `.load`. Raise OrreryError if transformers is
-    needed but missing, or if the model is not supported.
+    Raise OrreryError if transformers is needed but missing, or if the model is not supported.
     """
     with torch.device("meta"):
         module = _network(model)
     for parameter in module.parameters():
-        # Do not use `module.to`, which would also cast buffers.
+        # `module.to` would also cast buffers.
         parameter.data = parameter.data.to(dtype)
     if torch.device(device).type != "meta":
         module = module.to_empty(device=device)
@@ -336,7 +331,6 @@ def expert_modules(module: CausalLm) -> list[nn.Module]:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Return parameter counts. Raise OrreryError if the network cannot be built."""
     if model.family != "hugging_face":
         return parameters.count_parameters(model, adapters)
     return count_built(model, adapters)

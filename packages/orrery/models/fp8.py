@@ -1,7 +1,7 @@
 """Quantize weights to FP8 once per optimizer step, to the same values that engines receive.
 
-A layer that `model.fp8` selects has lists `<name>_fp8` of quantized weights, in the format of
-`kernels/fp8`. If a list is empty, each forward pass quantizes the weight anew.
+A layer in FP8 has lists `<name>_fp8` of quantized weights. If a list is empty, each forward pass
+quantizes the weight anew.
 """
 
 from collections.abc import Iterable, Iterator
@@ -104,7 +104,7 @@ class SentWeights:
             self._scales[name].copy_(scale)
 
     def scales(self) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-        """Yield (HF tensor of scales, box of index ranges in it, data) of this rank's weights."""
+        """Yield (Hugging Face tensor of scales, index ranges in it, this rank's data)."""
         weights = dict(self._network.named_parameters())
         for hf in filter(self.is_sent, hf_tensors(self._network)):
             held = local_box(weights[hf.parameter_name])
@@ -127,6 +127,5 @@ class SentWeights:
 
 
 def scale_tensor(hf: HfTensor) -> HfTensor:
-    """Return the HF tensor that holds the scales of `hf`, with the same box in our parameter."""
     shape = tuple(size // BLOCK for size in hf.shape)
     return replace(hf, name=hf.name + SCALE, shape=shape, dtype=torch.float32)

@@ -1,13 +1,11 @@
 """Read and write Hugging Face folders: safetensors files, an index and `config.json`.
 
 - `config.json` is removed first and written last, so it exists only in complete folders.
-- Tensors are read lazily, after a check of all names and shapes.
-- FP8 matrices (e4m3, as published for DeepSeek-V3 and GLM-5) are multiplied by scales of 128 × 128
-  blocks in float32, then rounded to the parameter's dtype.
+- FP8 matrices (e4m3, as in DeepSeek-V3) have a scale per block of 128 × 128 values.
 - `check_config` compares `config.json` with the manifest, because tensor shapes do not show rotary
-  embeddings, norm epsilons or routing. Engines get a `config.json` made from the manifest.
-- Layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) have
-  indices from `num_layers` on. They are not trained, only copied to new checkpoints for engines.
+  embeddings, norm epsilons or routing.
+- Layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) are not
+  trained, only copied to new checkpoints.
 """
 
 import copy
@@ -44,10 +42,9 @@ FP8 = "F8_E4M3"  # name in safetensors files
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a checkpoint. It is the part `box` of our module's `parameter_name`.
+    """One tensor of a checkpoint: the part `box` of our parameter.
 
-    Our module stacks all experts, but one expert's tensor has no expert dimension. MTP layers are
-    not in our module, so their `parameter_name` is empty.
+    An expert's tensor lacks the expert dimension. An MTP tensor has an empty `parameter_name`.
     """
 
     name: str
@@ -78,8 +75,8 @@ def open_tensors(
 ) -> Iterator[dict[str, Any]]:
     """Check the folder's tensors, and yield {tensor name: open file} for `read`.
 
-    Raise OrreryError unless the folder has the `wanted` names and shapes. Other names may only be
-    scales of FP8 tensors, names that `is_expected` accepts and, if `tied`, the LM head.
+    Raise OrreryError unless the folder has the `wanted` names and shapes. Other names must be FP8
+    scales or accepted by `is_expected`. With `tied`, ignore the LM head.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)
@@ -182,7 +179,6 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def check_digest(directory: Path, expected: str) -> None:
-    """Raise OrreryError unless the digest of all weights is `model.init.sha256`."""
     if (found := sha256_of(weight_files(directory))) != expected:
         raise OrreryError(
             f"model.init.sha256 {expected}: the weights of {directory} have {found}. Write that if "
@@ -259,7 +255,6 @@ def num_mtp_layers(names: Any, num_layers: int) -> int:
 
 
 def check_layers(model: Model, directory: Path, names: Any) -> None:
-    """Raise OrreryError unless the folder has `model.num_mtp_layers` MTP layers."""
     if model.family not in MTP_FAMILIES:
         return
     if (found := num_mtp_layers(names, model.num_layers)) != model.num_mtp_layers:
@@ -270,10 +265,10 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 
 
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
-    """Return the MTP tensors in `files`, as yielded by `open_tensors`.
+    """Return the MTP tensors in `files`.
 
-    FP8 tensors get `dtype`, because reading dequantizes them. Their scales are left out. Raise
-    OrreryError for a dtype outside `DTYPES`.
+    FP8 tensors get `dtype`, because `read` dequantizes them. Raise OrreryError for other dtypes
+    outside `DTYPES`.
     """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):
@@ -291,7 +286,7 @@ def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list
     return tensors
 
 
-# Field of `config.json` → field of the manifest's model. A family has fixed values for the rest.
+# field of `config.json` → field of the manifest's model
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -335,7 +330,6 @@ COMPARED_SEPARATELY = _POSITIONS + _ROTATION
 
 
 def check_config(model: Model, directory: Path) -> None:
-    """Raise OrreryError at the first difference between `config.json` and the manifest."""
     file, wanted = directory / CONFIG_FILE, hf_config(model)
     if not file.exists():
         raise OrreryError(

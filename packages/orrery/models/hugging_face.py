@@ -1,11 +1,8 @@
 """Give any causal language model of transformers the interface of our own networks.
 
-- A pack of documents is padded to a batch, and the output is packed again. Padding does not change
-  the output of causal models. Other models are refused.
-- Context parallelism, expert parallelism and router replay are not supported. Only the LM head uses
-  our kernels.
-- Checkpoints may split stacked experts into one tensor per expert, but must otherwise have the same
-  tensors as the network.
+- Documents are padded to one batch. Only causal models ignore this padding, so others are refused.
+- Context parallelism, expert parallelism and router replay are not supported.
+- A checkpoint may store each expert in tensors of its own.
 
 T tokens · E experts · D hidden · V vocabulary
 """
@@ -36,7 +33,7 @@ from orrery.models.causal_lm import CausalLm, Names
 
 # transformers lists these types as causal, but their tokens attend to later tokens.
 NOT_CAUSAL = ("cpmant", "xlnet")
-# Field of the manifest's model → its possible names in configs. A config type uses at most one.
+# Field of the manifest's model → its possible names in a config of transformers.
 FIELDS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -57,7 +54,6 @@ POSITIONS = ("n_positions", "max_position_embeddings", "max_seq_len")
 
 
 def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> Any:
-    """Return `make(…)`. Raise OrreryError for any exception."""
     try:
         return make(*args, **content)
     except Exception as error:
@@ -69,17 +65,12 @@ def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> A
 
 
 def check_config(model: Model, config: PreTrainedConfig) -> None:
-    """Raise OrreryError unless `config` is a causal model's and agrees with the manifest."""
     check_type(config)
     _check_fields(model, config)
     _check_positions(model, config)
 
 
 def check_network(model: Model, network: PreTrainedModel) -> None:
-    """Raise OrreryError if the network is not causal, or its head size is not the manifest's.
-
-    A network on "meta" cannot run, so model type and `is_decoder` show whether it is causal.
-    """
     kind = network.config.model_type
     if kind in NOT_CAUSAL:
         raise OrreryError(
@@ -116,7 +107,7 @@ def check_type(config: PreTrainedConfig) -> None:
 
 
 def find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
-    """Return the first of `names` that the type of `config` defines and that is not None."""
+    """Return the first of `names` that has a value in `config`, or None."""
     known = {*dir(type(config)), *config.attribute_map, *(one.name for one in fields(config))}
     found = (name for name in names if name in known and getattr(config, name) is not None)
     return next(found, None)
@@ -146,12 +137,12 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network does not support `max_positions` positions.
 
-    The limit is the size of a position table. For `longrope` and `dynamic` rotary embeddings, it is
-    the length beyond which the longest row changes the rotary angles of all rows in the batch.
+    With `longrope` and `dynamic` rotary embeddings, a document beyond the limit would change the
+    output of the other documents in its batch.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
-    if model.max_positions > most > 0:  # xlnet says -1
+    if model.max_positions > most > 0:  # xlnet has -1: no limit
         raise OrreryError(
             f"model.max_positions {model.max_positions}: model.hf_config.{field} is {most}, "
             f"the maximum of this network. Set model.max_positions to {most} or less"
@@ -173,12 +164,12 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
             )
 
 
-try:  # a private function renames tensors as `save_pretrained` does
+try:  # private, renames tensors as `save_pretrained` does
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # one expert of the test tensor. 12 rows divide into 2, 3 or 4 parts
+PROBE_SHAPE = (12, 2)  # one expert of a test tensor. 12 rows split into 2, 3 or 4 parts
 
 _global_generator = threading.Lock()  # held while transformers draws from torch's global generator
 
@@ -273,7 +264,6 @@ class HuggingFaceLm(CausalLm):
 
     @torch.no_grad()
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor:
-        """Return a parameter's initial float32 values from transformers. Cache the latest draw."""
         network, key = self._network[0], (parameter_name, seed, std)
         owner_name, _, attribute = parameter_name.rpartition(".")
         with _global_generator, torch.random.fork_rng(devices=[]):
@@ -318,7 +308,7 @@ class _PassthroughBody(nn.Module):
 
 
 class _PassthroughHead(nn.Identity):
-    """Identity with a `weight`, because some networks cast the input to the weight's dtype."""
+    """Identity with a `weight`, because some networks cast inputs to its dtype."""
 
     weight = torch.empty(0)
 
@@ -326,8 +316,7 @@ class _PassthroughHead(nn.Identity):
 class Head(nn.Module):
     """Map hidden states to log-probs and entropies, with the interface of `LmHead`.
 
-    If the head has a bias or the network changes logits (soft-capping), logits are computed in
-    chunks, with the network's own `forward`. The backward pass recomputes each chunk.
+    A head with a bias or soft-capping computes logits in chunks, and again in the backward pass.
     """
 
     def __init__(
@@ -417,8 +406,8 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
     """Return the name of one expert's tensor in checkpoints, with `{expert}` for its index.
 
-    Return several names if checkpoints split an expert into equal parts. To find the names, let
-    transformers rename a small test tensor. Raise OrreryError for any other split.
+    Return several names if checkpoints split an expert into equal parts. Raise OrreryError for any
+    other split.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")

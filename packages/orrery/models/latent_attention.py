@@ -7,9 +7,8 @@ K number of chosen keys, or the head width N + R · J indexer heads · I width o
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
   https://arxiv.org/abs/2512.02556. Layers that share a choice of keys: GLM-5.1,
   https://arxiv.org/abs/2603.12201.
-- If no document is longer than the indexer's `top_k`, a query attends to all keys up to its own.
-- Indexers are frozen, or with `train_indexers` learn the mean attention of the layers that share
-  their choice. The indexer loss gives other weights no gradient. The choice is not differentiable.
+- Attention is dense while no document is longer than the indexer's `top_k`.
+- Indexers are frozen without `train_indexers`. Their loss gives other weights no gradient.
 """
 
 from collections.abc import Sequence
@@ -42,29 +41,28 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """The latest indexer's choice of keys, and sums over all layers so far.
+    """An indexer's choice of keys. `kl` and `differ` are sums over the layers so far.
 
-    `score_TK` and `kl` are None unless indexers learn. `differ` is None without an engine's choice.
+    `score_TK` and `kl` are None unless indexers learn.
     """
 
     chosen_TK: Tensor  # i32 indices of keys, −1 for none
-    score_TK: Tensor | None = None  # f32, the indexer's scores of the chosen keys
-    kl: Tensor | None = None  # f32 [], sum of the indexers' losses
-    differ: Tensor | None = None  # i64 [2], sum of the counts that `engine_keys` returns
+    score_TK: Tensor | None = None  # f32, scores of the chosen keys
+    kl: Tensor | None = None  # f32 [], the indexers' losses
+    differ: Tensor | None = None  # i64 [2], see `engine_keys`
 
 
 class KeyIndexer(nn.Module):
     """Choose for query t the keys s of highest score Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
 
-    Rotary embeddings rotate column pairs of q and k in GLM-5 (`turns_pairs`), but halves in
-    DeepSeek-V3.2.
+    GLM-5 rotates column pairs of q and k (`turns_pairs`). DeepSeek-V3.2 rotates halves.
     """
 
     def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer, turns_pairs: bool) -> None:
         super().__init__()
         self.turns_pairs = turns_pairs
         self.rotate = rotate_pairs if turns_pairs else rotate_halves
-        self.replays = False  # whether an engine's choice replaces the indexer's
+        self.replays = False  # an engine's choice replaces the indexer's
         self.indexer, self.rotary_dim = indexer, mla.rope_head_dim
         width, num_heads = indexer.head_dim, indexer.num_heads
         self.wq_b = nn.Linear(mla.q_lora_rank, num_heads * width, bias=False)
@@ -78,14 +76,13 @@ class KeyIndexer(nn.Module):
         return self.wk.weight.requires_grad and torch.is_grad_enabled()
 
     def in_fp8(self, x_TD: Tensor) -> bool:
-        """Return whether keys are chosen in FP8, with vLLM's arithmetic."""
+        """Return whether keys are chosen with vLLM's FP8 arithmetic."""
         return sparse_index_fp8.supports(x_TD, self.indexer.num_heads, self.indexer.head_dim)
 
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
-        """Return the indexer keys of this device's tokens, in x's dtype, for `forward`.
+        """Return the indexer keys of this device's tokens: [T, I], or FP8 with scales [T, ·].
 
-        - If not `in_fp8`: keys [T, I].
-        - If `in_fp8`: FP8 keys packed with scales [T, ·], after keys [T, I] if the indexer learns.
+        An FP8 indexer that learns returns both.
         """
         k_TI = self.wk(x_TD.detach())
         if not self.in_fp8(x_TD):
@@ -112,12 +109,9 @@ class KeyIndexer(nn.Module):
     ) -> ChosenKeys:
         """Choose at most K = min(`top_k`, `longest`) keys for each query, padded with −1.
 
-        - `q_TC`: output of `q_a_layernorm`.
         - `keys`: results of the method `keys`, gathered from all ranks.
-        - `ranges`: first and last key that each query may choose, i32 [T] each.
         - `longest`: number of tokens of the longest document.
-        - `engine_keys_TB`: an engine's choice as bits (`key_bits`), compared with the indexer's if
-          `longest` > `top_k`. If `replays`, valid rows of the engine replace the indexer's.
+        - `engine_keys_TB`: an engine's choice as bits. It replaces the indexer's if `replays`.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
@@ -145,34 +139,24 @@ class KeyIndexer(nn.Module):
 
 
 class LocalKeys(nn.Module):
-    """Return this device's keys. Context parallelism replaces this module, to gather keys.
-
-    Queries are computed between `send` and `receive`. `is_gathered`: keys come from several ranks.
-    """
+    """Pass on this device's keys. Context parallelism replaces this module, to gather keys."""
 
     is_gathered = False
 
     def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
-        """Start to gather `keys`, tensors [T, ·]. `receive` turns the result into tensors [S, ·].
-
-        `is_latent`: attention reads latent keys, otherwise expanded keys.
-        """
+        """Start to gather `keys`, tensors [T, ·]. `receive` returns the gathered tensors [S, ·]."""
         return keys
 
     def receive(self, sent: Any) -> Sequence[Tensor]:
         return sent
 
     def ranges(self, documents: Documents, num_queries: int) -> tuple[Tensor, Tensor]:
-        """Return the first and last key that each query may see, i32 [T] each.
-
-        They are the document's first token and the query's own token.
-        """
+        """Return the first and last key that each query may see, i32 [T] each."""
         last_T = torch.arange(num_queries, dtype=torch.int32, device=documents.cu_seqlens.device)
         document_T = torch.searchsorted(documents.cu_seqlens, last_T, right=True) - 1
         return documents.cu_seqlens[document_T], last_T
 
     def sides(self, documents: Documents) -> tuple[Documents, Documents]:
-        """Return the document boundaries of queries and of keys, for dense attention."""
         return documents, documents
 
 
@@ -198,7 +182,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
-        # Never in FP8: q_a and kv_a, which are narrow, and kv_b, whose weight `absorb` reads.
+        # q_a and kv_a are too narrow for FP8, and `absorb` reads kv_b's weight.
         is_fp8 = "attention" in (config.fp8 or ())
         self.q_b_fp8: Parts | None = [] if is_fp8 else None
         self.o_fp8: Parts | None = [] if is_fp8 else None
@@ -219,8 +203,7 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, ChosenKeys | None]:
         """Return the output [T, D] and the `choice` of keys for the next layer.
 
-        `choice` comes from the previous layer, or is None. A layer with an indexer replaces it if
-        attention is sparse or the indexer learns. Sparse attention reads the returned choice.
+        `choice` comes from the previous layer. A layer with an indexer may replace it.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -277,8 +260,7 @@ class LatentAttention(nn.Module):
     ) -> ChosenKeys:
         """Add this layer's loss to `choice.kl`: Σ over tokens of `index_kl` / `num_served`.
 
-        Summed over the `num_served` layers that share a choice, the losses have the gradient of
-        the KL divergence between the indexer's scores and the mean attention of these layers.
+        The `num_served` layers that share a choice thus train the indexer on their mean attention.
         """
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
@@ -290,16 +272,12 @@ class LatentAttention(nn.Module):
     def _attend_densely(
         self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor, documents: Documents
     ) -> Tensor:
-        """Return the output [T, H, V] of attention to keys and values expanded by `kv_b_proj`."""
         of_q, of_k = self.keys.sides(documents)
         out_THK = varlen_attention(*self.expand(q_THN, q_THR, kv_SW), of_q, documents_k=of_k)
         return out_THK[..., : self.mla.value_head_dim]
 
     def expand(self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each head's queries, and the keys and values expanded from latent keys.
-
-        All three are padded with zeros to the same width.
-        """
+        """Return each head's queries, keys and values, padded with zeros to one width."""
         mla = self.mla
         latent_SC, k_SR = kv_SW.split((mla.kv_lora_rank, mla.rope_head_dim), dim=-1)
         expanded = self.kv_b_proj(latent_SC).unflatten(-1, (q_THN.shape[1], -1))
@@ -315,10 +293,7 @@ class LatentAttention(nn.Module):
         return q_THK, k_SHK, F.pad(v_SHV, (0, width - value_width))
 
     def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
-        """Return queries [T, H, W] for latent keys.
-
-        The first C columns are q_THN times the key part of `kv_b_proj`. The others are q_THR.
-        """
+        """Return queries [T, H, W] for latent keys, multiplied by the key part of `kv_b_proj`."""
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
         return torch.cat((q_THC, q_THR), dim=-1)
@@ -329,7 +304,6 @@ class LatentAttention(nn.Module):
         return torch.einsum("thc,hvc->thv", out_THC, value_HVC.to(out_THC.dtype))
 
     def _up_projections(self) -> tuple[Tensor, ...]:
-        """Return the key part [H, N, C] and the value part [H, V, C] of `kv_b_proj`."""
         mla = self.mla
         up_HUC = self.kv_b_proj.weight.unflatten(0, (-1, mla.nope_head_dim + mla.value_head_dim))
         return up_HUC.split((mla.nope_head_dim, mla.value_head_dim), dim=1)
@@ -352,7 +326,7 @@ def train_indexers(module: nn.Module) -> None:
 
 
 def replay_choices(module: nn.Module) -> None:
-    """Let each indexer use an engine's choice of keys, if given, instead of its own."""
+    """Let indexers use an engine's choice of keys instead of their own."""
     for one in module.modules():
         if isinstance(one, KeyIndexer):
             one.replays = True

@@ -3,9 +3,6 @@
 T tokens · D hidden · H query heads · G key and value heads · K head size · R rotated width
 In mixtures: E experts · K experts per token · M = T·K rows, one per token and expert ·
 I intermediate width of an expert
-
-Grouped matrix products take rows sorted by expert, and stacked expert weights. Each row's
-activation is multiplied by the router's score before the down projection.
 """
 
 import math
@@ -33,10 +30,9 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 
 
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
-    """Return each linear layer's output.
+    """Return each linear layer's output, computed in FP8 unless `fp8` is None.
 
-    `fp8` holds the layers' quantized weights. If `fp8` is empty, this call quantizes the weights
-    and stores them in `fp8`. If `fp8` is None, the products are not in FP8.
+    `fp8` caches the quantized weights. This call fills an empty list.
     """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
@@ -46,10 +42,7 @@ def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate x) · up x).
-
-    `gate_up_fp8`, `down_fp8`: quantized weights, see `fp8` of `project`. None: not in FP8.
-    """
+    """SwiGLU (Shazeer 2020): down(silu(gate x) · up x)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, is_fp8: bool = False) -> None:
         super().__init__()
@@ -80,7 +73,7 @@ class Adapter(nn.Module):
         return F.linear(F.linear(x, a), b)
 
     def scaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return `a` and `b` · `scale`. Scaling the output instead would cost more."""
+        """Return `a` and `b` · `scale`."""
         return self.a.to(dtype), (self.b * self.scale).to(dtype)
 
 
@@ -93,7 +86,7 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, R] of RoFormer's angles, position · theta^(−2i/R).
 
-    The halves of the R columns are equal (GPT-NeoX). Angles are float32, results have `dtype`.
+    The halves of the R columns are equal (GPT-NeoX). Angles are computed in float32.
     """
     index = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=positions_T.device)
     frequency, size = 1.0 / theta ** (index.float() / rotary_dim), 1.0
@@ -112,7 +105,7 @@ def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
 
 
 def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """YaRN: divide low frequencies by `factor`, keep high ones, interpolate others by index."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between them (YaRN)."""
     half = frequency.shape[0]
 
     def index(turns: float) -> float:
@@ -127,7 +120,6 @@ def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> T
 
 
 def _scale_frequencies(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate between them."""
     turns = scaling.original_max_positions * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -186,10 +178,9 @@ class Router(nn.Module):
 
     - Scores are probabilities times `scale`. `normalize_top_k` first divides the K probabilities by
       their sum.
-    - "softmax" is over all experts. "sigmoid" is per expert, and `expert_bias` affects only the
-      choice (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equation 16).
-    - `groups` (n, k) limits the choice to the best k of n groups of experts (DeepSeek-V3).
-    - `expert_bias` [E] is a float32 buffer, because bfloat16 would change choices.
+    - A "sigmoid" router adds `expert_bias` [E] for the choice only (DeepSeek-V3,
+      https://arxiv.org/abs/2412.19437, equation 16). A bias in bfloat16 would change choices.
+    - `groups` (n, k) limits the choice to the best k of n groups of experts.
     """
 
     expert_bias: Tensor | None
@@ -215,11 +206,10 @@ class Router(nn.Module):
     def forward(
         self, x_TD: Tensor, replayed_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
+        """Return scores f32 [T, K], expert ids i64 [T, K] and the count i64 [] of differing routes.
 
-        Valid ids in `replayed_TK` replace the choice (router replay). Scores and gradients still
-        come from the router. The number, i64 [], counts replayed ids that the router did not
-        choose. It is None without replay.
+        Valid ids in `replayed_TK` replace the router's choice (router replay). A route differs if
+        the router did not choose the replayed id.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -256,10 +246,7 @@ def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tens
 
 
 class Experts(nn.Module):
-    """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has gate rows before up rows.
-
-    In FP8, each expert's token rows begin at a multiple of 128 (`row_block`).
-    """
+    """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has gate rows before up rows."""
 
     def __init__(
         self, num_experts: int, hidden_size: int, intermediate_size: int, is_fp8: bool = False
@@ -267,7 +254,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_fp8: Parts | None = [] if is_fp8 else None
         self.down_fp8: Parts | None = [] if is_fp8 else None
-        self.row_block = BLOCK if is_fp8 else 1  # `block` for `sort_by_expert`
+        self.row_block = BLOCK if is_fp8 else 1  # an expert's first row is a multiple of this
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         )
@@ -280,7 +267,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return [T, D]: each token's sum of score · output over its experts.
 
-        `rows`: of `sort_by_expert` with block `row_block`. `has_spare`: last rows lack an expert.
+        `has_spare`: the last rows belong to no expert.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
@@ -316,15 +303,11 @@ class LocalExchange(nn.Module):
 
 
 class RouteCounts(NamedTuple):
-    """Counts of one mixture-of-experts layer in one forward pass."""
-
-    load_E: Tensor  # i64, number of tokens of each expert, without padding
+    load_E: Tensor  # i64, tokens of each expert, without padding
     num_differing: Tensor | None  # i64 [], see `Router.forward`
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts, and all shared experts as one feed-forward."""
-
     def __init__(
         self,
         hidden_size: int,

@@ -1,6 +1,5 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A, W frozen.
 
-- A linear layer has the adapter `lora`. Stacked experts have `gate_up_lora` and `down_lora`.
 - Merging computes in float32 and rounds once.
 - A starts uniform in ±1/√(number of inputs), B at zero. The initial A depends only on the seed and
   the adapter's name.
@@ -61,7 +60,6 @@ def adapters(module: nn.Module) -> Iterator[tuple[str, Adapter]]:
 
 @torch.no_grad()
 def initialize(module: nn.Module, seed: int) -> None:
-    """Initialise this rank's part of all adapters."""
     for name, adapter in adapters(module):
         local_tensor(adapter.b).zero_()
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
@@ -80,7 +78,7 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
 
 @torch.no_grad()
 def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
-    """Return this rank's shard of `weight` merged with its adapter, on the shard's device.
+    """Return this rank's shard of `weight` merged with its adapter.
 
     This is a collective unless weight and adapter are sharded alike.
     """
@@ -98,7 +96,7 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
     """Return part `box` of an adapter's factor A or B.
 
-    Whether the factor is gathered depends only on placements, so either all ranks gather or none.
+    Placements alone decide whether to gather, so either all ranks gather or none.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

@@ -61,8 +61,8 @@ def local_box(parameter: Tensor) -> Box:
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
     """Return this rank's box. Mesh axes split `shape` like `torch.chunk`.
 
-    An axis is (strided, dim, number of parts, rank's index). Axes split from left to right, strided
-    axes last. FSDP's axis is strided if expert or tensor parallelism splits the same dimension.
+    An axis is (strided, dim, number of parts, rank's index). Strided axes (`_StridedShard`) split
+    last.
     """
     box = [(0, size) for size in shape]
     for _, dim, num_parts, part in sorted(axes, key=lambda axis: axis[0]):
@@ -78,7 +78,6 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def relative(box: Box, origin: Box) -> Box:
-    """Return `box` relative to the first corner of `origin`."""
     pairs = zip(box, origin, strict=True)
     return tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
 

@@ -1,9 +1,8 @@
 """Load, initialise and save weights as Hugging Face folders, on whole or sharded networks.
 
-- `load` and `initialize` read or draw only tensors that overlap this rank's shards.
 - On a sharded module, `save` and `named_hf_tensors` are collectives. Each rank must iterate fully.
-- Each drawn tensor has its own generator, seeded by the manifest's seed and the tensor's name.
-- A Hugging Face ("HF") tensor is a box of a parameter or buffer. Adapters are merged into weights.
+- Values drawn by `initialize` depend on the seed and the tensor's name, not on the mesh.
+- A Hugging Face ("HF") tensor is a slice ("box") of a parameter or buffer, with adapters merged.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ from orrery.models.placement import (
 )
 
 MAX_FILE_BYTES = 5_000_000_000
-MAX_DRAWING_THREADS = 16  # limits host memory, because each thread holds a float32 tensor
+MAX_DRAWING_THREADS = 16  # because each thread holds a float32 tensor in host memory
 # Activation checkpointing and torch.compile add these to parameter names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -71,12 +70,12 @@ def _seed(init: RandomInit, name: str) -> int:
 
 @torch.no_grad()
 def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
-    """Draw shards on their device. This is fast, but the weights depend on the mesh."""
+    """Draw shards on their device. This is fast, but depends on the mesh."""
     _allocate(module)
     device = local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
     generator = torch.Generator(device).manual_seed(seed + rank)
-    # Draw stacked experts at once. Drawing experts one by one would take minutes.
+    # Drawing stacked experts one by one would take minutes.
     for name, tensor in module.state_dict().items():
         local = local_tensor(tensor.detach())
         if tensor.ndim == 1:
@@ -88,11 +87,11 @@ def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
 def write_initial(
     model: Model, directory: Path | str, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
 ) -> int:
-    """Write the files that `initialize` and `save` would write. Return the parameter count."""
+    """Write the initial weights as `save` does. Return the parameter count."""
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
-    # Draw with one thread per core. Read with one thread, because the disk limits the speed.
+    # Read with one thread, because the disk limits the speed.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as (tensors, tensor), pool:
@@ -131,7 +130,6 @@ def _open_pretrained(
 
 
 def _allocate(module: CausalLm) -> None:
-    """Allocate a "meta" module on its mesh's device, or on the CPU if not sharded."""
     parameters = list(module.parameters())
     if not any(parameter.is_meta for parameter in parameters):
         return
@@ -166,7 +164,7 @@ def _fill(
 
 @contextmanager
 def open_checkpoint(module: CausalLm, directory: Path) -> Iterator[dict[str, Any]]:
-    """Check a folder's number of MTP layers, and yield its files as `open_tensors` does."""
+    """Yield a folder's open files. Raise OrreryError if its tensors do not match the module."""
     config = module.config
 
     def is_expected(name: str) -> bool:
@@ -187,8 +185,8 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files, each of at most `max_file_bytes` or one tensor.
 
-    Copy MTP layers from the folder `start`. Other files in `directory` stay. This is a collective
-    if sharded: ranks write in parallel, and each holds at most one file in host memory.
+    Copy multi-token-prediction (MTP) layers from the folder `start`. Each rank holds at most one
+    file in host memory.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -280,7 +278,7 @@ def _split(hf_name: str, name: str, tensor: Tensor, part: int, num_parts: int) -
 
 
 def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
-    """Return the parameters without adapters, then the persistent buffers."""
+    """Return parameters, except adapters, and persistent buffers."""
     adapting = {parameter for _, adapter in adapters(module) for parameter in adapter.parameters()}
     named = module.named_parameters()
     state: dict[str, Tensor] = {name: one for name, one in named if one not in adapting}
@@ -295,7 +293,7 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, detached tensor) in the order of `hf_tensors`.
 
-    This is a collective on a sharded module. Otherwise, tensors are views of parameters.
+    On a module that is not sharded, tensors are views of parameters.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
     # One parameter's tensors are adjacent, so only one gathered parameter is in memory.
@@ -312,8 +310,7 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield (PEFT name, tensor in `dtype`) of all adapters. This is a collective if sharded.
 
-    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale. If one parameter is several HF
-    tensors, they get the same `lora_A`. Experts are not supported.
+    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale. Experts are not supported.
     """
     groups = groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
     parts = {name: list(group) for name, group in groups}
@@ -331,7 +328,7 @@ def named_hf_slices(
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
     """Yield (HF tensor, box within the tensor, this rank's data). This neither gathers nor copies.
 
-    Replicas yield equal boxes. `replacements`: other shards to yield, by parameter name.
+    `replacements`: other shards to yield, by parameter name.
     """
     state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}

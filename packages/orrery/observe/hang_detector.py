@@ -1,10 +1,9 @@
 """Find stalls: processes that will make no more progress.
 
-`find_stall` reads the health that a stage's processes report. The text of a wait names the awaited
-roles or processes, if any. Stalls are:
+The text of a wait must name the roles or processes that it waits for. Stalls are:
 
 - hung: an event loop sent no heartbeat within its limit.
-- overdue: a wait or activity of a living process is GRACE_S past its deadline.
+- overdue: a wait or activity is GRACE_S past its deadline.
 - deadlock: processes wait only for one another, without a change for DEADLOCK_S.
 - abandoned: a process waits only for done processes, without a change for DEADLOCK_S.
 """
@@ -27,15 +26,13 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
-STILL_S = 40.0  # limit on time without progress, so that a stall ends a stage within a minute
+STILL_S = 40.0  # so that a stall ends a stage within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A stall, and the names of the processes that cause it."""
-
     blamed: tuple[str, ...]
     sentence: str
 
@@ -53,7 +50,6 @@ def find_stall(
     grace_s: float = GRACE_S,
     deadlock_s: float = DEADLOCK_S,
 ) -> Stall | None:
-    """Return the stall among running and done processes at `now_s`, or None."""
     living = _living(processes)
     return (
         _hung(living, now_s)
@@ -99,10 +95,6 @@ def _deadlock(living: Mapping[str, Health], now_s: float, deadlock_s: float) -> 
 def _abandoned(
     processes: Mapping[str, Health], living: Mapping[str, Health], now_s: float, deadlock_s: float
 ) -> Stall | None:
-    """Return the stall of abandoned processes.
-
-    The limit `deadlock_s` is long, because messages may arrive after their sender's end.
-    """
     quiet = {name for name, health in processes.items() if now_s - health.time_s > deadlock_s}
     done = {name: health for name, health in processes.items() if health.doing == DONE}
     left = {
@@ -113,8 +105,8 @@ def _abandoned(
         return None
     clauses = "; ".join(_clause(living[name], now_s) for name in left)
     ended = sorted(set().union(*left.values()))
-    are = "are" if len(ended) > 1 else "is"
-    sentence = f"stall: {clauses}; {listed(ended)} {are} done, so nothing more comes"
+    end = "are done and send" if len(ended) > 1 else "is done and sends"
+    sentence = f"stall: {clauses}; {listed(ended)} {end} nothing more"
     return Stall(tuple(left), sentence)
 
 
@@ -126,7 +118,6 @@ def hung_s(health: Health, now_s: float) -> float | None:
 
 
 def awaited(health: Health, living: Mapping[str, Health]) -> list[set[str]]:
-    """Return, for each open wait, the awaited living processes."""
     return [_named(wait.what, living) for wait in health.waits]
 
 
@@ -147,10 +138,6 @@ def deadlocked(living: Mapping[str, Health]) -> set[str]:
 def _ended_sources(
     health: Health, living: Mapping[str, Health], done: Mapping[str, Health]
 ) -> set[str]:
-    """Return the done processes that the waits name.
-
-    Return an empty set if any wait names a living process or no done process.
-    """
     gone = [
         set() if _named(wait.what, living) else _named(wait.what, done) for wait in health.waits
     ]
@@ -168,7 +155,6 @@ def _deadline(health: Health) -> float | None:
 
 
 def _chain(start: str, living: Mapping[str, Health]) -> tuple[str, ...]:
-    """Return the chain of waits from `start`, up to a process that awaits no further process."""
     chain = [start]
     while True:
         wait = living[chain[-1]].wait
@@ -193,7 +179,7 @@ def _clause(health: Health, now_s: float) -> str:
 
 @dataclass
 class _SeenRank:
-    """A rank's health, and times of its last progress (`moved_s`) or any change (`heard_s`)."""
+    """A rank's health, and times of its last progress (`moved_s`) and last change (`heard_s`)."""
 
     health: Health
     moved_s: float
@@ -203,14 +189,13 @@ class _SeenRank:
 class RankStallDetector:
     """Find the ranks that delay their role. Only one reader may call `look`.
 
-    A role has stalled when each of its ranks is in one of these states. A rank's limit is its
-    health's `still_s`, or else the detector's. Progress is any change of health but heartbeats.
+    A role has stalled when each of its ranks is in one of these states. A rank may report its own
+    limit (`still_s`). Progress is any change of health except heartbeats.
 
-    - silent: no heartbeat within the limit, during a wait or an activity with `still_s`.
+    - silent: no expected heartbeat within the limit.
     - held: no progress within the limit, in a collective.
-    - still: no progress within its `still_s`, outside collectives.
-    - late: waits for data, while another rank is held and the role's last progress was more than
-      the wait's `behind_s` ago.
+    - still: no progress within the rank's own limit, outside collectives.
+    - late: waits for data while another rank is held, and the role had no progress for `behind_s`.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
     silent for `hang_s` are blamed even without a stall of their role.
@@ -264,11 +249,6 @@ class RankStallDetector:
         return now_s - seen.moved_s > (health.still_s or self._still_s)
 
     def _sentence(self, blamed: list[str], held: list[str], now_s: float, last_s: float) -> str:
-        """Return the error text.
-
-        The text names the seconds since the last sign of life of silent ranks, or else since the
-        last progress of the blamed ranks. For waiting ranks, use the role's: `last_s`.
-        """
         seen = [self._seen[name] for name in blamed]
         silent = self._is_silent(seen[0], now_s)
         for_s = now_s - max(
@@ -316,7 +296,7 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SeenHealth:
-    """A process's health: `said` has times of its own clock, `stamped` of the reader's clock."""
+    """A process's health, with times of its own clock (`said`) and the reader's (`stamped`)."""
 
     said: Health
     stamped: Health
@@ -325,10 +305,9 @@ class _SeenHealth:
 class HealthView:
     """Convert health to the reader's monotonic clock, because wall clocks differ and can be set.
 
-    - A change's time is when the reader first saw the change. A deadline keeps its distance from
-      the start of its wait or activity. The clock stops while the host is suspended.
+    - A change gets the time when the reader first saw it. Deadlines shift by the same amount.
     - A gap of more than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
-    - `changed_s` orders changes on all hosts. It corrects a host's times by its clock's offset.
+    - `changed_s` orders changes on all hosts.
     """
 
     def __init__(self) -> None:

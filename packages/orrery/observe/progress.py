@@ -1,9 +1,7 @@
 """Show a running stage as a live panel or one line, and pass its metric rows to sinks.
 
-- TensorBoard files lie in `metrics/tensorboard/<stage>/<process>`. W&B is used if the site
-  sets WANDB_PROJECT.
-- Sinks name a value `<event>/<value>`, in nested dicts `<event>/<name>/<value>`. The role's name
-  replaces a missing event. A row's SUBJECTS follow its event: `evaluation/<task>/reward_mean`.
+- TensorBoard files lie in `metrics/tensorboard/<stage>/<process>`.
+- A value's name starts with the row's event, or else the role: `evaluation/<task>/reward_mean`.
 - TensorBoard's step is the row's `step`, else its `version`, else seconds since the first row.
 """
 
@@ -96,10 +94,6 @@ def panel(
     now_s: float,
     instead: Sequence[str] = (),
 ) -> RenderableType:
-    """Return the live view. `states`: "running" or how the process ended, by process name.
-
-    `instead`: lines that replace the process table.
-    """
     stages = Text()
     for stage in progress.stages:
         done, here = stage in progress.finished, stage == progress.stage
@@ -176,7 +170,6 @@ STAMPS = ("time_s", "stage", "attempt", "step", "event", "version", *SUBJECTS)
 
 
 def scalars(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    """Yield (name, number) for the numbers of a row. Skip texts, lists and nulls."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from scalars(value, f"{prefix}/{name}")
@@ -204,7 +197,7 @@ class TensorBoardSink:
         self._first_s = self._first_s or row["time_s"]
         if not values:
             return
-        # Import late: these imports are slow, and not every stage writes rows.
+        # Import late, because these imports are slow.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -3,11 +3,10 @@
 - Lowering the limit cancels no rollout.
 - The adaptive limit is the number of engines / `share`. `share` estimates the part of one engine's
   KV cache that a rollout in flight uses.
-- `share` rises to the measured share at once. It falls slowly, and only while all permits are taken
-  and the engines' queues are short. Otherwise young rollouts, which use little cache, would raise
-  the limit.
+- `share` rises at once but falls slowly. Otherwise young rollouts, which use little cache, would
+  raise the limit.
 - Each preemption in an engine lowers the limit by 1, but one poll by at most
-  max(1, BACKOFF · limit). Later preemptions count once the rollouts in flight fit the new limit.
+  max(1, BACKOFF · limit).
 """
 
 import math
@@ -24,7 +23,7 @@ from orrery.runtime.timing import Pace, period_s
 
 BACKOFF = 0.05
 LEAST = 1e-9
-# `share` minus measured share falls by the factor e^−DECAY while all rollouts in flight end.
+# While all rollouts in flight end once, the gap to the measured share shrinks by e^−DECAY.
 DECAY = 3.0
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
@@ -44,10 +43,10 @@ class AdaptiveLimit:
     def observe(
         self, loads: Mapping[int, EngineMetrics], in_flight: int, num_ended: int, was_full: bool
     ) -> None:
-        """Update share and limit from one poll.
+        """Update share and limit from the loads of the decode engines.
 
-        `loads` excludes prefill engines. `num_ended`: rollouts that ended since the last poll.
-        `was_full`: whether all permits were taken at some time since the last poll.
+        `num_ended`: rollouts that ended since the last poll. `was_full`: whether all permits were
+        taken at some time since then.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
@@ -130,10 +129,7 @@ class Admission:
 async def poll_engines(
     ctx: RoleContext, pool: Any, admission: Admission, pace: Pace | None = None
 ) -> dict[int, EngineMetrics]:
-    """Return each engine's load by index. Return {} if an engine does not answer in time.
-
-    Write metrics rows if `pace` is None or due.
-    """
+    """Update `admission`. Return the engines' loads, or {} if an engine does not answer."""
     try:
         loads: dict[int, EngineMetrics] = await pool.metrics()
     except OrreryError as error:
@@ -151,7 +147,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # Skip the prefill engines at the front. Rollouts in flight fill the decode engines' caches.
+    # Prefill engines come first. Rollouts in flight fill only the decode engines' caches.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})
@@ -166,7 +162,7 @@ async def poll_engines(
 
 
 class EngineActivity:
-    """Write spans `generate` for the times in which an engine has requests."""
+    """Write `generate` spans for the times in which an engine has requests."""
 
     def __init__(self, add_span: Callable[..., None]):
         self._add_span = add_span

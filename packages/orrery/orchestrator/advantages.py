@@ -1,8 +1,5 @@
-"""Collect the rollouts of a group, and compute their advantages from all rewards.
+"""Collect the rollouts of a group, which answer one problem, and compute their advantages.
 
-    Rollout | Failed ─▶ Groups.add ─▶ Group ─▶ with_advantages ─▶ RolloutBuffer
-
-- An algorithm is a pure function from one group's rewards to its advantages, in `ALGORITHMS`.
 - Equal rewards give advantages of exactly 0.
 - Timeouts with a reward of 0 count in the group's mean reward, but are not trained.
 """
@@ -17,7 +14,7 @@ from orrery.manifest.schema import Algorithm, Grpo, MaxRl
 from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import Failed, Rollout
 
-STD_FLOOR = 1e-6  # minimum standard deviation, because nearly equal rewards have rounding errors
+STD_FLOOR = 1e-6  # because nearly equal rewards have rounding errors
 
 
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
@@ -57,11 +54,9 @@ def advantages(rewards: np.ndarray, algorithm: Algorithm) -> np.ndarray:
 
 @dataclass
 class Group:
-    """The finished rollouts of a group, and the number of failed members with a reward of 0."""
-
     request: GroupRequest
     survivors: list[Rollout] = field(default_factory=list)
-    num_zeros: int = 0
+    num_zeros: int = 0  # failed rollouts with a reward of 0
     num_ended: int = 0
 
 
@@ -73,7 +68,7 @@ def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
         replace(rollout, advantage=float(advantage))
         for rollout, advantage in zip(
             group.survivors, gained, strict=False
-        )  # the last rewards belong to failed members, without a rollout
+        )  # the last rewards belong to failed rollouts
     ]
 
 
@@ -100,7 +95,6 @@ class Groups:
         return group
 
     def drop_engine(self, engine: int) -> int:
-        """Remove finished rollouts of this engine from incomplete groups. Return their number."""
         before = self.num_rollouts
         for group in self._groups.values():
             group.survivors = [each for each in group.survivors if each.engine != engine]

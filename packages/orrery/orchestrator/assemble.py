@@ -31,15 +31,14 @@ from orrery.wire.weight_wire.leases import LeaseClient
 
 T = TypeVar("T")
 
-READ_S = 1800.0  # time limit to read tasks and checkpoints, scaled by ORRERY_DEADLINE_SCALE
-SERVERS_START_S = 600.0  # time limit for engines to import vLLM and compile, scaled
+READ_S = 1800.0  # for tasks and checkpoints, scaled by ORRERY_DEADLINE_SCALE
+SERVERS_START_S = 600.0  # for engines to import vLLM and compile, scaled
 
 
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
     """Wait until all engines and any router listen. Return their pool.
 
-    If the stage is preempted meanwhile, raise Preempted with the newest checkpoint's step, or with
-    0 if there is no checkpoint.
+    If the stage is preempted, raise Preempted with the newest checkpoint's step, or 0 without one.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -64,7 +63,7 @@ async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> En
 
 @asynccontextmanager
 async def guests(ctx: RoleContext, pool: EnginePool) -> AsyncIterator[None]:
-    """Accept engines of other sites in the `with` body if the manifest has `guests`."""
+    """Accept guests (engines of other sites) in the `with` body."""
     if ctx.manifest.orchestrator.guests is None:
         yield
         return
@@ -74,7 +73,6 @@ async def guests(ctx: RoleContext, pool: EnginePool) -> AsyncIterator[None]:
 
 
 async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
-    """Wait in a thread until `count` servers of `role` listen. Cancelling ends the thread."""
     request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
@@ -126,7 +124,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
     Remove incomplete checkpoints, and the checkpoints of SFT.
     """
-    # Removal is safe, because no checkpoint is begun before the trainer gets the next batch.
+    # Safe, because the trainer begins no checkpoint before it gets a batch.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))
@@ -144,10 +142,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 def _first_problem(ctx: RoleContext) -> int:
-    """Return the index of this site's first problem, or 0 if the run is not elastic.
-
-    The index is a hash of the site's name, so that sites draw different problems.
-    """
+    """Return a hash of the site's name in elastic runs, so that sites draw different problems."""
     if ctx.manifest.trainer.elastic is None:
         return 0
     return zlib.crc32(read_place(ctx.run_dir).name.encode()) << 20

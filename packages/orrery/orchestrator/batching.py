@@ -1,4 +1,4 @@
-"""Turn a `TrainBatch` into columns, micro-batches for every rank, a metrics row and samples.
+"""Turn a `TrainBatch` into micro-batches for every rank, a metrics row and samples.
 
 A sample is a rollout as text, one line in `rollouts/evaluate.jsonl` or `rollouts/samples.jsonl`.
 """
@@ -55,9 +55,9 @@ def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str
 
 
 def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
-    """Pack the documents into batch `step`. Its `totals` count the tokens of each loss component.
+    """Pack the documents into batch `step`.
 
-    All ranks of a context-parallel group get the same micro-batches, and each selects its tokens.
+    All ranks of a context-parallel group get the same micro-batches.
     """
     lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
     mesh, shares = manifest.trainer.mesh, micro_batches(documents, pack_for(manifest, lengths))
@@ -89,7 +89,7 @@ def row(batch: TrainBatch, manifest: Manifest, now_s: float) -> dict:
     elapsed_s = now_s - (tally.since_s if tally.since_s is not None else now_s)
     return {
         "event": "batch",
-        # Include dropped groups, because leaving out groups of equal rewards biases the mean.
+        # Leaving out dropped groups, which have equal rewards, would bias the mean.
         "reward_mean": float(rewards.mean()) if len(rewards) else trained_mean,
         "batch_reward_mean": trained_mean,
         "num_sampled": len(tally.rewards),

@@ -2,8 +2,8 @@
 
 - A group with fewer than two rewards is dropped (`too_few_survivors`).
 - With `drop_zero_advantage_groups`, groups whose advantages are all zero become spare. A batch
-  uses spare groups once `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled for it.
-- A batch has exactly `rollouts_per_batch` rollouts, oldest group first. A batch may split a group.
+  uses spare groups after `max_sampled_ratio` · `rollouts_per_batch` sampled rollouts.
+- A batch has exactly `rollouts_per_batch` rollouts, oldest group first.
 - Groups with a stale rollout are dropped before each batch. This guarantees the staleness bound.
 """
 
@@ -15,7 +15,7 @@ from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.advantages import Group, with_advantages
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = 10  # number of consecutive untrainable rollouts that ends the run, in batches
+BARREN_BATCHES = 10  # batches of untrainable rollouts in a row that end the run
 RAISE = {  # reason of a drop → setting that the error advises to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",
@@ -27,12 +27,10 @@ class RolloutBuffer:
     def __init__(self, settings: Orchestrator):
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
-        # Number of rollouts to sample for a batch before it uses spare groups.
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
-        # Number of spare rollouts to keep. Generation may be ahead of the trainer by as many.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
         self.queue: deque[list[Rollout]] = deque()
-        self.spare: deque[list[Rollout]] = deque()  # groups whose advantages are zero
+        self.spare: deque[list[Rollout]] = deque()
         self.num_sampled = 0  # sampled rollouts, less the budget of each taken batch
         self.dropped: Counter[str] = Counter()
         self._barren: Counter[str] = Counter()
@@ -48,10 +46,7 @@ class RolloutBuffer:
         return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
 
     def room(self, num_batches: int) -> int:
-        """Return how many more rollouts to sample for the next `num_batches` batches.
-
-        The sampling budget limits this number, but always allows enough to complete one batch.
-        """
+        """Return how many more rollouts to sample, at least enough for one batch."""
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:
             return lacking
@@ -90,7 +85,6 @@ class RolloutBuffer:
                 groups.extend(fresh)
 
     def drop_engine(self, engine: int) -> int:
-        """Drop all groups with a rollout of this engine. Return the number of dropped rollouts."""
         num_dropped = 0
         for groups in (self.queue, self.spare):
             kept = [group for group in groups if all(each.engine != engine for each in group)]
@@ -123,7 +117,7 @@ class RolloutBuffer:
             return
         reasons = ", ".join(f"{reason} {count}" for reason, count in self._barren.most_common())
         reason = self._barren.most_common(1)[0][0]
-        advice = "mend what the reasons name"
+        advice = "fix these causes"
         if reason in RAISE:
             advice = f"raise orchestrator.{RAISE[reason]}"
             advice += ", or lower orchestrator.admission.max_in_flight"
@@ -139,7 +133,6 @@ def _size(groups: deque[list[Rollout]]) -> int:
 
 
 def _take(groups: deque[list[Rollout]], most: int) -> list[Rollout]:
-    """Remove up to `most` rollouts and return them. The rest of a split group stays in front."""
     taken: list[Rollout] = []
     while groups and len(taken) < most:
         group = groups.popleft()

@@ -1,13 +1,9 @@
-"""Turn group requests into rollouts in flight, and end slow rollouts.
-
-    Source → GroupRequest → Dispatch → Request (one per member) → Rollout | Failed | GroupDropped
+"""Turn groups (rollouts of one problem) into requests in flight, and end slow rollouts.
 
 - The next group comes from the task that is furthest below its share of all groups.
 - Every request leaves exactly once: finished, failed, or in a `GroupDropped(reason)`.
 - Evaluation goes first, then started groups, whose prompt is cached, then new groups.
-- A group's cache salt is the engines' policy version at the start of its first member.
 - Failed rollouts are not retried, except evaluation rollouts of a lost engine.
-- The caller runs and cancels the requests.
 """
 
 from collections import deque
@@ -24,12 +20,12 @@ from orrery.runtime.timing import scaled
 Purpose = Literal["train", "evaluation"]
 
 TIMEOUT = "timeout"
-PROOF_S = 30.0  # time limit for a busy engine's next token, scaled by ORRERY_DEADLINE_SCALE
+PROOF_S = 30.0  # for a busy engine's next token, scaled by ORRERY_DEADLINE_SCALE
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A request for rollouts of one problem. Training and evaluation number groups separately."""
+    """A group to generate. Training and evaluation number groups separately."""
 
     purpose: Purpose
     group_id: int
@@ -52,7 +48,6 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Return the rollout's name, unique in a run."""
         return f"{self.group.key}-{self.member}"
 
     @property
@@ -68,11 +63,9 @@ class Request:
 
 @dataclass(frozen=True)
 class GroupDropped:
-    """A dropped group, its requests to cancel, and its number of undispatched members."""
-
     group: GroupRequest
     reason: str
-    in_flight: tuple[Request, ...]
+    in_flight: tuple[Request, ...]  # to cancel
     num_undispatched: int
 
 
@@ -196,7 +189,7 @@ class Dispatch:
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
         """Return the requests in flight for longer than `timeout_s`. They stay in flight.
 
-        `is_served`: whether an engine serves now. Time without a serving engine does not count.
+        Time without a serving engine (`is_served`) does not count.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
@@ -257,10 +250,6 @@ class TimeoutClassifier:
         self._expired: dict[str, _Expired] = {}
 
     def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
-        """Record whether all busy engines made tokens since a rollout expired.
-
-        Empty `loads`, from a failed poll, change nothing.
-        """
         for case in self._expired.values():
             for index, load in loads.items():
                 case.tokens.setdefault(index, load.generation_tokens_total)

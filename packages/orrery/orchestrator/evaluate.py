@@ -79,10 +79,9 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 
 
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
-    """Raise RunFailed if the weights in `folder` differ from the trainer's last `version`.
+    """Raise RunFailed if the weights in `folder` differ from those that the trainer published.
 
-    Digests are comparable only for the weight transport `files` without FP8. For others, only
-    the launcher compares the weights, with `receipt.json`.
+    Check only the weight transport `files` without FP8, because other digests differ.
     """
     newest = checkpoints.latest(ctx.run_dir)
     comparable = ctx.manifest.transport.weights == "files" and not ctx.manifest.model.fp8
@@ -170,11 +169,9 @@ class EvaluationLoop:
 
 
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
-    """Return the content of `result.json`: each policy's reward, over all tasks and by task.
+    """Return the content of `result.json`: rewards of each policy, over all tasks and by task.
 
-    - A task's `reward_mean` is the mean over its `num_rollouts` rollouts with a reward, including
-      timeouts of reward 0. `num_rollouts` excludes the `num_failed` failed rollouts.
-    - The mean over all tasks weights each task by the number of its requested rollouts.
+    Means exclude failed rollouts.
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():

@@ -1,12 +1,12 @@
 """Run the RL stage as four asyncio tasks, which share only the scheduler's state.
 
     generate       start rollouts, and end slow rollouts
-    train          take a batch up to `max_batches_ahead` early, then pack, record and send it
-    follow         load new versions into the engines, and start evaluations
+    train          pack batches of rollouts and send them to the trainer
+    follow         load new policy versions into the engines, and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-At a preemption, `train` writes the orchestrator's half of a checkpoint. Then it sends all trainer
-ranks an empty batch marked `wind_down`, so that all write the checkpoint of the same step.
+At a preemption (the job must end soon), `train` sends all trainer ranks an empty batch
+marked `wind_down`, so that all write the checkpoint of the same step.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from orrery.wire.rollout_wire import Batch, RolloutSender
 
 TICK_S = 0.5
 POLL_S = 0.03
-GATHER_S = 0.01  # pause before new rollouts start, so that whole groups start together
-FIRST_VERSION_S = 600.0  # time limit for the trainer to publish its first version, scaled
+GATHER_S = 0.01  # pause, so that whole groups start together
+FIRST_VERSION_S = 600.0  # time limit for the trainer's first version
 NUM_SAMPLES = 4
-MANY_TRUNCATED = 0.5  # share of truncated replies at which a warning advises higher token limits
+MANY_TRUNCATED = 0.5  # share of truncated replies at which to advise higher limits
 PREEMPTION_POLL_S = 1.0
-TAKE_S = 900.0  # time limit for the trainer to start or write a checkpoint, scaled
+TAKE_S = 900.0  # time limit for the trainer to start or write a checkpoint
 
 
 class PreemptionWatch:
@@ -69,8 +69,7 @@ async def update_engines(
 ) -> bool:
     """Load the newest version into all engines. Return whether a version was loaded.
 
-    Do nothing during an evaluation. Cancel stale rollouts before the update, because a paused
-    engine handles no aborts.
+    Cancel stale rollouts before the update, because a paused engine handles no aborts.
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -79,13 +78,13 @@ async def update_engines(
         return False
     version, digest = published.version, published.digest
     scheduler.updating = True
-    # Record the digest before the update, because tokens of the version may arrive during it.
+    # Record the digest now, because tokens of the version may arrive during the update.
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())
     drained_s = time.time()
     manifest = ctx.manifest
-    # Allow time for an engine's restart: the update waits until at least one engine serves.
+    # The update waits for a restart if no engine serves.
     return_s = RETURN_S if manifest.inference.max_restarts else 0.0
     with ctx.health.waiting(
         f"engines to take version {version} (inference)",
@@ -140,11 +139,11 @@ class Loop:
         self.watch = watch
         self.activity = EngineActivity(ctx.metrics.add_span)
         self._pace = Pace(ENGINE_POLL_S, time.monotonic())
-        self._evaluation: EvaluationResult | None = None  # evaluation of the last version
+        self._evaluation: EvaluationResult | None = None
         self._reported: str | None = None
         self._has_warned = False
         self._preemption = PreemptionWatch(ctx)
-        # Step of the checkpoint from which this attempt resumed, or 0.
+        # Step of the checkpoint from which the run resumed, or 0.
         self._first_step = scheduler.clock.next_batch - 1
 
     async def run(self) -> None:
@@ -174,7 +173,6 @@ class Loop:
             now_s = time.monotonic()
             expired = self.scheduler.expired(now_s, self.pool.is_serving)
             self.runner.end_expired(expired, self.timeouts, now_s)
-            # During a preemption no rollout starts, but rollouts in flight may finish.
             if not self._preemption.is_requested and self.pool.is_serving:
                 self.runner.start(self.scheduler.start(time.monotonic()))
             if not self._is_routed:
@@ -190,7 +188,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # Wait for the test prompts (canary checks): until then, log-probs may be wrong.
+            # Until the engines pass a check with test prompts, log-probs may be wrong.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)
@@ -199,7 +197,7 @@ class Loop:
             is_due = checkpoints.is_due(batch.step, self.manifest)
             kept = scheduler.snapshot() if is_due else None
             row = batching.row(batch, self.manifest, time.monotonic())
-            self.changed.notify_all()  # wake `generate`: a taken batch makes room for new groups
+            self.changed.notify_all()  # a taken batch makes room for new groups
             if kept is not None:
                 where = self.ctx.run_dir, batch.step, self.ctx.attempt
                 await asyncio.to_thread(snapshot.write, *where, kept, self.temperature)
@@ -213,7 +211,7 @@ class Loop:
                 self.changed.notify_all()
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # limit the rate of passes, because each reads files
+            await asyncio.sleep(POLL_S)  # each pass reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler
@@ -265,7 +263,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write the row before sending: a run that resumes after this batch cannot write it.
+        # Write the row before sending: a run that resumes after this batch cannot.
         self.ctx.metrics.write(
             step,
             **row,

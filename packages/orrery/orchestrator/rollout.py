@@ -2,8 +2,7 @@
 
 - Prompt tokens and tool results are untrained. Their policy version is NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, but still judged.
-- A failure of the engine, task or judge, or an empty generation, raises `RolloutFailed(reason)`.
-  `JudgeBroken` ends the run.
+- A failure of the engine, task or judge raises `RolloutFailed`. `JudgeBroken` ends the run.
 """
 
 import asyncio
@@ -57,15 +56,12 @@ class WorkerThread:
                     future.set_exception(error)
 
 
-PROBLEMS = WorkerThread("problems")  # a thread, because hard puzzles take seconds to make
+PROBLEMS = WorkerThread("problems")  # hard puzzles take seconds to make
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A failed rollout. Metrics count failures by `reason`.
-
-    If `is_zero`, it counts as a reward of 0 in an evaluation and in its group's mean reward.
-    """
+    """A failed rollout. If `is_zero`, it counts as a reward of 0 in means."""
 
     reason: str
     detail: str
@@ -81,7 +77,6 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# `_guard` reraises these exceptions. It turns all others into RolloutFailed.
 NOT_THE_TASKS = (
     RolloutFailed,
     JudgeBroken,
@@ -96,7 +91,7 @@ NOT_THE_TASKS = (
 class Rollout:
     """One finished episode. The arrays have one entry per token of the conversation.
 
-    Fields from `group_id` on come from the request. `advantage` is set when the group is complete.
+    `advantage` is None until all rollouts of the group have ended.
     """
 
     token_id: np.ndarray  # i32 [n]
@@ -107,13 +102,13 @@ class Rollout:
     truncated: bool
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
-    routed_experts: np.ndarray | None = None  # [n, layers, top_k], or None without routing replay
+    routed_experts: np.ndarray | None = None  # [n, layers, top_k]
     engine: int = UNKNOWN_ENGINE  # index of the engine that sampled all turns
     advantage: float | None = None
     group_id: int = -1
     member: int = -1
     task_index: int = -1
-    problem_index: int = -1  # index of the problem in its task, not kept in snapshots
+    problem_index: int = -1  # in its task, not kept in snapshots
     dispatch_version: int = NO_VERSION
 
     @property
@@ -175,14 +170,12 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class Opening:
-    """A problem and its prompt's token ids. Rollouts of a group that start together share it."""
-
     problem: Problem
     prompt: list[int]
 
 
 async def open_problem(task: Any, problem_index: int, renderer: Any) -> Opening:
-    """Return a problem of `task` and its prompt. Raise RolloutFailed if the task fails."""
+    """Return a problem and its prompt, or raise RolloutFailed."""
     problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
     prompt = _guard("task", lambda: renderer.prompt(list(problem.messages), problem.tools))
     return Opening(problem, prompt)
@@ -208,9 +201,8 @@ async def run_episode(
 
     - `name`: unique among rollouts in flight.
     - `seed`: turn t is sampled with `seed + t`.
-    - `routes`: shape of the routed experts that the engine returns for replay. None: no routes.
-    - `share`: key of single-turn rollouts that may share an engine request. None: not shared.
-    - Cancelling aborts the engine request, unless other rollouts still wait for it.
+    - `routes`: shape of the routed experts that the engine returns for replay.
+    - `share`: key of single-turn rollouts that may share an engine request.
     """
     problem, messages = opening.problem, list(opening.problem.messages)
     tokens = _Tokens(opening.prompt)
@@ -247,7 +239,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # drop the reply of the task, as no answer to it fits
+            truncated = True  # no answer to the task's reply fits
             break
         messages.extend(reply)
         tokens.append(turn_tokens)
@@ -277,7 +269,7 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # Refuse infinities and NaN, because checkpoints store these numbers as JSON.
+    # Checkpoints store these numbers as JSON, which has no infinities or NaN.
     if not np.isfinite([reward, *metrics.values()]).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
         raise RolloutFailed("judge", detail + "rewards and metrics are finite numbers")
@@ -288,7 +280,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     try:
         generation = await engine.generate(token_ids, request_id=request_id, **options)
     except asyncio.CancelledError:
-        # Abort by id: a router does not pass our disconnection on to the engine.
+        # A router does not pass our disconnection on to the engine.
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:

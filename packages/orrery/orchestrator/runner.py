@@ -1,9 +1,8 @@
 """Run and cancel rollouts. Each rollout is one asyncio task.
 
-- Rollouts of a group that start together share the problem and its prompt. Single-turn training
-  rollouts also share the engine request.
+- Single-turn training rollouts of a group that start together share an engine request.
 - Every request ends in one call of `on_ended`, unless it is cancelled.
-- Any exception except `RolloutFailed` ends the run: `check` raises it in the loop.
+- An exception of a rollout other than `RolloutFailed` ends the run: `check` raises it.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ from orrery.orchestrator.rollout import (
 from orrery.wire.rendezvous import request_s
 from orrery.wire.routed_experts import row_shape
 
-# Pause after an engine is lost, because new rollouts would fail at once, in a tight loop.
+# Pause after an engine is lost. Otherwise, new rollouts fail in a tight loop.
 GONE_PAUSE_S = 1.0
 
 
@@ -46,7 +45,7 @@ class Notifier:
         self._event = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        # Avoid wait_for, which in Python 3.11 loses a cancellation that arrives with the event.
+        # In Python 3.11, wait_for loses a cancellation that arrives with the event.
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()
@@ -62,10 +61,9 @@ class RolloutRunner:
         on_ended: Callable[[Request, Rollout | Failed], None],
         is_compared: Callable[[int], bool] = lambda version: False,
     ):
-        """`tasks` holds the built tasks by purpose, "train" or "evaluation", in manifest order.
+        """`tasks`: the tasks by purpose, "train" or "evaluation", in manifest order.
 
-        `is_compared(version)` returns whether the trainer may recompute the log-probs of that
-        version's evaluation.
+        `is_compared(version)`: whether the trainer may recompute log-probs of its evaluation.
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_ended = on_ended
@@ -123,7 +121,6 @@ class RolloutRunner:
     def end_expired(
         self, expired: Sequence[Request], timeouts: TimeoutClassifier, now_s: float
     ) -> None:
-        """Fail and cancel expired requests. Ignore their late results."""
         for request, reason, detail in timeouts.reasons(expired, self.is_generating, now_s):
             is_zero = reason == TIMEOUT and self.manifest.orchestrator.on_timeout == "zero"
             self.on_ended(request, Failed(reason, detail, is_zero))
@@ -180,7 +177,7 @@ class RolloutRunner:
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """Return the seed of an evaluation rollout. All policy versions use the same seed."""
+    """Return an evaluation rollout's seed. It is the same for all policy versions."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

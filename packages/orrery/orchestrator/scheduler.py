@@ -1,13 +1,9 @@
-"""Make all decisions of `loop.py`, without calling engines, clocks or asyncio.
+"""Make all decisions of the RL loop, without calling engines, clocks or asyncio.
 
-- A group starts only if the unfinished and queued rollouts do not fill the open batches. A batch is
-  open if tokens of the engines' version may enter it, and if it is at most `max_batches_ahead` + 1
+- A group (rollouts of one problem) starts only if an open batch has room for it. A batch is open if
+  tokens of the engines' policy version may enter it, and if it is at most `max_batches_ahead` + 1
   batches after the newest batch that the trainer has requested.
-- No rollout starts during a weight update (`updating`).
-- Weight updates wait for the end of an evaluation. An evaluation is due at the first version, at or
-  after each multiple of `interval_steps`, and at the last version.
-- An evaluation uses problems 0 to num_problems − 1 of each task. A task's mean excludes failed
-  rollouts. If all rollouts of a task fail, the run fails.
+- No rollout starts during a weight update. Weight updates wait for the end of an evaluation.
 - `start` and `expired` take monotonic times. Other functions take wall-clock times.
 """
 
@@ -38,8 +34,8 @@ class _Active:
     start_s: float
     num_missing: int
     rollouts: list[Rollout] = field(default_factory=list)
-    failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task index and reason
-    zeros: Counter[int] = field(default_factory=Counter)  # timeouts with reward 0, by task index
+    failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task and reason
+    zeros: Counter[int] = field(default_factory=Counter)  # timeouts with reward 0, by task
     details: dict[int, str] = field(default_factory=dict)
 
 
@@ -100,7 +96,7 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Add a rollout. Return the result if it was the evaluation's last rollout, else None.
+        """Add a rollout. Return the result after the evaluation's last rollout.
 
         Raise RunFailed if a token has another version, or if all rollouts of a task failed.
         """
@@ -177,9 +173,9 @@ def record(ctx: RoleContext, result: EvaluationResult, subject: str, **about: st
 
 @dataclass
 class Clock:
-    """Policy versions, batch numbers and the staleness formula.
+    """Policy versions and batch numbers.
 
-    - Versions start at 0, batches at 1. Batch n trains version n − 1 and makes version n.
+    - Batch n ≥ 1 trains version n − 1 and makes version n.
     - A token may enter batch n only if its version ≥ n − 1 − `max_off_policy_steps`.
     """
 
@@ -206,7 +202,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    # One entry per rollout: task index, reward, whether its group has a nonzero advantage.
+    # By rollout: task index, reward, whether its group has a nonzero advantage.
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
@@ -214,8 +210,6 @@ class Tally:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Batch `step` of exactly `rollouts_per_batch` rollouts, and its sampling statistics."""
-
     step: int
     rollouts: list[Rollout]
     tally: Tally
@@ -232,7 +226,7 @@ class Snapshot:
     evaluated: int
     num_evaluation_groups: int
     digests: dict[int, str]
-    num_batches: int  # number of RL batches, lowered by an early end
+    num_batches: int  # lowered by an early end
     rewards: list[tuple[int, float, bool]]
 
 
@@ -249,7 +243,7 @@ class Scheduler:
         self.dispatch = Dispatch(Admission(settings.admission, max_model_len_tokens))
         self.groups = Groups()
         self.buffer = RolloutBuffer(settings)
-        self.wanted = 0  # number of the newest batch that the trainer has asked for
+        self.wanted = 0  # newest batch that the trainer has requested
         self.updating = False
         self.digests = dict(snapshot.digests) if snapshot else {}
         self.tally = Tally(list(snapshot.rewards)) if snapshot else Tally()
@@ -260,7 +254,7 @@ class Scheduler:
             evaluation.num_problems,
             evaluation.rollouts_per_problem,
             last_step=num_batches,
-            # Repeat an evaluation of the last version, because snapshots lack its rollouts.
+            # Repeat the last version's evaluation, because snapshots lack its rollouts.
             last=min(snapshot.evaluated, num_batches - 1) if snapshot else NO_VERSION,
             num_groups=snapshot.num_evaluation_groups if snapshot else 0,
         )
@@ -303,11 +297,10 @@ class Scheduler:
         return self.dispatch.expired(now_s, timeout_s, is_served and not self.updating)
 
     def drain(self) -> list[Request]:
-        """Drop groups in flight that are too stale to train. Return the requests to cancel."""
+        """Drop groups that are too stale to train. Return the requests to cancel."""
         return self._give_up(self.dispatch.drop_stale(self.clock.oldest_useful))
 
     def end_training(self) -> list[Request]:
-        """Drop all train groups. Return the requests to cancel."""
         return self._give_up(self.dispatch.drop_train())
 
     @property
@@ -366,7 +359,6 @@ class Scheduler:
     def ended(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Record a rollout's end. If it is the last of an evaluation, return the result."""
         is_train = request.group.purpose == "train"
         reason = outcome.reason if isinstance(outcome, Failed) else None
         if reason == ENGINE_GONE and not is_train:
@@ -391,7 +383,7 @@ class Scheduler:
         return None
 
     def drop_engine(self, engine: int) -> int:
-        """Drop the rollouts of a refused site's engine. Return the number dropped."""
+        """Drop the rollouts of a refused site's engine. Return their number."""
         num_open = self.groups.drop_engine(engine)
         self.buffer.count("site_refused", num_open)
         return num_open + self.buffer.drop_engine(engine)
@@ -404,7 +396,7 @@ class Scheduler:
         return [request for group in dropped for request in group.in_flight]
 
     def snapshot(self) -> Snapshot:
-        """Return the state. A resumed run repeats groups in flight and an active evaluation."""
+        """Return the state. A resumed run repeats groups in flight and an open evaluation."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),

@@ -1,9 +1,9 @@
-"""Write and read `…/step_<n>.attempt_<k>/orchestrator/`, the orchestrator's half of a checkpoint.
+"""Write and read the orchestrator's half of a checkpoint, `…/step_<n>.attempt_<k>/orchestrator/`.
 
 - `queue.safetensors` has the finished groups that wait for a batch. `state.json` has the rest.
 - Step n's files are written before batch n is sent, so every trainer checkpoint has them.
-- A preemption after batch n writes the current state. If step n has files already, the state goes
-  to `later.attempt_<k>/orchestrator/`, which a resumed run prefers.
+- A preemption that finds such files writes the newer state to `later.attempt_<k>/orchestrator/`,
+  which a resumed run prefers.
 """
 
 import shutil
@@ -27,7 +27,7 @@ FORMAT = 4
 
 
 class _QueuedRollout(msgspec.Struct):
-    group: int  # index of the group: queued groups first, then spare groups
+    group: int  # queued groups come first, then spare groups
     member: int
     advantage: float
     reward: float
@@ -63,7 +63,7 @@ def write(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperatur
 def write_now(
     run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float, is_resumed: bool
 ) -> Path:
-    """Write the current state, after batch `step` was sent.
+    """Write the state after batch `step` was sent.
 
     `is_resumed`: whether this attempt resumed from `step` and sent no batch.
     """
@@ -78,7 +78,7 @@ def write_now(
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # A kill between these calls leaves the older state of `step`, from which a run can resume.
+    # A kill between these calls leaves the older state, from which a run can resume.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"
@@ -180,7 +180,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
 
 def _rollout(columns: Columns, index: int, kept: _QueuedRollout) -> Rollout:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    # Copy, because a mapped NFS file becomes unreadable if another node removes it.
+    # A mapped NFS file becomes unreadable if another node removes it.
     arrays: dict[str, Any] = {
         name: columns.token[name][tokens].copy()
         for name in ("token_id", "logprob", "trained", "version")

@@ -3,7 +3,6 @@
 - `stages/<stage>/health/<role>.<i>.json` is replaced atomically, without fsync.
 - Times are `time.time()`. `time_s` is the last change other than a heartbeat. `clock_s` is the
   same moment on the host's monotonic clock, and `boot` is the host's boot id.
-- On a full disk the file is overwritten in place. A reader may then see broken JSON once.
 """
 
 import asyncio
@@ -29,14 +28,14 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # maximum gap between heartbeats, scaled. NFS may delay them by a minute
+HANG_S = 90.0  # maximum gap between heartbeats. NFS may delay them by a minute
 
 
 @dataclass(frozen=True)
 class Wait:
     """An open wait for `what`, such as "batch 4 from orchestrator".
 
-    `RankStallDetector` calls the waiting rank late when its role made no progress for `behind_s`.
+    `behind_s`: seconds without progress in its role after which the rank counts as late.
     """
 
     what: str
@@ -55,7 +54,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LoopBeats:
-    """Heartbeats of an event loop. The loop hangs if `count` does not change for `within_s`."""
+    """Event-loop heartbeats. The loop hangs if `count` does not change for `within_s`."""
 
     count: int
     time_s: float
@@ -75,7 +74,7 @@ class Health:
     deadline_s: float | None = None
     waits: tuple[Wait, ...] = ()
     error: str | None = None
-    was: str | None = None  # a failed process's last activity or wait
+    was: str | None = None
     still_s: float | None = None  # time limit without progress
     heartbeat: Heartbeat | None = None
     clock_s: float = 0.0
@@ -95,7 +94,6 @@ class Health:
         )
 
     def sentence(self, now_s: float | None = None) -> str:
-        """Return `waiting 12 s for batch 4 from orchestrator` or `training (step 3) for 2 s`."""
         now_s = time.time() if now_s is None else now_s
         if self.wait is not None:
             return f"waiting {max(0.0, now_s - self.wait.since_s):.0f} s for {self.wait.what}"
@@ -296,10 +294,7 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 
 @asynccontextmanager
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
-    """Write event-loop heartbeats during the body. If they stop, the launcher ends the process.
-
-    Run blocking work in a thread, inside `HealthFile.waiting` with a deadline.
-    """
+    """Write event-loop heartbeats during the body. If they stop, the launcher ends the process."""
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:
         yield
@@ -318,7 +313,6 @@ async def _beat(health: HealthFile) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join process names, with index ranges: `trainer.0-7, router.0`."""
     by_role: dict[str, list[int]] = {}
     for name in names:
         role, _, index = name.rpartition(".")

@@ -3,7 +3,7 @@
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`.
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
   **attrs}`, times as `time.time()`.
-- Readers skip an incomplete row, left by a kill or full disk. The next row begins a new line.
+- Readers skip an incomplete row, left by a kill or full disk.
 - If an attempt resumes at step n, its rows replace older attempts' rows from step n on.
 """
 
@@ -61,16 +61,15 @@ class MetricsFile:
 
 
 class _Lines:
-    """An append-only JSONL file. A row after an incomplete row begins a new line."""
+    """An append-only file. A row after an incomplete row begins a new line."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
         self._file: int | None = None
-        self._is_torn = False  # whether the file ends with an incomplete row
+        self._is_torn = False  # the file ends with an incomplete row
         self._end: weakref.finalize | None = None
 
     def append(self, row: Row) -> None:
-        """Append a row. Raise OSError if it is not written completely."""
         line = json.dumps(_plain(row), separators=(",", ":")).encode() + b"\n"
         with self._lock:
             if self._file is None:
@@ -97,7 +96,6 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert to JSON types: arrays to lists, NaN and infinities to null, other values to text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -110,7 +108,6 @@ def _plain(value: Any) -> Any:
 
 
 def rows(path: Path | str) -> Iterator[Row]:
-    """Yield the valid rows of all attempts in file order. A missing file has no rows."""
     try:
         file = open_regular(Path(path))
     except FileNotFoundError:
@@ -129,7 +126,6 @@ STAMPS: dict[str, type | UnionType] = {
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Parse a row. Return None if the line or a value of STAMPS is invalid."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -152,10 +148,7 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Find rows that no newer attempt replaces. Each stage, event and name is a separate series.
-
-    Call `add` with all rows before `counts`.
-    """
+    """Find rows that no newer attempt replaces. Call `add` with all rows before `counts`."""
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}
@@ -175,7 +168,6 @@ class Attempts:
 
 
 def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that no newer attempt replaces, sorted by time."""
     all_rows = [row for row in all_rows if "time_s" in row or "start_s" in row]
     attempts = Attempts()
     for row in all_rows:
@@ -195,10 +187,7 @@ def read(path: Path | str) -> list[Row]:
 
 
 class MetricsTail:
-    """Read rows appended to `metrics/*.jsonl` (not spans) since the last call.
-
-    An incomplete last line is left for a later call.
-    """
+    """Read rows appended to `metrics/*.jsonl` (not spans) since the last call."""
 
     def __init__(self, run_dir: Path, from_end: bool = False):
         self._folder = metrics_dir(run_dir)
@@ -211,7 +200,7 @@ class MetricsTail:
         return [path for path in found if not path.name.endswith(".spans.jsonl")]
 
     def new_rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield `(process, row)`, file by file. Raise the last OSError after all files."""
+        """Yield `(process, row)`. Raise any OSError after all files are read."""
         trouble: OSError | None = None
         for path in self._paths():
             try:
@@ -257,7 +246,6 @@ def parse_stat(stat: str) -> Stat:
 
 
 def process_tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
-    """Return process `root` and its descendants by pid, without reading other processes."""
     found: dict[int, Stat] = {}
     left = [root]
     while left:
@@ -278,7 +266,6 @@ class Sampler:
         self._cpu_s = {pid: each.cpu_s for pid, each in process_tree(pid, self._without).items()}
 
     def sample(self) -> dict[str, float]:
-        """Return `cpu_percent` since the last sample, and `rss_bytes`, of the process tree."""
         now_s, found = time.monotonic(), process_tree(self._pid, self._without)
         used_s = sum(each.cpu_s - self._cpu_s.get(pid, 0.0) for pid, each in found.items())
         percent = 100 * used_s / max(now_s - self._time_s, 1 / TICKS_PER_S)
@@ -290,10 +277,7 @@ class Sampler:
 
 
 class UsageRows:
-    """Write rows with CPU use (100 % is one core) and memory of this process and its descendants.
-
-    A row is `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}`.
-    """
+    """Write the CPU use (100 % is one core) and memory of this process and its descendants."""
 
     def __init__(self, name: str, metrics: MetricsFile, period_s: float = PERIOD_S):
         self._name, self._metrics, self._period_s = name, metrics, period_s

@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 RDMA_DEVICES = Path("/sys/class/infiniband")
 PORT_TRIES = 1000
-PORTS = range(20_000, 32_768)  # below the ports that the kernel gives to outgoing connections
+PORTS = range(20_000, 32_768)  # below the kernel's ports for outgoing connections
 
 
 def interface() -> str:
@@ -54,7 +54,7 @@ def name_interface() -> None:
 
 
 def name_ucx_devices() -> None:
-    """Set UCX_NET_DEVICES, unless set, to the role's interface and all RDMA ports."""
+    """Set UCX_NET_DEVICES, unless set, to `interface()` and all RDMA ports."""
     ports = sorted(f"{port.parents[1].name}:{port.name}" for port in RDMA_DEVICES.glob("*/ports/*"))
     os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *ports]))
 
@@ -70,7 +70,6 @@ def without_proxy(hosts: Iterable[str]) -> None:
 
 
 def adjoining_ports(count: int, host: str) -> int:
-    """Return the first of `count` consecutive free ports. Raise RunFailed if none are found."""
     for _ in range(PORT_TRIES):
         first = random.randrange(PORTS.start, PORTS.stop - count + 1)
         with ExitStack() as held, suppress(OSError):
@@ -84,7 +83,6 @@ def adjoining_ports(count: int, host: str) -> int:
 
 
 def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> list[int]:
-    """Return distinct free ports on `host`. Raise RunFailed if there are too few."""
     found: list[int] = []
     with ExitStack() as held:
         for port in random.Random(seed).sample(PORTS, k=len(PORTS)):

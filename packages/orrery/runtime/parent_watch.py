@@ -1,9 +1,7 @@
 """End a process soon after its parent has ended.
 
-- A role polls its parent (`ParentWatch`). After the parent has ended, the role runs its callbacks
-  and kills its process group.
+- A role polls its parent (`ParentWatch`) and then kills its own process group.
 - A third-party program does not poll. Start it with `preexec_fn=die_with_parent`.
-- A role does not watch a pipe instead, because the parent's other children would keep it open.
 """
 
 import ctypes
@@ -13,9 +11,9 @@ import sys
 import threading
 from collections.abc import Callable
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # environment variable: pid of a role's parent. 0: unknown
-START = "ORRERY_START"  # variable that marks an attempt's processes. Its value is not secret
-# Read the variables at import, because `ParentWatch` removes LAUNCHER_PID later.
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # the parent's pid. 0: unknown
+START = "ORRERY_START"  # marks an attempt's processes
+# Read at import, because `ParentWatch` removes LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
 POLL_S = 0.5
 CALLBACKS_S = 3.0
@@ -71,7 +69,7 @@ class ParentWatch:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], object]] = []
         self.is_launched = LAUNCHER_PID in os.environ
-        # Remove the variable, because children must watch this process, not the launcher.
+        # Children must watch this process, not the launcher.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)
@@ -83,7 +81,6 @@ class ParentWatch:
         self._stop.set()
 
     def on_orphaned(self, callback: Callable[[], object]) -> None:
-        """Add a callback to run after the parent's end, before this process is killed."""
         self._callbacks.append(callback)
 
     def _watch(self) -> None:

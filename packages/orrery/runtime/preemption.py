@@ -1,9 +1,7 @@
 """Stop a stage at a checkpoint before its job's time limit, and end single engines.
 
 - Preemption: near the time limit, the launcher writes `stages/<stage>/wind_down`. The orchestrator
-  reads it and tells all trainer ranks over the rollout wire, so that they stop at the same step.
-  Both roles raise `Preempted` and exit with EXIT_PREEMPTED.
-- Only STAGES are preempted. Other stages are short, or resume from their own checkpoints.
+  then stops all trainer ranks at the same step.
 - Fence: if an engine does not respond, the orchestrator writes
   `stages/<stage>/fenced/<name>.<attempt>.<incarnation>`. The launcher kills that process. An
   engine's incarnation is its number of restarts.
@@ -17,11 +15,11 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import fence_dir, request_path
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
-STAGES = ("rl",)
+STAGES = ("rl",)  # other stages are short, or resume from their own checkpoints
 
 
 class Preempted(Exception):
-    """Signal that the stage stopped after batch `step` (0: before any batch). It can resume."""
+    """The stage stopped after batch `step` (0: before any batch) and can resume."""
 
     def __init__(self, step: int):
         super().__init__(f"wound down at step {step}")
@@ -40,7 +38,7 @@ def is_requested(run_dir: Path, stage: str) -> bool:
 
 @dataclass(frozen=True)
 class Fenced:
-    """A request to kill the process `name`, such as `inference.1`, of restart `incarnation`."""
+    """A request to kill the process `name`, such as `inference.1`."""
 
     name: str
     incarnation: int

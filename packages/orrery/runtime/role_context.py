@@ -1,12 +1,10 @@
 """Run a role's process: its command line, logs, signals and exit code.
 
-- The launcher gives `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
-  N is the restart number of the process.
-- An `OrreryError` prints a line `error: …`, sets the health `failed` and exits with the error's
-  code. `Preempted` sets the health `wound down` and exits with EXIT_PREEMPTED. Other exceptions,
-  even `SystemExit(0)`, print a traceback and exit with 1.
+- An `OrreryError` prints a line `error: …` and exits with the error's code. `Preempted` exits with
+  EXIT_PREEMPTED. Other exceptions, even `SystemExit(0)`, print a traceback and exit with 1.
 - SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
 - SIGUSR1 writes all threads' stacks to stderr, even if the main thread is stuck.
+- The incarnation of a process is its number of restarts.
 """
 
 import argparse
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
 STDERR = 2  # `sys.stderr` may have no descriptor
-PROGRAM_S = 60.0  # time limit for a third-party server to start, scaled
+PROGRAM_S = 60.0  # time limit for a third-party server to start
 POLL_S = 0.05
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
@@ -71,7 +69,7 @@ class RoleContext:
         self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.parent_watch = ParentWatch()
-        # A role started by hand must not remove the shared memory of a running stage.
+        # A role started by hand must not remove a running stage's shared memory.
         if self.parent_watch.is_launched:
             self.on_orphaned(
                 lambda: run_directory.remove_memory(run_directory.memory_prefix(run_dir))
@@ -87,7 +85,7 @@ class RoleContext:
 
     @cached_property
     def manifest(self) -> "Manifest":
-        from orrery.manifest.identity import load  # import late: some roles read no manifest
+        from orrery.manifest.identity import load  # some roles read no manifest
 
         return load(self.run_dir / MANIFEST)
 
@@ -138,8 +136,7 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
 
 @contextmanager
 def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleContext]:
-    """Run the body as a role's process: `with role_process("trainer") as ctx:`."""
-    # Handle SIGUSR1 first: it may arrive once the health file exists, and would end the process.
+    # Once the health file exists, the launcher may send SIGUSR1, which would end the process.
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
     log_to_stderr()
@@ -183,7 +180,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
 
 
 def _allow_open_files() -> None:
-    """Increase the limit of open files, because each rollout in flight has a connection."""
+    """Raise the limit of open files, because each rollout in flight has a connection."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -199,7 +196,6 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 
 
 def stacks_on_signal(chain: bool = False) -> None:
-    """Write all threads' stacks to stderr at SIGUSR1."""
     faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True, chain=chain)
 
 
@@ -224,7 +220,6 @@ def call_on_signal(answer: Callable[[], object]) -> None:
 
 
 def log_level() -> str | None:
-    """Return ORRERY_LOG_LEVEL or None. Raise OrreryError for an unknown level."""
     level = os.environ.get(LOG_LEVEL, "").lower()
     if level and level not in LEVELS:
         raise OrreryError(f"{LOG_LEVEL}: {level!r} is not a level; choose from {', '.join(LEVELS)}")

@@ -1,9 +1,8 @@
 """A run's directory: paths, layout version, attempts and checkpoints.
 
-- `<process>` is a name such as `trainer.0`.
-- The file `layout` holds the version LAYOUT. Runs of another version are refused, not migrated.
-- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`. Hence two launchers never
-  share an attempt.
+- Runs of another layout than LAYOUT are refused, not migrated.
+- Every start of a run is an attempt. It begins with an exclusive, synced mkdir of `attempts/<k>/`,
+  so two launchers never share one.
 - Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`. Hence an old process on an
   unreachable node never changes a newer attempt's checkpoint.
 """
@@ -27,9 +26,9 @@ ATTEMPTS = "attempts"
 COMPLETE = "COMPLETE"  # marker of a complete checkpoint
 MANIFEST = "manifest.json"
 STATUS = "status.json"
-SITE_FILE = "site.json"  # a site's addresses, in training over several sites
+SITE_FILE = "site.json"  # a site's addresses
 LOCK = ".lock"
-ADOPTED = "adopted.json"  # description of the state that `orrery adopt` copied
+ADOPTED = "adopted.json"  # the state that `orrery adopt` copied
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
@@ -42,12 +41,11 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker of a finished stage, the last file that the stage writes."""
     return stage_dir(run_dir, stage) / "DONE"
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
-    """Return the file with a stage's verified inputs: {path: sha256}."""
+    """Return the file of a stage's verified inputs: {path: sha256}."""
     return stage_dir(run_dir, stage) / "inputs.json"
 
 
@@ -87,7 +85,6 @@ def log_path(run_dir: Path, process: str) -> Path:
 
 
 def flight_recorder_dir(run_dir: Path) -> Path:
-    """Return the folder of torch's flight-recorder files, `rank_<n>`."""
     return logs_dir(run_dir) / "flight_recorder"
 
 
@@ -100,7 +97,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return a folder of weights. `name` is a stage, `step_<n>` (export) or WIRE (versions)."""
+    """Return a folder of weights. `name`: a stage, `step_<n>` (export) or WIRE (versions)."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -125,7 +122,6 @@ def code_dir(run_dir: Path) -> Path:
 
 
 def begin(run_dir: Path) -> None:
-    """Make the run's folder, and its layout file unless a manifest exists."""
     make_folder(run_dir)
     sync(run_dir.parent)
     if not (run_dir / MANIFEST).exists():
@@ -169,7 +165,6 @@ def _anew(run_dir: Path) -> str:
 
 
 def begin_attempt(run_dir: Path) -> int:
-    """Claim and return the next attempt's number, from 1."""
     folder = run_dir / ATTEMPTS
     make_folder(folder)
     number = last_attempt(run_dir) + 1
@@ -192,8 +187,6 @@ def last_attempt(run_dir: Path) -> int:
 
 
 class Checkpoint(NamedTuple):
-    """One attempt's checkpoint of a step. The order is by step, then by attempt."""
-
     step: int
     attempt: int
 
@@ -226,7 +219,7 @@ SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
 
 
-# Variable with the fsspec URL of a folder to which complete checkpoints are copied.
+# Variable: fsspec URL of a folder for copies of complete checkpoints.
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -237,15 +230,13 @@ def place(run_dir: Path) -> str:
 def memory_prefix(run_dir: Path) -> str:
     """Return the prefix of a run's names in /dev/shm: `orrery-<run id>-<hash of the path>-`.
 
-    The launcher removes these names and the scratch folders at a stage's start (on its own node)
-    and end (on every node). An engine that ends removes its own names, even those
-    of its killed predecessors.
+    The launcher removes them at a stage's start and end.
     """
     return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the /dev/shm prefix of checkpoint copies. They outlive the trainer until saved."""
+    """Return the /dev/shm prefix of checkpoints, which outlive the trainer until saved."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
@@ -254,7 +245,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove shared memory `*name*`, and return its paths. End processes that use it first."""
+    """Remove shared memory `*name*`, and return its paths. First, end processes that use it."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -268,7 +259,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's KV-cache folders. Raise FileNotFoundError without a manifest.
 
-    The hash in it differs for a new run in the same folder, which repeats version numbers.
+    A new run in the same folder repeats version numbers, so it gets another prefix.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
@@ -280,7 +271,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
-    """Return the prefix of engines' socket folders. It is short: socket paths have ≤ 107 bytes."""
+    """Return the prefix of engines' socket folders. Socket paths have at most 107 bytes."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

@@ -1,7 +1,6 @@
 """Scale deadlines, lengthen the period of metrics in long runs, and format durations.
 
-For slow machines, ORRERY_DEADLINE_SCALE (default 1) multiplies the deadlines in the code, but not
-those in the manifest.
+ORRERY_DEADLINE_SCALE (default 1) multiplies the deadlines in the code for slow machines.
 """
 
 import math
@@ -15,7 +14,7 @@ SHARE_OF_AGE = 1e-3
 
 
 def scaled(seconds: float) -> float:
-    """Return `seconds` · ORRERY_DEADLINE_SCALE. It applies to constants marked "scaled"."""
+    """Return `seconds` · ORRERY_DEADLINE_SCALE."""
     text = os.environ.get(SCALE, "1")
     try:
         scale = float(text)

@@ -1,9 +1,8 @@
 """Pass an attempt's secret token from the launcher to each role, and authenticate callers with it.
 
-- The token is the first line of a role's standard input, never a variable or argument. `srun`
-  copies the input to each task. Children inherit an empty input.
-- ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
-  Kubernetes secret.
+- The token is the first line of a role's standard input, never a variable or argument.
+- ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file, such as a mounted Kubernetes
+  secret.
 - A process with the token hides its memory from the user's other processes.
 - A request carries a credential, derived from the token, for one `Purpose`.
 """
@@ -22,7 +21,7 @@ from orrery.runtime.timing import scaled
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
 STANDARD_INPUT = "-"
 MAX_BYTES = 256
-TAKE_S = 60.0  # time limit for srun to pass on standard input, scaled
+TAKE_S = 60.0  # time limit for srun to pass on standard input
 
 _kept = ""
 
@@ -39,7 +38,7 @@ def handed_over(token: str) -> Iterator[int]:
 
 
 def take() -> str:
-    """Return this process's token, read at the first call. Return "" without ORRERY_TOKEN_FILE.
+    """Return this process's token, read at the first call, or "" without ORRERY_TOKEN_FILE.
 
     Raise OrreryError if the file is unreadable, or if no token arrives within TAKE_S.
     """
@@ -86,7 +85,7 @@ def _from_file(path: str) -> str:
 
 
 def run_token() -> str:
-    """Return the token, or "" without a launcher. Raise RunFailed if a launcher passed none."""
+    """Return the token, or "" without a launcher. Raise RunFailed if a launcher gave none."""
     token = take()
     if not token and WAS_LAUNCHED:
         raise RunFailed(
@@ -103,12 +102,10 @@ class Purpose(StrEnum):
 
 
 def credential(token: str, purpose: Purpose) -> str:
-    """Return the HMAC-SHA256 of `purpose` under the run's token, in hexadecimal."""
     return hmac.new(token.encode(), f"orrery {purpose}".encode(), "sha256").hexdigest()
 
 
 def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
-    """Return the HTTP header with a credential, or {} without a token."""
     return {"Authorization": f"Bearer {credential(token, purpose)}"} if token else {}
 
 

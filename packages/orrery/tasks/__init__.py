@@ -1,7 +1,7 @@
 """The kinds of tasks. A task gives problems, replies to a model's tool calls, and rewards.
 
-A package adds a kind by an entry point in the group `orrery.tasks`. The entry point's name is the
-kind, and its value is a `task.Task` class.
+A package adds a kind by an entry point in the group `orrery.tasks`: its name is the kind, and its
+value is a `task.Task` class.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -79,7 +79,7 @@ def make(task_use: TaskUse) -> Task:
 
 def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel]) -> str:
     errors: list[Any] = invalid.errors()
-    # A misspelt arg also counts as missing, so report unknown args first.
+    # A misspelt arg also counts as missing.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in error["loc"])
     match error["type"]:
@@ -102,9 +102,7 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
 class FewShot:
     """Put solved examples before every problem of an inner task.
 
-    - A chat begins with the message `system`, if any, and `num_examples` demonstrations.
-    - All seeds and splits share the examples, so engines cache this prefix once per policy version.
-      If the inner task has a `split`, the examples come from its training side.
+    All seeds and splits share the examples, so engines cache this prefix once per policy version.
     """
 
     class Args(Record):

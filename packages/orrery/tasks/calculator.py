@@ -1,11 +1,10 @@
 """Evaluate an integer expression with a calculator tool, in several turns.
 
-- The model calls `calculator` with the argument `input` and gets the value as a tool message. Then
-  it must reply with only the value. At most three calls per turn get a result.
+- The model calls `calculator` and gets the value as a tool message. Then it must reply with only
+  the value.
 - `call_syntax`: "chat_format" for the chat template's tool calls, or "text" for `calculator(12+7)`
-  in the text of the reply.
+  in the text of the reply. A malformed call ends the episode.
 - Reward: `call_reward` for any valid call, plus 1 − `call_reward` for the right answer.
-- A malformed call counts as text and ends the episode.
 """
 
 import ast
@@ -106,7 +105,6 @@ class Calculator:
 
 
 def text_calls(text: str) -> list[str]:
-    """Return the text between the first `calculator(` and the last `)` of each line."""
     calls = []
     for line in text.split("\n"):
         _, opened, behind = line.partition(f"{TOOL.name}(")
@@ -117,7 +115,6 @@ def text_calls(text: str) -> list[str]:
 
 
 def result(call: ToolCall) -> str:
-    """Return the result of a call: a number, or a text that begins with `error`."""
     if call.name != TOOL.name:
         return "error no such tool"
     if set(call.arguments) != {"input"} or not isinstance(call.arguments["input"], str):

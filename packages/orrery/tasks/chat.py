@@ -1,9 +1,7 @@
 """Render chats as tokens for any Hugging Face tokenizer folder, without transformers.
 
-- `prompt` renders a chat up to the assistant's turn. `next_turn` renders the messages after an
-  assistant turn. Sampled tokens are never decoded and encoded again.
-- `example` renders a finished chat in the same pieces, so SFT trains on the same tokens as RL. To
-  locate a message's text, it renders the chat again with a marker as the message's content.
+- Sampled tokens are never decoded and encoded again.
+- SFT trains on the same tokens as RL: `example` renders turns as `prompt` and `next_turn` do.
 """
 
 import re
@@ -27,7 +25,7 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # marks all tokens as trained, even those without characters
+EVERYTHING = (0, -1)  # all tokens, even those without characters
 Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
 
 
@@ -76,7 +74,7 @@ class Renderer:
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
         """Return the tokens of `messages` and of the generation prompt after them.
 
-        `closed`: whether the sampled tokens of the previous turn end with a stop token.
+        `closed`: whether the previous turn ends with a stop token.
         """
         chat = [*BEHIND, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, add_generation_prompt=True)
@@ -103,12 +101,10 @@ class Renderer:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
         Messages of `trained_roles` are trained: all tokens of an assistant's turn, and the content
-        and any end-of-turn token of other roles. All other tokens are untrained, and so is the
-        first token. A token partly in trained text is trained.
+        and any end-of-turn token of other roles. The first token is untrained.
 
         Raise OrreryError if the chat begins with the assistant, ends with neither the assistant
-        nor a trained role, or has no trained part, or if the template mixes a trained message with
-        other text.
+        nor a trained role, or has no trained part.
         """
         parts = self._parts(messages, tools, trained_roles)
         return self._joined(parts, self._encode_batch([part.text for part in parts]))
@@ -120,7 +116,7 @@ class Renderer:
     ) -> list[Example]:
         """Return the `example` of each (place, messages, tools), encoded on all CPU cores.
 
-        An OrreryError begins with the chat's place, such as `problems.jsonl:7`.
+        An error begins with the chat's place, such as `problems.jsonl:7`.
         """
         parts = []
         for place, messages, tools in chats:
@@ -134,7 +130,7 @@ class Renderer:
         return made
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """Return the sampled message. Malformed calls and misplaced special tokens become text."""
+        """Return the sampled message. Malformed calls become text."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -148,7 +144,7 @@ class Renderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's token ids. The name of a special token in the text becomes its id."""
+        """Return token ids. The name of a special token in the text becomes its id."""
         return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:
@@ -226,7 +222,6 @@ class Renderer:
         tools: Sequence[Tool],
         trained_roles: Sequence[Role],
     ) -> _Part:
-        """Return the text of messages between assistant turns, and its trained character ranges."""
         before = [] if first == 0 else BEHIND
         chat = [*before, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, tools, is_answered)

@@ -4,8 +4,8 @@
   `BYTES_PER_S` bytes of the task's files.
 - Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context. This
   check is skipped if a pretrained tokenizer is missing here.
-- A task with a file checks all rows (`check_rows`). Long answers, and evaluations with more
-  problems than rows, give notes, not errors.
+- All rows of a task's file are checked. Long answers, and evaluations with more problems than rows,
+  give notes, not errors.
 - Tasks of training and SFT must differ from tasks of evaluation in kind, args or seed.
 """
 
@@ -31,7 +31,7 @@ from orrery.tasks.tokenizer import write_tokenizer
 NUM_PROBLEMS = 16
 MAX_CPU_S = 6.0
 BYTES_PER_S = 1_000_000  # a tenth of the read speed of the slowest file format
-NUM_MEASURED = 256  # maximum number of answers to tokenize, to find long ones
+NUM_MEASURED = 256  # answers to tokenize, to find long ones
 NOTE = "  note: "
 
 
@@ -77,13 +77,12 @@ def check(manifest: Manifest) -> list[str]:
 
 
 def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequence[Role]) -> int:
-    """Check a task's first problems. Return the number of tokens of the longest prompt."""
     try:
         with _limited(use):
             return _longest_prompt_tokens(use, renderer, roles)
     except OrreryError as error:
         raise OrreryError(f"{path}: {error}") from error
-    except Exception as error:  # a task of a plug-in may raise any exception
+    except Exception as error:  # a plug-in may raise any exception
         raise OrreryError(
             f"{path}: task {use.name!r}: no problems can be made with these args ({error!r}). "
             f"Correct {path}.args"
@@ -113,9 +112,8 @@ def _checked_rows(
 def _long_answers(
     path: str, use: TaskUse, renderer: Renderer, turn: int, num_rows: int
 ) -> Iterator[str]:
-    """Yield a note if answers of a training task have more than `turn` tokens."""
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    # With these verdicts the answer is no example of a reply, so its length does not matter.
+    # With these verdicts, the answer is no example of a reply.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]
@@ -134,7 +132,6 @@ def _verdict(use: TaskUse) -> str | None:
 
 
 def _repeated_problems(manifest: Manifest, num_rows: int) -> Iterator[str]:
-    """Yield a note for each evaluation with more problems than the task's `num_rows` rows."""
     if len(manifest.tasks.evaluation) > 1:
         return
     evaluation = manifest.orchestrator.evaluation
@@ -182,7 +179,7 @@ class _TooLong(BaseException):
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError if the body exceeds its limit of CPU time. Call this in the main thread."""
+    """Raise OrreryError if the body exceeds its limit of CPU time. Only for the main thread."""
     limit_s = MAX_CPU_S + _file_bytes(use.args) / BYTES_PER_S
 
     def stop(*_: Any) -> None:
@@ -213,9 +210,8 @@ def _file_bytes(args: dict[str, Any]) -> int:
     return found
 
 
-@cache
+@cache  # the task keeps its problems, which are slow to draw
 def _task(use: str) -> Task:
-    """Return the task. It is cached with its problems, because drawing them is slow."""
     return make(TaskUse.model_validate_json(use))
 
 

@@ -3,7 +3,6 @@
 - `prompt` and `answer` are templates over columns, such as `{question}`. A prompt that is a single
   column may hold chat messages. `answer_pattern` extracts the answer from a longer text.
 - `held_out` divides rows into a training and a held-out side. `split` chooses the side.
-- The order of rows is a random permutation, seeded by (seed, epoch).
 - A reply that cannot be judged gets the reward 0 (metric `unscorable`).
 """
 
@@ -44,9 +43,9 @@ from orrery.tasks.verdicts import Verdict, compiled, scorer_of, told
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows in an error message
-TRIED = 16  # number of rows on which to try a user's reward function
-LONG_ANSWER = 4  # an answer of this many words may be a whole solution
-KEPT = 8192  # number of cached problems, more than rollouts in flight
+TRIED = 16  # rows on which to try a user's reward function
+LONG_ANSWER = 4  # an answer of so many words may be a whole solution
+KEPT = 8192  # cached problems: more than rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -147,7 +146,6 @@ class Dataset(SingleTurn):
         self._order = lru_cache(4)(self._shuffled)
 
     def _side(self) -> list[int]:
-        """Return the indices of this side's rows. Raise OrreryError if a row lacks a column."""
         columns = [*columns_of(self.args.prompt), *columns_of(self.args.answer), *self.args.where]
         if isinstance(self.args.held_out, Column):
             columns.append(self.args.held_out.column)
@@ -229,7 +227,7 @@ class Dataset(SingleTurn):
 
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         request = self._request(self._place(problem.index), problem.answer)
-        # A user's function may score equal replies differently, so its scores are not cached.
+        # A user's function may score equal replies differently, so do not cache.
         is_users = self.args.verdict.kind == "python"
         score = SCORERS.score if is_users else SCORERS.score_once
         return scored(await score("verdict", request, messages[-1].content))
@@ -237,7 +235,7 @@ class Dataset(SingleTurn):
     def _request(self, at: int, answer: str) -> dict[str, Any]:
         verdict, row = self.args.verdict.model_dump(), None
         if self.args.verdict.kind == "python":
-            # The scorer has another working directory, so make the path absolute.
+            # The scorer has another working directory.
             verdict["path"], row = str(Path(self.args.verdict.path).absolute()), self._row(at)
         return {"verdict": verdict, "answer": answer, "row": row}
 
@@ -248,11 +246,11 @@ class Dataset(SingleTurn):
     def check_rows(self, tokens: Callable[[Problem], int] | None, most_tokens: int) -> int:
         """Check all rows of the side. Return the number of rows.
 
-        `tokens` returns the number of tokens of a problem's prompt. Raise OrreryError if:
+        Raise OrreryError if:
 
-        - a column is missing, or a prompt or answer is empty,
-        - the verdict refuses the row's own answer, or a prompt has two answers,
-        - a prompt is on both sides, or longer than `most_tokens`.
+        - a prompt or answer is empty, or a prompt has two answers,
+        - the verdict refuses the row's own answer,
+        - a prompt is on both sides, or longer than `most_tokens`, counted by `tokens`.
         """
         found: dict[str, list[int]] = {}
         reasons: dict[str, str] = {}
@@ -282,10 +280,7 @@ class Dataset(SingleTurn):
         most_tokens: int,
         answers: dict[tuple[str, ...], str],
     ) -> tuple[str, str] | None:
-        """Return (kind of the row's error, advice), or None for a valid row.
-
-        `answers` maps prompts of earlier rows to their answers. Add this row to it.
-        """
+        """Return (kind of error, advice), or None for a valid row."""
         try:
             problem = self._problem(at, at)
         except OrreryError as error:
@@ -314,7 +309,7 @@ class Dataset(SingleTurn):
         return None
 
     def _self_judged(self, at: int, answer: str) -> str | None:
-        """Return why the verdict refuses the row's own answer as a reply, or None."""
+        """Return why the verdict refuses the row's own answer, or None."""
         verdict = self.args.verdict
         try:
             if verdict.kind == "json_schema":  # the answer is a schema, not an example of a reply
@@ -326,25 +321,23 @@ class Dataset(SingleTurn):
             right = _is_right(verdict, answer, reply)
         except OrreryError:
             raise
-        except Exception as error:  # a library's parser may raise any exception
+        except Exception as error:
             return f"{error}; {self._cut(answer) or 'correct the answer or the verdict'}"
         remedy = self._cut(answer) or "correct it, or choose another verdict"
         return None if right else f"the first is {answer[-60:]!r}; {remedy}"
 
     def _cut(self, answer: str) -> str | None:
-        """Return advice to set `answer_pattern`, or None if it is set or `answer` is short."""
         if self.args.answer_pattern is not None or len(answer.split()) < LONG_ANSWER:
             return None
         mark = "#### " if "####" in answer else "answer is "
         return f"cut the answer out of the text, such as answer_pattern: '{mark}(.+)'"
 
     def _tried_reward(self, at: int, answer: str) -> str | None:
-        """Return how the user's function fails on its row's answer or an empty reply, else None."""
         scorer = scorer_of(self._request(at, answer))
         for what, reply in (("the row's answer", answer), ("an empty reply", "")):
             try:
                 score = scorer(reply)
-            except Exception as error:  # the user's code may raise any exception
+            except Exception as error:
                 return f"for {what} it raises {told(error)}; correct the function"
             if not 0.0 <= score <= 1.0:
                 return f"for {what} it returns {score:g}; return a number from 0 to 1"
@@ -370,14 +363,14 @@ class Dataset(SingleTurn):
 
 @lru_cache(2**16)
 def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
-    """Return whether a reply scores 1. Cached: rows share answers, and parsing is slow."""
+    """Return whether a reply scores 1. Cached, because parsing is slow."""
     request = {"verdict": verdict.model_dump(), "answer": answer, "row": None}
     return scorer_of(request)(reply) == 1.0
 
 
 # Rows are checked in a fork. SIGALRM ends the fork, even while it runs C code.
 
-ROW_S = 10.0  # time limit for checking a row, scaled
+ROW_S = 10.0  # time limit for checking a row
 
 
 class RowFailed(Exception):
@@ -394,8 +387,7 @@ def watched(
     """Call `check` on each row in a fork. Return the results by row, except None.
 
     A result must be a JSON value other than a string. Raise RowFailed if a row takes longer than
-    `limit_s` or ends the fork. Reraise an OrreryError of `check`. The fork may allocate
-    MEMORY_BYTES.
+    `limit_s` or ends the fork.
     """
     limit_s = scaled(limit_s)
     reader, writer = os.pipe()
@@ -421,7 +413,6 @@ def watched(
 
 
 def _serve(check: Callable[[int], Any], rows: Sequence[int], limit_s: float, writer: int) -> None:
-    """Write each row's result as a line of JSON. After an OrreryError, write its text and stop."""
     os.dup2(2, 1)  # a user's function may print
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -1,8 +1,7 @@
 """Single-turn problems of one family of the library `reasoning-gym`, judged by the library.
 
-- A draw is item 0 of a dataset whose seed is a hash of (seed, index, draw number). The library
-  seeds item i with seed + i, so other items would recur in other datasets. Problem `index` is the
-  first draw on the side `split`. A small family may repeat problems.
+- A problem is item 0 of its own dataset. Other items would recur, because the library seeds item i
+  with seed + i.
 - Reward: the library's score of the text in `<answer>` tags, or of the whole reply without tags,
   clipped to [0, 1]. A reply that cannot be scored gets 0 (metric `unscorable`).
 """
@@ -33,8 +32,8 @@ from orrery.tasks.task import (
     split_of,
 )
 
-MAX_DRAWS = 1000  # maximum number of draws for a problem
-KEPT_DRAWS = 8192  # cached draws: more than rollouts in flight, so `judge` finds its draw
+MAX_DRAWS = 1000  # for a problem on the side `split`
+KEPT_DRAWS = 8192  # cached problems: more than rollouts in flight
 
 
 class Family:
@@ -63,7 +62,7 @@ class Family:
         return library.create_dataset(self.name, **self.config, seed=seed, size=1)
 
     def _reseeded(self, seed: int) -> Any:
-        """Copy the first dataset with another seed, without reading its word lists again."""
+        """Return a dataset with another seed, without reading word lists again."""
         dataset = copy.copy(self._first)
         dataset.config, dataset.seed = dataclasses.replace(dataset.config, seed=seed), seed
         return dataset

@@ -1,7 +1,7 @@
 """Read rows of JSONL, JSON, CSV, Parquet and Arrow files, for the task `dataset` and for SFT.
 
 - Folders come from `Dataset.save_to_disk` or `orrery fetch`. Names of fetched files begin with
-  the split (`main/train-00000-of-00001.parquet`). Files are read in the order of their names.
+  the split (`main/train-00000-of-00001.parquet`).
 - JSONL and Arrow files are memory-mapped, so they may exceed memory. Other files are read whole.
 """
 
@@ -28,7 +28,7 @@ class DataRows(Protocol):
         """Return row `index`. Raise ValueError if the row is not an object."""
 
     def place(self, index: int) -> str:
-        """Return the place of row `index` for error messages, such as `problems.jsonl:7`."""
+        """Return a row's place, such as `problems.jsonl:7`."""
 
 
 def open_rows(path: Path, split: str | None = None) -> DataRows:
@@ -128,7 +128,7 @@ class JsonLines:
         self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
         digest = hashlib.sha256()
         with path.open("rb") as file:
-            # Read bytes, so that only \n ends a line. JSON strings may contain other separators.
+            # Read bytes, because JSON strings may contain line separators other than \n.
             for number, line in enumerate(file, 1):
                 digest.update(line)
                 if not line.isspace():
@@ -194,7 +194,7 @@ class Joined:
 
 
 class Tables:
-    """The rows of several Parquet or memory-mapped Arrow files, without null fields.
+    """The rows of several Parquet or Arrow files, without null fields.
 
     With `needed`, each file must have that column, and rows have only it and the columns `also`.
     """

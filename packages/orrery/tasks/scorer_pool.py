@@ -1,9 +1,8 @@
 """Score answers in a pool of processes, because some scorers execute answers.
 
-- Some reasoning-gym families order words by hash, so all processes need the same PYTHONHASHSEED.
-  The launcher sets it for roles, and the pool sets it for its processes.
-- Requests are served in order. LIMIT_S limits the scoring of an answer, not its wait.
-- `score_once` caches the newest KEPT_SCORES scores, because a group often has equal answers.
+- All processes need the same PYTHONHASHSEED, because some reasoning-gym families order words by
+  hash.
+- LIMIT_S limits the scoring of an answer, not its wait.
 - A process that fails is replaced. The failure raises OrreryError and never scores 0.
 """
 
@@ -28,11 +27,11 @@ from orrery.tasks.task import JudgeBroken
 log = logging.getLogger(__name__)
 
 NUM_SCORERS = 8
-START_S = 120.0  # time limit of a start with slow imports, scaled
-MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # numbers, and an escaped sentence
+START_S = 120.0  # time limit of a start with slow imports
+MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # numbers and an escaped sentence
 HASH_SEED = "0"
-SLACK_S = 5.0  # time after LIMIT_S for killing the fork and replying, scaled
-CANARY_EVERY = 500  # number of answers between two checks with known answers
+SLACK_S = 5.0  # time after LIMIT_S to reply
+CANARY_EVERY = 500  # answers between two checks with known answers
 KEPT_SCORES = 10_000
 CANARY = "spiral_matrix"  # a reasoning-gym family whose scorer executes answers
 WRONG = "[]"
@@ -56,7 +55,7 @@ class ScorerPool:
             scoring.add_done_callback(partial(self._forget_failure, key))
             if len(self._scores) > KEPT_SCORES:
                 del self._scores[next(iter(self._scores))]
-        # A cancelled call must not stop the scoring for other calls.
+        # A cancelled call must not cancel others.
         return await asyncio.shield(scoring)
 
     def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:
@@ -84,7 +83,7 @@ class ScorerPool:
                     f"the process that scores answers {how} while it scored an answer. "
                     "The next answer gets a new process"
                 ) from error
-            except BaseException:  # cancelled: do not give the next answer this score
+            except BaseException:  # the next answer must not get this score
                 scorer.end()
                 raise
             self._idle.append(scorer)
@@ -100,7 +99,7 @@ class ScorerPool:
             return await scorer.score(kind, request, text, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """Regularly score a right and a wrong answer. Raise JudgeBroken if a score is wrong."""
+        """Score a right and a wrong answer. Raise JudgeBroken if a score is wrong."""
         if scorer.num_until_canary == 0:
             question, right = _canary()
             for text, known in ((right, 1.0), (WRONG, 0.0)):
@@ -128,7 +127,7 @@ class ScorerPool:
             if isinstance(error, TimeoutError):
                 why = "it was too slow"
             raise OrreryError(f"the process that scores answers did not start: {why}") from error
-        except BaseException:  # cancelled: keep the process for the next answer
+        except BaseException:  # keep the process for the next answer
             self._idle.append(scorer)
             raise
         return scorer
@@ -189,16 +188,16 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        # Wait in a thread, because freeing the process's memory may take half a second.
+        # It may take half a second to free the process's memory.
         threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 
 
 def _environment() -> dict[str, str]:
-    """Return a minimal environment. It limits numpy to one thread, to save address space."""
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}
+    # One numpy thread saves address space.
     return kept | python | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

@@ -2,12 +2,10 @@
 
 - In: a line `[number, kind, request, text, limit_s]` per answer.
 - Out: an empty line when ready, then a line `[number, score, note]` per answer. The score is null
-  if the scorer fails, and an error message if the request is invalid. The note is null, or the
-  exception of a user's reward function.
-- The parent process never interprets an answer. It has no secrets, no capabilities, and no open
-  file except its socket.
-- A fork scores one answer in a deleted folder, without output. It has MEMORY_BYTES of address space
-  and `limit_s` seconds, and cannot write data to files.
+  if the scorer fails, and a message if the request is invalid. The note is the exception of a
+  user's reward function, or null.
+- Only forks interpret answers. A fork has no secrets or capabilities, and cannot write data to
+  files. It has MEMORY_BYTES of address space and `limit_s` seconds.
 """
 
 import gc
@@ -33,15 +31,15 @@ KINDS = {  # kind -> module:function that returns the scorer of a request
 }
 LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
-MAX_BYTES = 256  # size limit of a score's or note's text
+MAX_BYTES = 256  # of a score's or note's text
 NOTE = b"note "
-KEPT_SCORERS = 64  # cached scorers, because answers to one problem arrive together
+KEPT_SCORERS = 64  # answers to one problem arrive together
 MAX_SENTENCE = 500
 
 
 def main() -> None:
     die_with_parent()
-    # Ignore Slurm's signals to the process group. They would end forks, whose answers get no score.
+    # Slurm signals the process group. An answer whose fork ends gets no score.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -57,19 +55,19 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
-    adopt_orphans()  # so that a fork's orphans are killed with the fork
+    adopt_orphans()  # to kill a fork's orphans with it
     drop_privileges()
     hide_memory()
-    gc.freeze()  # so that a garbage collection in a fork does not copy all pages
+    gc.freeze()  # or a garbage collection in a fork copies all pages
     answers.write(b"\n")
-    os.dup2(nowhere, 2)  # close stderr only now, because it prints errors at the start
+    os.dup2(nowhere, 2)  # only now, because stderr shows errors at the start
     for line in requests:
         number, *request = json.loads(line)
         answers.write(json.dumps([number, *_score(*request)]).encode() + b"\n")
 
 
 def _warm_up() -> None:
-    """Fill sympy's caches, to halve the time of each fork."""
+    """Fill sympy's caches. This halves the time of each fork."""
     from sympy import expand
     from sympy.parsing.sympy_parser import parse_expr
 
@@ -83,7 +81,7 @@ def _score(
 ) -> tuple[float | str | None, str | None]:
     try:
         scorer = _scorer(kind, json.dumps(request))
-    except Exception as error:  # a library or a user's reward function may raise any exception
+    except Exception as error:  # a user's reward function may raise any exception
         return f"{error or type(error).__name__}"[:MAX_SENTENCE], None
     reader, writer = os.pipe()
     if os.fork() == 0:
@@ -112,7 +110,7 @@ def _answer(
 ) -> None:
     die_with_parent()
     os.dup2(writer, 3)
-    os.closerange(4, 1024)  # 1024 is enough, because new files get the lowest free numbers
+    os.closerange(4, 1024)  # new files get the lowest free numbers
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
     try:
@@ -127,7 +125,6 @@ def _answer(
 
 
 def _read(reader: int, until_s: float) -> bytes:
-    """Return the fork's output, or b"" if it is too long or too late."""
     output = b""
     while len(output) <= MAX_BYTES:
         if not select.select([reader], [], [], max(0.0, until_s - time.monotonic()))[0]:
@@ -140,7 +137,7 @@ def _read(reader: int, until_s: float) -> bytes:
 
 
 def _end_children() -> None:
-    """Kill the fork and its descendants. Orphans become children of this process."""
+    """Kill the fork and its descendants."""
     own = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in map(int, own.read_text().split()):

@@ -1,12 +1,10 @@
 """Single-turn tasks with random text: reverse a string or words, or sample given lengths.
 
-`reverse_text` and `reverse_words`:
+For `reverse_text` and `reverse_words`:
 
-- `instruction` precedes the text.
 - Reward: number of characters or words in the right place / max(len(reply), len(answer)).
 - Metrics: `exact` (0 or 1). For text also `lcs_ratio` = 2·LCS / (len(reply) + len(answer)). LCS is
   the length of the longest common subsequence.
-- `reverse_words` is for pretrained tokenizers, because their tokens hold several characters.
 """
 
 import hashlib
@@ -123,8 +121,8 @@ def longest_common_subsequence(a: str, b: str) -> int:
 class Lengths(SingleTurn):
     """Sample answers of given lengths, to measure speed.
 
-    - Lengths are log-normal with `median_tokens` and `sigma`, at most `max_tokens`. All answers of
-      a group have the same length.
+    - Lengths are log-normal with `median_tokens` and `sigma`. Answers to one problem have one
+      length.
     - The reward is a hash of the answer in [0, 1], so that gradients are not zero.
     """
 

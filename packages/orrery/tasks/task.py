@@ -1,10 +1,9 @@
 """The task protocol: problems, replies, a judge, and the split of problems into two sides.
 
 - A problem is a pure function of (args, seed, index), equal in all processes. All values are JSON.
-- `reply` and `judge` may be coroutines. An exception in them fails the rollout and never counts as
-  a reward of 0. A judge must accept any text.
-- A `reply` or `judge` that is no coroutine blocks the event loop. Do slow work, and run code that a
-  model wrote, in another process (`scorer_pool.py`).
+- An exception in `reply` or `judge` fails the rollout and never counts as a reward of 0.
+- `reply` and `judge` block the event loop unless they are coroutines. Do slow work, and run code
+  that a model wrote, in another process (`scorer_pool.py`).
 """
 
 import difflib
@@ -26,15 +25,13 @@ HELD_OUT = 1 / 8
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool. A call in free text has the arguments `{"input": text}`."""
+    """A call in free text has the arguments `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An assistant's message may have `tool_calls`. A tool's message has the tool's `name`."""
-
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
@@ -50,7 +47,7 @@ class Tool(msgspec.Struct, frozen=True):
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     """A chat that ends before the assistant's turn, and the reference answer (JSON).
 
-    `exact_tokens`: number of tokens of every assistant turn. None: a stop token ends a turn.
+    `exact_tokens`: number of tokens of every assistant turn. None: until a stop token.
     """
 
     index: int
@@ -66,15 +63,15 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgeBroken(RunFailed):
-    """The judge gives wrong rewards. This ends the run. Other exceptions fail one rollout."""
+    """The judge gives wrong rewards, which ends the run."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """A task, built as `Kind(args, seed)`. The Pydantic model `Args` checks `args`.
+    """A task, built as `Kind(args, seed)`. The Pydantic model `Args` has no defaults.
 
-    `Args` has no defaults. An optional method `demonstration(index) -> list[Message]` returns a
-    chat with the reward 1.0, for SFT.
+    An optional method `demonstration(index) -> list[Message]` returns a chat with the reward 1.0,
+    for SFT.
     """
 
     Args: type[Record]
@@ -85,7 +82,7 @@ class Task(Protocol):
     def reply(
         self, problem: Problem, messages: Sequence[Message]
     ) -> list[Message] | Awaitable[list[Message] | None] | None:
-        """Return the messages that answer the chat, or None at the end of the episode."""
+        """Return the task's next messages, or None at the end of the episode."""
 
     def judge(
         self, problem: Problem, messages: Sequence[Message]
@@ -102,7 +99,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return the judgement for `score`, clipped to [0, 1]. None: the reply cannot be scored."""
+    """Return the judgement for `score`, or for a reply that cannot be scored (None)."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)
@@ -110,7 +107,7 @@ def scored(score: float | None) -> Judgement:
 
 
 def split_of(text: str, held_out: float = HELD_OUT) -> Split:
-    """Return a text's side by its BLAKE2b digest. `held_out` is the share of held-out texts."""
+    """Return a text's side by its hash. `held_out` is the share of held-out texts."""
     first = int.from_bytes(hashlib.blake2b(text.encode()).digest()[:4], "big")
     return "held_out" if first < held_out * 2**32 else "train"
 
@@ -118,7 +115,6 @@ def split_of(text: str, held_out: float = HELD_OUT) -> Split:
 def draw(
     split: Split, kind: str, seed: int, index: int, sample: Callable[[random.Random], str]
 ) -> str:
-    """Repeat `sample` until its text is on the side `split`. (kind, seed, index) seeds the RNG."""
     rng = random.Random(f"{kind}/{seed}/{index}")
     for _ in range(MAX_DRAWS):
         text = sample(rng)

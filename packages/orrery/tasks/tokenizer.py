@@ -2,7 +2,7 @@
 
 - The character tokenizer's format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. A tool call is
   `<|call|>name input<|end_call|>`, and its result is a `<|tool|>` turn. The prompt lists no tools.
-- In formats of pretrained models, tool calls must have the Hermes / Qwen syntax,
+- Pretrained models must write tool calls in the Hermes / Qwen syntax,
   `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 - `strftime_now` in a template uses the date TODAY, so prompts are reproducible.
 """
@@ -31,7 +31,7 @@ from orrery.tasks.task import ToolCall
 PAD, END = "<|pad|>", "<|end|>"
 CALL, END_CALL = "<|call|>", "<|end_call|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 to 7. The alphabet follows
+SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 to 7, before the alphabet
 PAD_ID, END_ID = 0, 1
 
 TODAY = datetime.datetime(2024, 7, 26)  # the default date of Llama's templates
@@ -51,7 +51,6 @@ and arguments.input is string else arguments | tojson -}}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
-# generation_config.json lists the stop tokens.
 FILES = (
     "chat_template.jinja",
     "generation_config.json",
@@ -65,7 +64,7 @@ GIVEN |= {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception",
 
 
 def vocab_size(alphabet: str) -> int:
-    """Return the character tokenizer's number of tokens. Jsonnet has the same formula."""
+    """Return the character tokenizer's size. Jsonnet has the same formula."""
     return len(SPECIALS) + len(alphabet)
 
 
@@ -74,7 +73,7 @@ def write_tokenizer(model: Model, folder: Path) -> None:
 
     `chat_template_kwargs` become defaults in the written template, so that training, serving and
     exported models make equal prompts. Raise OrreryError if a pretrained tokenizer's files do not
-    match its `sha256`, or if its template lacks a variable of `chat_template_kwargs`.
+    match its `sha256`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +121,6 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
     if len(set(alphabet)) != len(alphabet):
         twice = "".join(sorted(c for c in set(alphabet) if alphabet.count(c) > 1))
         raise OrreryError(f"model.tokenizer.alphabet: it contains {twice!r} twice. Remove one")
-    # A larger vocab_size only adds unused embedding rows.
     if model.vocab_size < vocab_size(alphabet):
         rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
         raise OrreryError(
@@ -166,7 +164,7 @@ def template_source(config: dict[str, Any], folder: Path) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Render the body of `{% generation %}…{% endgeneration %}`, which marks assistant text."""
+    """Render the body of `{% generation %}`, which marks assistant text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -199,10 +197,7 @@ def template_environment() -> jinja2.Environment:
 
 
 def take_calls(text: str, characters: bool) -> tuple[str, list[ToolCall]]:
-    """Return (text without its calls, the calls). A malformed call stays in the text.
-
-    `characters`: whether the text is in the character format.
-    """
+    """Return (text without its calls, the calls). A malformed call stays in the text."""
     opens, closes = (CALL, END_CALL) if characters else ("<tool_call>", "</tool_call>")
     kept, calls, after = [], [], 0
     while (begin := text.find(opens, after)) >= 0:
@@ -225,7 +220,7 @@ def _parse_call(text: str, characters: bool) -> ToolCall | None:
             call = json.loads(text)
             name, arguments = call["name"], call["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        msgspec.json.encode((name, arguments))  # raises for invalid Unicode (lone surrogate)
+        msgspec.json.encode((name, arguments))  # raises for a lone surrogate
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     is_call = isinstance(name, str) and name and isinstance(arguments, dict)

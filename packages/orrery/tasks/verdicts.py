@@ -1,8 +1,7 @@
 """Verdicts of the task `dataset`: ways to judge a reply.
 
 `scorer_of(request)` returns a function that scores a reply in an isolated process
-(`scorer_process.py`). A request holds the verdict's args, the reference answer and, for a user's
-reward function, the row.
+(`scorer_process.py`).
 """
 
 import hashlib
@@ -42,8 +41,8 @@ class Math(Record):
 class Exact(Record):
     """The reply is the answer as text. With `pattern`, compare group 1 of its last match.
 
-    The comparison uses Unicode form NFKC, counts a run of blanks as one blank, and ignores final
-    full stops.
+    The comparison uses Unicode form NFKC, counts a run of blanks as one, and ignores final full
+    stops.
     """
 
     kind: Literal["exact"]
@@ -209,7 +208,7 @@ def _number(given: Any) -> float:
 
 
 def told(error: Exception) -> str:
-    """Return an error and the line of user code that failed: `KeyError: 'x' (reward.py:3)`."""
+    """Return an error and its line of user code: `KeyError: 'x' (reward.py:3)`."""
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return f"{said.partition(' (')[0]} ({Path(error.filename or '').name}:{error.lineno})"
@@ -220,7 +219,6 @@ def told(error: Exception) -> str:
 
 @cache
 def reward_function(path: str, sha256: str, name: str) -> Callable[..., float]:
-    """Load the user's function. Raise OrreryError if the file has changed or lacks the function."""
     try:
         source = Path(path).read_bytes()
     except OSError as error:

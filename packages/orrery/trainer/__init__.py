@@ -10,7 +10,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def grow_segments() -> None:
-    """Give torch's CUDA allocator expandable segments, unless the environment configures it.
+    """Let torch's CUDA allocator use expandable segments, unless the environment configures it.
 
     Micro-batches of different lengths would fragment segments of fixed size.
     """

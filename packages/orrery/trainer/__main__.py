@@ -1,7 +1,4 @@
-"""Run one rank of the trainer in one stage: `python -m orrery.trainer --stage init|sft|rl`.
-
-The health file and the parent watch start before the slow import of torch.
-"""
+"""Run one rank of the trainer in one stage: `python -m orrery.trainer --stage init|sft|rl`."""
 
 import gc
 import shutil
@@ -22,7 +19,7 @@ def main() -> None:
             raise OrreryError(
                 f"--stage: the trainer has no stage {ctx.stage!r}; choose from {', '.join(STAGES)}"
             )
-        gc.disable()  # garbage collection would be useless: imported objects live until exit
+        gc.disable()  # imported objects live until exit
         import_module("orrery.trainer.assemble" if ctx.stage != "init" else "orrery.models.weights")
         gc.freeze()
         gc.enable()

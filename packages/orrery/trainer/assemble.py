@@ -42,20 +42,20 @@ from orrery.wire.weight_wire import (
     weight_dir,
 )
 
-STEP_DEADLINE_S = 600.0  # time limit for a batch, scaled, plus four rollout timeouts
-ORCHESTRATOR_DEADLINE_S = 900.0  # time limit for the orchestrator to start while engines load
+STEP_DEADLINE_S = 600.0  # time limit for a batch, besides four rollout timeouts
+ORCHESTRATOR_DEADLINE_S = 900.0  # the orchestrator starts while engines load
 
 
 @contextmanager
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
     """Join the process group and yield its `World`.
 
-    After an error the group stays open, because closing would wait for other ranks' collectives.
+    After an error the group stays open, because closing it may hang.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
     device = device_for(ctx.manifest.hardware.accelerator, ctx.index)
-    if device.type == "cuda":  # the launcher has checked only its own node's GPU
+    if device.type == "cuda":  # the launcher checks only its own node's GPU
         refuse_other_device(ctx.manifest, torch.cuda.get_device_name(device))
     torch.manual_seed(ctx.manifest.seed + ctx.index)
     store = open_rendezvous(ctx, trainer.mesh.world_size) if trainer.needs_fsdp else None
@@ -64,7 +64,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
             world = init_world(trainer.mesh, ctx.index, device, store)
         try:
             yield world
-        except Preempted:  # all ranks raise it at the same step, so closing does not hang
+        except Preempted:  # all ranks raise it at the same step
             destroy_world(world)
             raise
         destroy_world(world)
@@ -82,7 +82,7 @@ def assemble_learner(
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:
         learner.outer_momentum = fresh_outer(learner)
-        # A checkpoint between two rounds needs each weight fragment as of its last round.
+        # A checkpoint within a round (between exchanges of sites) needs the weights at its start.
         has_start = elastic.fragments > 1 or ctx.stage == "rl"
         learner.outer_start = fresh_outer(learner) if has_start else {}
     return learner
@@ -92,7 +92,6 @@ def assemble_learner(
 def assemble_site(
     ctx: RoleContext, learner: Learner, resumed: Path | None
 ) -> Iterator[SiteTraining | None]:
-    """Join the other sites, and yield this site. Yield None if `trainer.elastic` is null."""
     if (spec := ctx.manifest.trainer.elastic) is None:
         yield None
         return
@@ -153,8 +152,7 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return the seconds without progress after which a publication has stalled.
 
-    A direct weight transfer to engines gets the longer limit. Its own timeout
-    (`coordinator.MEET_S`), whose error names absent ranks, then comes first.
+    A direct transfer to engines must first reach its own timeout, whose error names absent ranks.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -181,10 +179,9 @@ def _num_kept(manifest: Manifest) -> int:
 
 
 def _check_room(ctx: RoleContext) -> int:
-    """Return the bytes of shared memory for kept weight versions, 0 if they are not kept there.
+    """Return the bytes of shared memory for kept weight versions.
 
-    Only the weight transport `files` keeps versions, in shared memory or on disk. Raise
-    OrreryError if they do not fit.
+    Raise OrreryError if the versions do not fit in shared memory or on disk.
     """
     manifest = ctx.manifest
     if manifest.transport.weights != "files":

@@ -45,7 +45,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """The part of one tensor that this rank holds: the region `box` of the full `shape`."""
+    """The region `box` of a tensor with the full `shape`, as held by this rank."""
 
     shape: tuple[int, ...]
     box: Box
@@ -78,11 +78,7 @@ def _frozen_names(learner: Learner) -> frozenset[str]:
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return one sha256 for all weight files in `start`, which adapters leave frozen.
-
-    Each file adds a line "digest  name" to the hash, in sorted order. Digests in `inputs.json` are
-    reused.
-    """
+    """Return one sha256 for all weight files in `start`. Reuse digests in `inputs.json`."""
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
     digest = hashlib.sha256()
@@ -175,7 +171,7 @@ def _check_fits(
 
 
 class CheckpointReader:
-    """Read regions of tensors from memory-mapped files. Raise RunFailed if a file is unreadable."""
+    """Read tensors from memory-mapped files. Raise RunFailed if a file is unreadable."""
 
     def __init__(self, folder: Path):
         state = _read_json(folder / "state.json")
@@ -200,7 +196,6 @@ class CheckpointReader:
                 self.shapes[name], self.dtypes[name] = tuple(entry["shape"]), entry["dtype"]
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Read the region `box` of tensor `name` into `target`, a tensor of the stored dtype."""
         missing = target.numel()
         for rank, piece in self._pieces[name]:
             if not box:

@@ -1,11 +1,8 @@
 """Write checkpoints during training, and resume from them. `checkpoint.py` describes the files.
 
 - Training waits only for the copy into shared memory and for the previous checkpoint.
-- Each rank has a saver process (`saver.py`), which survives the trainer. It writes the rank's
-  files, then a checksum file. The trainer raises the saver's error at the next step.
-- The first rank's saver waits for all checksum files, renames the folder, writes the marker file of
-  a complete checkpoint and removes old checkpoints.
-- The caller writes a step's metrics between `copy` and `write`, before the checkpoint is complete.
+- Each rank's saver process (`saver.py`) writes its files, even if the trainer has died.
+- Write a step's metrics before `write`: a run resumed from this checkpoint skips the step.
 """
 
 import json
@@ -63,10 +60,8 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 class CheckpointWriter:
     """Save one rank's part of each checkpoint while training continues.
 
-    Call `copy` and `write` for each checkpoint, and `check` at every step. Each wait runs in the
-    context `waiting(what, deadline_s, behind_s)`, which reports it to the hang detector. Leaving
-    the `with` block without an exception waits for the last checkpoint. The saver may then upload
-    for hours, so `World.at_end` waits for it after the last collective.
+    Call `copy` and `write` for each checkpoint, and `check` at every step to raise errors. Leaving
+    the `with` block waits for the last checkpoint. `waiting` reports waits to the hang detector.
     """
 
     def __init__(
@@ -99,7 +94,7 @@ class CheckpointWriter:
             self._saver.wait()
 
     def reserve(self, learner: Learner, spared: int = 0) -> None:
-        """Start to allocate shared memory. Leave `spared` bytes of it free. A collective."""
+        """Start to allocate shared memory, and leave `spared` bytes free. A collective."""
         self.wait()
         state = {name: one.local for name, one in state_of(learner).items() if one.writes}
         num_bytes = layout(state | rng_state(self._world.device)).file_bytes
@@ -115,7 +110,7 @@ class CheckpointWriter:
         """
         begin_s = time.monotonic()
         self._await_complete()
-        (self._memory / JOB).unlink(missing_ok=True)  # delete the job file of an unsaved copy
+        (self._memory / JOB).unlink(missing_ok=True)  # left by a copy that was not saved
         _check_finite(learner)
         if self._world.is_first:
             shutil.rmtree(partial_of(folder), ignore_errors=True)
@@ -179,7 +174,7 @@ class CheckpointWriter:
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # not reached if the wait raises, so `wait` can be repeated
+        self._work = None  # not reached if the wait raises, so that `wait` can be repeated
         if work.error is not None:
             raise work.error
 
@@ -188,7 +183,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait for the previous checkpoint's marker. A collective would time out in a long wait."""
+        """Wait for the previous checkpoint's marker file. A collective could time out."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:
@@ -240,10 +235,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -> None:
-    """Raise RunFailed on every rank if the weights of HSDP replicas differ. A collective.
-
-    Only the first replica's weights are stored and published.
-    """
+    """Raise RunFailed on every rank if the weights of HSDP replicas differ. A collective."""
     count = world.axis_size("dp_replicate")
     if count == 1:
         return
@@ -259,7 +251,6 @@ def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -
 
 @torch.no_grad()
 def fingerprint(weights: Iterable[torch.Tensor]) -> int:
-    """Return a hash of the local shards' bits, mixed from the integer sum of each shard."""
     sums = []
     for weight in weights:
         shard = local_tensor(weight.detach())
@@ -299,10 +290,10 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 class StageCheckpoints:
-    """Write one rank's checkpoints of a stage. Leaving the `with` block waits for the last.
+    """Write one rank's checkpoints of a stage.
 
-    `beside`: role, such as the orchestrator, that writes its own part of checkpoint n before it
-    sends batch n. `spared`: bytes of shared memory to leave free.
+    `beside`: role that writes its own part of each checkpoint. `spared`: bytes of shared memory to
+    leave free.
     """
 
     def __init__(
@@ -315,7 +306,7 @@ class StageCheckpoints:
     ):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
         self._spared = spared
-        # The folder's name has the attempt, because an earlier attempt's saver may still run.
+        # An earlier attempt's saver may still use its own folder.
         memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}.{ctx.attempt}"
         self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 
@@ -325,7 +316,7 @@ class StageCheckpoints:
         num_steps = (manifest.sft if self._stage == "sft" else manifest.stages.rl).num_steps
         steps_left = range(self._learner.step + 1, num_steps + 1)
         if any(self.is_due(step) for step in steps_left):
-            # Remove copies of killed jobs. `reserve` allocates only after all ranks removed them.
+            # Remove copies that killed jobs left in shared memory.
             remove_memory(saves_prefix(self._ctx.run_dir))
             self._writer.reserve(self._learner, self._spared)
         return self
@@ -372,7 +363,7 @@ def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
     if stage != "rl" and world.is_first:
         checkpoints.discard_incomplete(ctx.run_dir, stage)
     newest = checkpoints.latest(ctx.run_dir, stage) or (0, 0)
-    # Other nodes may see a new folder late, so all ranks load the first rank's choice.
+    # Other nodes may see a new folder late, so use the first rank's choice.
     step, attempt = (world.all_gather(number)[0] for number in newest)
     if not step:
         return None

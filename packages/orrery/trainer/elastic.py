@@ -1,12 +1,10 @@
 """Train one site of a run that trains one model at several sites (`orrery.elastic`).
 
-- `orrery join` writes `site.json` into the run's folder: the addresses to listen on and to join.
-- P is the port of `listen` in `site.json`. etcd stores the log of rounds and uses P and P + 1.
-  Rank i of R ranks serves snapshots at port P + 2 + i, and exchanges updates at P + 2 + R + i.
-- After every round each rank copies a snapshot into shared memory: weights θ, outer momentum and
-  optimizer state. A site that joins or missed rounds fetches the snapshot from other sites.
-- A joining RL site trains a phase (the steps between rounds) before its first round. A resumed RL
-  site keeps its weights until its first round, because engines may have sampled from them.
+- Sites exchange weight updates in rounds. A phase is the steps between two rounds.
+- After a round each rank copies its state into shared memory (a snapshot). A site that joins or
+  missed rounds fetches the snapshot of another site.
+- `orrery join` writes addresses to `site.json`. P is the port of `listen`. etcd uses P and P + 1.
+  Rank i of R ranks serves snapshots at P + 2 + i, and exchanges updates at P + 2 + R + i.
 """
 
 import shutil
@@ -59,13 +57,13 @@ class HeldRound(msgspec.Struct, frozen=True):
 
     round: int
     shards: ShardMap
-    tokens: list[int] = []  # tokens or steps since each fragment's last round
+    tokens: list[int] = []  # by fragment (part of weights): tokens or steps since its last round
 
 
 class SiteTraining:
-    """Exchange weights with other sites in rounds. `resumed`: folder of the loaded checkpoint.
+    """Exchange weight updates with other sites. `resumed`: folder of the loaded checkpoint.
 
-    The next step's data begins at document `start` of the data shard `shard`.
+    The next step reads the data shard `shard` from document `start`.
     """
 
     def __init__(
@@ -100,7 +98,7 @@ class SiteTraining:
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
         self._phase = spec.inner_steps // spec.fragments  # steps between rounds
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
-        # Number of the last round. Rounds after the last step exchange each fragment once.
+        # Rounds after the last step exchange each fragment once.
         self._last = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
         self._held, self._holders = NO_ROUND, dict[str, int]()
@@ -119,13 +117,11 @@ class SiteTraining:
 
     @property
     def start(self) -> int:
-        """Return the number of trained documents of the shard, up to the current step."""
         num_beyond = self._learner.step - (self._loop.round - 1) * self._phase
         return self._shards.trained[self.shard] + num_beyond * self._step_documents
 
     @property
     def next_round_step(self) -> int:
-        """Return the step after which the next round is finished."""
         sent = (self._learner.step // self._phase + 1) * self._phase
         return sent + self._delay(sent)
 
@@ -150,7 +146,6 @@ class SiteTraining:
         self._stack.close()
 
     def after_step(self, num_tokens: int) -> None:
-        """Count the step for this site's weight in the next average. Exchange after every phase."""
         self._loop.count(num_tokens if self._spec.weights == "tokens" else 1)
         beyond = self._learner.step % self._phase
         if beyond == 0 and self._delay(self._learner.step):
@@ -164,7 +159,7 @@ class SiteTraining:
     def _delay(self, step: int) -> int:
         """Return the number of steps between sending and applying a round.
 
-        The delay is 0 at checkpoints, at the last step, and in RL, as published versions are final.
+        It is 0 in RL, because published versions are final, and at checkpoints and the last step.
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
@@ -186,7 +181,7 @@ class SiteTraining:
         self._shards.finish_round(row.members, num_documents * (row.round > 0))
         step = min(row.round * self._phase, self._num_steps)
         if self._ctx.stage == "sft" and not step <= self._learner.step < step + self._phase:
-            self._learner.step = step  # SFT only: RL's `step` counts this site's own batches
+            self._learner.step = step  # in RL, `step` counts the site's own batches
         self._copy(row.round, row.digest)
         if self._ranks.is_first:
             self._record(row, inner_s)
@@ -199,7 +194,7 @@ class SiteTraining:
                     return self._loop.apply(self._spec.delay_merge)
                 return self._loop.exchange()
             except Behind as behind:
-                # A site that missed only this round adds its update Δ to the next round.
+                # A site that missed only this round adds its update to the next round.
                 self._take_state(keeps_delta=behind.committed == self._loop.round)
             except LeaseLost as error:
                 self._ctx.log.warning("left behind: %s; joining again", error)
@@ -279,7 +274,7 @@ class SiteTraining:
             self._site.membership.measured = self._links.speeds
 
     def _check_room(self) -> None:
-        """Raise ElasticError if snapshots of this host's ranks exceed memory. A collective."""
+        """Raise ElasticError if snapshots do not fit into memory. A collective."""
         hosts = self._learner.world.all_gather(host_number())
         state = HOST_BYTES // 3 * 2 * self._weights.num_parameters  # θ and the outer momentum
         num_bytes = state + sum(tensor.nbytes for tensor in self._inner())
@@ -287,9 +282,9 @@ class SiteTraining:
         check_room(SHARED_MEMORY, num_bytes, count)
 
     def _join(self) -> None:
-        """Join with a new site id. Fetch the newest state unless this site has it.
+        """Join with a new site id, and fetch the newest state if this site lacks it.
 
-        A resumed RL site fetches the state at its next round.
+        A resumed RL site waits for its next round: engines may have sampled from its weights.
         """
         held = self._loop.round - 1
         digest = self._loop.digest() if held > NO_ROUND else ""
@@ -309,7 +304,7 @@ class SiteTraining:
         last, found, members = self._ranks.from_first(join, tuple[int, str, list[str]])
         self._loop.site_id = site_id
         if not self._holders.keys().isdisjoint(members):
-            self._shards.holders = self._holders  # live sites still hold the checkpoint's shards
+            self._shards.holders = self._holders  # shards that live sites had at the checkpoint
         self._holders, self._place = {}, msgspec.structs.replace(self._place, rewinds=False)
         waits = self._is_resumed_rl and last > held
         if (last, found) != (held, digest) and not waits:
@@ -349,7 +344,7 @@ class SiteTraining:
     def _take_state(self, keeps_delta: bool) -> None:
         """Fetch the newest round's state from other sites. All ranks fetch the same round.
 
-        With `keeps_delta`, keep this site's update Δ, token counts and optimizer state.
+        With `keeps_delta`, keep this site's update, token counts and optimizer state.
         """
         rank, snapshot = self._learner.world.rank, None
         end_s = time.monotonic() + scaled(self._spec.store_timeout_s)
@@ -415,10 +410,7 @@ class SiteTraining:
 
 
 def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
-    """Raise ElasticError if the run cannot admit this site, whose last round is `held`.
-
-    Once begun, a closed run admits only sites that took part before.
-    """
+    """Raise ElasticError if the run cannot admit this site."""
     if spec.admission == "closed" and ledger.last > NO_ROUND and held == NO_ROUND:
         raise ElasticError(
             "trainer.elastic.admission 'closed': the run has begun, and admits no site; set it "

@@ -1,8 +1,7 @@
 """Count each expert's tokens in a step, and balance experts by router biases.
 
 After a step, an expert's bias changes by rate · sign(mean load − this expert's load), as in
-DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are integers summed over all
-ranks, so every rank computes the same biases.
+DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are summed over all ranks.
 
 L layers with experts · E experts
 """
@@ -15,10 +14,9 @@ from orrery.trainer.policy import Policy
 
 
 class ExpertLoad:
-    """Token counts of each expert in one step. Models of family `hugging_face` have no counts.
+    """Token counts of each expert in one step.
 
-    Call `clear`, then `add` after each forward pass, then `reduce`, `metrics` and `balance`.
-    `biases` maps names to router biases, and is empty if `rate` is None.
+    Call `clear`, `add` after each forward pass, then `reduce`, `metrics` and `balance`.
     """
 
     def __init__(self, policy: Policy, world: World, rate: float | None):
@@ -38,7 +36,7 @@ class ExpertLoad:
             self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
 
     def reduce(self) -> None:
-        """Sum loads over ranks, and queue the metrics without a device sync. A collective."""
+        """Sum loads over ranks, without a device sync. A collective."""
         if self._load_LE is not None:
             load_LE = self._world.sum(self._load_LE)
             share_LE = load_LE.double() / load_LE.sum(1, keepdim=True).clamp(min=1)

@@ -5,11 +5,9 @@
 `orrery export RUN …` runs this module on one CPU, even during a stage.
 
 - A folder appears only when it is complete.
-- An exported checkpoint has the exact weights of its step. Merged adapters may differ from a merge
-  on a GPU, because devices round differently.
+- Merged adapters may differ from a merge on a GPU, because devices round differently.
 - Memory holds the tensors of at most one output file.
-- Frozen weights and buffers come from the stage's start weights. Router biases that
-  `expert_bias_rate` trains come from the checkpoint.
+- Frozen weights come from the stage's start weights, not from the checkpoint.
 """
 
 import argparse
@@ -44,9 +42,9 @@ BIAS_PREFIX = "bias/network."  # prefix of trained router biases
 
 
 def export_policy(policy: Policy, world: World, model: Model, start: Path, folder: Path) -> None:
-    """Write the policy to the new `folder` in Hugging Face's format, synced to disk. A collective.
+    """Write the policy to the new `folder` in Hugging Face's format. A collective.
 
-    The tokenizer and MTP layers are copied from the folder `start`.
+    The tokenizer and layers for multi-token prediction are copied from the folder `start`.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:
@@ -157,11 +155,6 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
 
 
 class _Tensors:
-    """Read the policy's tensors from the checkpoint or the start weights.
-
-    Reading in the order of `hf_tensors` merges each adapted weight only once.
-    """
-
     def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
         self._stored, self._network, self._base = stored, network, base
         names = [name for name in stored.shapes if name.startswith(PREFIX)]

@@ -1,10 +1,8 @@
-"""Report this rank's progress to the launcher's hang detector.
+"""Report this rank's progress (numbers of collectives and marks) to the launcher's hang detector.
 
-- A thread writes the numbers of started collectives, completed collectives and marks into the
-  health file. torch's private flight recorder counts collectives. Without it, their number is 0.
 - A mark is a micro-batch that began on the device, or a tensor or file finished on the host.
-- SIGUSR1 or a timeout of NCCL's watchdog writes the flight recorder's content, for `torchfrtrace`,
-  to `logs/flight_recorder/rank_<i>`.
+- SIGUSR1 or a timeout of NCCL's watchdog writes torch's flight recorder, for `torchfrtrace`, to
+  `logs/flight_recorder/rank_<i>`.
 """
 
 import json
@@ -41,15 +39,11 @@ def io_stall_s(num_ranks: int) -> float:
 
 
 def warms_up(trainer: Trainer, device: torch.device) -> bool:
-    """Return whether the first step may compile blocks or GPU kernels."""
     return trainer.compile or device.type == "cuda"
 
 
 class _Progress:
-    """Count marks. On a GPU a thread waits for each mark's CUDA event.
-
-    The thread does not poll, as `Event.query` holds the GIL while another CUDA call blocks.
-    """
+    """Count marks. Do not poll events: `Event.query` holds the GIL while a CUDA call blocks."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -120,7 +114,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
 
 def _report_compilation(ctx: RoleContext) -> None:
-    """Report each compilation as a wait with its own time limit, as any step may recompile."""
+    """Report each compilation as a wait, because any step may recompile."""
     from torch._dynamo import on_compile_end, on_compile_start
 
     compiling = ExitStack()

@@ -1,8 +1,7 @@
 """Measure available host memory, and allocate blocks that a GPU copies to at full speed.
 
-- Linux kills a process without a message if its control group (Slurm job, container) exceeds its
-  memory limit, so `available_bytes` respects that limit.
-- Missing folders of control groups, as in containers, are skipped.
+- `available_bytes` respects the limit of a control group (Slurm job, container), because Linux
+  kills a process that exceeds it.
 - A block is unregistered from CUDA before its pages are freed. Otherwise the next use of their
   addresses fails (CUDA error 712).
 - torch's pinned allocator is not used, because it rounds sizes up to powers of two.
@@ -38,7 +37,7 @@ V2 = CgroupVersion("", "memory.max", "memory.current", ("inactive_file", "active
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Return the bytes of memory available without swapping. `root` contains proc/ and sys/."""
+    """Return the bytes available without swapping. `root` contains proc/ and sys/."""
     found = [cgroup_available_bytes(root)]
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -47,7 +46,7 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 def cgroup_available_bytes(root: Path = ROOT) -> int:
-    """Return min(limit − used + page cache) over control groups, or `sys.maxsize` without any."""
+    """Return min(limit − used + page cache) over control groups."""
     found = [sys.maxsize]
     for version, path in _groups(root):
         mount = root / "sys/fs/cgroup" / version.mount
@@ -84,7 +83,6 @@ def _group_available_bytes(folder: Path, version: CgroupVersion) -> int:
 
 
 def host_number() -> int:
-    """Return a number shared by all processes of this host until it reboots."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -93,10 +91,7 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Memory pages. `__del__` unregisters them from CUDA before they are freed.
-
-    `weakref.finalize` would run too late.
-    """
+    """Memory pages, unregistered from CUDA in `__del__`: `weakref.finalize` runs too late."""
 
     address: int | None = None  # while registered with CUDA
     unregister: Callable[[int], Any]
@@ -107,7 +102,7 @@ class _Pages(mmap.mmap):
 
 
 def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
-    """Return u8 zeros [num_bytes] in resident memory, and CUDA's error code of pinning them or 0.
+    """Return u8 zeros [num_bytes] that are pinned for a GPU, and CUDA's error code (0: success).
 
     `file`: descriptor of a file to hold the zeros. Raise OSError if memory is short.
     """
@@ -118,7 +113,7 @@ def host_block(num_bytes: int, device: torch.device, file: int | None = None) ->
     else:
         os.posix_fallocate(file, 0, num_bytes)  # fails if memory is short; a write would SIGBUS
         pages = _Pages(file, num_bytes)
-    # Zero first: zeroing maps the pages with many threads, CUDA's registration with one.
+    # Zeroing maps the pages with many threads. Registration would use one.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":
         return block, 0

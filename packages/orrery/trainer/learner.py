@@ -1,12 +1,9 @@
 """Train one batch in one optimizer step, for SFT and RL.
 
 - All ranks have equally many micro-batches. Each micro-batch is trained when it arrives.
-- `MismatchGuard` compares log-probs of engines and trainer. `trainer.mismatch` bounds the batch's
-  KL, and the mean |difference| over all engines and over each with at least MIN_TOKENS tokens.
-- The engine index in a response (`X-Orrery-Engine`) may be wrong, so a fixed prompt (the canary)
-  also checks each engine's address.
-- A step raises RunFailed before the weights change if a `stop` bound of `trainer.mismatch` is
-  exceeded, a number is not finite, or a token count is not the announced count.
+- `MismatchGuard` compares log-probs of engines and trainer with the bounds in `trainer.mismatch`.
+- A step raises RunFailed before the weights change if a `stop` bound is exceeded, a number is not
+  finite, or a token count is not the announced count.
 """
 
 import logging
@@ -56,7 +53,7 @@ class MismatchGuard:
         self._sums.zero_()
 
     def add(self, batch: MicroBatch, logprob: torch.Tensor) -> None:
-        """Add a micro-batch without a device sync. `logprob`: the trainer's, f32 [M tokens]."""
+        """Add a micro-batch without a device sync. `logprob`: f32 [M tokens]."""
         _, num_engines, num_ages = self._sums.shape
         engine, age = batch.origin.unbind(1)
         known = (engine >= 0) & (engine < num_engines - 1)
@@ -228,7 +225,7 @@ class Learner:
 
         Blocks run uncompiled, because a graph for this length would change later compilations.
         """
-        # Pass positions in place of engine log-probs, to restore the order of scored tokens.
+        # Pass positions as engine log-probs, to restore the order of tokens.
         positions = np.arange(len(token_ids), dtype=np.float32)
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),
@@ -241,7 +238,7 @@ class Learner:
             logprob, _ = self.policy(batch)
         reshard_all(self.policy)
         found = torch.zeros(len(token_ids), dtype=torch.float64, device=self.world.device)
-        if self.world.data_rank == 0:  # add only one data rank, as all compute the same
+        if self.world.data_rank == 0:  # all data ranks compute the same
             is_scored = batch.loss.rl_weight != 0
             found[batch.loss.engine_logprob[is_scored].long()] = logprob[is_scored].double()
         return self.world.sum(found)[1:].tolist()
@@ -255,7 +252,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return an error message's end, which names a non-finite weight, if any. A collective."""
+        """Return the end of an error message about non-finite values. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -339,14 +336,14 @@ class Learner:
         for index, name in enumerate(StepSums.NAMES):
             if not math.isfinite(values[name]):
                 is_bad = self.world.all_gather(int(not torch.isfinite(mine[index])))
-                # "none alone": each rank's number is finite, but their sum overflows.
-                where = is_bad.index(1) if any(is_bad) else "none alone"
+                where = "in the sum over ranks, and finite on each"
+                if any(is_bad):
+                    where = f"on rank {is_bad.index(1)}"
                 blame = self.weights_to_blame()
-                raise RunFailed(f"{what}: {name} is {values[name]} on rank {where}{blame}")
+                raise RunFailed(f"{what}: {name} is {values[name]} {where}{blame}")
         return values
 
     def _not_finite(self) -> str:
-        """Return the name of the last weight with a non-finite value, or "". A collective."""
         last = max(self.world.all_gather(last_not_finite(self.weights.values())))
         return list(self.weights)[last] if last >= 0 else ""
 
@@ -367,7 +364,6 @@ class Learner:
         """Raise RunFailed with the weight and ranks of a non-finite gradient.
 
         The backward pass spreads NaN towards the embedding, so name the weight nearest to the head.
-        If only the gradient's sum over ranks is not finite, name the rank that holds the sum.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())
@@ -387,7 +383,6 @@ class Learner:
         )
 
     def _ranks_that_broke(self) -> list[int]:
-        """Return the ranks whose gradient became non-finite first in their cp group."""
         maxima = [float(value) for value in self._max_gradients]
         own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
         broke = self.world.all_gather(own)
@@ -422,7 +417,7 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return each N_c and `num_tokens`, summed over cp groups. A collective."""
+    """Return each N_c and `num_tokens`, summed over data ranks. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
         counts = [count_members(columns) for columns in micro_batches]

@@ -1,7 +1,6 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- The final batch, marked `compare`, is not trained. Engines sampled it with the last version, to
-  compare log-probs of trainer and engines. It comes early at the reward `evaluation.stop_at`.
+- The final batch (`compare`) is not trained. It compares log-probs of trainer and engines.
 - After a batch marked `wind_down` (preemption), each rank writes a checkpoint and ends.
 """
 
@@ -40,7 +39,7 @@ class RlLoop:
     batch_deadline_s: float
     batch_behind_s: float  # time limit to receive a batch that another rank has
     publish_still_s: float  # time limit of a publication without progress
-    site: SiteTraining | None = None  # None without trainer.elastic
+    site: SiteTraining | None = None
     start_step: int = field(init=False)  # the resumed step, or 0
 
     def __post_init__(self) -> None:
@@ -74,7 +73,7 @@ class RlLoop:
         return self.ctx.manifest.stages.rl.num_steps
 
     def receive(self, step: int) -> ReceivedBatch:
-        """Wait for batch `step`. If marked `wind_down`, write a checkpoint and raise Preempted."""
+        """Wait for batch `step`. Raise Preempted, after a checkpoint, if marked `wind_down`."""
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
             deadline_s=self.batch_deadline_s,
@@ -136,9 +135,9 @@ class RlLoop:
             self.checkpoints.write()
 
     def compare(self, batch: ReceivedBatch) -> None:
-        """Compare the trainer's log-probs with the engines'.
+        """Compare log-probs of trainer and engines.
 
-        Raise RunFailed if there is no rollout to compare, or if float32 log-probs on CPUs differ.
+        Raise RunFailed without a rollout to compare, or if float32 log-probs on CPUs differ.
         """
         ctx, version = self.ctx, self.learner.step
         what = "comparing log-probs with the engines"

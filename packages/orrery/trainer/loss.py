@@ -8,8 +8,7 @@ least 1. A token has probability π in the trainer, probability μ in the engine
 (arXiv 2602.02276):
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
     ℓ_rl = −keep · A · π/μ + penalty · (log π − log μ)²    π/μ: unclamped, with gradient
-`reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π. If
-`trainer.indexer` is "train", the learner adds the mean of KL(attention ‖ indexer) over all tokens.
+`reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π.
 """
 
 from dataclasses import dataclass
@@ -31,13 +30,11 @@ class Targets:
     rl_weight: torch.Tensor
     cross_entropy_weight: torch.Tensor
     reference_kl_weight: torch.Tensor
-    same_weights: torch.Tensor  # bool [M]: the current weights sampled this token's whole document
+    same_weights: torch.Tensor  # bool [M]: the current weights sampled the whole document
 
 
 @dataclass
 class StepSums:
-    """Sums over micro-batches and ranks, for a step's metrics."""
-
     NAMES = (
         "loss_rl", "loss_cross_entropy", "loss_reference_kl",
         "members_rl", "members_cross_entropy", "members_reference_kl",
@@ -72,7 +69,7 @@ class StepSums:
         """Add one micro-batch's numbers to the last nine sums of `NAMES`. None adds 0.
 
         Routes are routers' choices of experts. Choices are indexers' choices of keys.
-        `choices_differ`: i64 [2], known and different (`ChosenKeys.differ`). `indexer_kl`: f32 [].
+        `choices_differ`: i64 [2], numbers of known and of different choices.
         """
         known, differ = (None, None) if choices_differ is None else choices_differ
         counts = (
@@ -117,8 +114,7 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of L (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c. The last nine
-    sums are 0 until `StepSums.count`.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
@@ -140,8 +136,8 @@ def loss(
     with torch.no_grad():
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
-        log_ratio = constant - engine  # 0 for tokens outside rl
-        # mean(kl) estimates KL(engine || trainer). A masked token's ratio may overflow float32.
+        log_ratio = constant - engine
+        # Estimate KL(engine || trainer), in float64 because masked ratios may overflow.
         kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl
         sums = [

@@ -33,16 +33,16 @@ class MicroBatch:
     row: torch.Tensor  # i64 [M], the hidden rows that predict the targets
     target: torch.Tensor  # i64 [M]
     temperature: torch.Tensor  # f32 [M]
-    routed_experts: torch.Tensor | None  # routes: expert ids [T, L, K]. None: routers choose
+    routed_experts: torch.Tensor | None  # expert ids [T, L, K] (routes), or None: routers choose
     loss: Targets  # [M]
     origin: torch.Tensor  # i64 [M, 2]: index of the engine (−1: unknown), age in versions
     num_samples: int
     num_tokens: int
-    routes_missing: int = 0  # tokens without an engine's route, except a sample's last token
-    routes_replayed: int = 0  # expert choices in routes: K per token and layer with a route
-    engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys that engines chose (`key_bits`)
+    routes_missing: int = 0  # tokens that lack a route
+    routes_replayed: int = 0  # number of expert choices in routes
+    engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys that engines' indexers chose
     is_padding: torch.Tensor | None = None  # bool [T]: padding for cp, or an empty rank's token
-    choices_sent: int = 0  # I for each token with more than `top_k` keys, except a sample's last
+    choices_sent: int = 0  # number of key choices that engines sent
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
@@ -56,7 +56,6 @@ def member_weights(columns: Columns) -> dict[str, np.ndarray]:
 
 
 def count_members(columns: Columns) -> dict[str, int]:
-    """Return `num_tokens` and each loss component's number of tokens (N_c) in `columns`."""
     if not columns.num_samples:
         return dict.fromkeys(TOTALS, 0)
     weights = member_weights(columns).items()
@@ -74,9 +73,8 @@ def micro_batch(
 ) -> MicroBatch:
     """Build a micro-batch that trains version `step` − 1.
 
-    `shard` selects this context-parallel rank's tokens on the CPU. `indexers`: number of indexers
-    whose chosen keys engines send, and their `top_k`. Raise RunFailed if a sample's first token is
-    trained or routes do not fit the model.
+    `shard` selects this context-parallel rank's tokens. `indexers`: number of indexers whose keys
+    engines send, and their `top_k`. Raise RunFailed for invalid samples or routes.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -131,7 +129,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
 
 
 def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return bool [T]: whether only version `step` − 1 sampled the token's sample."""
+    """Return bool [T]: whether version `step` − 1 alone sampled the token's document."""
     if "version" not in columns.token or "dispatch_version" not in columns.sample:
         return np.zeros(columns.num_tokens, dtype=bool)
     other = columns.token["trained"] & (columns.token["version"] != step - 1)
@@ -140,7 +138,7 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
 
 
 def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return i64 [T, 2]: each token's engine and age in versions. Unknown values are −1."""
+    """Return i64 [T, 2]: engine and age in versions, or −1 if unknown."""
     engine, version = columns.sample.get("engine"), columns.token.get("version")
     unknown = np.full(columns.num_tokens, -1, dtype=np.int64)
     age = unknown if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)
@@ -208,7 +206,6 @@ def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to `device` through pinned memory, so that the host does not wait."""
     if device.type != "cuda":
         return tensor.to(device)
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,8 +1,7 @@
 """Explain an out-of-memory error: the manifest field to change, its gain and its cost.
 
-The missing bytes are a margin plus the failed allocation or, if larger, the planned peak minus
-torch's allocated, reserved and free bytes. An error of CUDA itself states no sizes. It counts
-as failed pinning of host memory if a manifest field pins it and the device has free memory.
+An error of CUDA itself states no sizes. It counts as failed pinning of host memory if a manifest
+field pins memory and the device has free memory.
 """
 
 import os
@@ -25,7 +24,7 @@ from orrery.trainer.learner import Learner
 
 MARGIN = 0.02  # fraction of device memory assumed lost to fragmentation
 END_S = 10.0  # time limit for an orderly end, which may hang in collectives
-# torch's error on a CPU. Without a GPU, host memory counts as device memory.
+# torch's error on a CPU
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PINNING_FIELDS = (
@@ -41,10 +40,7 @@ class StageProgress:
 
 @contextmanager
 def explain_out_of_memory(ctx: RoleContext) -> Iterator[StageProgress]:
-    """Raise OutOfMemory with an explanation if the stage runs out of memory.
-
-    Rank 0 first logs a warning if the memory plan predicts the error.
-    """
+    """Raise OutOfMemory with an explanation if the stage runs out of memory."""
     progress, world_size = StageProgress(), ctx.manifest.trainer.mesh.world_size
     ranks_here = min(world_size, ctx.manifest.hardware.devices_per_node)
     if ctx.index == 0:
@@ -81,7 +77,6 @@ def describe_error(
     load: Workload,
     ranks_here: int,
 ) -> str:
-    """Return a sentence for an out-of-memory error. `step` is None before training."""
     capacity, available = device_bytes(), available_bytes()
     is_torchs = isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error)
     pinning = " or ".join(
@@ -99,7 +94,7 @@ def describe_error(
     left = f"{_size(available)} of it are left to the {ranks_here} ranks of this node together"
     remedy = f"set {pinning} to false in the manifest's memory axis"
     return (
-        f"rank {rank} could not have host memory pinned {_when(step)}, "
+        f"rank {rank} could not pin host memory {_when(step)}, "
         f"though its device has room; {left}; {remedy}"
     )
 
@@ -107,7 +102,6 @@ def describe_error(
 def predict_out_of_memory(
     manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize
 ) -> str | None:
-    """Return a warning if the stage's memory plan exceeds `capacity` device bytes."""
     if not capacity:
         return None
     model = manifest.model
@@ -150,7 +144,7 @@ def describe_device_error(
 ) -> str:
     """Return a sentence for torch's message `error`. `step` is None before training.
 
-    `capacity`: device bytes if the message lacks them. `host_bytes`: host memory for this rank.
+    `capacity`: device bytes if the message lacks them. `host_bytes`: host memory of this rank.
     """
     asked, free = _bytes(error, "ried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 class Policy(nn.Module):
     """A `network` (tokens to hidden states) and its LM head.
 
-    Logits of at most `chunk_tokens` tokens exist at once. With `keep_logits`, all logits exist
-    until the backward pass.
+    At most `chunk_tokens` tokens have logits at once, unless `keep_logits` keeps all of them.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Policy(nn.Module):
 
 
 class _SelectRows(torch.autograd.Function):
-    """Select distinct rows. Unlike `index_select`, the backward pass is deterministic."""
+    """Select distinct rows, with a deterministic backward pass unlike `index_select`."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, row_M: Tensor) -> Tensor:

@@ -1,11 +1,8 @@
 """Publish the policy's weights after every step, under Hugging Face names.
 
-- With `transport.weights` files or adapters, rank 0 gathers and writes one tensor at a time. With
-  nccl or nixl, every rank sends its shards on request.
-- The wire `files` keeps the trained dtype. Other wires cast weights, but not buffers, to the
-  engines' dtype. Layers that `model.fp8` names are sent in FP8.
-- Each batch has the digests of the weights that sampled it. Rank 0 compares them with the
-  published digests, which checkpoints keep.
+- On the wires nccl and nixl every rank sends its shards. Otherwise rank 0 writes gathered tensors.
+- The wire `files` keeps the trained dtype. Other wires cast weights to the engines' dtype.
+- Rank 0 checks that engines sampled each batch from published weights, by their digests.
 """
 
 import json
@@ -38,10 +35,7 @@ from orrery.wire.weight_wire.transfer import SETTLE_S, WeightSender
 
 
 class Publisher:
-    """Publish weights as safetensors files. `wire` is None except on rank 0.
-
-    `close` keeps the newest files for the engines. The launcher removes the files.
-    """
+    """Publish weights as files. `close` keeps them. `wire` is None except on rank 0."""
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):
         self._policy, self._wire, self._fp8 = policy, wire, SentWeights(policy.network)
@@ -66,7 +60,7 @@ class Publisher:
         pass
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
-        """Raise RunFailed unless each version in the batch's `stamped` has its published digest."""
+        """Raise RunFailed unless each version in `stamped` has its published digest."""
         if not stamped:
             raise RunFailed(
                 f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"
@@ -102,11 +96,6 @@ class AdapterPublisher(Publisher):
 
 
 class DirectPublisher(Publisher):
-    """Publish on a direct wire (nccl or nixl), from every rank.
-
-    Only FP8 weights and weights merged with adapters are copied before they are sent.
-    """
-
     def __init__(self, policy: Policy, source: WeightSender, dtype: torch.dtype, ctx: RoleContext):
         super().__init__(policy, None)
         self._source, self._dtype, self._ctx = source, dtype, ctx
@@ -156,7 +145,7 @@ class DirectPublisher(Publisher):
             box, local = here.get(hf.name, nothing)
             return HeldTensor(hf.name, hf.shape, dtype, box, local)
 
-        # FP8 scales come first, because engines decode values as they arrive.
+        # Scales come first, because engines decode values as they arrive.
         return [held(hf, True) for hf in scales] + [held(hf) for hf in hf_tensors(network)]
 
     def _sent(self, version: int, error: str, parts: dict[str, float]) -> None:

@@ -24,7 +24,7 @@ REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
     "or free some (as trainer.memory.optimizer_offload)"
 )
-# Dtypes by rising alignment. The safetensors library writes tensors in the reverse order.
+# Reversed, this is the order of dtypes in files of the safetensors library.
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
@@ -59,9 +59,9 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 
 
 class SharedCopy:
-    """A safetensors file at `path`, in shared memory.
+    """A safetensors file in shared memory, at `path`.
 
-    If shared memory is too small, as in many containers, `path` is a symlink to a memfd.
+    If shared memory is too small, `path` is a link to an anonymous file (memfd).
     """
 
     def __init__(self, path: Path, device: torch.device):
@@ -72,8 +72,7 @@ class SharedCopy:
     def check_room(self, num_bytes: int, world: World, spared: int = 0) -> None:
         """Raise RunFailed if this host lacks memory for its ranks' copies. A collective.
 
-        All ranks read free memory before any rank allocates. In shared memory, the copies leave
-        `spared` bytes free (the maximum over ranks).
+        `spared`: bytes of shared memory that the copies must leave free.
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())
@@ -99,7 +98,7 @@ class SharedCopy:
         return self._buffer.numel() >= num_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Grow the buffer to `num_bytes`. Raise RunFailed if memory does not suffice."""
+        """Grow the buffer to `num_bytes`. Raise RunFailed if the memory is too small."""
         if self.has_room(num_bytes):
             return
         if not self._buffer.numel():
@@ -123,7 +122,7 @@ class SharedCopy:
                 with self._path.open("xb+") as file:
                     self._buffer, error = host_block(num_bytes, self._device, file.fileno())
                 return error
-            except OSError as full:  # another process took the space meanwhile
+            except OSError as full:  # another process took the space
                 if full.errno != errno.ENOSPC:
                     raise
                 self._path.unlink()
@@ -134,7 +133,7 @@ class SharedCopy:
         return error
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> int:
-        """Copy the tensors. Return the file's size in bytes."""
+        """Return the file's size in bytes."""
         found = layout(pieces)
         self.reserve(found.file_bytes)
         header = torch.frombuffer(bytearray(found.header), dtype=torch.uint8)

@@ -1,12 +1,11 @@
-"""Save a rank's copied state from shared memory to disk, in a process that outlives the trainer.
+"""Save a rank's checkpoint from shared memory to disk, in a process that outlives the trainer.
 
     python -m orrery.trainer.saver serve MEMORY     save after each line of input
-    python -m orrery.trainer.saver finish MEMORY…   save copies left by ended processes
+    python -m orrery.trainer.saver finish MEMORY…   save the checkpoints of ended trainers
 
-- The trainer maps the file `copy` in the folder MEMORY. `job.json` exists until `copy` is saved.
-- If shared memory is too small, `copy` links to a file descriptor that the saver inherits.
-- Saving can be repeated, so the trainer or the launcher may restart a killed saver.
-- After the trainer's end, the saver saves the copy, removes MEMORY and ends.
+- The folder MEMORY has the checkpoint, `copy`, and a file `job.json` until `copy` is on disk.
+- Saving can be repeated, so a killed saver may be restarted.
+- After the trainer's end, the saver saves `copy` and removes MEMORY.
 """
 
 import fcntl
@@ -35,15 +34,15 @@ from orrery.wire import checkpoints, nfs
 
 COPY, JOB, LOCK = "copy", "job.json", ".lock"
 CHUNK_BYTES = 32 << 20
-SYNC_BYTES = 1 << 30
+SYNC_BYTES = 1 << 30  # sync this often, to limit unwritten pages in memory
 WRITE_DEADLINE_S = 1800.0
-ORPHAN_S = 20.0  # time limit, scaled, for other ranks to write more data after the trainer's end
+ORPHAN_S = 20.0  # time limit without new data from other ranks, after the trainer's end
 MAX_STARTS = 3
 POLL_S = 0.1
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Rank 0's extra work: complete the checkpoint, once role `beside` has written its half."""
+    """Rank 0's extra work: mark the checkpoint complete, once role `beside` wrote its part."""
 
     run_dir: str
     stage: str
@@ -53,8 +52,6 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class SaveJob(msgspec.Struct, frozen=True):
-    """Content of `job.json`. Only rank 0's job has `completion`."""
-
     folder: str
     rank: int
     world_size: int
@@ -98,7 +95,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
 
 def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
     if (partial / (note := checksum_file(job.rank))).exists():
-        return  # an earlier saver wrote the files, and rank 0 may rename `partial` now
+        return  # an earlier saver wrote the files
     tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
     with copy.open("rb") as file:
         mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)
@@ -116,7 +113,7 @@ def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], b
             return
         now = 0
         for name in found:
-            with suppress(OSError):  # `write_note` renamed the file meanwhile
+            with suppress(OSError):  # the file was renamed
                 now += (partial / name).stat().st_size
         if now != size:
             size, grown_s = now, time.monotonic()
@@ -149,10 +146,7 @@ def _is_listed(path: Path) -> bool:
 
 
 def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write and sync a file. Return (number of bytes, sha256). Remove the file on failure.
-
-    Sync every SYNC_BYTES, so that dirty pages do not fill memory.
-    """
+    """Write and sync a file. Return (number of bytes, sha256). Remove the file on failure."""
     digest, num_bytes, unsynced = sha256(), 0, 0
     # Writing and hashing release the GIL, so they run in parallel.
     with (
@@ -176,7 +170,6 @@ def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
 
 @contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
-    """Remove `path` after an error, to free space for logs. Add `path` to an OSError."""
     try:
         yield
     except BaseException as error:
@@ -231,7 +224,6 @@ class Saver:
         )
 
     def close(self) -> None:
-        """Let the saver process finish its work and end."""
         with self._starting:
             if self._is_closed:
                 return
@@ -246,7 +238,6 @@ class Saver:
                 self._process.stdin.close()
 
     def wait(self) -> None:
-        """Wait for the end of the saver process, after `close`."""
         if self._process is not None:
             _end(self._process)
 
@@ -269,13 +260,12 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
 
 
 def inherited(memory: Path) -> tuple[int, ...]:
-    """Return (descriptor,) if `copy` is a link to a file descriptor, else ()."""
+    """Return the file descriptor to which `copy` links, or () if it is a regular file."""
     copy = memory / COPY
     return (int(copy.readlink().name),) if copy.is_symlink() else ()
 
 
 def _ask(process: "subprocess.Popen[bytes]") -> bytes:
-    """Ask the saver process to save. Return its answer, or b"" if the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(b"\n")
@@ -317,14 +307,11 @@ def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
 
 
 class Uploads:
-    """Upload complete checkpoints from disk, in another process."""
-
     def __init__(self) -> None:
         self._command: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
 
     def note(self, memory: Path) -> None:
-        """Take the upload's arguments from `job.json`."""
         with suppress(OSError):
             job = msgspec.json.decode((memory / JOB).read_bytes(), type=SaveJob)
             if (url := os.environ.get(CHECKPOINT_TARGET)) and (to := job.completion) is not None:
@@ -332,7 +319,6 @@ class Uploads:
                 self._command = [*program, to.run_dir, to.stage, str(to.keep)]
 
     def begin(self) -> None:
-        """Start an upload of the newest checkpoint, unless one is running."""
         if self._command and (self._process is None or self._process.poll() is not None):
             # Two uploaders would remove each other's blocks.
             self._process = subprocess.Popen(
@@ -340,9 +326,8 @@ class Uploads:
             )
 
     def finish(self) -> None:
-        """Upload the newest checkpoint, and wait for the end."""
         if self._process is not None:
-            self._process.wait()  # this upload may lack the newest checkpoint, so start another
+            self._process.wait()  # this upload may lack the newest checkpoint
         self.begin()
         if self._process is not None:
             self._process.wait()
@@ -367,7 +352,7 @@ def _locked(memory: Path) -> Iterator[Any]:
 
 
 def main() -> None:
-    os.nice(10)  # lower the priority, so as not to slow the trainer
+    os.nice(10)
     action, *folders = sys.argv[1:]
     if action == "serve":
         serve(Path(folders[0]), sys.stdin.buffer, sys.stdout.buffer)

@@ -1,7 +1,7 @@
-"""Train the SFT stage on cross-entropy, and validate.
+"""Run the SFT stage: train on cross-entropy, and validate.
 
-Validation (mean cross-entropy of trained tokens) runs before the first step, after every
-`interval_steps` steps and after the last step.
+Validation is the mean cross-entropy of trained tokens, at every `interval_steps`-th step and after
+the last step.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class _SftLoop:
     first_step: int
 
     def run(self) -> None:
-        """Train to the last step or, in elastic training, to the end of the next round."""
+        """Train to the last step or, with DiLoCo, to the end of the next round."""
         ctx, learner, checkpoints = self.ctx, self.learner, self.checkpoints
         manifest, spec, world = ctx.manifest, ctx.manifest.sft, learner.world
         last_step = spec.num_steps
@@ -161,7 +161,7 @@ def load_validation(
 ) -> ValidationSet | None:
     """Load the first `num_examples` validation examples. A collective.
 
-    Raise OrreryError if the data has fewer examples, or if `training` contains a validation chat.
+    Raise OrreryError if there are fewer examples, or if `training` contains one of the chats.
     """
     spec = manifest.sft.validation
     if spec is None:

@@ -1,12 +1,8 @@
 """Read SFT chats by index, and tokenise them shortly before a step trains on them.
 
-- Chats come from a task's demonstrations, a JSONL file or a dataset. Data whose sha256 or
-  fingerprint differs from the manifest is refused.
-- An error names a malformed chat as `data.jsonl:7` or `folder: row 6`. Unknown fields of a
-  message, call or tool are errors, and so are the row fields in REFUSED.
+- Chats come from a task's demonstrations, a JSONL file or a dataset. Changed data is refused.
+- Unknown fields of a message, call or tool are errors, and so are the row fields in REFUSED.
 - Each epoch has its own permutation of the chats, drawn from (manifest.seed, epoch).
-- Tokenised chats stay in memory for later epochs, up to KEPT_TOKENS tokens.
-- At start each rank tokenises about CHECKED_TOKENS tokens, to find errors early.
 """
 
 import json
@@ -32,9 +28,9 @@ from orrery.wire.columns import Columns
 if TYPE_CHECKING:
     from orrery.trainer.text_data import Texts
 
-CHECKED_TOKENS = 2_000_000
+CHECKED_TOKENS = 2_000_000  # tokenised by each rank at start, to find errors
 CHECKED_AT_ONCE = 64
-KEPT_TOKENS = 32_000_000  # 5 bytes each
+KEPT_TOKENS = 32_000_000  # kept for later epochs, 5 bytes each
 FORM = '{"messages": [{"role", "content"}]}'
 REFUSED = ("functions", "chat_template_kwargs")  # row fields that would change the chat
 MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
@@ -259,7 +255,7 @@ class Examples:
                 return
 
     def columns(self, indices: Iterable[int]) -> Columns:
-        """Tokenise examples. Raise OrreryError for a chat that cannot be trained."""
+        """Tokenise chats. Raise OrreryError if a chat is malformed or too long."""
         indices = list(indices)
         new = [index for index in dict.fromkeys(indices) if index not in self._kept]
         made = self._tokenise(new)
@@ -333,7 +329,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield a function that returns the next item. A thread prepares the item in advance."""
+    """Yield a function that returns the next item. A thread makes items in advance."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

@@ -1,4 +1,4 @@
-"""Give DiLoCo's outer loop (`orrery.elastic`) access to the weights and ranks of one site."""
+"""Give DiLoCo's outer loop access to the weights and ranks of one site."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -50,7 +50,7 @@ class LearnerWeights:
         }
 
     def filled(self, values: Floats, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy tensors `held` into `values` f32 [n]. Return the copies by name, as views."""
+        """Copy tensors `held` into `values` f32 [n]. Return views of the copies."""
         views = self.views(values)
         for name, tensor in held.items():
             views[name].copy_(tensor)
@@ -67,8 +67,8 @@ class LearnerWeights:
 class WorldRanks:
     """Exchange msgpack messages among the ranks of this site.
 
-    Messages have their own CPU process group, so a thread may send during the trainer's
-    collectives. The group's timeout `limit_s` must include waits for other sites.
+    A thread may send during the trainer's collectives. The timeout `limit_s` must include waits for
+    other sites.
     """
 
     def __init__(self, world: World, limit_s: float) -> None:
@@ -118,6 +118,6 @@ class WorldRanks:
 
 
 def fresh_outer(learner: Learner) -> dict[str, torch.Tensor]:
-    """Return f32 zeros by weight name: DiLoCo's outer momentum or start weights, before loading."""
+    """Return f32 zeros by weight name, into which DiLoCo's outer state is loaded."""
     weights = LearnerWeights(learner)
     return weights.views(np.zeros(weights.num_parameters, dtype=np.float32))

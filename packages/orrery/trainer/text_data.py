@@ -1,11 +1,7 @@
 """Read plain text for SFT. Each token is trained once an epoch.
 
-- A document stands between two end tokens. Only the second end token is trained.
-- A document longer than a micro-batch is cut into parts. Each part begins with the last token of
-  the previous part, untrained.
-- In elastic training, each site trains one shard of the documents. A shard's order is a
-  permutation drawn from (manifest.seed, epoch, shard).
-- With `shard_by` "file", a site may lack files of other shards. Indices count local documents.
+- A document stands between two end tokens. The first end token is not trained.
+- A long document is cut into parts. Each begins with the previous part's last token, untrained.
 """
 
 import json
@@ -34,7 +30,7 @@ CHECKED_CHARACTERS = 1_000_000
 
 
 class TextDocuments:
-    """Present documents as chats of one message, to find validation data in training data."""
+    """Present documents as chats, to find validation data in training data."""
 
     def __init__(self, texts: "Texts") -> None:
         self._texts = texts
@@ -47,10 +43,7 @@ class TextDocuments:
 
 
 class Texts:
-    """The documents of `data`, with the methods of `sft_data.Examples`.
-
-    With `is_partial`, files of other shards may be missing.
-    """
+    """The documents of `data`. With `is_partial`, only the site's shard must exist."""
 
     def __init__(
         self,
@@ -95,7 +88,6 @@ class Texts:
 
     @cached_property
     def _parts_by_file(self) -> dict[str, DataRows]:
-        """Return the rows of each local file, by file name, in index order."""
         path, split = Path(self._data.path), self._data.split
         if split is None or not path.is_dir():
             raise OrreryError(
@@ -111,7 +103,7 @@ class Texts:
         return len(self.rows)
 
     def check(self, indices: Sequence[int]) -> None:
-        """Tokenise about CHECKED_CHARACTERS. Raise OrreryError for a malformed document."""
+        """Tokenise about CHECKED_CHARACTERS. Raise OrreryError if a document is malformed."""
         num_characters = 0
         for index in indices:
             num_characters += len(self.text(index))
@@ -120,9 +112,9 @@ class Texts:
                 return
 
     def documents(self, shard: int | None) -> Sequence[int]:
-        """Return the indices of the documents in `shard`. None means all documents.
+        """Return the indices of the documents in `shard` (None: all).
 
-        Raise OrreryError if a file of the shard is missing, or the shard has no document.
+        Raise OrreryError if the shard lacks a file or has no document.
         """
         if shard is None:
             return range(len(self.rows))
@@ -138,7 +130,7 @@ class Texts:
         return found
 
     def _documents_of_files(self, shard: Shard) -> tuple[Sequence[int], int]:
-        """Return the indices of the shard's documents, and the split's number of files."""
+        """Return (indices of the shard's documents, number of files in the split)."""
         path, split = Path(self._data.path), self._data.split or ""
         try:
             check_held(path, split, shard)
@@ -199,7 +191,7 @@ def open_texts(manifest: Manifest, field: str, data: TextData, tokenizer: Path) 
 
 
 def text_order(documents: Sequence[int], seed: int, shard: int | None, start: int) -> Iterator[int]:
-    """Yield document indices endlessly, from position `start` of the shard's order."""
+    """Yield `documents` endlessly from position `start`, permuted anew each epoch."""
     epoch, begin = divmod(start, len(documents))
     while True:
         draw = np.random.default_rng([seed, epoch, 0 if shard is None else 1 + shard])
@@ -210,7 +202,7 @@ def text_order(documents: Sequence[int], seed: int, shard: int | None, start: in
 def text_batches(
     texts: Texts, manifest: Manifest, num_done: int, site: "SiteTraining | None"
 ) -> Iterator[Columns]:
-    """Yield the batches after step `num_done`, or from the position of `site` in its shard."""
+    """Yield the batches after step `num_done` or, with `site`, after the site's position."""
     spec = manifest.sft
     shard, start = None, num_done * spec.examples_per_batch
     if site is not None:

@@ -5,10 +5,8 @@
     python -m orrery.trainer.uploader restore TARGET RUN_DIR STAGE
 
 - TARGET is an fsspec URL, such as `s3://bucket/runs`. Files lie below `<run>/<stage>`.
-- `blocks/<sha256>` is a block of a file. The header `round_<step>.json` lists a
-  checkpoint's blocks.
-- An upload writes the missing blocks, then the header. So a killed upload can resume, and
-  the previous checkpoint stays valid.
+- `blocks/<sha256>` is a block of a file. `round_<step>.json` (the "header") lists the blocks.
+- The header is written last, so a killed upload leaves the previous checkpoint valid.
 """
 
 import hashlib
@@ -48,7 +46,7 @@ UPLOADING = f"{checkpoints.DISCARDED}.uploading"  # named so that the next attem
 
 class FsspecTarget:
     def __init__(self, url: str) -> None:
-        import fsspec  # a dependency of torch
+        import fsspec
 
         self.name = url
         self._files, root = fsspec.core.url_to_fs(url)
@@ -56,7 +54,7 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Write the missing blocks, then the header. Keep the newest `keep` checkpoints."""
+        """Upload a checkpoint. Keep only the newest `keep`."""
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
@@ -114,7 +112,7 @@ def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
 def _kept(folder: Path, links: Path) -> Iterator[Path]:
     """Yield hard links to the files of `folder`, or `folder` itself if linking fails.
 
-    Links keep the files if the trainer removes `folder` during the upload.
+    The trainer may remove `folder` during the upload. Links keep the files.
     """
     shutil.rmtree(links, ignore_errors=True)
     files = links
@@ -129,7 +127,6 @@ def _kept(folder: Path, links: Path) -> Iterator[Path]:
 
 
 def describe(folder: Path, checkpoint: Checkpoint) -> StateSnapshot:
-    """Return the header of a complete checkpoint."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     parts = {
         path.relative_to(folder).as_posix(): SnapshotPart(
@@ -146,7 +143,7 @@ def _digest(folder: Path) -> str:
 
 
 def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
-    """Upload the newest checkpoint, then any newer checkpoint that appeared meanwhile."""
+    """Upload the newest checkpoint, then any that appeared meanwhile."""
     done = None
     while (newest := checkpoints.latest(run_dir, stage)) not in (None, done):
         assert newest is not None

@@ -1,7 +1,6 @@
-"""Recompute log-probs with published weights on the CPU: `python -m orrery.trainer.verifier`.
+"""Recompute log-probs on the CPU: `python -m orrery.trainer.verifier MANIFEST`.
 
-The argument is the manifest's path. The process reads `Recompute` messages from standard input, and
-answers with `Recomputed` on standard output. It caches the two most recently used networks.
+Read `Recompute` messages from stdin, and write `Recomputed` answers to stdout.
 """
 
 import os
@@ -26,7 +25,7 @@ from orrery.wire.weight_wire import read_weights
 from orrery.wire.weight_wire.fp8_blocks import decoded
 
 NUM_NETWORKS = 2
-ROWS = 64  # number of tokens whose logits exist at once
+ROWS = 64  # tokens whose logits exist at once
 
 
 class Networks:
@@ -86,7 +85,7 @@ def _answer(networks: Networks, request: Recompute) -> Recomputed:
 
 def main() -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # keep `print` out of the answers on stdout
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # keep `print` out of the answers
     networks = Networks(load(Path(sys.argv[1])))
     while (request := read_frame(sys.stdin.buffer, Recompute)) is not None:
         answers.write(frame(_answer(networks, request)))

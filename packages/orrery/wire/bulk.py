@@ -1,9 +1,8 @@
 """Send the bytes of each micro-batch over a separate TCP connection, authorized by a ticket.
 
-- The sender issues a `Ticket` with two random secrets over the authenticated control socket.
-- The receiver connects and sends the first secret and a byte offset. The sender answers with the
-  second secret and the bytes from the offset on. Each end checks the peer's secret.
-- A connection without a valid ticket is closed after at most KNOCK_S seconds.
+- A ticket has two random secrets. The sender issues it over the authenticated control socket.
+- The receiver sends the first secret and a byte offset. The sender answers with the second secret
+  and the bytes from that offset on.
 - The bytes are not encrypted or signed, so the network must be private.
 """
 
@@ -23,12 +22,12 @@ from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
-TICKETS_A_RANK = 2  # valid tickets: the current and the next micro-batch
-MAX_UNKNOWN = 64  # limit of connections without a ticket
+TICKETS_A_RANK = 2  # the current and the next micro-batch
+MAX_UNKNOWN = 64  # maximum number of connections without a ticket
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # reference count of a free buffer: the list and getrefcount hold one each
+_UNSHARED = 2  # reference count of a free buffer
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class _TicketedBatch:
 
 
 class BulkSender:
-    """Listen for receivers and send micro-batches. `issue` needs a running event loop."""
+    """Send micro-batches. `issue` needs a running event loop."""
 
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0))
@@ -57,7 +56,7 @@ class BulkSender:
         self.port: int = self._listener.getsockname()[1]
         self.num_foreign = 0
         self._ticketed: dict[int, list[_TicketedBatch]] = {}
-        # Tasks of connections without a ticket, oldest first.
+        # Connections without a ticket, oldest first.
         self._unknown: dict[asyncio.Task[None], None] = {}
         self._streams: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
@@ -107,7 +106,7 @@ class BulkSender:
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
             task.add_done_callback(lambda task: self._unknown.pop(task, None))
-            await asyncio.sleep(0)  # let other tasks run: a busy `sock_accept` never yields
+            await asyncio.sleep(0)  # let other tasks run
 
     async def _serve(self, connection: socket.socket) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -165,8 +164,7 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: float) -> int:
     """Fill `into` from byte `offset` on. Return the offset of the first missing byte.
 
-    Stop early if the connection fails, if no byte arrives for `silence_s` seconds, or if the sender
-    does not know the ticket.
+    Stop early if the connection fails, or if no byte arrives for `silence_s` seconds.
     """
     try:
         with socket.create_connection((host, ticket.port), timeout=silence_s) as connection:
@@ -195,10 +193,7 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Reuse receive buffers, because allocating memory costs as much as filling it.
-
-    A buffer is free while only the pool references it.
-    """
+    """Reuse receive buffers, because allocating memory costs as much as filling it."""
 
     def __init__(self) -> None:
         self._buffers: list[np.ndarray] = []

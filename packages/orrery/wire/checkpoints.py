@@ -1,12 +1,8 @@
 """Write and find checkpoints: folders that are valid only with the marker file `COMPLETE`.
 
-- The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes
+- Attempt k of the run writes `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes
   `files.json` (the sha256 of every file) and, last, the marker.
-- Each rank hashes its own large files and writes the hashes to a note, which `complete` reads.
-- SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
-- If attempt k is preempted before the next checkpoint, the orchestrator adds its state to the last
-  checkpoint, as `later.attempt_<k>/` with a separate marker.
-- To discard a folder, remove its marker, rename the folder, then remove its files.
+- Remove a folder's marker before its files.
 """
 
 import contextlib
@@ -38,10 +34,10 @@ if TYPE_CHECKING:
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # prefix of folders with orchestrator state from after the checkpoint
-PUBLISHED = "published.json"  # digests of all published weight versions, by version
+LATER = "later"  # prefix of folders with newer orchestrator state
+PUBLISHED = "published.json"  # digest of each published weight version
 CHUNK_BYTES = 32 << 20
-DISCARDED = ".discarded"  # prefix of folders that are being removed
+DISCARDED = ".discarded"  # prefix of folders in removal
 
 
 class _Noted(msgspec.Struct):
@@ -60,7 +56,7 @@ def later_dir(checkpoint: Path, attempt: int) -> Path:
 def is_due(step: int, manifest: "Manifest", stage: str = "rl") -> bool:
     """Return whether the stage writes a checkpoint after `step`.
 
-    RL also writes a checkpoint after its last step. SFT exports its final weights instead.
+    After its last step, SFT exports its weights instead.
     """
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
@@ -74,7 +70,7 @@ def steps(run_dir: Path, stage: str = "rl") -> list[int]:
 
 
 def latest(run_dir: Path, stage: str = "rl") -> Checkpoint | None:
-    """Return the complete checkpoint of the highest step, from its newest attempt, or None."""
+    """Return the complete checkpoint of the highest step and attempt, or None."""
     return max(whole_checkpoints(run_dir, stage), default=None)
 
 
@@ -94,9 +90,9 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 
 
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
-    """Write each file's size in bytes and sha256, by file name, into `note`.
+    """Write each file's size in bytes and sha256 into `note`.
 
-    Write the note after all other files, because the note's reader may rename the folder.
+    Write the note last, because its reader may rename the folder.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -107,8 +103,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    `notes` are paths of notes in `folder`. Files in a note are not hashed again. Raise RunFailed if
-    such a file is missing or its size differs.
+    Files in `notes` (paths in `folder`) are not hashed again. Raise RunFailed if such a file is
+    missing or its size differs.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -136,8 +132,7 @@ def verify(
 ) -> None:
     """Raise OrreryError if a file is missing, damaged or not in FILES. `remedy` ends the message.
 
-    `share` (i, n): hash only part i of n parts of the files. Worker threads call `each` after every
-    CHUNK_BYTES.
+    `share` (i, n): hash only part i of n of the files. Threads call `each` after every CHUNK_BYTES.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
@@ -151,7 +146,7 @@ def verify(
         if name not in found:
             raise OrreryError(f"{folder / name}: is in {FILES} but missing; {remedy}")
     index, count = share
-    # Sort by suffix, so that every part has equally many large files.
+    # Sort by suffix, so that parts have equally many large files.
     own = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]
     with ThreadPoolExecutor() as pool:
         digests = pool.map(lambda name: _sha256(folder / name, each), own)
@@ -165,8 +160,7 @@ def verify(
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
     """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
 
-    Keep checkpoints of attempts after `attempt`. If a removal fails, a later call or
-    `discard_incomplete` retries it.
+    Keep checkpoints of attempts after `attempt`. Ignore failed removals.
     """
     if keep < 1:
         raise OrreryError(
@@ -185,7 +179,7 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
 
 
 def discard_all(run_dir: Path, stage: str) -> list[int]:
-    """Remove a finished stage's checkpoints. Return their steps. Ignore failed removals."""
+    """Remove a stage's checkpoints. Return their steps."""
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
         if (one := checkpoint_named(folder.name)) is None:
@@ -198,11 +192,10 @@ def discard_all(run_dir: Path, stage: str) -> list[int]:
 
 
 def discard(run_dir: Path, folder: Path) -> None:
-    """Rename a checkpoint folder, then try to remove its files. Ignore a missing folder."""
     aside = checkpoints_dir(run_dir) / f"{DISCARDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         folder.rename(aside)
-        sync(folder.parent)  # sync the rename: a power cut must not bring the marker back
+        sync(folder.parent)  # a power cut must not bring the marker back
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -237,7 +230,6 @@ def _files(folder: Path) -> list[str]:
 
 
 def _noted(folder: Path, note: str) -> dict[str, str]:
-    """Return a note's sha256s, by path in `folder`. Raise RunFailed if a file's size differs."""
     path = folder / note
     if not nfs.appears(path):
         raise RunFailed(
@@ -267,9 +259,8 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
 
 
 def _size(path: Path) -> int:
-    """Return the size in bytes. Open the file, because NFS may show a stale size in `stat`."""
     with path.open("rb") as file:
-        return file.seek(0, 2)
+        return file.seek(0, 2)  # over NFS, `stat` may give a stale size
 
 
 def _sha256(path: Path, each: Callable[[], object] = lambda: None) -> str:

@@ -1,15 +1,11 @@
-"""Training data as columns: numpy arrays over all tokens or over all samples.
+"""Hold training data as columns: numpy arrays over all tokens or over all samples.
 
-- A sample is one document: a rollout or an SFT example. Tokens `offsets[i]:offsets[i + 1]` belong
-  to sample i.
-- Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`. `TOKEN_COLUMNS`
-  and `SAMPLE_COLUMNS` fix dtypes. A column with another name may have any dtype.
-- `logprob[t]` is log p(token t | earlier tokens). The loss includes token t if `trained[t]`, which
-  is false for a sample's first token.
-- `routed_experts[t]` has the experts that computed `logprob[t + 1]`.
-- A safetensors file holds `offsets`, `token/<name>`, `sample/<name>`, and JSON metadata.
-  `rollouts/step_<n>.safetensors` holds the batch of step n.
+- A sample is a rollout or an SFT example. Tokens `offsets[i]:offsets[i + 1]` belong to sample i.
+- Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`. Columns outside
+  `TOKEN_COLUMNS` and `SAMPLE_COLUMNS` may have any dtype.
+- `logprob[t]` is log p(token t | earlier tokens). The loss includes token t if `trained[t]`.
 - Missing weight columns mean `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
+- Files are safetensors with `offsets`, `token/<name>`, `sample/<name>`, and JSON metadata.
 """
 
 import json
@@ -30,8 +26,8 @@ from orrery.runtime.run_directory import rollouts_dir
 TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
-    "logprob": np.dtype("float32"),  # computed by the engine, at the sampling temperature
-    "version": np.dtype("int32"),  # policy version that sampled the token. −1: not sampled
+    "logprob": np.dtype("float32"),  # from the engine, at the sampling temperature
+    "version": np.dtype("int32"),  # of the policy that sampled the token. −1: not sampled
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
     "cross_entropy_weight": np.dtype("float32"),
@@ -40,7 +36,7 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # policy version at the group's start, the cache salt
+    "dispatch_version": np.dtype("int32"),  # policy version at the start of the sample's group
     "engine": np.dtype("int32"),  # index of the sampling engine. −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
@@ -50,7 +46,7 @@ SAMPLE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of `num_samples` documents. Arrays are read-only and may be views."""
+    """The columns of some samples. Arrays are read-only."""
 
     offsets: np.ndarray  # int64 [num_samples + 1], offsets[0] == 0
     token: dict[str, np.ndarray] = field(default_factory=dict)
@@ -88,7 +84,6 @@ class Columns:
         return np.diff(self.offsets)
 
     def select(self, samples: Sequence[int] | np.ndarray) -> "Columns":
-        """Return a copy of the samples with these indices, in this order."""
         samples = np.asarray(samples, dtype=np.int64)
         lengths = self.lengths[samples]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -102,7 +97,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable["Columns"]) -> "Columns":
-        """Return all parts' samples, in order. Raise ValueError if the parts' columns differ."""
+        """Raise ValueError if the parts' columns differ."""
         parts = list(parts)
         if not parts:
             return cls(np.zeros(1, dtype=np.int64))
@@ -119,9 +114,9 @@ class Columns:
         )
 
 
-# The byte layout of columns, shared by all wires and files
+# Byte layout
 
-MicroBatch = Columns | Sequence[Columns]  # a sequence is concatenated into one micro-batch
+MicroBatch = Columns | Sequence[Columns]  # a sequence is one micro-batch
 
 COALESCE_BYTES = 64 * 1024
 _KINDS = ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
@@ -143,16 +138,16 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class ColumnLayout(msgspec.Struct, frozen=True):
-    """The place (slot) of each column in the data of a safetensors file, without gaps.
+    """The slot of each column in a buffer, without gaps.
 
-    Offsets (i64) come first, then columns from wide to narrow dtypes. So each column is aligned.
+    Columns are in order of falling item size, so each column is aligned.
     """
 
     slots: tuple[Slot, ...]
     num_bytes: int
 
     def check(self) -> None:
-        """Raise ValueError if a column is unknown, offsets are missing, or columns leave gaps."""
+        """Raise ValueError if columns are unknown or leave gaps, or if offsets are missing."""
         start = 0
         for slot in self.slots:
             is_known = slot.dtype in DTYPES and slot.kind in ("offsets", "token", "sample")
@@ -173,7 +168,7 @@ def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
 
 
 def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
-    """Return the layout of the joined parts. Raise ValueError if the parts' columns differ."""
+    """Raise ValueError if the parts' columns differ."""
     parts = parts_of(micro_batch)
     num_samples = sum(part.num_samples for part in parts)
     num_tokens = sum(part.num_tokens for part in parts)
@@ -209,7 +204,7 @@ def _check_alike(kind: str, one: dict[str, np.ndarray], other: dict[str, np.ndar
 
 
 def segments(micro_batch: MicroBatch, layout: ColumnLayout) -> Iterator[memoryview]:
-    """Yield the layout's bytes in order. Copy only arrays that are not contiguous."""
+    """Yield the layout's bytes in order."""
     parts = parts_of(micro_batch)
     for slot in layout.slots:
         if slot.kind == "offsets":
@@ -227,7 +222,6 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def chunks(run: Iterator[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
-    """Join segments below COALESCE_BYTES, then yield chunks of at most `chunk_bytes`."""
     gathered = bytearray()
     for segment in run:
         if len(segment) < COALESCE_BYTES:
@@ -296,7 +290,7 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Return the JSON header and the data of a safetensors file (u8), or raise ValueError.
 
-    This replaces the safetensors library, which has no numpy type for bfloat16.
+    The safetensors library has no numpy type for bfloat16.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
@@ -308,7 +302,7 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def read(path: Path) -> tuple[Columns, dict[str, Any]]:
-    """Return mapped columns and metadata. Raise OrreryError if the file is missing or damaged.
+    """Return mapped columns and metadata. Raise OrreryError if the file is damaged or missing.
 
     Columns become invalid if another machine removes the file over NFS.
     """

@@ -1,9 +1,7 @@
-"""The authenticated ZeroMQ socket between the orchestrator (ROUTER) and trainer ranks (DEALER).
+"""Connect trainer ranks (ZeroMQ DEALER) to the orchestrator (ROUTER), with authentication.
 
-- Both ends derive both CurveZMQ key pairs from the run's token, so no key or token is sent. The
-  handshake rejects peers without the token.
-- libzmq refuses a larger frame than MAX_ASK_BYTES (at the orchestrator) or MAX_HEAD_BYTES (at the
-  trainer) before it allocates memory.
+- Both ends derive their CurveZMQ keys from the run's token, so no secret is sent.
+- libzmq refuses frames that exceed MAX_ASK_BYTES or MAX_HEAD_BYTES.
 """
 
 import asyncio
@@ -26,7 +24,7 @@ PROTOCOL = 3
 MAX_ASK_BYTES = 4096
 MAX_HEAD_BYTES = 64 << 20
 HANDSHAKE_S = 5.0
-# Decoding errors. Deep nesting raises RecursionError. Bad UTF-8 raises ValueError.
+# Decoding errors. RecursionError: deep nesting. ValueError: bad UTF-8.
 NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -59,7 +57,6 @@ def authenticate(socket: Any, is_sender: bool) -> None:
 
 
 def dealer(context: zmq.Context, url: str) -> zmq.Socket:
-    """Return a trainer rank's socket, connected to `url`. Messages may be lost."""
     socket = context.socket(zmq.DEALER)
     authenticate(socket, is_sender=False)
     socket.connect(url)
@@ -67,7 +64,7 @@ def dealer(context: zmq.Context, url: str) -> zmq.Socket:
 
 
 class ControlSocket:
-    """The orchestrator's end (one event loop). `num_foreign` counts refused peers and messages."""
+    """The orchestrator's end. `num_foreign` counts refused peers and messages."""
 
     def __init__(self, host: str, port: int) -> None:
         self.num_foreign = 0
@@ -102,7 +99,7 @@ class ControlSocket:
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
     def start(self, at_end: Callable[[], Awaitable[object]] | None = None) -> "asyncio.Task[None]":
-        """Start the serving task, if needed, and return it. The task calls `at_end` at its end."""
+        """Start and return the serving task. It calls `at_end` when it ends."""
         self._at_end = at_end or self._at_end
         if self.server is None:
             self.server = asyncio.create_task(self._serve(), name="control socket")
@@ -111,7 +108,7 @@ class ControlSocket:
         return self.server
 
     async def post(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Queue a message. Drop it if `peer` has disconnected, because `peer` asks again later."""
+        """Queue a message. Drop it if `peer` has disconnected."""
         try:
             await self._socket.send_multipart([peer, msgspec.msgpack.encode(message)], copy=False)
         except zmq.ZMQError as error:

@@ -5,10 +5,8 @@ b_i is element i in row-major order, with its bits read as a signed integer:
     F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
     m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix(i): output i of splitmix64 from seed 0
 
-- c_i depends only on the position i in the whole tensor. A slice's "share" is the sum of its
-  elements' terms. So F is the sum of the shares of disjoint slices that cover the tensor.
-- A flipped bit always changes F, because it adds ± a power of two times c_i, and c_i is odd.
-- Swapping elements i and j changes F unless 2^64 divides (b_i − b_j) · (c_j − c_i).
+- The "share" of a slice is the sum over its elements. Shares of disjoint slices add up to F.
+- A flipped bit always changes F, because c_i is odd.
 - F detects damage, not tampering.
 """
 
@@ -26,12 +24,12 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_ELEMENTS = 1 << 18  # fits a CPU core's cache
-GPU_CHUNK_ELEMENTS = 1 << 24  # large enough to hide the time of fifteen kernel launches
+GPU_CHUNK_ELEMENTS = 1 << 24  # hides the time of kernel launches
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 MASK = (1 << 64) - 1
-GROUP = 16  # number of consecutive elements that share one m(q)
+GROUP = 16  # consecutive elements with the same m(q)
 
 
 def _mixed(index: np.ndarray) -> np.ndarray:
@@ -45,13 +43,13 @@ FACTORS = _mixed(np.arange(1 << 63, (1 << 63) + GROUP, dtype=np.uint64))  # k(0)
 
 
 def tensor_fingerprint(tensor: "torch.Tensor") -> int:
-    """Return F of `tensor`, in [0, 2^64), for dtypes of 1, 2, 4 or 8 bytes on any device."""
+    """Return F of `tensor`, in [0, 2^64)."""
     shape = tuple(tensor.shape)
     return int(slice_share(tensor.detach(), shape, (0,) * len(shape)).item()) & MASK
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return F of a whole tensor, given its elements' bits as integers. Needs no torch."""
+    """Return F, given the elements' bits as integers. Needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
@@ -64,7 +62,7 @@ def array_fingerprint(bits: np.ndarray) -> int:
 
 
 def digest(fingerprints: dict[str, int]) -> str:
-    """Return a hash of all fingerprints and names, 16 hex digits, independent of their order."""
+    """Return a hash of names and fingerprints, 16 hex digits, independent of their order."""
     text = "".join(f"{name}\0{fingerprints[name]:016x}\n" for name in sorted(fingerprints))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -72,9 +70,9 @@ def digest(fingerprints: dict[str, int]) -> str:
 def slice_share(
     tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]
 ) -> "torch.Tensor":
-    """Return the share, i64 [], of `tensor`, a slice from index `starts` of a larger tensor.
+    """Return the share, i64 [], of a slice from index `starts` of a tensor of shape `full_shape`.
 
-    Do not synchronize the device. Raise ValueError if the dtype has no integer view.
+    Raise ValueError if the dtype has no integer view.
     """
     import torch
 
@@ -83,7 +81,7 @@ def slice_share(
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
-    # Whether the slice is a run of consecutive elements of the full tensor.
+    # Whether the slice's elements are consecutive in the full tensor.
     is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]
     if not is_run and tensor.numel() > most:  # flattening would copy the whole slice
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
@@ -128,7 +126,7 @@ def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
 
 
 def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
-    """Return the share of whole groups. Overwrite `index`, which has the groups' numbers."""
+    """Return the share of whole groups. Overwrite `index`, the groups' numbers."""
     import torch
 
     terms = bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device))
@@ -149,9 +147,9 @@ def _positions(
     run: int,
     device: "torch.device",
 ) -> "torch.Tensor":
-    """Divide a slice into runs of `run` elements. Return each run's position in the full tensor.
+    """Return the positions of a slice's runs in the full tensor, i64 [runs].
 
-    Positions, i64 [runs], are in units of `run` elements.
+    A run has `run` elements. Positions count runs.
     """
     import torch
 
@@ -171,7 +169,7 @@ def _factors(device: "torch.device") -> "torch.Tensor":
 
 
 def _mix(index: "torch.Tensor") -> "torch.Tensor":
-    """Overwrite `index` with `mix(index) | 1`. The masks turn `>>` into a logical shift."""
+    """Overwrite `index` with `mix(index) | 1`. The masks make `>>` a logical shift."""
     value = index.add_(1).mul_(_signed(GOLDEN))
     value ^= (value >> 30) & ((1 << 34) - 1)
     value.mul_(_signed(FIRST))
@@ -186,9 +184,9 @@ def _signed(unsigned: int) -> int:
 
 
 class SliceSpec(NamedTuple):
-    """A slice of shape `shape`, from index `starts` of a tensor of shape `full_shape`.
+    """A slice from index `starts` of a tensor of shape `full_shape`.
 
-    A buffer holds the slice from byte `offset` on, dense and row-major.
+    The slice lies in a buffer from byte `offset` on, dense and row-major.
     """
 
     offset: int
@@ -199,10 +197,9 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """Return (elements per row, distance between rows, first position). None if distances vary.
+        """Return (row length, distance between rows, first position), or None if distances vary.
 
-        A row is a run of elements that are consecutive in the full tensor. Distances and positions
-        count elements of the full tensor.
+        A row is a run of consecutive elements of the full tensor. The numbers count its elements.
         """
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
@@ -210,7 +207,7 @@ class SliceSpec(NamedTuple):
         while dim and self.shape[dim - 1] == self.full_shape[dim - 1]:
             dim -= 1
         if dim:
-            dim -= 1  # a row spans a part of this dimension and all later dimensions
+            dim -= 1  # a row spans a part of this dimension
         sizes = zip(self.shape[:dim], strides[:dim], strict=True)
         outer = [(size, stride) for size, stride in sizes if size > 1]
         if len(outer) > 1:
@@ -219,15 +216,12 @@ class SliceSpec(NamedTuple):
 
 
 class SliceFingerprints:
-    """Compute the shares of many slices in one buffer.
-
-    On a GPU, a few fused kernels replace tens of thousands of launches.
-    """
+    """Compute the shares of many slices in one buffer."""
 
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """`fused`: use the Triton kernels. None: use them on a GPU, if Triton is installed."""
+        """Prepare the slices. `fused`: use Triton kernels (None: on a GPU, if installed)."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))
@@ -237,7 +231,7 @@ class SliceFingerprints:
             self._fuse()
 
     def of(self, buffer: "torch.Tensor") -> "torch.Tensor":
-        """Return the slices' shares, i64 [slices] on the device. `buffer` is u8."""
+        """Return the slices' shares, i64 [slices]. `buffer` is u8."""
         import torch
 
         if len(self._kernels) == 1 and not self._alone:

@@ -1,11 +1,8 @@
 """Compute the fingerprint shares of many slices of a buffer in one pass on a GPU (Triton).
 
-A slice consists of rows of `num_columns` consecutive elements. In the tensor, in row-major order,
-rows begin `row_stride` elements apart. Each Triton program adds a few blocks to a slice's share.
-
-If all rows are whole groups of 16 elements, a program reads 32-bit words, 16 bytes at a time, and
-computes m once per group. b, k and m are as in `fingerprint`. With W bits per element and
-u = b + 2^(W−1):
+b, k, m and shares are as in `fingerprint`. A group is 16 consecutive elements with the same m.
+`_groups`, for slices whose rows are whole groups, multiplies 32-bit words. With W bits per element
+and u = b + 2^(W−1):
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
     u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64   (low, high: 32-bit halves)
@@ -22,13 +19,16 @@ import triton.language as tl
 from orrery.wire.fingerprint import FACTORS, FIRST, GOLDEN, GROUP, MASK, SECOND
 
 BLOCK, STEPS = 4096, 8  # elements per block, blocks per program
-WARPS, WARPS_BY_ELEMENT = 2, 8  # warps per program of `_groups` and `_elements`, fastest on an H200
+WARPS, WARPS_BY_ELEMENT = 2, 8  # fastest on an H200
 WORD_BYTES, LOAD_BYTES = 4, 16
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice, from element `begin` of the buffer. It starts at element `origin` of the tensor."""
+    """A slice, from element `begin` of the buffer and element `origin` of the tensor.
+
+    Rows have `num_columns` consecutive elements, and begin `row_stride` apart in the tensor.
+    """
 
     begin: int
     num_elements: int
@@ -52,7 +52,7 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 @triton.jit
 def _position(run, columns, stride, origin):
-    """Return the tensor positions of runs, each an element or a group. `stride` 0 means one row."""
+    """Return the tensor positions of runs (elements or groups). `stride` 0 means one row."""
     index = origin + run
     if stride:
         row = run // columns
@@ -138,11 +138,11 @@ def _elements(
 
 class KernelLaunch(NamedTuple):
     kernel: Any
-    integers: torch.dtype  # dtype as which the kernel reads the buffer
+    integers: torch.dtype  # the buffer is read as this dtype
     factors: list[torch.Tensor]
-    slice_of: torch.Tensor  # i32 [programs], index of the slice
+    slice_of: torch.Tensor  # i32 [programs]
     first_of: torch.Tensor  # i32 [programs], first element or group
-    rows: list[torch.Tensor]  # a tensor [slices] for each field of `Rows`
+    rows: list[torch.Tensor]  # [slices] for each field of `Rows`
     constants: dict[str, int]
 
 
@@ -207,8 +207,7 @@ def _tables(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return each program's slice and first run, and each field of `Rows` as a tensor [slices].
 
-    A run has `run` elements. A program handles `taken` elements. All fields but `begin`
-    count runs.
+    A run has `run` elements. A program handles `taken` elements. All fields but `begin` count runs.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

@@ -1,8 +1,7 @@
 """Read files that another node writes to NFS, which shows them late.
 
 NFS clients cache for up to a minute whether a name exists. Listing the folder bypasses the cache.
-Writers must sync all files before they rename the marker file, which announces these
-files, into place.
+Writers must sync all files before they write the marker file that announces them.
 """
 
 import errno
@@ -21,7 +20,7 @@ POLL_S = 0.1
 
 
 def read(path: Path) -> bytes | None:
-    """Return the content. Return None if the file is missing or was replaced during the read."""
+    """Return the content, or None if the file is missing or was replaced during the read."""
     return _if_there(path.read_bytes)
 
 

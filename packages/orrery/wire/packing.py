@@ -1,9 +1,8 @@
-"""Pack samples into micro-batches, one for each rank and micro-step.
+"""Pack samples into micro-batches ("bins"), one for each rank and micro-step.
 
 - No micro-batch exceeds `max_tokens`, padding included. All ranks have equally many micro-steps.
-- Without padding, best-fit decreasing makes the micro-batches ("bins"). Their number is at most
-  11/9 of the minimum, plus one. Empty bins complete the last micro-step. `_spread` makes a
-  second plan with as many bins and even costs. `pack` returns the cheaper plan.
+- Without padding, the number of bins is at most 11/9 of the minimum, plus one, rounded up to whole
+  micro-steps.
 - A micro-step lasts as long as its slowest rank, so its micro-batches get similar costs.
 """
 
@@ -89,7 +88,6 @@ def pack(
 
 
 def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Fill one bin after another, longest sample first. Padding counts as tokens."""
     bins = np.empty(len(lengths), dtype=np.int64)
     begin = bin_index = 0
     while begin < len(order):
@@ -100,9 +98,8 @@ def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 
 
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Put each sample, longest first, into the fullest bin that holds it."""
     bins = np.empty(len(lengths), dtype=np.int64)
-    # Sorted keys, (free tokens) · stride + bin. Bisection finds the fullest bin with enough space.
+    # Sorted keys: (free tokens) · stride + bin.
     rooms: list[int] = []
     stride = len(lengths)
     num_bins = 0
@@ -124,10 +121,7 @@ def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _spread(
     lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_tokens: int, num_bins: int
 ) -> np.ndarray | None:
-    """Put each sample, longest first, into the cheapest bin that holds it.
-
-    Return each sample's bin, int64 [num_samples], or None if a sample finds no bin.
-    """
+    """Put each sample, longest first, into the cheapest bin with space. Return None on failure."""
     bins = np.empty(len(lengths), dtype=np.int64)
     rooms = [max_tokens] * num_bins
     heap = [(0.0, bin_index) for bin_index in range(num_bins)]
@@ -153,10 +147,9 @@ def _spread(
 def _lock_step(
     bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """Return a plan's cost, its bins from costliest to cheapest, and each sample's bin.
+    """Return (cost, bins from costliest to cheapest, each sample's bin).
 
-    The plan's cost is the sum over micro-steps of the costliest bin. The costliest bins come first,
-    so memory use peaks early.
+    The cost is the sum over micro-steps of the costliest bin.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
@@ -168,10 +161,7 @@ def is_padded(model: Model) -> bool:
 
 
 def quadratic_cost(model: Model) -> float:
-    """Return `quadratic` for `pack`: layers · heads · head_dim / active matrix parameters.
-
-    For n tokens, this is (attention FLOPs / n²) / (matrix FLOPs / n).
-    """
+    """Return `quadratic` for `pack`: (attention FLOPs / n²) / (matrix FLOPs / n) for n tokens."""
     return model.num_layers * model.num_heads * model.head_dim / _active_matrices(model)
 
 
@@ -197,7 +187,7 @@ def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
     """
     mla, n = model.latent, lengths.astype(np.float64)
     indexer = mla.indexer
-    assert indexer is not None  # otherwise, use `quadratic_cost`
+    assert indexer is not None
     num_indexers = (indexer.types or ["full"] * model.num_layers).count("full")
     scores = num_indexers * indexer.num_heads * indexer.head_dim * n**2 / 2
     most = np.minimum(n, indexer.top_k)
@@ -208,7 +198,7 @@ def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """Make a micro-batch anew at each access, to save memory. `make` must be deterministic."""
+    """Make a micro-batch at each access, to save memory. `make` must be deterministic."""
 
     def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:
         self._length = length
@@ -231,10 +221,7 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 
 
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
-    """Return micro-batches, `[rank][micro_step]`, as lists of documents, without copies.
-
-    An empty micro-batch has all columns, with length 0.
-    """
+    """Return micro-batches, `[rank][micro_step]`, as lists of documents."""
     empty = [documents[0].select([])] if len(documents) else []
 
     def of_rank(steps: list[np.ndarray]) -> LazyMicroBatches:

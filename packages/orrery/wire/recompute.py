@@ -1,7 +1,6 @@
-"""Messages to a child process that recomputes log-probs, over its standard input and output.
+"""Exchange messages with a child process that recomputes log-probs, over stdin and stdout.
 
-A frame is a length in bytes (u32, little endian), then a msgpack message. Each request gets one
-answer.
+A frame is a length in bytes (u32, little endian), then a msgpack message.
 """
 
 import struct
@@ -29,7 +28,7 @@ class Recompute(msgspec.Struct, frozen=True):
 class Recomputed(msgspec.Struct, frozen=True):
     """The answer, per token: the log-prob, and the distribution's entropy and variance of log p.
 
-    Fields are f32 [n], or empty if the folder of weights no longer exists.
+    Fields are f32 [n], or empty if the weights no longer exist.
     """
 
     logprob: bytes = b""

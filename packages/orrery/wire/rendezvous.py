@@ -1,9 +1,8 @@
 """Publish and find the addresses of a stage's roles. Define constants for requests to engines.
 
-- A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Another role
-  waits for the file until a deadline, and reports the wait in its health record.
-- Files of earlier attempts are ignored. A restarted process has a higher incarnation (number of
-  restarts).
+- A role publishes its address as a file in `stages/<stage>/endpoints/`. Files of earlier attempts
+  are ignored.
+- A process's incarnation is its number of restarts.
 """
 
 import os
@@ -55,7 +54,7 @@ def _folder(ctx: "RoleContext") -> Path:
 
 
 def publish(ctx: "RoleContext", url: str, as_role: str = "", **info: Any) -> None:
-    """Publish this process's address under `as_role` (default: its own role). Replace an old file.
+    """Publish this process's address under `as_role` (default: its own role).
 
     Raise RunFailed if the process was started without the run's token.
     """
@@ -93,7 +92,7 @@ def await_endpoints(
     deadline_s: float,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Endpoint]:
-    """Wait until endpoints 0 to `count` − 1 of `role` are published. Return them.
+    """Return endpoints 0 to `count` − 1 of `role`, once all are published.
 
     Call `meanwhile` at each poll. Raise RunFailed after `deadline_s` seconds.
     """
@@ -112,14 +111,13 @@ def await_endpoints(
                     f"{', '.join(map(str, missing))} to publish its address. "
                     f"Read logs/{role}.{missing[0]}.log"
                 )
-            # Poll less often in a long wait, to spare the shared file system.
             time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))
 
 
 # An engine's HTTP interface
 
-ENGINE_HEADER = "X-Orrery-Engine"  # index of the answering engine
-RANK_HEADER = "X-data-parallel-rank"  # data-parallel rank that must serve the request
+ENGINE_HEADER = "X-Orrery-Engine"  # the answering engine's index
+RANK_HEADER = "X-data-parallel-rank"  # data-parallel rank to serve the request
 SESSION_HEADER = "X-Session-ID"  # key of vllm-router's consistent_hash policy
 # Clients close idle connections before the server does (uvicorn: after 5 s).
 KEEPALIVE_S = 3.0
@@ -128,15 +126,12 @@ NUM_CANARY_TOKENS = 32
 
 
 def request_s(manifest: "Manifest") -> float:
-    """Return the timeout of an engine request in seconds, for the client and every proxy.
-
-    The orchestrator ends slow rollouts earlier, but does not count the time of weight updates.
-    """
+    """Return the timeout of an engine request in seconds."""
     return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
 
 
 def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
-    """Return the token ids of the canary, a random test prompt that is equal in all processes."""
+    """Return the token ids of the canary, a random test prompt, equal in all processes."""
     length = min(NUM_CANARY_TOKENS, manifest.inference.max_model_len_tokens - 1)
     chosen = random.Random(manifest.seed)
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))

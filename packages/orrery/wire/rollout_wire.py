@@ -1,13 +1,11 @@
-"""The rollout wire: send batches from the orchestrator to the trainer's ranks.
+"""Send batches from the orchestrator to the trainer's ranks (the "rollout wire").
 
-- A receiver sends `BatchAsk(step, rank, micro_step)` over the control socket. The sender answers
-  once the batch exists, so a rank can join or restart at any time.
-- The answer to `micro_step` −1 is the batch's head (totals and info). Other answers have a layout
-  and a ticket to fetch the bytes (`bulk`). Neither end copies a whole batch.
-- `send` waits until all ranks have acknowledged the previous batch. The sender refuses an ask for
-  a batch that all ranks have acknowledged, and an ask that skips a batch.
+- A receiver sends `BatchAsk(step, rank, micro_step)`. The sender answers once the batch exists, so
+  a rank can join or restart at any time.
+- The answer to `micro_step` −1 is the batch's head (totals and info). Other answers have a ticket,
+  to fetch the micro-batch's bytes (`bulk`).
 - A receiver repeats an ask until the answer arrives. The sender answers each ask number once per
-  connection. If a transfer stops, the receiver asks again with a new number.
+  connection.
 """
 
 import asyncio
@@ -35,8 +33,8 @@ from orrery.wire.control_socket import (
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # time limit without bytes, after which the receiver reconnects
-NUM_HANDSHAKES = 5  # number of consecutive failed handshakes that raise RunFailed
+SILENCE_S = 10.0  # reconnect after this time without bytes
+NUM_HANDSHAKES = 5  # consecutive failed handshakes that raise RunFailed
 _HEAD = -1
 
 
@@ -44,9 +42,9 @@ _HEAD = -1
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches[rank][micro_step]`: equally many per rank. The wire may read an item twice.
-      Arrays must not change until all ranks have acknowledged the batch.
-    - `totals` (token counts for the loss) and `info`: JSON values, sent to every rank.
+    - `micro_batches[rank][micro_step]`: equally many per rank. Arrays must not change until all
+      ranks have acknowledged the batch.
+    - `totals` (token counts for the loss) and `info`: JSON values.
     """
 
     step: int
@@ -70,7 +68,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """One rank's part of a batch. Iterate only once, because iteration fetches micro-batches."""
+    """One rank's part of a batch. Iterate only once, because iteration fetches the data."""
 
     step: int
     rank: int
@@ -134,7 +132,7 @@ _TURNED_AWAY = (
 
 
 class RolloutSender:
-    """The orchestrator's end, for one event loop. `control` also carries weight-version leases."""
+    """The orchestrator's end, for one event loop."""
 
     def __init__(self, host: str, port: int, num_ranks: int) -> None:
         """Listen at `host`. With `port` 0, choose a free port."""
@@ -146,7 +144,7 @@ class RolloutSender:
         self.url = self.control.url
         self._held: dict[int, Batch] = {}
         self._missing: dict[int, set[int]] = {}
-        self._last_taken: int | None = None  # step of the latest `send`. It may still wait
+        self._last_taken: int | None = None  # step of the latest `send`, which may still wait
         self._last_held: int | None = None
         self._wanted = -1
         self._waiting: dict[int, tuple[bytes, BatchAsk]] = {}  # rank → (peer, newest open ask)
@@ -169,7 +167,7 @@ class RolloutSender:
             await self._answer(peer, ask)
 
     async def wanted(self, at_least: int = -1) -> int:
-        """Wait until a rank asks for step `at_least` or later. Return the newest requested step."""
+        """Wait until a rank asks for step `at_least` or later. Return the newest such step."""
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 
@@ -247,10 +245,6 @@ class RolloutSender:
         self._answered[ask.rank] = (peer, ask.number)
 
     def _answer_to(self, ask: BatchAsk) -> Answer | None:
-        """Return the answer, or None if the batch does not exist yet.
-
-        Raise OrreryError if the micro-batch cannot be sent.
-        """
         step, rank, number = ask.step, ask.rank, ask.number
         for other in self._held:
             if other < step and rank in self._missing[other]:
@@ -279,7 +273,7 @@ class RolloutSender:
 
 
 class RolloutReceiver:
-    """A trainer rank's end of the wire. All calls block."""
+    """A trainer rank's end. All calls block."""
 
     def __init__(self, url: str, rank: int) -> None:
         self.rank = rank
@@ -308,7 +302,7 @@ class RolloutReceiver:
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
         """Return this rank's part of batch `step`, or raise RunFailed.
 
-        `deadline_s` limits each wait for the sender, in seconds, here and during iteration.
+        `deadline_s` limits each wait for the sender, here and during iteration.
         """
         head = self._await(self._ask(step, _HEAD), BatchHead, deadline_s)
         count = head.num_micro_batches
@@ -350,7 +344,7 @@ class RolloutReceiver:
     def _send(self, message: BatchAsk | Acknowledgement, asked: str) -> None:
         try:
             self._socket.send(_encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # the peer does not use libzmq's protocol
+        except zmq.Again:
             raise RunFailed(f"{asked} {_TURNED_AWAY}") from None
 
     def _ask(self, step: int, micro_step: int) -> BatchAsk:
@@ -362,7 +356,6 @@ class RolloutReceiver:
     def _await(
         self, ask: BatchAsk, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
     ) -> Any:
-        """Wait for the answer to `ask`. Skip answers to older asks."""
         start = last_asked = time.monotonic()
         while True:
             frame = self._next(ask, min(start + deadline_s, last_asked + ASK_AGAIN_S))
@@ -412,7 +405,6 @@ class RolloutReceiver:
                     f"for {deadline_s:g} s. Read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)
-            # Ask with a new number, because the sender answers each number once.
             ask = self._ask(ask.step, ask.micro_step)
             head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
             if head.layout.num_bytes != len(buffer):
@@ -426,10 +418,6 @@ class RolloutReceiver:
             raise RunFailed(f"{self._asked(ask)}, but it does not decode: {error}") from error
 
     def _next(self, ask: BatchAsk, until: float) -> zmq.Frame | None:
-        """Return the next message, or None at monotonic time `until`.
-
-        Raise RunFailed if the peer lacks the run's token.
-        """
         while True:
             ready = dict(self._poller.poll(max(0, int((until - time.monotonic()) * 1000) + 1)))
             if self._monitor in ready:

@@ -1,14 +1,11 @@
-"""Router replay (R3): the trainer uses the experts that an engine's routers chose.
+"""Replay routing (R3): the trainer uses the experts that an engine's routers chose.
 
 - Row t of the token column `routed_experts`, [tokens, layers, top_k], holds the expert ids of input
-  token t: uint8 for up to 256 experts, uint16 for more. Dense layers may be included.
+  token t: uint8 for up to 256 experts, uint16 for more.
 - If a route is missing, its ids are the dtype's largest value, and the trainer's router chooses.
-  A document's last token has no route. With 256 experts and top_k 1, a route to expert 255 counts
-  as missing.
-- All or no documents of a batch have the column.
-- Unless `trainer.indexer_choice` is "own", the trainer also uses the keys chosen by the
-  engine's sparse-attention indexers. A row is then X bytes, [1, X]: the routes of all layers, then
-  each indexer's choice, with one bit per position.
+  With 256 experts and top_k 1, a route to expert 255 counts as missing.
+- With sparse-attention indexers, unless `trainer.indexer_choice` is "own", a row is X bytes,
+  [1, X]: the routes of all layers, then each indexer's chosen keys, one bit per position.
 """
 
 import io
@@ -23,9 +20,9 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Manifest, Model
 
 COLUMN = "routed_experts"
-PIECE = 1 << 20  # base64 characters decoded at a time, a multiple of 4
+PIECE = 1 << 20  # base64 characters decoded at once, a multiple of 4
 _FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
-_HEADER_CHARACTERS = 1024  # base64 characters that contain the header of any 3-dimensional .npy
+_HEADER_CHARACTERS = 1024  # enough for the header of a 3-dimensional .npy
 
 
 class RouteShape(NamedTuple):
@@ -46,7 +43,7 @@ class RouteShape(NamedTuple):
 class CheckedRoutes(NamedTuple):
     """Routes that fit the model. A missing route has ids outside the range of experts."""
 
-    # uint8 or int16 [tokens, layers with experts, top_k], a view of the input if possible.
+    # uint8 or int16 [tokens, layers with experts, top_k]
     ids: np.ndarray
     is_missing: np.ndarray  # bool [tokens]: no route in at least one layer
     num_routed: int  # number of (token, layer) pairs with a route
@@ -91,13 +88,13 @@ def split_choices(
 
 
 def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
-    """Return a column of missing routes. It is a read-only view of one number."""
+    """Return a read-only column of missing routes."""
     value = np.array(shape.no_route, dtype=shape.dtype)
     return np.broadcast_to(value, (num_tokens, shape.num_layers, shape.top_k))
 
 
 def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRoutes:
-    """Return routes in the format of the network. `what` names the routes in errors.
+    """Return routes in the format of the network.
 
     Raise RunFailed if their dtype, shape or an id does not fit the model.
     """
@@ -114,7 +111,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
     routes = routes[:, routes.shape[1] - shape.num_layers :]
     suspect = routes >= min(shape.num_experts, shape.no_route)
     suspect = suspect.reshape(len(routes), shape.num_layers * shape.top_k)
-    tokens = np.flatnonzero(np.any(suspect, axis=1))  # few tokens, unless 255 is also an expert
+    tokens = np.flatnonzero(np.any(suspect, axis=1))
     is_missing_NL = (routes[tokens] == shape.no_route).all(axis=-1)
     bad_NL = (routes[tokens] >= shape.num_experts).any(axis=-1) & ~is_missing_NL
     if bad_NL.any():
@@ -142,10 +139,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
 
 @dataclass(frozen=True)
 class Routes:
-    """A base64 .npy file with the routes of `num_rows` input tokens, from token `start` on.
-
-    The engine sends all layers. The last sampled token is never an input, so it has no row.
-    """
+    """A base64 .npy file with the routes of `num_rows` input tokens, from token `start` on."""
 
     start: int
     shape: tuple[int, int, int]  # rows, layers, experts a token
@@ -158,10 +152,7 @@ class Routes:
         return self.shape[0]
 
     def decode_into(self, rows: np.ndarray) -> None:
-        """Fill `rows` [num_rows, layers with experts, top_k], in pieces that fit the CPU cache.
-
-        Layers with experts come last. Raise ValueError for damaged data.
-        """
+        """Fill `rows` [num_rows, layers with experts, top_k]. Raise ValueError for damaged data."""
         import pybase64  # only the orchestrator has it
 
         num_layers, row_bytes = rows.shape[1], int(np.prod(self.shape[1:])) * self.dtype.itemsize
@@ -178,10 +169,10 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Return `body` with `routed_experts` emptied, and the routes, or None without that field.
+    """Return `body` with `routed_experts` emptied, and the routes or None.
 
-    The field may have tens of MB, so call this before JSON decoding. Raise ValueError if the field
-    is not a .npy file of routes.
+    Call this before JSON decoding, because the field may have tens of MB. Raise ValueError if it is
+    not a .npy file of routes.
     """
     import pybase64
 
@@ -207,7 +198,7 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
     """Join the routes of a conversation's answers into one column, [num_tokens, layers, top_k].
 
-    Where answers overlap, the last answer applies. Raise ValueError if an answer does not fit.
+    Where answers overlap, the last one applies. Raise ValueError if an answer does not fit.
     """
     for part in parts:
         _, num_layers, top_k = part.shape
@@ -221,7 +212,7 @@ def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.nd
                 f"experts per token, as {shape.dtype}"
             )
     rows = np.empty((num_tokens, shape.num_layers, shape.top_k), shape.dtype)
-    filled = 0  # rows before this index belong to an answer or are marked missing
+    filled = 0  # rows before this index are done
     for part in sorted(parts, key=lambda part: part.start):
         rows[filled : max(filled, part.start)] = shape.no_route
         filled = max(filled, part.start + part.num_rows)

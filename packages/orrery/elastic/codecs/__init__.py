@@ -17,7 +17,6 @@ __all__ = ["CODECS", "Codec", "codec"]
 
 
 def codec(kind: str, num_threads: int = 1) -> Codec:
-    """Return the codec `kind`. Raise ElasticError if `kind` is unknown."""
     if kind not in CODECS:
         raise ElasticError(
             f"trainer.elastic.codec: {kind!r} is unknown to this version; choose from "

@@ -1,11 +1,10 @@
 """Define the interface of codecs, which encode float32 values as bytes and decode them.
 
-- `wire_bytes(n)` is the size of n encoded values. Blocks of `block` values are independent. The
-  last block may be shorter.
-- Values are finite, with magnitudes up to 2^100. A lossy codec decodes a block to zeros if its
-  largest magnitude, absmax, is below 2^-100.
-- Equal values give equal bytes on every host, with or without native code. Each float32 operation
-  rounds once, and values are summed as integers.
+- Blocks of `block` values are encoded independently.
+- Values are finite, with magnitudes up to 2^100. A block's largest magnitude is its absmax. Below
+  2^-100, a lossy codec decodes the block to zeros.
+- Equal values give equal bytes on every host, with or without native code. Hence each float32
+  operation rounds once, and sums use integers.
 """
 
 import os
@@ -25,8 +24,8 @@ Bytes = NDArray[np.uint8]
 
 SMALLEST = np.float32(2.0**-100)
 LARGEST = np.float32(2.0**100)
-UNITS = np.float32(2.0**20)  # codecs sum integers in units of absmax · 2^-20, for exact sums
-THREAD_VALUES = 1 << 18  # minimum number of values per thread
+UNITS = np.float32(2.0**20)  # sums use integers in units of absmax · 2^-20
+THREAD_VALUES = 1 << 18  # minimum per thread
 
 
 class Codec(ABC):
@@ -70,10 +69,10 @@ class Codec(ABC):
         return wire
 
     def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
-        """Encode the sum of `share` · x and the decoded `added` into `out`. Return `out`.
+        """Encode `share` · x plus the decoded `added` into `out`. Return `out`.
 
-        The result is bitwise equal to a multiplication, `decode_add` and `encode`. If `share` is 0,
-        the product is 0 even for NaN.
+        The bits equal those of a multiplication, `decode_add` and `encode`. If `share` is 0, the
+        product is 0 even for NaN.
         """
         if added is not None:
             added = self._checked(added, x)
@@ -93,7 +92,7 @@ class Codec(ABC):
         self._decode(self._checked(wire, out), out, 1.0, False)
 
     def decode_add(self, wire: Bytes, acc: Floats, scale: float = 1.0) -> None:
-        """Multiply the decoded values by `scale` in float32, and add them to `acc`, f32[n]."""
+        """Add `scale` times the decoded values to `acc`, f32[n]."""
         self._decode(self._checked(wire, acc), acc, scale, True)
 
     def _decode(self, wire: Bytes, out: Floats, scale: float, adds: bool) -> None:
@@ -122,7 +121,6 @@ class Codec(ABC):
         return np.frombuffer(wire, np.uint8)
 
     def _run(self, n: int, call):  # type: ignore[no-untyped-def]
-        """Return the results of `call(first, last)` for block ranges, in threads if n is large."""
         blocks = -(-n // self.block)
         parts = max(1, min(self._num_threads, n // THREAD_VALUES))
         if parts == 1:
@@ -150,7 +148,6 @@ def _floats(x: Floats, name: str) -> Floats:
 
 
 def blocks_of(x: Floats, block: int) -> Floats:
-    """Return x as rows of `block` values. Zeros fill the last row."""
     rows = -(-x.size // block)
     if rows * block == x.size:
         return x.reshape(rows, block)

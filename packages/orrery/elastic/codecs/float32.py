@@ -1,4 +1,4 @@
-"""float32: values without compression, 4 bytes a value."""
+"""Encode values as float32 without compression, 4 bytes a value."""
 
 import numpy as np
 

@@ -1,7 +1,8 @@
-"""int4_block: 4-bit integers with one scale, absmax / 7, per 256 values. 0.516 bytes a value.
+"""Encode values as 4-bit integers with a scale per 256 values, 0.516 bytes a value.
 
-Layout: float32 scales, then ⌈m/2⌉ bytes per block of m values. Byte i holds integer i in its low 4
-bits and integer i + ⌈m/2⌉ in its high 4 bits, each with 8 added.
+The scale is the largest magnitude / 7. Layout: float32 scales, then ⌈m/2⌉ bytes per block of m
+values. Byte i holds integer i in its low 4 bits and integer i + ⌈m/2⌉ in its high 4 bits, each with
+8 added.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
-"""int8_block: 8-bit integers with one scale, absmax / 127, per 256 values. 1.016 bytes a value.
+"""Encode values as 8-bit integers with a scale per 256 values, 1.016 bytes a value.
 
-Layout: float32 scales, then one int8 a value. The error is at most half a scale.
+The scale is the largest magnitude / 127. Layout: float32 scales, then one int8 a value.
 """
 
 import numpy as np

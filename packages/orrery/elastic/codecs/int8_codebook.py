@@ -1,9 +1,7 @@
-"""int8_codebook: 256 levels over ±6σ for each block of 65,536 values. 1.016 bytes a value.
+"""Encode blocks of 65,536 values by 256 levels over ±6σ, 1.016 bytes a value.
 
-Each level is the mean of the values that it encodes. Values beyond ±6σ get the first or last level.
-Layout: a codebook (256 float32) for each block, then one byte a value.
-
-Source: INTELLECT-1 (arXiv 2412.01152, §2.2).
+Each level is the mean of the values that it encodes. Layout: a codebook (256 float32) for each
+block, then one byte a value. Source: INTELLECT-1 (arXiv 2412.01152, §2.2).
 """
 
 import numpy as np

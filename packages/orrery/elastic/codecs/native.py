@@ -1,8 +1,7 @@
-"""Build and load the native code of the codecs, `native.cpp`.
+"""Build the codecs' native code with `g++` into `~/.cache/orrery`, and load it.
 
-- `g++` builds `native.cpp` at set-up or first use, into `~/.cache/orrery`. The library's name has a
-  hash of the source, flags and processor, because different hosts may share a home folder.
-- Without a compiler, the codecs log a warning and use numpy, with equal bits.
+- The file name has a hash of the processor, because hosts may share a home folder.
+- Without a compiler, the codecs use numpy, with equal bits.
 """
 
 import ctypes
@@ -32,14 +31,14 @@ BUILD_S = 120.0
 
 
 class Library:
-    """The native functions for blocks [`first`, `last`). They run without the interpreter lock."""
+    """The native functions, for blocks [`first`, `last`)."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
 
     def encoder(self, kind: str) -> Callable[..., int]:
         """Return `encode(x, n, wire, first, last)`. It returns an invalid value's index, or -1."""
-        call = self._library[f"{kind}_encode"]  # a new function object, not a shared one
+        call = self._library[f"{kind}_encode"]  # a new object; an attribute is shared
         call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64
         return call  # type: ignore[no-any-return]
@@ -68,7 +67,6 @@ _WIRE = np.ctypeslib.ndpointer(np.uint8, ndim=1, flags=("C",))
 
 @cache
 def library() -> Library | None:
-    """Return the native code, built if needed, or None if the build fails."""
     try:
         return Library(_built(_cache_folder()))
     except (OSError, subprocess.SubprocessError) as error:
@@ -102,7 +100,7 @@ def _built(folder: Path) -> Path:
             text=True,
             timeout=BUILD_S,
         )
-        made.replace(path)  # atomic, because another process may build the same file
+        made.replace(path)  # atomic, as another process may build the same file
     return path
 
 

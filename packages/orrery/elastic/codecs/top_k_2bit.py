@@ -1,8 +1,8 @@
-"""top_k_2bit: keep the 64 largest magnitudes of each 4,096 values. 0.029 bytes a value.
+"""Keep the 64 largest magnitudes of each 4,096 values, 0.029 bytes a value.
 
 A kept value becomes plus or minus one of two levels. The high level is the mean of the kept
 magnitudes above their mean. The low level is the mean of the others. Dropped values become 0, so
-use error feedback. Source: SparseLoCo (arXiv 2508.15706).
+use `ErrorFeedback`. Source: SparseLoCo (arXiv 2508.15706).
 
 Layout of a block of m values, k = ⌈m/64⌉: 2 float32 levels, low first, then k codes of 2 bits, then
 k indices of 12 bits. Bit 0 of a code is the level, bit 1 the sign. Codes and indices are each
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from orrery.elastic.codecs.base import SMALLEST, UNITS, Bytes, Codec, Floats
 
-SHARE = 64  # one value in 64 is kept
+SHARE = 64
 LAST = 4095
 
 
@@ -60,11 +60,10 @@ class TopK2BitCodec(Codec):
 
 
 def _records(rows: Floats) -> Bytes:
-    """Encode each row as a record, u8[rows, record bytes]."""
     num_rows, m = rows.shape
     k = -(-m // SHARE)
     bits = np.abs(rows).view(np.uint32).astype(np.uint64)
-    # A key joins magnitude and index. At equal magnitudes, the lower index has the larger key.
+    # At equal magnitudes, the lower index has the larger key.
     keys = bits << np.uint64(12) | np.arange(LAST, LAST - m, -1).astype(np.uint64)
     best = np.partition(keys, m - k, axis=1)[:, m - k :]
     places = np.sort(LAST - (best & np.uint64(LAST)).astype(np.int64), axis=1)
@@ -75,7 +74,7 @@ def _records(rows: Floats) -> Bytes:
     to_units = np.where(is_zero, np.float32(0), UNITS / np.where(is_zero, UNITS, absmax))
     units = np.rint(magnitudes * to_units[:, None]).astype(np.int64)
     is_high = units * k > units.sum(axis=1)[:, None]
-    has_zeros = units.min(axis=1) == 0  # if so, only zeros get the low level, and decode to 0
+    has_zeros = units.min(axis=1) == 0  # then the low level is 0
     is_high[has_zeros] = units[has_zeros] > 0
     levels = np.empty((num_rows, 2), np.float32)
     for level, members in enumerate((~is_high, is_high)):

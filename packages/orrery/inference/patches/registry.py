@@ -1,6 +1,6 @@
-"""List and apply the patches of vLLM, each with its target, reason and test. No file is changed.
+"""List the runtime patches of vLLM, each with its target, reason and test, and apply them.
 
-`python -m orrery.inference.patches.registry` prints a line of JSON per patch, without vLLM.
+`python -m orrery.inference.patches.registry` prints one line of JSON per patch.
 """
 
 import json
@@ -14,9 +14,9 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
-# Environment variable: size of the route store, as a multiple of the device's KV blocks.
+# Environment variable: factor on the size of vLLM's store of routed experts.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: longest sequence in tokens. Set only if engines report indexers' choices.
+# Environment variable: longest sequence in tokens. If set, engines report the indexers' keys.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -246,7 +246,7 @@ PATCHES = (
 
 
 def environment(manifest: Manifest) -> dict[str, str]:
-    """Return the environment variables that choose vLLM's model runner and patches."""
+    """Return environment variables that choose vLLM's model runner and patches."""
     if manifest.hardware.accelerator == "cpu":
         return {}
     chosen = {}
@@ -260,7 +260,7 @@ def environment(manifest: Manifest) -> dict[str, str]:
 
 
 def import_vllm(enforce_eager: bool) -> None:
-    """Raise OrreryError without vLLM. If `enforce_eager`, import it without torch's compiler."""
+    """Raise OrreryError if vLLM is missing. If `enforce_eager`, import it without the compiler."""
     if find_spec("vllm") is None:
         raise OrreryError(
             "inference: vLLM is not installed here. Install locks/inference.cuda.txt (GPU) or "
@@ -271,7 +271,7 @@ def import_vllm(enforce_eager: bool) -> None:
 
 
 def correct_server(manifest: Manifest) -> None:
-    """Patch the API server's process, before vLLM parses its arguments."""
+    """Patch the API server. Call this before vLLM parses its arguments."""
     if manifest.hardware.accelerator == "cpu":
         correct_cpu_server()
         if manifest.transport.routed_experts:

@@ -1,4 +1,4 @@
-"""Patch vLLM's start, processes, reloads, sampling, adapters, KV connectors (see `registry`)."""
+"""Patch vLLM. `registry.py` gives the target and the reason of each patch."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def import_without_compiler() -> None:
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> None:
-    """Make MoE layers prepack new weights. Call before each reload on CPU."""
+    """Make MoE layers prepack their new weights. Call before each weight reload on CPU."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -46,7 +46,7 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Prepack a tied output head's new weights. Call after each reload on CPU."""
+    """Prepack a tied output head's new weights. Call after each weight reload on CPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -56,7 +56,6 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[None]:
-    """Suppress a reload's warnings about layers without parameters and a tied output head."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     expected = {type(module).__name__ for module in model.modules() if not module._parameters}
@@ -75,7 +74,7 @@ def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[N
 
 
 def has_stale_head(model: torch.nn.Module) -> bool:
-    """Return whether a tied output head has its own parameter. Updates do not change it."""
+    """Return whether a tied output head has its own parameter, which no weight update reaches."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
@@ -88,10 +87,7 @@ def has_stale_head(model: torch.nn.Module) -> bool:
 
 
 def fork_engine_core() -> None:
-    """Make vLLM fork the engine core. Apply before the client is built.
-
-    With OMP_NUM_THREADS=1, a CPU process has no threads that a fork would lose.
-    """
+    """Make vLLM fork the engine core. OMP_NUM_THREADS must be 1, because forks lose threads."""
     import vllm.v1.engine.utils as engine_utils
 
     def forking() -> BaseContext:
@@ -101,7 +97,6 @@ def fork_engine_core() -> None:
 
 
 def inspect_models_here() -> None:
-    """Make vLLM inspect model classes in this process. Apply before vLLM inspects a model."""
     import vllm.model_executor.models.registry as registry
 
     def call(inspect: Callable[[], Any]) -> Any:
@@ -119,7 +114,7 @@ def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def draw_again_after_a_part() -> None:
-    """Undo seeded random draws for partial prompts. Apply before the engine core is forked."""
+    """Restore a request's random state after each part of its prompt."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -153,7 +148,6 @@ def draw_again_after_a_part() -> None:
 
 
 def keep_adapters(manager: Any) -> None:
-    """Make vLLM's LoRA manager keep its adapters in weight updates. Call after warm-up."""
     if not hasattr(manager, "remove_all_adapters"):
         raise RuntimeError(
             "vLLM's LoRAModelManager has no remove_all_adapters any more. "
@@ -163,7 +157,6 @@ def keep_adapters(manager: Any) -> None:
 
 
 def keep_kernels_of_experts() -> None:
-    """Make experts use kernels without LoRA. Apply before a model is built."""
     import vllm.model_executor.layers.fused_moe.layer as layer
 
     config = layer.FusedMoEConfig
@@ -178,7 +171,6 @@ def _nothing() -> None: ...
 
 
 def route_in_float32() -> None:
-    """Make routers without their own dtype return float32 logits."""
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
     init = GateLinear.__init__
@@ -191,11 +183,7 @@ def route_in_float32() -> None:
     GateLinear.__init__ = init_wide
 
 
-# Data-parallel ranks, stores and shared memory
-
-
 def answer_for_every_rank() -> None:
-    """Make /collective_rpc return all workers' results. Apply before the client is built."""
     from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
     async def collective_rpc_async(
@@ -215,7 +203,6 @@ def answer_for_every_rank() -> None:
 
 
 def exchange_unequal_parts() -> None:
-    """Give CPU engines `all_gatherv` and `reduce_scatterv`. Apply before the core is forked."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     CpuCommunicator.all_gatherv = _all_gatherv  # type: ignore[method-assign,assignment]
@@ -228,7 +215,7 @@ def _all_gatherv(
     dim: int = 0,
     sizes: list[int] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Return all ranks' rows, `sizes[i]` from rank i. Gloo needs equal parts, so send padding."""
+    """Return all ranks' rows, `sizes[i]` from rank i. Send padding, as gloo needs equal parts."""
     if isinstance(input_, list):
         return [_all_gatherv(self, each, dim, sizes) for each in input_]  # type: ignore[misc]
     if dim != 0:
@@ -246,7 +233,6 @@ def _all_gatherv(
 def _reduce_scatterv(
     self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
 ) -> torch.Tensor:
-    """Return this rank's rows, summed over the ranks in rank order."""
     if dim not in (0, -input_.dim()):
         raise NotImplementedError(f"reduce_scatterv on CPU takes dim 0, not {dim}")
     rows = sizes or [len(input_) // self.world_size] * self.world_size
@@ -259,7 +245,6 @@ def _reduce_scatterv(
 
 
 def compute_own_experts() -> None:
-    """Make CPU engines skip other ranks' experts. Apply before the core is forked."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
@@ -280,7 +265,7 @@ def compute_own_experts() -> None:
 
 
 def meet_at_one_address() -> None:
-    """Make TCP stores listen only at their host's address. Apply in every engine process."""
+    """Make torch's TCP stores listen only at their host's address."""
     import vllm.distributed.utils as vllm_stores
 
     vllm_stores.TCPStore = _store  # type: ignore[attr-defined,assignment,misc]
@@ -294,13 +279,12 @@ def _store(
     is_master: bool = False,
     **options: Any,
 ) -> Any:
-    """Return a TCPStore at `host_name`. Raise torch's DistNetworkError if the port is taken."""
     from torch.distributed import DistNetworkError, TCPStore
 
     if is_master and options.get("master_listen_fd") is None:
         try:
             listener = socket.create_server((host_name, port))
-        except OSError as error:  # if the message has the errno's name, vLLM tries another port
+        except OSError as error:  # with the errno's name in the message, vLLM tries another port
             name = errno.errorcode.get(error.errno or 0, "")
             raise DistNetworkError(f"{name} {host_name}:{port}: {error}") from error
         port = listener.getsockname()[1]
@@ -309,7 +293,7 @@ def _store(
 
 
 def name_shared_memory(name: str) -> None:
-    """Prefix the names of shared memory with `name`. Apply before any shared memory is made."""
+    """Prefix the names of later shared memory with `name`."""
     # Python limits these names to FreeBSD's length. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     length = len(name) + 1 + RANDOM_CHARACTERS
@@ -321,9 +305,9 @@ def name_shared_memory(name: str) -> None:
 
 
 def unlink_host_tiers(name: str) -> None:
-    """Unlink each host tier's shared memory. Call this once all processes have opened it.
+    """Unlink the shared memory of KV offloading. Call this after all processes have opened it.
 
-    The kernel frees the memory when the last process ends. vLLM unlinks the empty file at shutdown.
+    An empty file remains for vLLM to unlink.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with contextlib.suppress(FileNotFoundError):  # the engine may be ending
@@ -347,10 +331,6 @@ def _name_reductions(name: str) -> None:
 
 
 def pause_beside_unread_blocks() -> None:
-    """Let an engine pause with KV blocks that others must still read. Updates keep these blocks.
-
-    Apply in each process that may be an engine core.
-    """
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -383,7 +363,7 @@ def bootstrap_on_one_address() -> None:
 
 
 def pulls_that_end_with_their_engine() -> None:
-    """Make reads from an ended engine fail. Apply before a process makes a Mooncake worker."""
+    """Let `give_up_pulls_of` end Mooncake's KV reads."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
         MooncakeConnectorWorker,
     )
@@ -423,7 +403,6 @@ def _end_of(worker: Any, engine_id: str) -> asyncio.Event:
 
 
 def device_index_on_cpu() -> None:
-    """Report device index 0 on CPU. Apply in each process that may be a Mooncake worker."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -431,7 +410,6 @@ def device_index_on_cpu() -> None:
 
 
 def sleep_for_messages() -> None:
-    """Let CPU workers sleep `MESSAGE_S` between polls for a message in shared memory."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
 
@@ -440,7 +418,6 @@ def sleep_for_messages() -> None:
 
 
 def nixl_that_waits() -> None:
-    """Let NIXL's progress thread sleep on CPU. Apply before vLLM loads NIXL."""
     import torch
     from vllm.distributed import nixl_utils
 

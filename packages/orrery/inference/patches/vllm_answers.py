@@ -1,11 +1,9 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
-- `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token, because
-  these objects delay requests that end together. It omits top log-probs, as requests ask for none.
-- `stream_samples`: a streamed answer has one line of JSON per sample, sent when the sample ends.
-- `hold_outputs`: the engine core sends a FINAL_ONLY request's first and last outputs immediately.
-  Other outputs go out every CHUNK tokens, and before a pause, weight update or abort, so that
-  weight versions are exact. Outputs with fields outside MERGED and LAST are sent at once, in order.
+- `write_answers`: /inference/v1/generate writes JSON without a slow pydantic object per token.
+- `stream_samples`: a streamed answer has one line of JSON per finished sample.
+- `hold_outputs`: the engine core sends tokens in chunks, not after every step. It sends held tokens
+  before a pause or weight update, so that their weight versions are exact.
 - An aborted answer may lack its last tokens.
 """
 
@@ -31,7 +29,6 @@ LAST = (
 
 
 def write_answers() -> None:
-    """Patch /generate's answers. Call in the API server before the server is made."""
     from fastapi.responses import JSONResponse
     from pydantic import PrivateAttr
     from vllm.entrypoints.scale_out.token_in_token_out import api_router, serving
@@ -72,7 +69,6 @@ def write_answers() -> None:
 
 
 def stream_samples() -> None:
-    """Patch /generate's streams. Call in the API server before the server is made."""
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -87,7 +83,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # vLLM sends the parameters when the first result is awaited, so this change takes effect.
+        # vLLM sends the parameters only when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:
@@ -125,10 +121,7 @@ def is_plain(request: Any) -> bool:
 
 
 def written(last: Any, request_id: str, outputs: list[Any], model: str | None = None) -> bytes:
-    """Return the JSON answer that vLLM's pydantic models would give.
-
-    `last`: the request's `RequestOutput`. `outputs`: its finished samples to write.
-    """
+    """Return the JSON answer that vLLM's pydantic models would give. `last`: a `RequestOutput`."""
     encoder_ids = getattr(last, "encoder_prompt_token_ids", None) or ()
     num_prompt = len(last.prompt_token_ids) + len(encoder_ids)
     num_sampled = sum(len(output.token_ids) for output in outputs)
@@ -185,12 +178,10 @@ def _file_in_base64(array: np.ndarray) -> bytes:
 
 
 def hold_outputs() -> None:
-    """Make an engine core hold outputs. Apply in its process before the core is made."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     for name in ("step", "step_with_batch_queue"):
         setattr(EngineCore, name, _holding(getattr(EngineCore, name)))
-    # Data-parallel cores also call this method, so they need no other patch.
     handle = _telling(EngineCoreProc._handle_client_request)
     EngineCoreProc._handle_client_request = handle  # type: ignore[method-assign]
 
@@ -225,7 +216,7 @@ def _telling(handle: Any) -> Any:
 
 @dataclass
 class Held:
-    """Outputs held back, by request id, with the client's index."""
+    """Outputs not sent yet. `parts`: {request id: (client index, outputs)}."""
 
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
@@ -284,10 +275,7 @@ def merged(parts: list[Any]) -> Any:
 
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
-    """Concatenate token ids, log-probs (both [positions, columns]) and token ranks.
-
-    A step has as many columns as its widest request. A request's own columns come first.
-    """
+    """Concatenate the log-probs [positions, columns] of steps. Cut other requests' columns."""
     width = min(one.logprobs.shape[1] for one in logprobs)
     rows = (
         (one.logprob_token_ids[:, :width], one.logprobs[:, :width], one.sampled_token_ranks)
@@ -298,7 +286,6 @@ def _one_after_the_other(logprobs: list[Any]) -> Any:
 
 @cache
 def _others(fields: tuple[str, ...]) -> tuple[Callable[[Any], Any], Any]:
-    """Return a getter of the fields outside MERGED and LAST, and its result if all are None."""
     names = [name for name in fields if name not in (*MERGED, *LAST)]
     return attrgetter(*names), (None,) * len(names)
 
@@ -307,7 +294,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # Never hold back outputs with stop strings, which the API server would then find too late.
+    # The API server searches tokens for stop strings, so it must get them at once.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY

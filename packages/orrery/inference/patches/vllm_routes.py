@@ -1,11 +1,9 @@
-"""Make vLLM return routed experts (routes) on CPU, with KV tiers and with KV transfers.
+"""Make vLLM return routed experts (routes) on CPU, with KV offloading and with KV transfers.
 
-- `routes_on_cpu`: vLLM on CPU uses Model Runner V1, which returns no routes. `RoutedCPUModelRunner`
-  adds them through `vllm.distributed.aux_output_connector`, without speculative decoding.
-- `keep`: vLLM's route store, keyed by block hash, also keeps routes of KV blocks in tiers. The
-  scheduler loads only blocks with known routes. Workers report store changes after each step.
-- `beside_transfer`: a decode engine computes routes only from the prompt's last token on.
-- An unknown route is a row of the dtype's largest value (`orrery.wire.routed_experts`).
+- On CPU, speculative decoding is not supported.
+- The scheduler loads an offloaded KV block only if its routes are known.
+- After a KV transfer, a decode engine knows routes only from the prompt's last token on.
+- An unknown route consists of bytes 0xFF.
 """
 
 import os
@@ -18,13 +16,13 @@ import numpy as np
 from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
-CHANGES = "routes that came and went"  # dict key. The other keys are request ids, without spaces
+CHANGES = "routes that came and went"  # has spaces, so it differs from the dict's request ids
 
-_known: set[str] = set()  # hashes of blocks whose routes the worker has reported
+_known: set[str] = set()  # hashes of KV blocks whose routes are known
 
 
 def routes_on_cpu() -> None:
-    """Make vLLM return routes on CPU. Apply before an engine is built, in its parent process."""
+    """Make vLLM return routes on CPU. Apply in the engine's parent process."""
     from vllm.config import VllmConfig
     from vllm.v1.worker import cpu_worker
 
@@ -51,7 +49,7 @@ def _own_runner() -> Any:
 
 
 class _Batch:
-    """The fields of Model Runner V2's `InputBatch` that the connector reads, taken from V1."""
+    """Copy of Model Runner V1's batch, with V2's field names."""
 
     def __init__(self, runner: Any):
         self.req_ids = list(runner.input_batch.req_ids)
@@ -101,7 +99,7 @@ def _routed(runner: type) -> type:
 
 
 def keep() -> None:
-    """Keep routes of offloaded KV blocks. Apply in each engine core or worker, at its start."""
+    """Keep routes of offloaded KV blocks."""
     from vllm.distributed.aux_output_connector import worker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
@@ -143,7 +141,7 @@ def keep() -> None:
 
 
 def beside_transfer() -> None:
-    """Allow routes with KV transfers. Apply before a server or engine core builds VllmConfig."""
+    """Allow routes with KV transfers."""
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
 
@@ -172,14 +170,13 @@ def beside_transfer() -> None:
 
 
 def _num_known(block_hashes: Any) -> int:
-    """Return the number of leading blocks with known routes."""
     keys = enumerate(each.hex() for each in block_hashes)
     unknown = (i for i, key in keys if key not in _known and not is_on_disk(key))
     return next(unknown, len(block_hashes))
 
 
 class _Slots(OrderedDict[str, int]):
-    """vLLM's map from block hash to slot in the route store. It also records its changes."""
+    """Map of block hashes to slots in vLLM's route store. It records its changes."""
 
     def __init__(self, unallocated: int) -> None:
         super().__init__()
@@ -197,7 +194,7 @@ class _Slots(OrderedDict[str, int]):
 
 
 def _known_routes(store: type) -> type:
-    """Return a subclass of vLLM's route store that fills missing routes with "unknown" (0xFF)."""
+    """Return a route store that fills missing routes with 0xFF."""
 
     class KnownRoutes(store):
         orrery = True
@@ -209,7 +206,7 @@ def _known_routes(store: type) -> type:
             self._disk = RoutesOnDisk() if FOLDER in os.environ else None
 
         def changes(self) -> list[tuple[str, bool]]:
-            """Return the changes since the last call: (block hash, whether its routes are kept)."""
+            """Return the changes since the last call: (block hash, whether it was added)."""
             return [self._lru.changes.popleft() for _ in range(len(self._lru.changes))]
 
         def put(self, objects: list[Any], **keys: Any) -> None:

@@ -36,9 +36,9 @@ _lock = threading.Lock()
 
 
 def runs_on(q: Tensor) -> bool:
-    """Return whether cuDNN is fast on this device and dtype, and has gradients of this head size.
+    """Return whether cuDNN is fast for q's device and dtype, and supports its head size.
 
-    cuDNN's gradients are not reproducible bitwise, so deterministic runs use FlashAttention.
+    cuDNN's gradients are not reproducible bitwise, so deterministic runs do not use it.
     """
     return (
         q.is_cuda
@@ -54,13 +54,13 @@ def runs_on(q: Tensor) -> bool:
 class CudnnDense(AttentionBackend):
     """Attend in documents of equal length through torch's cuDNN operator.
 
-    Torch takes about 100 ms to plan a new shape. Only lengths that are multiples of 256 are
-    accepted, because they are usually configured and recur in every step.
+    Torch plans a new shape for about 100 ms, so only lengths that usually recur (multiples of 256)
+    are accepted.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         num_q, num_k = q.shape[0], k.shape[0]
-        # cuDNN aligns causal masks at the first key, `Layout` at the last: equal lengths agree.
+        # cuDNN aligns causal masks at the first key, but `Layout` at the last.
         agrees = not layout.causal or num_q == num_k
         recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
         fits = agrees and recurs and layout.is_dense(num_q, num_k)
@@ -118,12 +118,10 @@ def load_library() -> Any:
 class CudnnPacked(AttentionBackend):
     """Attend in packed documents of any lengths, through NVIDIA's optional `cudnn` package.
 
-    Up to torch 2.13, torch's operator spends about 40 ms per call on a plan. This backend caches
-    plans, and rounds sizes up so that similar shapes share a plan.
+    It caches cuDNN's execution plans, and rounds sizes up so that similar shapes share a plan.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
-        # As in `CudnnDense`, a causal mask needs as many queries as keys. Self-attention has them.
         agrees = layout.is_self_attention or not layout.causal
         return runs_on(q) and agrees and k.shape[0] > 0 and load_library() is not None
 
@@ -195,7 +193,7 @@ def round_up(count: int) -> int:
 
 
 def _without_keys(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_q: int) -> Tensor:
-    """Return bool [T]: queries of documents without keys, whose outputs cuDNN leaves undefined."""
+    """Return bool [T]: queries without keys, whose outputs cuDNN leaves undefined."""
     empty_N = cu_seqlens_k.diff() == 0
     return empty_N.repeat_interleave(cu_seqlens_q.diff(), output_size=num_q)
 
@@ -325,7 +323,6 @@ def _run(plan: ExecutionPlan, shape: PlanShape, layout: Layout, data: dict[str, 
 
 
 def _pad_documents(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
-    """Append empty documents up to `num_documents`. Return the i32 offsets and lengths."""
     missing = num_documents + 1 - len(cu_seqlens)
     if missing:
         cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(missing)))
@@ -335,13 +332,11 @@ def _pad_documents(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tens
 
 @cache
 def _elements(device: torch.device, *elements: int) -> Tensor:
-    """Return a cached tensor i64 [len(elements), 1]. `elements`: numbers of elements per token."""
     return torch.tensor(elements, dtype=torch.int64, device=device)[:, None]
 
 
 @contextmanager
 def _ready(device: torch.device) -> Iterator[Any]:
-    """Lock cuDNN, and yield its handle for this device's current stream."""
     with torch.cuda.device(device), _lock:
         handle = _handle(device)
         load_library().set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)

@@ -1,9 +1,6 @@
-"""Define attention's public functions and custom operators, and choose a backend.
+"""Choose attention's backend, and define its custom operators.
 
-- `BACKENDS` is sorted by speed, fastest first. A process does not use a failed backend again.
-- `torch.compile(fullgraph=True)` traces symbolic lengths, so a new packing does not recompile.
-- Activation checkpointing need not recompute attention if its policy saves
-  `torch.ops.orrery.varlen_attention_forward.default`.
+Backends are sorted by speed, fastest first. A process does not use a failed backend again.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -57,7 +54,7 @@ _order: list[str] = list(BACKENDS)
 
 
 def prefer(choice: str) -> None:
-    """Try the backends of `choice` first in this process. With "plain", try no others.
+    """Try the backends of `choice` first. With "plain", try no others.
 
     Raise ValueError if their package cannot be imported.
     """
@@ -81,10 +78,9 @@ def varlen_attention(
 ) -> Tensor:
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
-    q is [T, H, D]. k and v are [T, G, D]: query head h reads key head h // (H / G). Scores are
-    scaled by D^-1/2. `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`. With `documents_k`,
-    k and v are [S, G, D], packed by these documents. A document's last query sees all its keys.
-    Each other query sees one key less than the next.
+    q is [T, H, D]. k and v are [T, G, D], with H / G query heads per key head. Scores are scaled by
+    D^-1/2. With `documents_k`, k and v are [S, G, D], packed by these documents. A document's last
+    query sees all its keys.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
@@ -96,7 +92,6 @@ def varlen_attention(
 def reference_varlen_attention(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None
 ) -> Tensor:
-    """Compute `varlen_attention` document by document."""
     dtype = lse_dtype(q_THD)
     heads_per_group = q_THD.shape[1] // k_TGD.shape[1]
     outputs = [q_THD[:0]]
@@ -121,7 +116,7 @@ def _attend(
     max_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return differentiable out [T, H, D], and log-sum-exp [T, H], which has no gradient.
+    """Return out [T, H, D], and log-sum-exp [T, H], which has no gradient.
 
     `Layout` defines the arguments. A query without keys gets out 0 and log-sum-exp −∞. Raise
     ValueError unless G divides H.
@@ -135,7 +130,7 @@ def _attend(
     return out_THD, lse_HT.t()
 
 
-# No autograd, because its callers get gradients from `attention_backward`.
+# Its callers get gradients from `attention_backward`.
 attention_forward = torch.no_grad()(_attend)
 
 
@@ -155,8 +150,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v.
 
-    In ring attention, k and v may be a part of the keys that `out` and `lse` [T, H] cover. The
-    caller then sums the dq of all parts in float32.
+    In ring attention, k and v may be a part of those that gave `out` and `lse` [T, H]. The caller
+    then sums dq over the parts.
     """
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
     sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
@@ -175,7 +170,6 @@ def varlen_attention_forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D] and lse [H, T] of q [T, H, D], k and v [S, G, D]."""
     layout = Layout(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale)
     return run_forward(q, k, v, layout)
 
@@ -229,13 +223,11 @@ varlen_attention_forward.register_autograd(_backward, setup_context=_setup_conte
 
 
 def candidates(q: Tensor, k: Tensor, layout: Layout) -> list[str]:
-    """Return the backends for these inputs, best first and `plain` last."""
     names = [name for name in _order if name not in _failed]
     return [name for name in names if BACKENDS[name].supports(q, k, layout)]
 
 
 def run_forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> Output:
-    """Return contiguous out [T, H, D] and log-sum-exp [H, T]."""
     if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
         lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=lse_dtype(q_THD))
         return q_THD.new_zeros(q_THD.shape), lse_HT
@@ -244,7 +236,6 @@ def run_forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> 
 
 
 def run_backward(dout_THD: Tensor, saved: Saved, layout: Layout) -> Gradients:
-    """Return dq, dk, dv, contiguous, in their inputs' dtypes."""
     q_THD, k_SGD, *_ = saved
     if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
         return tuple(x.new_zeros(x.shape) for x in saved[:3])
@@ -280,7 +271,7 @@ def _tell_first_use(name: str, q: Tensor, k: Tensor) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether another backend may succeed: False for out of memory and device faults."""
+    """Return whether another backend may succeed. Out of memory is no refusal."""
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 
 

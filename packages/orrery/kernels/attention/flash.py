@@ -34,8 +34,6 @@ _FLASH2_SIGNATURES = {
 
 
 class Flash2(AttentionBackend):
-    """Run torch's FlashAttention 2, for any layout in half precision on a GPU."""
-
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         return (
             q.is_cuda
@@ -73,7 +71,7 @@ _FLASH4_PARAMETERS = {
 
 @cache
 def load_flash4() -> Any:
-    """Return FlashAttention 4's interface, or None if it is missing, broken or incompatible."""
+    """Return FlashAttention 4's interface, or None if it is missing or incompatible."""
     _set_compile_cache()
     try:
         from flash_attn.cute import interface
@@ -93,9 +91,9 @@ def load_flash4() -> Any:
 
 
 def _set_compile_cache() -> None:
-    """Set a private cache folder for compiled kernels. Call this before the package's import.
+    """Set a private cache folder. Call this before the package's import.
 
-    The package executes cached files, and any user could create its default folder first.
+    The package executes cached files, and another user could create its default folder first.
     """
     folder = Path(tempfile.gettempdir()) / f"orrery-flash4-{os.getuid()}"
     try:
@@ -129,11 +127,10 @@ def _documents(layout: Layout) -> dict[str, Any]:
 
 
 class Flash4(AttentionBackend):
-    """Run FlashAttention 4 on Hopper, if its package is installed.
+    """Run FlashAttention 4 on Hopper.
 
-    - Gradients are summed in no fixed order, so deterministic runs use FlashAttention 2.
-    - Only the cases of benchmarks/kernels/attention.json are supported. Short documents, or more
-      than 256 documents, would compile further kernels.
+    Its gradients are not reproducible bitwise, so deterministic runs do not use it. Only the cases
+    of benchmarks/kernels/attention.json are supported.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:

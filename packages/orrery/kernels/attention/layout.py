@@ -1,4 +1,4 @@
-"""Define packed documents and the backends' interface, and check torch's private operators."""
+"""Define packed documents and the interface of attention backends."""
 
 import itertools
 import logging
@@ -14,9 +14,8 @@ log = logging.getLogger("orrery.kernels.attention")
 class Documents:
     """Packed documents. Document i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
-    `cu_seqlens` i32 [n + 1] rises from 0 to the number of tokens. `max_seqlen` bounds the lengths.
-    Without it, the constructor syncs the device, so compiled code must pass it. `is_padding` bool
-    [T] marks tokens that the indexers' loss and the experts' load exclude.
+    `cu_seqlens` is i32 [n + 1]. `max_seqlen` is an upper bound of the lengths. Compiled code must
+    pass it, because its default syncs the device. `is_padding` is bool [T].
     """
 
     def __init__(
@@ -34,9 +33,9 @@ class Documents:
 class Layout(NamedTuple):
     """The keys that each query attends to, and the scale of scores.
 
-    Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`, and likewise keys and values.
-    `max_q` and `max_k` bound the lengths. With `causal`, query a of a document with l queries and m
-    keys attends to keys 0 to a + m − l.
+    Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`, and keys likewise. `max_q` and
+    `max_k` are upper bounds of the lengths. With `causal`, query a of a document with l queries and
+    m keys attends to keys 0 to a + m − l.
     """
 
     cu_seqlens_q: Tensor
@@ -52,12 +51,12 @@ class Layout(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Return whether queries and keys share one tensor of offsets, without a device sync."""
+        """Return whether queries and keys share one tensor of offsets."""
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
     def is_dense(self, num_q: int, num_k: int) -> bool:
-        """Return whether all documents have the maximum length, without a device sync."""
+        """Return whether all documents have the maximum length."""
         n = self.num_documents
         full = n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k)
         return n > 0 and full and num_q > 0 and num_k > 0
@@ -75,7 +74,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # gradients of q, k and v, in their d
 
 
 class AttentionBackend(Protocol):
-    """Forward and backward pass on contiguous tensors. Two backends may run the two passes."""
+    """Forward and backward pass on contiguous tensors, possibly in different backends."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...
 
@@ -85,7 +84,6 @@ class AttentionBackend(Protocol):
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
-    """Return the dtype of log-sum-exps: float32, or float64 for float64 queries."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 

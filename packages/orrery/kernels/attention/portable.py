@@ -21,7 +21,7 @@ from orrery.kernels.attention.layout import (
 )
 
 _BLOCK_QUERIES = 512  # queries in a block of `Plain`
-_SHORTEST_SHARE = 0.75  # minimum ratio of shortest to longest document in a grid (`Grids`)
+_SHORTEST_SHARE = 0.75  # minimum ratio of shortest to longest document in a grid
 _MAX_LENGTH = 1024  # maximum length of a document in `Batched`
 _MAX_SCORES = 1 << 26  # maximum number of scores at a time: three float32 tensors of 256 MiB
 
@@ -34,10 +34,9 @@ _SIGNATURES = {
 
 
 class Plain(AttentionBackend):
-    """Use matrix products, one document and one block of queries at a time, for any inputs.
+    """Use plain matrix products, for any inputs.
 
-    The backward pass takes the log-sum-exp over *all* keys, so it may run on a part of the keys
-    (ring attention, arXiv 2310.01889).
+    The backward pass may run on a part of the keys (ring attention, arXiv 2310.01889).
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -72,7 +71,7 @@ class Plain(AttentionBackend):
 
 
 def _blocks(layout: Layout) -> list[tuple[slice, slice, int]]:
-    """Return each block's (queries, keys they see, index of the last key the first query sees)."""
+    """Return each block's queries, its keys, and the diagonal of its causal mask."""
     blocks = []
     for q_start, q_end, k_start, k_end in layout.spans():
         ahead = (k_end - k_start) - (q_end - q_start)
@@ -90,7 +89,6 @@ def _heads(x_SGD: Tensor, part: slice, q_THD: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _groups(x_HSD: Tensor, like_SGD: Tensor) -> Tensor:
-    """Return [S, G, D]: sums over the query heads that share a key head."""
     return x_HSD.unflatten(0, (like_SGD.shape[1], -1)).sum(1).transpose(0, 1)
 
 
@@ -117,11 +115,11 @@ def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
 
 
 class Grids:
-    """Non-empty documents in padded grids. A row is a document, and a grid has similar lengths.
+    """Documents in padded grids. A row is a document, and a grid has similar lengths.
 
-    `sources[b]` i64 [N_b, L_b]: token number of each cell in grid b. Padding repeats a row's last
-    token. `place` i64 [T]: each token's cell number, counted over all grids. None if cell and token
-    numbers are equal.
+    `sources[b]` i64 [N_b, L_b]: the token of each cell in grid b. Padding repeats a row's last
+    token. `place` i64 [T]: each token's cell, counted over all grids. None if cells are in token
+    order.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:
@@ -146,14 +144,12 @@ class Grids:
         return [part.unflatten(0, source.shape) for part, source in pairs]
 
     def packed(self, cells: list[Tensor]) -> Tensor:
-        """Return packed [T, …]. `cells`: all grids' cells, in any number of tensors."""
         whole = cells[0] if len(cells) == 1 else torch.cat(cells)
         return whole if self.place is None else whole.index_select(0, self.place)
 
 
 @lru_cache(maxsize=32)
 def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
-    """Build the grids, and cache them for all layers and passes."""
     offsets = np.asarray(cu_seqlens, dtype=np.int64)
     starts, lengths = offsets[:-1], np.diff(offsets)
     order = np.argsort(-lengths, kind="stable")
@@ -176,7 +172,7 @@ def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
 
 
 class Padded(AttentionBackend):
-    """Run causal attention on a CPU, in padded batches through torch's kernel."""
+    """Run causal self-attention on a CPU through torch's kernel."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         is_causal = layout.causal and layout.is_self_attention
@@ -219,7 +215,7 @@ class Padded(AttentionBackend):
 
 
 def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
-    """Return a grid's [N, H, L, D]. Repeat key heads: the kernel has no grouped heads."""
+    """Return a grid's [N, H, L, D], with repeated key heads."""
     x_NLHD = grids.gather(x, grid)
     if x.shape[1] != num_heads:
         x_NLHD = x_NLHD.repeat_interleave(num_heads // x.shape[1], dim=2)
@@ -227,7 +223,7 @@ def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
 
 
 class Batched(AttentionBackend):
-    """Run causal attention of short documents on a GPU in float32, without a fused kernel."""
+    """Run causal self-attention of short documents on a GPU in float32 or float64."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         is_causal = layout.causal and layout.is_self_attention
@@ -273,7 +269,7 @@ def _rows(grids: Grids, grid: int, q_THD: Tensor) -> int:
 def _parts(
     grids: Grids, grid: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *like_q: Tensor
 ) -> list[tuple[Tensor, ...]]:
-    """Split a grid's tensors into batches [N, G, R, L, D], with R query heads per key head."""
+    """Split a grid's tensors into batches, with R query heads per key head."""
     groups = k_TGD.shape[1]
     wholes = [_grouped(grids.gather(x, grid), groups) for x in (q_THD, k_TGD, v_TGD, *like_q)]
     return list(zip(*(whole.split(_rows(grids, grid, q_THD)) for whole in wholes), strict=True))

@@ -1,14 +1,11 @@
-"""Run linear layers and groups of experts in FP8. All three products have float32 sums.
+"""Run linear layers and groups of experts in FP8, with float32 sums.
 
 - y = x · wᵀ and dx = dy · w read x and dy quantized by rows. dw = dyᵀ · x reads both quantized by
-  columns, so the forward pass keeps x's columns in FP8.
-- Backends: DeepGEMM on a Hopper GPU, whose products equal the engine's bit for bit, or the slow
-  reference, which multiplies dequantized operands in float32.
-- The operators are opaque to torch.compile, and skip unwanted gradients.
-- `fp8_experts` fuses permutation and SwiGLU into quantization. Its results equal bitwise those of
-  `gather_rows`, `fp8_grouped_matmul`, `swiglu_rows`, `fp8_grouped_matmul` and `combine_rows`.
-- `parts` contain an already quantized weight. Without them, each pass quantizes the weight,
-  because a gathered weight is freed after a pass.
+  columns.
+- Backends: DeepGEMM on a Hopper GPU, whose products equal vLLM's bit for bit, or a slow reference
+  in float32.
+- `fp8_experts` fuses the steps of an expert layer, with bitwise equal results.
+- `parts` are a quantized weight. Without them, each pass quantizes the weight.
 """
 
 import importlib
@@ -49,7 +46,7 @@ def load() -> ModuleType | None:
     """Return DeepGEMM, or None without DeepGEMM or a Hopper GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
-    # Use vLLM's default folder, so that a host's trainer and engines share compiled kernels.
+    # Use vLLM's default folder, to share compiled kernels with the host's engines.
     root = os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(root).expanduser() / "deep_gemm"))
     try:
@@ -130,10 +127,9 @@ def weight_parts(weight: Tensor) -> Parts:
 
 
 def fp8_linear(x_MK: Tensor, weights: Sequence[Tensor], parts: Parts | None = None) -> list[Tensor]:
-    """Return x · weightᵀ [M, N] in x's dtype for each weight [N, K], by one product.
+    """Return x · weightᵀ [M, N] in x's dtype for each weight [N, K].
 
-    `parts`: `weight_parts(torch.cat(weights))`. Raise ValueError if 128 does not divide K and every
-    N.
+    `parts`: `weight_parts(torch.cat(weights))`. Raise ValueError unless 128 divides K and every N.
     """
     sizes = [weight.shape[0] for weight in weights]
     if bad := [size for size in sizes if size % BLOCK]:
@@ -149,8 +145,8 @@ def fp8_grouped_matmul(
 ) -> Tensor:
     """Return [M, N] in x's dtype: x's rows of group e times weight[e]ᵀ.
 
-    Padding rows may hold any numbers in x, and are undefined in the result and x's gradient.
-    `parts`: `weight_parts(weight)`. 128 must divide M. Raise ValueError unless it divides N and K.
+    Padding rows are undefined in the result and in x's gradient. `parts`: `weight_parts(weight)`.
+    128 must divide M. Raise ValueError unless it divides N and K.
     """
     keeps = torch.is_grad_enabled() and weight_ENK.requires_grad
     return _grouped(x_MK, weight_ENK, parts or [], *groups, keeps)[0]
@@ -234,10 +230,7 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [M, N], then values and scales of x quantized by columns, empty unless `keeps`.
-
-    With `token_M` or `score_M` (see `quantize`), this operator has no autograd.
-    """
+    """Return y and x's columns as `_linear` does. `token_M` and `score_M` prevent autograd."""
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),
@@ -276,7 +269,7 @@ def _grouped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dx [M, K] and dw [E, N, K] as `_linear_gradients` does.
 
-    `columns`: values and scales of x's columns. dy is grad, or grad[token_M] with `token_M`.
+    dy is grad, or grad[token_M] with `token_M`.
     """
     groups = RowGroups(ends_E, counts_E)
     rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight, token_M)
@@ -325,7 +318,6 @@ _grouped.register_autograd(_grouped_backward, setup_context=_keep_for_grouped)
 
 
 def _keep(ctx: Any, weight: Tensor, parts: Parts, output: tuple[Tensor, ...]) -> None:
-    """Save x's columns for the backward pass, and the weight if x needs a gradient."""
     ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
     ctx.num_parts, ctx.dtype = len(parts), weight.dtype
@@ -344,11 +336,7 @@ def _transposed(weight: list[Tensor]) -> Quantized:
 
 
 def _width(weight: list[Tensor]) -> int:
-    """Return K of a plain weight [.., N, K], or of a quantized transpose [.., K, N]."""
     return weight[0].shape[-1] if len(weight) == 1 else weight[0].shape[-2]
-
-
-# Backends
 
 
 def _product(rows: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
@@ -406,8 +394,7 @@ def fp8_experts(
 
     `rows`: from `sort_by_expert` with block 128. `weights`: gate-up [E, 2·I, D] and down [E, D, I].
     `parts`: each weight's `weight_parts`, or two empty lists. With `has_spare`, the last 128 rows
-    hold the slots without an expert, and have zero outputs and gradients. Raise ValueError if 128
-    does not divide the number of rows.
+    have no expert and count as zero. Raise ValueError if 128 does not divide the number of rows.
     """
     if rows.row_M.shape[0] % BLOCK:
         raise ValueError(f"experts in FP8 take a multiple of 128 rows, not {rows.row_M.shape[0]}")

@@ -1,12 +1,11 @@
-"""Quantize to float8_e4m3fn with one float32 scale per block of 128.
+"""Quantize to float8_e4m3fn with one float32 scale per block.
 
 M rows · K columns · N outputs · E groups. Blocks of activations are 1 × 128 (`rows`) or 128 × 1
 (`columns`, stored transposed). Blocks of weights are 128 × 128.
 
 - Rows equal bitwise those of vLLM 0.32's `per_token_group_fp8_quant`, and weights those of
-  `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0). Engines need no columns.
-- With groups (`RowGroups`), no block of `columns` spans two groups. Padding rows count as zero.
-- Backends: plain torch (CPU), Triton (GPU).
+  `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0).
+- With groups, no block of `columns` spans two groups. Padding rows count as zero.
 """
 
 from importlib.util import find_spec
@@ -28,7 +27,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class Quantized(NamedTuple):
-    """A quantized tensor. A number is its value times its block's scale."""
+    """A quantized tensor: value · scale of the block."""
 
     value: Tensor  # float8_e4m3fn
     scale: Tensor  # float32
@@ -40,15 +39,15 @@ class RowGroups(NamedTuple):
     Group e has the rows `ends[e − 1]:ends[e]`: `counts[e]` real rows, then padding.
     """
 
-    ends_E: Tensor  # i32, rising, multiples of 128
+    ends_E: Tensor  # i32, rising
     counts_E: Tensor  # i32
 
 
 class Weight(NamedTuple):
-    """A weight [.., N, K] quantized once for all products of a step."""
+    """A quantized weight [.., N, K] and its transpose."""
 
     forward: Quantized  # [.., N, K], scales [.., N/128, K/128]
-    backward: Quantized  # transpose [.., K, N]
+    backward: Quantized  # [.., K, N]
 
 
 def quantize(
@@ -61,8 +60,8 @@ def quantize(
 ) -> tuple[Quantized, Quantized]:
     """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
-    With `token_M` (integers), x is [T, K] and x[token] is quantized. With `score_M`, x is [M, 2·K]
-    and swiglu_rows(x, score) is quantized. Triton never stores x[token] or swiglu_rows(x, score).
+    With `token_M`, quantize x[token] of x [T, K]. With `score_M`, quantize swiglu_rows(x, score) of
+    x [M, 2·K].
 
     - Rows are values [M, K] and scales [M, K/128].
     - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' = M rounded up to whole
@@ -133,13 +132,12 @@ def reference_quantize_weight(weight_NK: Tensor) -> Quantized:
 
 
 def dequantize_rows(x: Quantized) -> Tensor:
-    """Return `quantize`'s rows as float32 [M, K]."""
     blocks = x.value.float().unflatten(-1, (-1, BLOCK)) * x.scale[..., None]
     return blocks.flatten(-2)
 
 
 def dequantize_columns(x: Quantized) -> Tensor:
-    """Return `quantize`'s columns without groups as float32 xᵀ [K, M']."""
+    """Return float32 xᵀ [K, M'] from `quantize`'s columns without groups."""
     return dequantize_rows(Quantized(x.value, x.scale.T))
 
 

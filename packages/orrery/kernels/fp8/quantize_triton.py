@@ -1,8 +1,7 @@
 """Triton kernels of FP8 quantization, with one program per tile of 128 × 128.
 
-Rows of activations are divided by their scales with correct rounding, as in vLLM's CUDA kernel: a
-product with the scale's reciprocal, corrected by the remainder (Markstein 1990, theorem 8.3).
-Weights are multiplied by approximate reciprocals, as in vLLM's `per_block_cast_to_fp8`.
+As in vLLM, rows of activations are divided by their scales with correct rounding (Markstein 1990,
+theorem 8.3), and weights are multiplied by approximate reciprocals.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,7 +20,6 @@ SIDE = 128  # rows (or columns) of a tile in registers at a time
 def quantize(
     x: Tensor, groups, has_rows: bool, has_columns: bool, token_M=None, score_M=None
 ) -> tuple[Tensor, ...]:
-    """Return values and scales of rows, then of columns, as `quantize.quantize` does."""
     num_rows, width = x.shape
     if token_M is not None:
         num_rows = token_M.shape[0]
@@ -65,9 +63,9 @@ def quantize(
 
 
 def _tiles(groups, num_tiles: int) -> Tensor:
-    """Return i32 [tiles, 3]: each tile's number of real rows, its group's first row and row count.
+    """Return i32 [tiles, 3]: a tile's number of real rows, its group's first row and row count.
 
-    The row count includes padding. Tiles after the last group have −1 real rows.
+    Tiles after the last group have −1 real rows.
     """
     first_T = torch.arange(num_tiles, device=groups.ends_E.device, dtype=torch.int32) * BLOCK
     group_T = torch.searchsorted(groups.ends_E, first_T, right=True)
@@ -173,7 +171,7 @@ def _tile(
     HAS_TOKENS: tl.constexpr,
     HAS_SCORES: tl.constexpr,
 ):
-    """Load a tile's `row` × `column` of x, x[token] or swiglu_rows(x, score). Padding gives 0."""
+    """Load a tile of x, x[token] or swiglu_rows(x, score), with zeros in padding."""
     # A tile's offset needs 64 bits. Offsets inside a tile have 32 bits, to save registers.
     is_real = row < num_real
     if HAS_TOKENS:

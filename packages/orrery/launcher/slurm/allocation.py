@@ -1,6 +1,6 @@
-"""The Slurm job that this launcher runs in: its nodes and the stage's steps.
+"""Start a stage's steps in the Slurm job that this launcher runs in.
 
-The launcher writes the run's token to srun's stdin, which srun copies to each task.
+The launcher writes the run's token to srun's stdin, and srun copies it to each task.
 """
 
 import os
@@ -94,7 +94,7 @@ class Allocation:
     def command(
         self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int
     ) -> tuple[list[Path], list[str]]:
-        """Return (folders that the step's command needs on its node, the command)."""
+        """Return (folders that the command needs on its node, the command)."""
         where = self.site.containers
         python = sys.executable if where is None else "python3"
         argv = role_argv(python, step.module, run_dir, stage, attempt, 0, incarnation)
@@ -112,10 +112,9 @@ class Allocation:
         return self.nodes[step.component][step.first_node : step.first_node + step.num_nodes]
 
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
-        """Return the silent nodes, on which two probe steps in a row failed.
+        """Return the nodes on which two probe steps in a row failed.
 
-        Return [] if at least half of the nodes are silent. With `suspected`, probe those nodes
-        first, and return [] if all of them answer.
+        Return [] if at least half of the nodes are silent, or if all `suspected` nodes answer.
         """
         if suspected and not self._without_answer(suspected):
             return []
@@ -143,11 +142,6 @@ class Allocation:
         return [name for name, probe in probes.items() if is_silent(probe)]
 
     def clean(self, caches: str, starts: str, shared: str) -> None:
-        """Remove the job's files from every node, within CLEAN_S seconds.
-
-        The files are the scratch folder, shared-memory files with `shared` in their names, and
-        engines' temporary folders that begin with `caches` or `starts`.
-        """
         script = (
             "tmp=${TMPDIR:-${TEMP:-${TMP:-/tmp}}}; "
             f'rm -rf "$1" "$tmp/$2"* "$tmp/$3"* {SHARED_MEMORY}/*"$4"*'

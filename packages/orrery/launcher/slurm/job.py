@@ -1,11 +1,10 @@
-"""The Slurm job of a stage: its components, its `sbatch` command, and its `srun` steps.
+"""Plan and run the Slurm job of a stage: its components, `sbatch` command, and `srun` steps.
 
-- Each node group is a component. Several components form a heterogeneous job. A component that uses
-  only some GPUs of a node gets the same fraction of the node's CPU cores and memory.
+- Each node group is a component. Several components form a heterogeneous job.
 - Each engine has one step on its first node, and a second step on its further nodes. In a node
   group, each other role has one step.
-- A failed task ends its step (`--kill-on-bad-exit`). A finished task does not (`--wait=0`),
-  because the first rank may upload for a long time.
+- A failed task ends its step (`--kill-on-bad-exit`). A finished task does not (`--wait=0`), because
+  the first rank may upload for a long time.
 """
 
 import math
@@ -34,7 +33,7 @@ from orrery.runtime.token import handed_over
 
 IN_JOB = "ORRERY_SLURM"  # variable that only Orrery's jobs set
 MEMORY_MB = 6000  # minimum memory per node
-LAUNCHER_CPUS = 2  # minimum cores per node, for launcher, orchestrator and router
+LAUNCHER_CPUS = 2  # minimum cores per node
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def batch_job(
     if lines:
         inner = "\n".join(["set -e", *lines, inner])
     shell = "-lc" if modules or lines else "-c"  # only login shells define `module`
-    # SIGUSR1 is for the launcher, so the shell must ignore it.
+    # SIGUSR1 is for the launcher, not for the shell.
     command = f"trap '' USR1; exec bash {shell} {shlex.quote(inner)}"
     argv = [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
@@ -124,7 +123,6 @@ def batch_job(
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
     """Return the job script that the Jinja2 template at `path` renders from `fields`.
 
-    It also gets `sbatch` (`#SBATCH` lines) and `components` (a dict of options per component).
     Raise OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
     """
     import jinja2
@@ -154,7 +152,6 @@ def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> st
 
 
 def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
-    """Return the receipt's `job_script`: `pre_run` lines, and the template's file and sha256."""
     found: dict[str, Any] = {}
     if slurm is not None and slurm.pre_run:
         found["pre_run"] = list(slurm.pre_run)
@@ -166,15 +163,14 @@ def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
 
 
 LOOK_S = 0.2
-CTRL_C_S = 0.2  # wait between two SIGINTs. srun kills the step after two within a second.
+CTRL_C_S = 0.2  # srun kills the step after two SIGINTs within a second
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: an engine's first node, an engine's further nodes, or a role in a node group.
+    """One srun step. Each of its nodes runs the same number of processes.
 
-    Each node runs the same number of processes. `devices`: (first device, number of devices) that
-    all tasks on a node see.
+    `devices`: (first device, number of devices) that all tasks on a node see.
     """
 
     component: int
@@ -197,9 +193,7 @@ class StepPlan:
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
     """Return the stage's steps in the plan's order, servers first.
 
-    Slurm gives overlapping steps the same devices, so each step gets all devices of the job on a
-    node, and `task.sh` selects among them. Engine tasks see the engine's devices. Trainer
-    tasks see all trainer devices of the node, for CUDA IPC.
+    Slurm gives overlapping steps the same devices, so `task.sh` selects each task's devices.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -245,10 +239,7 @@ def step_options(
     component: int | None, nodelist: str, num_nodes: int, tasks_per_node: int,
     cpus_per_task: int, gres: str | None, stdin: Literal["none", "all"] = "none",
 ) -> list[str]:  # fmt: skip
-    """Return srun's options for a step. Steps share nodes (`--overlap`).
-
-    `component`: None outside a heterogeneous job. `stdin` "all": copy stdin to every task.
-    """
+    """Return srun's options for a step. `component`: None outside a heterogeneous job."""
     return [
         *("srun", *([f"--het-group={component}"] if component is not None else [])),
         *(f"--nodes={num_nodes}", f"--nodelist={nodelist}"),
@@ -313,7 +304,7 @@ class Step:
     def endings(self) -> dict[int, int]:
         if time.monotonic() - self._looked_s >= LOOK_S:
             self._looked_s = time.monotonic()
-            with suppress(OSError):  # the next call reads again
+            with suppress(OSError):
                 if (size := self.log.stat().st_size) != self._read[0]:
                     self._read = size, task_endings(self.messages())
         return self._read[1]
@@ -363,14 +354,14 @@ class SlurmTask:
             return ended[self.rank]
         if code is None or not ended:
             return code
-        return 0 if code == 0 else -signal.SIGTERM  # when a task fails, srun ends the others
+        return 0 if code == 0 else -signal.SIGTERM  # srun ended it, because another task failed
 
     @property
     def ending(self) -> str | None:
         return signal_or_code(self.poll())
 
     def signal(self, number: int) -> None:
-        if self.rank == 0:  # only rank 0 signals srun, because srun signals every task
+        if self.rank == 0:  # srun signals every task
             self.step.signal(number)
 
     def wait(self, within_s: float) -> bool:
@@ -380,7 +371,7 @@ class SlurmTask:
         self.step.kill()
 
     def abandon(self) -> None:
-        """Kill srun, but not its remote tasks. Slurm ends those with the job."""
+        """Kill srun. Slurm ends the remote tasks with the job."""
         self.step.abandon()
 
     def last_output(self) -> str:
@@ -403,7 +394,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 + signal: return -signal. Keep 143, which roles also exit with.
+        # Apptainer exits with 128 + signal. Keep 143, because roles exit with it too.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

@@ -1,6 +1,6 @@
-"""Slurm's queue: a user's jobs and their states.
+"""Read Slurm's queue: a user's jobs and their states.
 
-- `squeue` gives states. `sacct` gives lost nodes, and states of jobs that `squeue` does not list.
+- `squeue` gives states. `sacct` gives lost nodes, and jobs that `squeue` does not list.
 - Job names contain a hash of the run folder's path, so they differ between checkouts.
 """
 
@@ -21,14 +21,14 @@ T = TypeVar("T")
 JobState = Literal["waiting", "running", "done", "lost", "failed"]
 
 STATES: dict[str, JobState] = {
-    # states of jobs that have not started or that Slurm will restart
+    # jobs that have not started or that Slurm will restart
     "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "EXPEDITING": "waiting",
     "REQUEUE_FED": "waiting", "REQUEUE_HOLD": "waiting", "RESV_DEL_HOLD": "waiting",
     "SPECIAL_EXIT": "waiting", "POWER_UP_NODE": "waiting",
     "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "STAGE_OUT": "running",
     "RESIZING": "running", "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
     "COMPLETED": "done",
-    # states of jobs that the cluster ended and that Slurm requeues soon
+    # jobs that the cluster ended and that Slurm requeues soon
     "NODE_FAIL": "lost", "PREEMPTED": "lost",
     "BOOT_FAIL": "failed", "CANCELLED": "failed", "DEADLINE": "failed", "FAILED": "failed",
     "OUT_OF_MEMORY": "failed", "TIMEOUT": "failed", "REVOKED": "failed", "LAUNCH_FAILED": "failed",
@@ -73,7 +73,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without Slurm's variables. `inside`: keep those by which srun finds its job."""
+    """Return `env` without Slurm's variables. `inside`: keep those that srun needs."""
 
     def is_kept(name: str) -> bool:
         if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):
@@ -84,7 +84,7 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str, script: str | None = None) -> str:
-    """Run a Slurm command with stdin `script` and return its stdout, or raise OrreryError."""
+    """Run a Slurm command and return its stdout, or raise OrreryError."""
     program = command[0]
     try:
         done = subprocess.run(
@@ -194,7 +194,7 @@ def hostnames(listed: str) -> list[str]:
 def cancel(ids: Sequence[str]) -> None:
     """Send SIGTERM to the launchers of running jobs, wait for their end, then cancel all jobs.
 
-    A launcher needs a Slurm step to remove scratch folders, and a cancelled job starts no step.
+    A launcher needs a Slurm step to remove scratch folders. A cancelled job starts no step.
     """
     if not ids:
         return
@@ -237,7 +237,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Parse `1-02:03:04`, `2:03:04` or `03:04`. Return seconds, or None for other texts."""
+    """Parse `1-02:03:04`, `2:03:04` or `03:04`. Return None for other texts."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None

@@ -1,8 +1,8 @@
 """Plan the memory and the speed of one vLLM engine from the manifest.
 
-- The time of a decode step is the maximum of memory time and compute time (roofline, arXiv
-  2402.16363, section 3), plus collectives and host work. Prefill time is only compute time.
-- An engine is one of `num_replicas` replicas. Each data-parallel rank serves its own sequences.
+- A decode step takes the maximum of memory time and compute time (roofline, arXiv 2402.16363,
+  section 3), plus collectives and host work. Prefill time is only compute time.
+- Each data-parallel rank of an engine serves its own sequences.
 - GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
   `benchmarks/async/memory_h100.json`.
 """
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from orrery.manifest.budget.parameters import (
     BlockWeight,
     active_parameters,
-    attended_keys,
+    attention_forward,
     block_weights,
+    indexers,
     is_sparse,
 )
 from orrery.manifest.devices import Rates
@@ -21,14 +22,14 @@ from orrery.manifest.schema import Inference, Model
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
-MAX_GRAPH_TOKENS = 4096  # maximum tokens of a CUDA graph. Larger steps gain little from graphs.
-CONTEXT_BYTES = 700 << 20  # device memory of a process for CUDA context and libraries
+MAX_GRAPH_TOKENS = 4096  # larger steps gain little from CUDA graphs
+CONTEXT_BYTES = 700 << 20  # CUDA context and libraries of a process
 NCCL_BYTES = 400 << 20  # NCCL buffers of a process
 LOGIT_COPIES = 4  # float32 copies of a step's logits during sampling
-GRAPH_COPIES = 5  # bytes of all CUDA graphs / bytes of the hidden states of sum(graph_sizes) tokens
+GRAPH_COPIES = 5  # bytes of CUDA graphs / bytes of hidden states of sum(graph_sizes) tokens
 SEQUENCE_S = 20e-6  # host seconds per sampled token (scheduling, log-probs, response)
-LAYER_S = 15e-6  # seconds of short kernels and gaps between kernels, per layer of a decode step
-PRODUCTS_SHARE = 0.7  # share of the matrix-product rate in `Rates` that prefill reaches
+LAYER_S = 15e-6  # seconds of short kernels and gaps, per layer of a decode step
+PRODUCTS_SHARE = 0.7  # share of `Rates.dense_flops` that prefill reaches
 
 Bytes = dict[str, int]
 
@@ -36,14 +37,13 @@ Bytes = dict[str, int]
 def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts of vLLM's CUDA graphs. vLLM pads steps to these counts.
 
-    Most steps of a busy engine also prefill and exceed 512 tokens, vLLM's default limit, so the
-    limit is raised. With data parallelism, it stays 512, because all ranks pad to the fullest rank.
+    vLLM's default limit is 512 tokens, but steps that also prefill exceed it. With data
+    parallelism, the limit stays, because all ranks pad to the fullest rank.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # With these sizes, full steps and steps that decode all sequences need no padding.
     sizes += [inference.max_num_sequences, inference.max_batched_tokens]
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
@@ -52,7 +52,6 @@ def weight_bytes(model: Model, inference: Inference) -> tuple[int, int]:
     """Return one device's bytes: (all weights, routed experts).
 
     Norms, routers, indexers and down-projections of latent attention are replicated on each device.
-    Routed experts are split over a replica's devices, all other weights over tensor-parallel ranks.
     """
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     kinds: dict[tuple[bool, str], tuple[float, float]] = {}
@@ -98,13 +97,13 @@ def _value_bytes(model: Model, inference: Inference, weight: BlockWeight) -> flo
 
 
 def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool) -> Bytes:
-    """Return an engine's bytes on one device by use, such as "weights"."""
     weights, _ = weight_bytes(model, inference)
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     wide = model.intermediate_size
     if (moe := model.moe) is not None:
+        # Experts of other ranks take as many rows from this rank as it takes from theirs.
         per_token = moe.num_experts_per_token * moe.expert_intermediate_size
-        wide = max(per_token // inference.devices_per_replica, model.hidden_size)
+        wide = max(per_token, model.hidden_size)
     rows = inference.max_batched_tokens * value_bytes
     found = {
         "weights": weights,
@@ -128,7 +127,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 class Serving:
     """The load of a replica.
 
-    `prompt`, `sampled`: mean tokens of each kind in a rollout. `in_flight`: unfinished rollouts.
+    `prompt`, `sampled`: mean tokens of a rollout. `in_flight`: unfinished rollouts.
     """
 
     prompt: float
@@ -141,7 +140,6 @@ class Serving:
 
 
 def batch_size(model: Model, inference: Inference, load: Serving) -> float:
-    """Return the number of sequences that a data-parallel rank decodes at a time, at least 1."""
     held = inference.kv_cache_bytes / (load.mean_context * token_bytes(model, inference))
     admitted = load.in_flight / inference.data_parallel
     return max(1.0, min(inference.max_num_sequences, admitted, held))
@@ -169,7 +167,7 @@ def decode_s(
 def _read_bytes(model: Model, inference: Inference, context: float) -> float:
     """Return the cache bytes that a decode step reads for one sequence of `context` tokens.
 
-    With more than `top_k` tokens, sparse attention reads all indexer keys and `top_k` latent keys.
+    Sparse attention reads all indexer keys, but only `top_k` latent keys.
     """
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
@@ -180,24 +178,17 @@ def _read_bytes(model: Model, inference: Inference, context: float) -> float:
 
 
 def prefill_s(model: Model, inference: Inference, prompt: float, rates: Rates) -> float:
-    """Return the seconds in which a data-parallel rank prefills `prompt` tokens."""
-    heads = 2 * model.num_heads * 2 * model.head_dim * model.num_layers
-    top_k = prompt
-    if model.mla is not None and model.mla.indexer is not None:
-        top_k = min(prompt, model.mla.indexer.top_k)
-    core = heads * attended_keys(int(prompt), int(top_k)) / rates.attention_flops
+    core = attention_forward(model, [int(prompt)]) / rates.attention_flops
+    # Each tensor-parallel rank scores all keys. In FP8 this takes as long as products in bfloat16.
+    scores = indexers(model, [int(prompt)]) / rates.dense_flops
     dense = rates.dense_flops if inference.quantization == "none" else rates.fp8_flops
     products = 2 * prompt * active_parameters(model).total / (PRODUCTS_SHARE * dense)
-    return (core + products) / inference.tensor_parallel
+    return scores + (core + products) / inference.tensor_parallel
 
 
 def _exchange_s(
     model: Model, inference: Inference, tokens: float, rates: Rates, network: float
 ) -> float:
-    """Return the seconds of a step's all-reduces (tensor parallel) and all-to-alls (experts).
-
-    `tokens`: tokens of a data-parallel rank.
-    """
     num_bytes = tokens * model.hidden_size * DTYPE_BYTES[inference.dtype] * model.num_layers
     tensor, devices = inference.tensor_parallel, inference.devices_per_replica
     total = 4 * num_bytes * (tensor - 1) / tensor / rates.link_bytes

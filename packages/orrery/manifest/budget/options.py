@@ -1,9 +1,7 @@
 """Find roles that exceed device memory, and manifest options that make these roles fit.
 
-- An option frees the difference between the planned peaks without and with the option.
 - Options of tier 0 are tried first. Tier 1 moves all trainer state to host memory. Tier 2 adds
   devices.
-- Data that an option moves to the host must fit into the rank's free host memory.
 - Only roles that certainly do not fit are reported. A trainer's planned peak is therefore lowered
   by `LARGEST_ERROR`, and for an engine only weights, cache and CUDA context count.
 """
@@ -78,10 +76,6 @@ class ChosenOptions:
 def memory_options(
     model: Model, trainer: Trainer, load: Workload, before: MemoryPlan
 ) -> Iterator[MemoryOption]:
-    """Yield the options that `trainer` does not use yet, roughly from cheap to slow.
-
-    `before`: memory plan of `trainer`, to estimate the seconds of offload.
-    """
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)
     if trainer.memory.activation_checkpointing_every > 1:
@@ -380,8 +374,8 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 def fitting_fields(run: Manifest) -> dict[str, Any]:
     """Return new values by manifest field that make the engines fit in memory.
 
-    If the engines already fit, return values that make the trainer fit. Return {} if the run fits
-    or no change suffices.
+    If the engines fit already, the values make the trainer fit. Return {} if the run fits or no
+    change suffices.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
@@ -449,7 +443,6 @@ def _engine_sentence(run: Manifest, needed: int, capacity: int) -> str:
 
 
 def _prefill_sentence(one: Manifest, needed: int, capacity: int) -> str:
-    """Explain that prefill engines do not fit. `one.inference`: the prefill engines' options."""
     remedy = "set its kv_cache_bytes to less, or its data_parallel to more"
     if one.inference.quantization == "none":
         fp8 = one.inference.model_copy(update={"quantization": "fp8"})

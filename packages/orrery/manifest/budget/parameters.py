@@ -1,14 +1,11 @@
 """Count parameters and floating-point operations (FLOPs) of Orrery's own networks.
 
-`orrery.models.families` counts the parameters of family `hugging_face`. Symbols:
-L layers · H query heads · K head size · C latent width of keys · R rotary width of keys
-- `model_flops` counts 6 per token and active weight (4 if weights are frozen). Attention adds
-  12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, app. B).
-- If a document has more tokens than the indexer's `top_k`, attention is sparse. It adds instead
-  6 · L · H · (2C + R) per query and chosen key, plus the forward pass of indexers.
-- `hardware_flops` adds recomputed blocks, logits and attention scores (5 backward products, not 4).
-  With context parallelism (cp), it adds repeated up-projections of latent keys. With cp and
-  indexers, queries attend to latent keys instead. FLOPs of adapters are not counted.
+- `model_flops` counts 6 FLOPs per token and active weight, or 4 if weights are frozen. Attention
+  adds 12 · L · H · K · n² / 2 per document of n tokens, with L layers and H query heads of size K
+  (PaLM, arXiv 2204.02311, app. B).
+- Sparse attention adds 6 · L · H · (2C + R) per query and chosen key, with C the latent width and R
+  the rotary width of keys.
+- `hardware_flops` adds recomputed work. FLOPs of adapters are not counted.
 """
 
 import math
@@ -28,7 +25,7 @@ class BlockWeight:
 
     - `shape`: (rows, columns). Stacked experts: (experts, rows, columns). A vector: (size,).
     - `num_matrices`: matrices stacked along the rows, such as 2 for an expert's gate and up.
-    - `has_fp8`: whether this weight's product runs in FP8 if `model.fp8` lists its `part`.
+    - `has_fp8`: whether this weight's product may run in FP8.
     """
 
     part: Part
@@ -43,7 +40,7 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Parameter counts of an unsharded FSDP unit, such as a block. FSDP gathers it as a whole.
+    """Parameter counts of an unsharded FSDP unit (weights that FSDP gathers together, as a block).
 
     `trained` and `frozen` include experts. `adapted`: frozen parameters of layers with adapters.
     """
@@ -71,8 +68,7 @@ class UnitParameters:
 class ParameterCounts:
     """Parameter counts of all FSDP units, in forward order.
 
-    - `before`: embedding. `after`: last norm and LM head. With tied embeddings both are empty, and
-      `root` counts the embedding and the last norm.
+    - `before`: embedding. `after`: last norm and LM head. Tied weights count in `root`.
     - `largest_in_a_layer`: parameters of the largest trained weight of a block.
     """
 
@@ -92,11 +88,10 @@ class ParameterCounts:
 
 
 def keys_per_query(model: Model, cp: int) -> float:
-    """Return the ratio of keys to queries in a rank's latent attention. Without cp, it is 1.
+    """Return the ratio of keys to queries in a rank's latent attention.
 
-    A document is cut into 2·cp pieces. Rank i has the queries of pieces i and 2·cp − 1 − i
-    (zig-zag). With indexers, the rank reads the keys of all 2·cp pieces. Without indexers, it
-    up-projects, for each query piece, all keys up to that piece: i + 1 and 2·cp − i pieces.
+    With context parallelism (cp), a rank has the queries of 2 of 2·cp pieces of a document. With
+    indexers, it reads all keys. Without, it up-projects the keys up to each piece: 2·cp + 1 pieces.
     """
     if cp == 1 or model.mla is None:
         return 1.0
@@ -181,7 +176,7 @@ def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
         if kind not in kinds:
             kinds[kind] = _count_block(list(block_weights(model, layer)), adapters)
         unit, most = kinds[kind]
-        layers.append(replace(unit))  # copy, because `trainer_memory` compares units by identity
+        layers.append(replace(unit))  # a copy, because `trainer_memory` compares units by identity
         largest = max(largest, most)
     embedding, norm = model.vocab_size * model.hidden_size, model.hidden_size
 
@@ -244,7 +239,7 @@ def active_parameters(model: Model) -> Flops:
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
     projections, experts = 0, 0
     kinds = [is_sparse(model, layer) for layer in range(model.num_layers)]
-    for kind in set(kinds):  # blocks of a kind differ only in indexers, which do not count here
+    for kind in set(kinds):  # blocks of a kind differ only in indexers
         for weight in block_weights(model, kinds.index(kind)):
             if weight.part == "experts":
                 moe = model.mixture
@@ -262,12 +257,12 @@ def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> F
     """
     each = (4 if frozen else 6) * sum(lengths)
     active = active_parameters(model)
-    attention = 3 * _attention_forward(model, lengths) + _indexers(model, lengths)
+    attention = 3 * attention_forward(model, lengths) + indexers(model, lengths)
     return Flops(active.projections * each, active.experts * each, attention, active.lm_head * each)
 
 
 def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Flops:
-    """Return `model_flops` plus recomputed and repeated work, summed over a cp group."""
+    """Return `model_flops` plus recomputed and repeated work, for a context-parallel group."""
     base = model_flops(model, lengths, trainer.lora is not None)
     active, forward = active_parameters(model), 2 * sum(lengths)
     recomputed: set[str] = set()
@@ -279,12 +274,12 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
     again = share * ("projections" in recomputed) * (active.projections + repeated) * forward
     layers = range(model.num_layers)
     again += sum(_recomputed_parameters(model, trainer, layer) for layer in layers) * forward
-    core = _attention_forward(model, lengths, trainer.mesh.cp)
+    core = attention_forward(model, lengths, trainer.mesh.cp)
     return Flops(
         base.projections + repeated * each + again,
         base.experts + share * ("experts" in recomputed) * active.experts * forward,
-        # `core` is 2 forward products. With 5 backward products, the sum is (2 + 5) / 2 · `core`.
-        3.5 * core + share * ("attention" in recomputed) * core + _indexers(model, lengths),
+        # Attention has 2 forward products (`core`) and 5 backward products.
+        3.5 * core + share * ("attention" in recomputed) * core + indexers(model, lengths),
         base.lm_head + (not trainer.memory.lm_head_keeps_logits) * active.lm_head * forward,
     )
 
@@ -295,7 +290,6 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
-    """Return the number of parameters whose matrix products the layer recomputes."""
     names, heads, total = trainer.memory.recomputed_modules(layer), model.num_heads, 0.0
     if "attention_projections" in names:
         if (mla := model.mla) is None:
@@ -310,10 +304,6 @@ def _recomputed_parameters(model: Model, trainer: Trainer, layer: int) -> float:
 
 
 def _repeated_parameters(model: Model, cp: int) -> float:
-    """Return the parameters of all `kv_b_proj`, times the products that cp adds per token.
-
-    Return 0 for networks with indexers.
-    """
     mla = model.mla
     if mla is None or mla.indexer is not None:
         return 0.0
@@ -321,7 +311,8 @@ def _repeated_parameters(model: Model, cp: int) -> float:
     return model.num_layers * expanded * (keys_per_query(model, cp) - 1)
 
 
-def _attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> float:
+def attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> float:
+    """Return the operations of the attention of all layers, without projections."""
     width, most = 2 * model.head_dim, max(lengths, default=0)
     if (mla := model.mla) is not None:
         width = model.head_dim + mla.value_head_dim
@@ -331,8 +322,8 @@ def _attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> flo
     return 2 * model.num_layers * model.num_heads * width * keys
 
 
-def _indexers(model: Model, lengths: Sequence[int]) -> float:
-    """Return the forward operations of all indexers. Return 0 if attention is dense."""
+def indexers(model: Model, lengths: Sequence[int]) -> float:
+    """Return the operations of all indexers, or 0 if no document is longer than `top_k`."""
     mla = model.mla
     if mla is None or (indexer := mla.indexer) is None or not _is_sparse(model, lengths):
         return 0.0

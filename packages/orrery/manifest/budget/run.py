@@ -1,12 +1,10 @@
 """Plan the memory of each role of a run, the time of a step, and the bytes between roles.
 
-- Memory is planned for rollouts of `inference.max_model_len_tokens`. Times are planned for a mean
-  length, by default a quarter of this length.
+- Memory is planned for rollouts of the maximum length, and time for rollouts of a mean length.
 - Trainer and engines work at the same time, so the slower role sets the step's time. On shared
   devices they take turns.
 - Staleness follows from Little's law. With N rollouts in flight and B rollouts in a batch, a
-  rollout lasts N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the
-  batch is full.
+  rollout lasts N / B steps, so its tokens are N / 2B steps old on average.
 """
 
 from collections.abc import Iterator
@@ -32,14 +30,14 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
 Bytes = dict[str, int]
-FRAGMENTATION = 0.065  # bytes lost to fragmentation / allocated bytes: median in benchmarks/trainer
-NETWORK_BYTES = 50e9  # default network bytes/s of a device (400 Gb/s)
-MEAN_SHARE = 0.25  # default ratio of mean rollout tokens to max_model_len_tokens
+FRAGMENTATION = 0.065  # lost bytes / allocated bytes: median in benchmarks/trainer
+NETWORK_BYTES = 50e9  # default bytes/s of a device (400 Gb/s)
+MEAN_SHARE = 0.25  # default mean rollout tokens / max_model_len_tokens
 COLUMN_BYTES = 17  # bytes per token of a batch: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # maximum bytes per second of an 'nccl' or 'nixl' weight update
 UPDATE_S = 0.05  # time to pause and resume the engines
-FILE_BYTES = 1e9  # bytes per second at which a node reads or writes files
-KINDS = {  # kind of trainer memory → categories of `MemoryPlan` that it sums
+FILE_BYTES = 1e9  # bytes per second of a node's file reads or writes
+KINDS = {  # kind of trainer memory → categories of `MemoryPlan`
     "weights": ("weights", "gathered weights"),
     "gradients": ("gradients", "reduction"),
     "optimizer": ("optimizer state",),
@@ -67,7 +65,7 @@ class RoleBudget:
 @dataclass(frozen=True)
 class RunBudget:
     roles: tuple[RoleBudget, ...]
-    capacity_bytes: int | None  # usable memory of a device. None on a CPU.
+    capacity_bytes: int | None  # None on a CPU
     shares_devices: bool
     tokens: dict[str, float]  # mean tokens of a rollout: "all", "prompt", "sampled"
     trainer_s: dict[str, float]
@@ -75,15 +73,15 @@ class RunBudget:
     engines: dict[str, float]
     step_s: float
     slower: str
-    longest_step_s: float  # time of a step if all rollouts have the maximum length
+    longest_step_s: float  # if all rollouts have the maximum length
     staleness: float
     update: dict[str, float]
-    loading: dict[str, dict[str, float]]  # bytes and seconds to read the start weights, by role
+    loading: dict[str, dict[str, float]]  # bytes and seconds of reading, by role
     checkpoint: dict[str, float]
-    traffic_bytes: dict[str, float]  # bytes between roles in one step, by direction
-    collective_bytes: dict[str, dict[str, float]]  # bytes of a trainer step, by collective and link
+    traffic_bytes: dict[str, float]  # per step, by direction
+    collective_bytes: dict[str, dict[str, float]]  # per step, by collective and link
     layer_gather_bytes: dict[str, int]
-    other_ep: dict[str, Bytes]  # "with ep N" → change of the trainer's peak memory, by kind
+    other_ep: dict[str, Bytes]  # "with ep N" → change of memory by kind
     assumptions: tuple[str, ...]
     misfits: tuple[str, ...]
 
@@ -125,7 +123,6 @@ def plan_run(
 
 
 def trainer_plan(manifest: Manifest, counted: ParameterCounts) -> MemoryPlan:
-    """Return a trainer rank's memory plan in stage rl."""
     trainer, load = stage_workload(manifest, "rl")
     capacity = usable_bytes(manifest.hardware.accelerator) or 0
     return plan_memory(manifest.model, trainer, load, capacity, counted)
@@ -138,8 +135,6 @@ def engine_memory(manifest: Manifest, shape: Inference) -> Bytes:
 
 
 class RunPlan:
-    """Plan the memory, times and traffic of a run."""
-
     def __init__(
         self,
         manifest: Manifest,
@@ -182,7 +177,6 @@ class RunPlan:
         return trainer, *self._engine_roles()
 
     def _engine_roles(self) -> Iterator[RoleBudget]:
-        """Yield one budget for all engines, or two (decode, prefill) with `inference.prefill`."""
         one, groups = self.inference, self.manifest.group_devices
         if one.prefill is None:
             yield self._engine_role("inference", one.num_devices, one)
@@ -208,7 +202,7 @@ class RunPlan:
 
     @cached_property
     def work(self) -> tuple[int, list[int]]:
-        """Return (micro-batches per step, tokens of each rollout) of one context-parallel group."""
+        """Return (micro-batches per step, tokens of each rollout) of a context-parallel group."""
         mesh, orchestrator = self.trainer.mesh, self.manifest.orchestrator
         per_group = -(-orchestrator.rollouts_per_batch // mesh.num_data_ranks)
         room = max(1, int(self.trainer.memory.max_tokens_per_micro_batch // self.tokens))
@@ -227,10 +221,7 @@ class RunPlan:
 
     @cached_property
     def engines(self) -> dict[str, float]:
-        """Return speeds of the engines. Keys name the units. "step_s": seconds to generate a batch.
-
-        With `prefill_replicas`, the slower of prefill and decode engines sets the speed.
-        """
+        """Return the engines' speeds. Keys name the units. "step_s": seconds of a batch."""
         inference, model = self.inference, self.model
         prefills = inference.prefill_replicas
         decoding = inference.num_replicas - prefills
@@ -242,7 +233,7 @@ class RunPlan:
         step = engine.decode_s(model, inference, batch, load.mean_context, rates, network)
         other = inference.of_engine(0)
         prefill = engine.prefill_s(model, other, self.prompt, rates)
-        decode_s = sampled * step / batch  # decode seconds of a rank per rollout
+        decode_s = sampled * step / batch  # seconds of a rank per rollout
         here = prefill if not prefills else 0.0
         per_s = decoding * inference.data_parallel / (decode_s + here)
         if prefills:
@@ -260,8 +251,8 @@ class RunPlan:
     def pace(self) -> tuple[float, str, float]:
         """Return the seconds of a step, the slower role, and the mean staleness of tokens in steps.
 
-        If the trainer is slower, `max_batches_ahead` batches wait, and each adds a step of
-        staleness. Staleness is at most `max_off_policy_steps`.
+        If the trainer is slower, each of the `max_batches_ahead` waiting batches adds a step of
+        staleness.
         """
         orchestrator = self.manifest.orchestrator
         sides = {"the trainer": self.trainer_s["step"], "the engines": self.engines["step_s"]}
@@ -276,11 +267,6 @@ class RunPlan:
         return step_s, slower, min(staleness, float(orchestrator.max_off_policy_steps))
 
     def update(self) -> dict[str, float]:
-        """Return the bytes and seconds of a weight update from trainer to engines.
-
-        With 'nccl' or 'nixl', the slower of sending and receiving sets the time. Otherwise engines
-        read files, and for whole weights the time of writing the files is added.
-        """
         kind, replicas = self.manifest.transport.weights, self.inference.num_replicas
         value_bytes = DTYPE_BYTES[self.inference.dtype]
         adapters = sum(unit.trained for unit in self.counted.units) * value_bytes
@@ -302,8 +288,7 @@ class RunPlan:
     def loading(self) -> dict[str, dict[str, float]]:
         """Return the bytes of start weights that a node reads, and the seconds, by role.
 
-        A node reads each byte once into its page cache. Trainer ranks read their slices. Engine
-        ranks read all weights, but with expert parallelism only their experts.
+        A node reads each byte once into its page cache.
         """
         manifest, mesh, counted = self.manifest, self.trainer.mesh, self.counted
         is_whole = manifest.stage_before_rl == "init" and self.model.init.kind == "pretrained"
@@ -324,7 +309,7 @@ class RunPlan:
         }
 
     def checkpoint(self) -> dict[str, float]:
-        """Return the bytes and seconds of a checkpoint, which one `dp_replicate` replica writes.
+        """Return the bytes and seconds of a checkpoint.
 
         "waits_s": seconds that training waits. "writes_s": seconds of writing during training.
         """
@@ -343,7 +328,6 @@ class RunPlan:
         }
 
     def traffic(self) -> dict[str, float]:
-        """Return the bytes that roles exchange in a step, by direction."""
         found = {
             "weights to engines": self.update()["bytes"],
             "batches to trainer": self.batch_tokens * COLUMN_BYTES,
@@ -358,14 +342,16 @@ class RunPlan:
         return found
 
     def collectives(self) -> dict[str, dict[str, float]]:
-        """Return the bytes of the trainer's collectives in a step. See `step_bytes`."""
         micro_batches, lengths = self.work
         per_node = self.manifest.hardware.devices_per_node
         tokens = sum(lengths) / self.trainer.mesh.cp
         return step_bytes(self.model, self.trainer, self.counted, micro_batches, tokens, per_node)
 
     def layer_gather(self) -> dict[str, int]:
-        """Return the bytes that a rank gathers for the largest block, without and with `ep`."""
+        """Return the bytes that a rank gathers for the largest block.
+
+        The keys say whether experts are split over `ep` ranks (expert parallelism).
+        """
         if self.trainer.mesh.world_size == 1:
             return {}
         c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep
@@ -377,7 +363,7 @@ class RunPlan:
         """Return how another `ep` changes the trainer's peak memory, by kind of memory.
 
         The other `ep` is 1. If `ep` is 1, the other is the largest of 8, 4 and 2 that divides the
-        ranks. Return {} for a dense model, or if the other `ep` does not divide the experts.
+        ranks.
         """
         mesh, moe = self.trainer.mesh, self.model.moe
         ranks = mesh.dp_shard * mesh.cp

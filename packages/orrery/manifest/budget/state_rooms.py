@@ -1,7 +1,7 @@
 """Plan the device memory that offloaded optimizer state may use at each moment of a step.
 
-State is copied to the device during computation, into memory that activations and gradients leave
-free at that moment. The planned peak therefore does not rise.
+State is copied to the device into memory that activations and gradients leave free at that moment.
+The planned peak therefore does not rise.
 """
 
 from dataclasses import dataclass
@@ -11,17 +11,16 @@ from orrery.manifest.budget.parameters import ParameterCounts, count_parameters
 from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory, state_bytes
 from orrery.manifest.schema import Model, Trainer
 
-SHARE = 0.9  # share of planned free memory to use, because plans have errors
+SHARE = 0.9  # share of free memory to use, because plans have errors
 
 
 @dataclass(frozen=True)
 class StateRooms:
     """Bytes of optimizer state that fit on the device, by block.
 
-    - In the first micro-batch: bytes that fit during the block's forward pass (`forward`), the LM
-      head (`head`) and the block's backward pass (`backward`).
-    - `arriving`: bytes that fit from the start of the block's backward pass in the last micro-batch
-      to the end of the step.
+    - `forward`, `head`, `backward`: during the block's forward pass, the LM head, and the block's
+      backward pass, in the first micro-batch.
+    - `arriving`: from the block's backward pass in the last micro-batch to the end of the step.
     """
 
     forward: tuple[int, ...]
@@ -37,10 +36,7 @@ def state_rooms(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> StateRooms:
-    """Return the bytes of state that fit at each moment of a step.
-
-    Raise OrreryError for family `hugging_face`.
-    """
+    """Return the bytes of state that fit. Raise OrreryError for family `hugging_face`."""
     tokens = trainer.memory.max_tokens_per_micro_batch
 
     def planned(count: int) -> MemoryPlan:
@@ -59,7 +55,7 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # `first` plans only one micro-batch, so it omits unsharded gradients kept for later ones.
+    # `first` plans one micro-batch, so it omits gradients that wait for later micro-batches.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
     # Maximum memory used from each moment to the end of the step.

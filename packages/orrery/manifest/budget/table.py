@@ -1,9 +1,6 @@
 """Format the plan of a run's RL stage as text, and find the fastest layouts that fit into memory.
 
-- The search keeps the model, optimizer, precisions, and the numbers of devices and rollouts.
-- For the trainer, it varies the mesh, the micro-batch size, activation checkpointing and the
-  options in `SAVINGS`. For engines, it varies the number of replicas and tensor, data and expert
-  parallelism. The engines' KV cache fills the remaining memory.
+The search keeps the model, optimizer, precisions, and the numbers of devices and rollouts.
 """
 
 import textwrap
@@ -25,7 +22,7 @@ from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
 ROOM = 0.97  # share of usable device memory that a layout may fill
-SAVINGS: tuple[dict[str, Any], ...] = (  # options that save memory. Each row adds to rows above.
+SAVINGS: tuple[dict[str, Any], ...] = (  # each row adds to the rows above
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
     {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},
@@ -33,7 +30,7 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # options that save memory. Each row ad
     {"memory.optimizer_offload_resident": 0.0},
     {"memory.activation_offload": True},
 )
-SIZES = (0.5, 1, 2)  # micro-batch sizes to try, in multiples of `max_tokens_per_micro_batch`
+SIZES = (0.5, 1, 2)  # multiples of the manifest's micro-batch size to try
 EVERY = (1, 2)  # `activation_checkpointing_every` to try with kind "full"
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -55,10 +52,7 @@ class Proposal:
 
 
 def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest trainer layouts that fit, at most one per mesh and kind of checkpointing.
-
-    Constraints are checked last, because this check is slow.
-    """
+    """Return the fastest trainer layouts that fit, one per mesh and kind of checkpointing."""
     room, now = _room(run), RunPlan(run, tokens)
     if run.hardware.shared_devices:
         room -= sum(role.total_bytes for role in now.roles()[1:])
@@ -80,7 +74,6 @@ def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
 
 
 def _with_trainer(run: Manifest, changes: Changes) -> Manifest:
-    """Return the run with `changes` to its trainer. Constraints are not checked."""
     trainer = run.trainer.model_dump(mode="json")
     for field, value in changes.items():
         _, *section, name = field.split(".")
@@ -90,7 +83,6 @@ def _with_trainer(run: Manifest, changes: Changes) -> Manifest:
 
 
 def engine_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest engine layouts, each with the largest KV cache that fits."""
     room = _room(run)
     if run.hardware.shared_devices:
         room -= RunPlan(run, tokens).roles()[0].total_bytes
@@ -185,7 +177,6 @@ def _shapes(run: Manifest) -> Iterator[Changes]:
 
 
 def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
-    """Return the run with engine layout `shape` and the largest KV cache. None: it is invalid."""
     fields = {name.removeprefix("inference."): value for name, value in shape.items()}
     shaped = run.inference.model_copy(
         update={name: value for name, value in fields.items() if name != "router"}
@@ -199,7 +190,6 @@ def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
 
 
 def _changed(run: Manifest, changes: Changes) -> Manifest | None:
-    """Return the run with `changes`, or None if a constraint or `check_built` forbids them."""
     try:
         changed = with_values(run, changes)
         check_built(changed)
@@ -221,7 +211,7 @@ def _differences(run: Manifest, changed: Manifest) -> Changes:
 
 
 GIB = 2**30
-PARTS = (  # parts of a trainer step's time, in the order of the table's rows
+PARTS = (  # parts of a trainer step's time
     "dense products", "grouped products", "attention", "lm head", "elementwise",
     "sharding copies", "copies", "communication", "optimizer", "idle",
 )  # fmt: skip

@@ -2,12 +2,8 @@
 
 No factor is fitted to measurements. Torch's allocator reserves more than planned. Symbols:
 
-n parameters of an FSDP unit (such as a block) gathered on a rank · s ranks that shard the unit
-T tokens of a micro-batch on a rank · V vocabulary size · D hidden size
-p bytes of a stored weight · c bytes of a value in computation · r bytes of a value in reductions
-h query heads × head size · g key heads × head size
-F intermediate size of the dense feed-forward, or of all shared experts together
-E experts · K experts per token · I intermediate size of an expert
+- c: bytes of a value in computation. p: of a stored weight. r: of a value in reductions.
+- h: query heads × head size. g: key heads × head size.
 """
 
 from collections.abc import Iterator
@@ -38,11 +34,11 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# A rank's weights are updated in buckets of this many bytes of state (of weights without state).
-OFFLOADED_BYTES = 128 << 20  # bucket of offloaded state, large enough for the full rate of PCIe
-WHOLE_BYTES = 256 << 20  # bucket for Muon, equal with and without offload so that results are equal
-NUM_SLOTS = 3  # buckets of offloaded state on the device at a time
-BATCH_VALUES = 1 << 27  # number of values that Muon orthogonalizes at a time, to bound memory
+# The optimizer updates weights in buckets. Sizes are bytes of optimizer state.
+OFFLOADED_BYTES = 128 << 20  # large enough for the full rate of PCIe
+WHOLE_BYTES = 256 << 20  # for Muon with and without offload, so that results are equal
+NUM_SLOTS = 3  # buckets on the device at a time
+BATCH_VALUES = 1 << 27  # values that Muon orthogonalizes at a time
 MUON_COPIES = 4  # temporary bfloat16 copies of a batch of matrices in Muon
 
 Bytes = dict[str, int]
@@ -55,8 +51,8 @@ Bytes = dict[str, int]
 class ActivationBytes:
     """A block's activation bytes per token.
 
-    `kept`: bytes held from the forward to the backward pass. `backward`: maximum number of
-    bytes that the backward pass adds.
+    `kept`: bytes held from the forward to the backward pass. `backward`: maximum number of bytes
+    that the backward pass adds.
     """
 
     kept: int
@@ -68,11 +64,11 @@ class _Results:
     """Bytes per token of a block's forward results.
 
     - `named`: results that selective checkpointing can keep, by their name in `keep`.
-    - `unread`: results that `keep` selects by the same names, but no backward pass reads.
+    - `unread`: further results of these names, which no backward pass reads.
     - `rest`: results without a name.
     - `for_attention`: recomputed results that only attention's backward pass reads.
     - `of_attention`, `of_feed_forward`: results that checkpointing of kind `modules` recomputes,
-      with one entry per module. The feed-forward's backward pass holds one entry at a time.
+      with one entry per module.
     """
 
     named: dict[str, int]
@@ -86,9 +82,8 @@ class _Results:
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes per token, with the trainer's kind of checkpointing.
 
-    "none" keeps all results (see `_Results`). "modules" keeps all but `of_attention` and
-    `of_feed_forward`. "full" keeps the block's input (c·D). "selective" also keeps the `named`
-    results in `keep`, and, unless the block is one compiled graph, the `unread` results in `keep`.
+    Checkpointed blocks keep their input. A block compiled as one graph drops results that no
+    backward pass reads.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -122,14 +117,7 @@ def _activation_bytes_of_blocks(model: Model, trainer: Trainer) -> list[Activati
 
 
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
-    """Return the bytes per token of a block's results. The module docstring has the symbols.
-
-        attention     c·h output · 4 per query head for log-sum-exps
-        projections   c·(h + 2g) queries, keys, values · c·D output · c·2F gate and up
-                      · 4·E router logits
-        experts       c·2·K·I gate and up
-        rest          c·2D normalised inputs · c·(h + g) rotated queries and keys, if `qk_norm`
-                      · c·F activation · c·K·D rows in expert order · c·K·I activation · statistics
+    """Return the bytes per token of a block's forward results.
 
     A LoRA adapter adds a result of width `rank`, and in checkpointed blocks a copy of the output.
     Frozen projections without an adapter do not keep their input.
@@ -150,7 +138,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
     named = {"attention": c * h + 4 * model.num_heads, "experts": 0}
     inputs = c * (h + 2 * g) * copies("attention") + narrow("attention", 3)
-    # With cp, attention keeps the copies of its inputs that ranks exchange, without recomputation.
+    # With context parallelism, attention keeps the inputs that ranks exchange.
     gathered, heads = 0, inputs if trainer.mesh.cp == 1 else 0
     if model.mla is not None:
         named["attention"], inputs, gathered, heads = _latent_results(model, trainer)
@@ -199,16 +187,12 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]:
     """Return latent attention's bytes per token: (output, inputs, gathered keys, recomputed).
 
-    Inputs: row `both` below plus the larger of `dense` and `sparse`. `recomputed`: inputs that the
-    module "attention_projections" recomputes. If compiled, they exclude rotated queries (c·H·R).
-    H heads · R rotated width of a head · K rotated plus unrotated width (not experts per token)
-    V value width of a head · C latent width of keys · q latent width of queries
-    k ratio of a rank's keys to its queries (`keys_per_query`)
-    output    c·H·max(V, C) output · 4·H log-sum-exps
-    both      2·c·(q + C + R) latents before and after their norms · c·H·K queries
-    dense     c·(1 + 2k)·H·max(K, V) padded queries, keys, values (0 with cp and indexers)
-    sparse    c·H·(C + R) latent queries · 4·top-k indices
-    gathered  k·c·(C + R) with cp, which replace c·(C + R) normalised keys in `both`. Without cp: 0
+    - Output: attention's output and float32 log-sum-exps.
+    - Inputs: latents before and after their norms, queries, and the larger of two forms. Dense
+      attention expands and pads queries, keys and values. Sparse attention has latent queries and
+      chosen indices.
+    - Gathered keys: latent keys that a rank gathers with context parallelism.
+    - Recomputed: inputs that checkpointing of module "attention_projections" recomputes.
     """
     mla, heads, cp = model.latent, model.num_heads, trainer.mesh.cp
     c = DTYPE_BYTES[trainer.compute_dtype]
@@ -235,26 +219,16 @@ def _dense_width(model: Model, layer: int) -> int:
 
 
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
-    """Return the temporary bytes per token of the backward passes of attention and feed-forward.
-
-    The module docstring has the symbols, except H, C, R and k (see `_latent_results`).
-    attention   c·(3h + 2g) gradients · 4·h float32 sums of query gradients
-    latent      at least (2c + 4)·H·(C + R) · with cp 3·c·k·(C + R) gradients of keys, and without
-                indexers 2·c·g·(k − 1) expanded keys and values
-    dense       c·(3F + D) gradients of a dense feed-forward, or of shared experts
-    mixture     in addition c·K·D gradients of rows (3 times with ep) · c·K·I values between
-                products (3 times unless compiled as one graph) · c·K·D to recompute the down
-                projection with adapters
-    """
+    """Return the temporary bytes per token of the backward passes of attention and feed-forward."""
     c = DTYPE_BYTES[trainer.compute_dtype]
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = c * (3 * h + 2 * g) + 4 * h
+    attention = c * (3 * h + 2 * g) + 4 * h  # gradients, and float32 sums of query gradients
     if (mla := model.mla) is not None:
         latent = model.num_heads * (mla.kv_lora_rank + mla.rope_head_dim)
         if (cp := trainer.mesh.cp) > 1:
             keys = keys_per_query(model, cp)
             expanded = 0 if mla.indexer is not None else 2 * g * (keys - 1)
-            gathered = 3 * keys * (mla.kv_lora_rank + mla.rope_head_dim)
+            gathered = 3 * keys * (mla.kv_lora_rank + mla.rope_head_dim)  # gradients of keys
             attention = round(max(attention + c * expanded, (2 * c + 4) * latent) + c * gathered)
         else:
             attention = max(attention, (2 * c + 4) * latent)
@@ -267,17 +241,16 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     is_checkpointed = trainer.memory.checkpoints(layer)
     if has_adapters and is_checkpointed and "experts" not in trainer.kept:
         rows += 1
-    between = 1 if trainer.is_one_graph(model) else 3
+    between = 1 if trainer.is_one_graph(model) else 3  # values between products
     per_slot = rows * model.hidden_size + between * moe.expert_intermediate_size
     return attention, feed_forward + c * moe.num_experts_per_token * per_slot
 
 
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
-    """Return the temporary bytes of (query, chosen key) pairs in sparse attention's backward pass.
+    """Return the bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    `tokens`: number of a rank's queries. For symbols, see `_latent_results`. Each pair has a 4-byte
-    row number. At most SPARSE_PAIRS pairs at a time also have c·(C + R) bytes of the key's gradient
-    and 2·c·H bytes of probabilities and gradients of logits. In float32, the backend has no pairs.
+    `tokens`: number of a rank's queries. At most SPARSE_PAIRS pairs at a time hold gradients. In
+    float32, the backend has no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
@@ -292,7 +265,7 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a context-parallel (cp) group in a step.
+    """The work of a context-parallel group in a step.
 
     `tokens`: tokens of a micro-batch. `document_tokens`: tokens of the longest document.
     `merged_width`: bytes per value of the merged weights that LoRA runs send by NCCL or NIXL.
@@ -420,20 +393,9 @@ class _StepPlan:
             self.gathered_until = sizes
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
-        """Yield (moment, bytes by category).
+        """Yield (moment, bytes by category), from the LM head to the optimizer.
 
         Weights, optimizer state and gradients that wait for the optimizer count at every moment.
-        Without `reshard_after_forward`, all blocks before i stay gathered, not only block i − 1.
-
-        LM head           activations of all blocks · gathered head and last block · head's gradient
-                          (c·n) · logits · T·D·(3c + 4) hidden states and their gradient
-        block i, backward activations of blocks 0 to i · recomputation · gathered blocks i, i − 1
-                          (c·n) · gradient of i · reduction of i + 1 · two T·D gradients
-                          · pairs of sparse attention
-        block i, reducing activations of blocks 0 to i − 1 · gathered block i − 1 · gradient of i
-                          (c·n) and its reduction (r·n), or 3·r·n for both on a single rank
-        embedding         V·D gradient (two if tied) · its reduction, or that of block 0 if larger
-        optimizer         reduced gradients of all units · Muon's temporaries
         """
         counted, layers = self.counted, self.counted.layers
         root, alone = counted.root, self.shards == 1
@@ -447,6 +409,7 @@ class _StepPlan:
                 gradients=waiting + self.own(head),
                 gathered=self.gathered_before(len(layers)) + head_gathered,
                 activations=self.activations(len(layers) - 1),
+                # logits, hidden states and their gradient
                 head=self.logits() + hidden * (3 * self.c + 4),
             ),
         )
@@ -474,6 +437,7 @@ class _StepPlan:
                 self.moment(
                     gradients=gradients - copied,
                     gathered=self.gathered_before(layer),
+                    # On a single rank, the gradient counts here too.
                     reduction=self.reducing(unit) * (3 if alone else 1),
                     activations=self.activations(layer - 1),
                     again=self.c * hidden,
@@ -518,7 +482,6 @@ class _StepPlan:
         return total // self.shards
 
     def states(self) -> int:
-        """Return the device bytes of optimizer states. Without offload, each takes p·n / s."""
         if self.on_host:
             return 0
         if not self.trainer.memory.optimizer_offload:
@@ -532,8 +495,7 @@ class _StepPlan:
     def host_bytes(self) -> int:
         """Return a rank's host bytes of offloaded activations, states and weights.
 
-        Activations count twice, because their buffers round up to powers of 2. The outer
-        optimizer's state (`trainer.elastic`) counts too.
+        Activations count twice, because their buffers round up to powers of 2.
         """
         total = 0
         if self.trainer.memory.activation_offload:
@@ -562,14 +524,9 @@ class _StepPlan:
         return self.r * unit.gathered_trained(self.ep) if self.is_sharded else 0
 
     def reduced_gradient(self, unit: UnitParameters) -> int:
-        """Return the device bytes of a unit's reduced gradient: p·n / s, on the host 0."""
         return 0 if self.on_host else self.p * unit.trained // self.shards
 
     def earlier_gradient(self, unit: UnitParameters) -> int:
-        """Return the device bytes of the unit's gradient from earlier micro-batches, if any.
-
-        With `reduce_gradients: step` the gradient is unsharded (r·n), otherwise reduced.
-        """
         if self.load.micro_batches == 1:
             return 0
         if self.is_sharded and self.trainer.fsdp.reduce_gradients == "step":
@@ -584,10 +541,10 @@ class _StepPlan:
         return self.tokens * (self.kept_before[last + 1] - self.kept_before[first])
 
     def logits(self) -> int:
-        """Return the bytes of logits if all T tokens are scored, in tiles of the vocabulary.
+        """Return the bytes of logits if all tokens are scored, in tiles of the vocabulary.
 
-        With `lm_head_keeps_logits`, all logits take 4·T·V bytes, and the largest tile takes 2 more
-        bytes per logit. Otherwise only the largest tile counts, with 6 bytes per logit.
+        A logit takes 4 bytes, and 2 more in the largest tile. All tiles count only with
+        `lm_head_keeps_logits`.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         chunk = auto_chunk_tokens(self.device_bytes, vocab)

@@ -1,8 +1,7 @@
 """Estimate the seconds of a trainer's step from operations, bytes and a device's rates.
 
-- FSDP's gathers and reductions overlap with computation. Exchanges of cp and ep do not. Compiled
-  blocks fuse elementwise work.
-- Constants are fitted to profiled steps. `benchmarks/trainer/planned.py` prints the errors.
+- FSDP's collectives overlap with computation. Context and expert parallel exchanges do not.
+- Constants are fitted to profiled steps.
 """
 
 from collections.abc import Sequence
@@ -21,22 +20,21 @@ from orrery.manifest.devices import Rates
 from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
-SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach during collectives
-LAUNCH_S = 0.7e-3  # minimum host seconds of a block's forward and backward pass, per micro-batch
+SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach
+LAUNCH_S = 0.7e-3  # minimum host seconds per block and micro-batch
 IDLE_SHARE = 0.015  # share of a step without work on the device
-EAGER = 2.5  # ratio of elementwise bytes without the compiler to those with it
-FORWARD_SHARE = 0.3  # share of the forward pass in a micro-batch's computation
-BOTH_WAYS = 0.75  # share of the host link's rate in each direction, if both directions are in use
-QUEUED_SHARE = 0.5  # share of computation that hides gathers with cp, whose exchanges wait for them
+EAGER = 2.5  # factor of elementwise bytes without the compiler
+FORWARD_SHARE = 0.3  # share of the forward pass in computation
+BOTH_WAYS = 0.75  # share of the host link's rate in each direction, if both are in use
+QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of one device in the trainer's collectives, by group of ranks.
+    """Bytes per second of one device in collectives.
 
-    - `shards`: FSDP's gathers and reductions of weights other than experts.
-    - `experts`: FSDP's gathers and reductions of experts.
-    - `all`: exchanges among all ranks. `cp`, `ep`: exchanges in a group of this mesh axis.
+    - `experts`: FSDP's collectives of experts. `shards`: those of all other weights.
+    - `all`, `cp`, `ep`: exchanges among all ranks, or along a mesh axis.
     """
 
     shards: float
@@ -49,8 +47,7 @@ class Links:
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
     """Return the rates of collectives. `network`: bytes per second of a device between nodes.
 
-    A ring over nodes uses the network cards of all its ranks on a node. Ranks that shard an expert
-    are `ep` apart, so their ring uses fewer cards of a node.
+    A ring uses the network cards of all its ranks on a node.
     """
 
     def of(ranks: int) -> float:
@@ -76,11 +73,10 @@ def step_s(
 ) -> dict[str, float]:
     """Return the seconds of a step by kind of work, and their sum as "step".
 
-    "communication" is the part that computation does not hide. "communication in all" adds the
-    hidden part and is not in the sum. Raise OrreryError for family `hugging_face`.
+    "communication" is the part that computation does not hide. "communication in all" is not in
+    the sum. Raise OrreryError for family `hugging_face`.
 
-    - `lengths`: tokens of each document of a cp group, over all micro-batches.
-    - `link`: rates of collectives, by default on one node. `device_bytes`: memory of a device.
+    `lengths`: number of tokens of each document that a context-parallel group trains in the step.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
@@ -138,7 +134,6 @@ def _computation(
 
 
 def _dense_flops(model: Model, rates: Rates) -> float:
-    """Return the operations per second of dense products, averaged over bfloat16 and FP8."""
     weights = [
         weight
         for layer in {0, model.num_layers - 1}
@@ -159,14 +154,8 @@ def _grouped_flops(model: Model, rates: Rates) -> float:
 def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
     """Return the bytes that a rank's FSDP copies read and write in a micro-batch.
 
-        2·c·n·g      copy gathered weights out of the collective's buffer
-        (p + c)·s·g  cast stored weights before the gather
-        (c + r)·n    copy gradients of trained weights into the reduction's buffer
-        (r + p)·s    cast reduced gradients
-
-    g gathers (2 with `reshard_after_forward`, else 1) · n gathered values
-    s trained values that the rank stores
-    p bytes of a stored value · c bytes in computation · r bytes in reductions
+    The terms of the sum: copies of gathered weights, casts of stored weights, copies of gradients,
+    casts of reduced gradients.
     """
     mesh, units = trainer.mesh, counted.units
     c, p = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.param_dtype]
@@ -181,10 +170,7 @@ def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
 def _offload_s(
     model: Model, trainer: Trainer, tokens: float, computing: float, rates: Rates
 ) -> float:
-    """Return a step's seconds of activation offload that computation does not hide.
-
-    `tokens`: tokens of the rank. `computing`: seconds of computation.
-    """
+    """Return the seconds of activation offload that computation does not hide."""
     if not trainer.memory.activation_offload:
         return 0.0
     blocks = range(model.num_layers - 1)
@@ -203,11 +189,7 @@ def _communication(
     computing: float,
     link: Links,
 ) -> tuple[float, float]:
-    """Return a step's seconds of communication: (all, the part that computation does not hide).
-
-    `tokens`: tokens of the rank. `computing`: seconds of computation. `_optimizer_s` counts Muon's
-    exchanges.
-    """
+    """Return the seconds of communication, and of its part that computation does not hide."""
     moved = traffic(model, trainer, counted, tokens)
     gather = moved.gather / link.shards + moved.gather_experts / link.experts
     reduction = moved.reduction / link.shards + moved.reduction_experts / link.experts
@@ -233,10 +215,7 @@ def _optimizer_s(
 ) -> tuple[float, float, float]:
     """Return (seconds of kernels, number of values in states, seconds of Muon's all-to-alls).
 
-    `trained`: number of trained float32 values on the device. Bytes moved per value, including the
-    gradient's norm and scale: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with decay),
-    Muon 48 (60 with Nesterov). A Newton-Schulz iteration on an m×n matrix (m ≤ n) takes
-    4·m²·n + 2·m³ operations.
+    The constants from 24 to 60 are bytes moved per value, including the gradient's norm and scale.
     """
     optimizer, shards = trainer.optimizer, trainer.mesh.dp_shard * trainer.mesh.cp
     products_s = exchanged_bytes = 0.0
@@ -264,10 +243,7 @@ def _state_copies_s(
 ) -> float:
     """Return the seconds of copies of offloaded states that computation does not hide.
 
-    `room`: device bytes for state that is copied in during the last backward pass, and out during
-    the next step's first micro-batch. All other state is copied in and out during the optimizer
-    step. The first micro-batch's backward pass hides copies only if more micro-batches follow
-    (`has_more`).
+    `room`: device bytes for states that are copied outside the optimizer step.
     """
     link, backward_s = rates.host_link_bytes, (1 - FORWARD_SHARE) * micro_batch_s
     early = min(num_bytes, room, backward_s * link)
@@ -276,10 +252,9 @@ def _state_copies_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return (number of values that Muon updates, values in split matrices, operations).
+    """Return (values that Muon updates, those in matrices that ranks share, operations).
 
-    A split matrix has parts on several ranks. The operations are those of one Newton-Schulz
-    iteration over all matrices.
+    A Newton-Schulz iteration on an m×n matrix (m ≤ n) takes 4·m²·n + 2·m³ operations.
     """
     values, split, operations = 0, 0, 0.0
     for layer in range(model.num_layers):
@@ -288,7 +263,7 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
                 continue
             m, n = sorted((weight.shape[-2] // weight.num_matrices, weight.shape[-1]))
             values += weight.size
-            # Each rank holds whole matrices of a stack of experts, so they are not split.
+            # Each expert's matrix is whole on one rank.
             split += weight.size if len(weight.shape) == 2 else 0
             operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)
     return values, split, operations

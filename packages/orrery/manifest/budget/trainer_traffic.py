@@ -12,10 +12,9 @@ class Traffic:
     """Bytes that a rank sends.
 
     - `gather`, `reduction`: in one FSDP gather or reduction of all weights except experts.
-    - `gather_experts`, `reduction_experts`: the same for all experts. With expert parallelism
-      (`ep`), the FSDP group of experts is smaller.
+    - `gather_experts`, `reduction_experts`: the same for all experts.
     - `cp`, `ep`: in a step's exchanges of context and expert parallelism.
-    - `replicas`: in a step's all-reduce of gradients over `dp_replicate` replicas.
+    - `replicas`: in a step's all-reduce of gradients over replicas.
     """
 
     gather: float
@@ -28,7 +27,6 @@ class Traffic:
 
 
 def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: float) -> Traffic:
-    """Return the traffic of a rank that trains `tokens` tokens in a step."""
     mesh, units = trainer.mesh, counted.units
     shards = mesh.dp_shard * mesh.cp
     c, r = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.reduce_dtype]
@@ -40,7 +38,7 @@ def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: fl
     in_ep = in_cp = 0.0
     if mesh.ep > 1 and model.moe is not None:
         layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
-        # A token is sent once to each rank with a chosen expert. Choices are assumed to be even.
+        # Expected number of ranks with an expert of a token, if experts are chosen evenly.
         reached = mesh.ep * (1 - (1 - 1 / mesh.ep) ** model.moe.num_experts_per_token)
         rows = tokens * reached * (mesh.ep - 1) / mesh.ep
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
@@ -69,10 +67,8 @@ def step_bytes(
 ) -> dict[str, dict[str, float]]:
     """Return the bytes that all ranks send in a step, by collective and by link.
 
-    "links": bytes inside nodes. "network": bytes between nodes. `tokens`: tokens of a rank. In a
-    ring, one rank of each node sends to another node. In an exchange, each rank sends equally many
-    bytes to every other rank of its group. If a group's ranks are `stride` apart, a node holds
-    `devices_per_node` / `stride` of them.
+    "links": inside nodes. "network": between nodes. In a ring, one rank of each node sends to
+    another node.
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp
@@ -113,7 +109,7 @@ def step_bytes(
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return the number of values sent per token to each cp peer, over all layers and passes."""
+    """Return the number of values sent per token to each other rank of a cp group."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp

@@ -2,7 +2,7 @@
 """The manifest: all settings that determine a run's result.
 
 - Every field is required, so that reviewers see every value.
-- Hosts, partitions, mounts, ports and log levels are in the site's file, not in the manifest.
+- Hosts, mounts, ports and log levels are in the site's file instead.
 - Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
 """
 

@@ -1,7 +1,6 @@
-"""Check constraints between fields. The other `*_constraints.py` files hold further constraints.
+"""Check constraints between fields of the manifest.
 
-Each function yields a sentence (field, value, rule, remedy) for each broken constraint. `Manifest`
-raises the first sentence.
+Each function yields a sentence (field, value, rule, remedy) for each broken constraint.
 """
 
 import re
@@ -48,7 +47,7 @@ _QWEN3 = {
     "attention_bias": (False,),
     "qk_norm": (True,),
 }
-_QWEN3_MOE = {  # supported values of `model.moe`
+_QWEN3_MOE = {
     "moe.num_dense_layers": (0,),
     "moe.num_shared_experts": (0,),
     "moe.score": ("softmax",),
@@ -72,7 +71,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family an
 }
 _LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
 MTP_FAMILIES = ("glm4_moe", *_LATENT_FAMILIES)  # families with multi-token prediction
-PARTS = {  # optional field of `model` → families that have it
+PARTS = {  # families by optional field of `model`
     "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
     "mla": _LATENT_FAMILIES,
     "hf_config": ("hugging_face",),
@@ -80,7 +79,7 @@ PARTS = {  # optional field of `model` → families that have it
 
 
 def misfits(run: "Manifest") -> Iterator[str]:
-    """Yield a sentence for each broken constraint. Later checks rely on earlier checks."""
+    """Check all constraints. Later checks rely on earlier checks."""
     yield from _model_misfits(run.model)
     yield from trainer_field_misfits(run.trainer)
     yield from _inference_misfits(run.inference)
@@ -431,10 +430,7 @@ def _offload_misfits(model: Model, inference: Inference, route_bytes: int) -> It
 
 
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
-    """Check the constraints of FP8 weights, such as whole FP8 blocks.
-
-    vLLM would pad experts to whole blocks, and weight updates do not fill the padding.
-    """
+    """Check FP8 weights. Experts need whole blocks: weight updates do not fill vLLM's padding."""
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator
     if inference.quantization != "fp8":

@@ -18,7 +18,7 @@ OFF = "or set trainer.elastic to null"
 
 
 class OuterSgd(Record):
-    """The outer optimizer: SGD with the mean Δ of all sites as gradient (see `Elastic`).
+    """The outer optimizer: SGD with the mean Δ of all sites as gradient.
 
     DiLoCo (arXiv 2311.08105) uses lr 0.7, momentum 0.9 and Nesterov momentum.
     """
@@ -43,18 +43,16 @@ class Elastic(Record):
       `topology`. Δ is the weights at the start of the round minus the current weights.
     - `error_feedback`: add the codec's error of a round to the next Δ.
     - `weights` "tokens": weight a site's Δ by its number of tokens since its last exchange.
-    - `admission` "open": sites may join before any round. "closed": only before the first round.
-    - An exchange starts when all live members (sites already admitted) have arrived, or `grace_s`
-      after `quorum` sites (including a member) have arrived. A late site adds its Δ to the next
-      round.
-    - `heartbeat_s`: a site renews its lease in etcd (its sign of life) twice in this time.
-    - `dead_after_s`: time without a heartbeat after which a site is dead.
+    - `admission` "closed": sites may join only before the first round.
+    - An exchange starts when all live members (admitted sites) have arrived, or `grace_s` after
+      `quorum` sites have arrived. A late site adds its Δ to the next round.
+    - A site sends two signs of life per `heartbeat_s`. It is dead `dead_after_s` after the last.
     - `voters`: limit on sites that run etcd, which keeps the log of rounds.
-    - `fragments` F: layer i belongs to fragment i mod F. After every `inner_steps` / F steps the
-      sites exchange one fragment, in turn (Streaming DiLoCo, arXiv 2501.18512).
-    - `delay_steps`: inner steps that a site takes while a fragment is exchanged (0: it waits). Then
-      the fragment's weights become `delay_merge` · own + (1 − `delay_merge`) · common weights.
-    - `snapshots`: copies of a site's state in shared memory, from which other sites recover.
+    - `fragments` F: layer i belongs to fragment i mod F. After every `inner_steps` / F steps, sites
+      exchange one fragment, in turn (Streaming DiLoCo, arXiv 2501.18512).
+    - `delay_steps`: steps that a site takes during an exchange. Then the fragment's weights become
+      `delay_merge` · own + (1 − `delay_merge`) · common weights.
+    - `snapshots`: copies of a site's state, from which other sites recover.
     """
 
     min_sites: Count

@@ -1,4 +1,4 @@
-"""The manifest of a run. `constraints.py` checks that its fields fit together."""
+"""The manifest of a run."""
 
 from typing import Annotated, Literal
 
@@ -25,7 +25,7 @@ def _known(accelerator: str) -> str:
 
 
 class Hardware(Record):
-    """The shape of the machine. It determines the order of reductions and hence results.
+    """The shape of the machine, which affects results by the order of reductions.
 
     - `accelerator`: "cpu", a key in `manifest/devices.py` or a name from `orrery hardware`.
     - `shared_devices`: trainer and engines run on the same GPUs of one node.
@@ -40,7 +40,7 @@ class Hardware(Record):
 class Manifest(Record):
     """All settings of a run.
 
-    `python_lock_sha256`: hash of `locks/cpu.txt`, or on GPUs hash of `locks/cuda.txt`.
+    `python_lock_sha256`: hash of `locks/cpu.txt`, or on GPUs of `locks/cuda.txt`.
     """
 
     schema_version: Literal[3]
@@ -68,7 +68,6 @@ class Manifest(Record):
 
     @property
     def group_devices(self) -> dict[str, int]:
-        """Return the number of devices by node group, in the order of nodes."""
         inference = self.inference
         prefill = inference.prefill_replicas * inference.of_engine(0).devices_per_replica
         rest = inference.num_devices - prefill
@@ -77,17 +76,14 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return the bytes per token, in batches, of the keys that engines' indexers chose.
-
-        Each indexer has one bit per position of the longest sequence.
-        """
+        """Return the bytes per token of engines' chosen keys: one bit per position and indexer."""
         if self.trainer.indexer_choice == "own":
             return 0
         return self.model.num_indexers * -(-self.inference.max_model_len_tokens // 8)
 
     @property
     def route_bytes(self) -> int:
-        """Return the bytes per token of the experts and keys that engines report as chosen."""
+        """Return the bytes per token of the experts and keys that engines chose."""
         moe = self.model.moe
         if moe is None or not self.transport.routed_experts:
             return 0

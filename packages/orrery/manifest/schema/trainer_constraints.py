@@ -1,4 +1,4 @@
-"""Check the constraints of the trainer and its model, for runs and `orrery bench trainer`."""
+"""Check the constraints of the trainer and its model."""
 
 from collections.abc import Iterator
 
@@ -156,10 +156,7 @@ def _fp8_widths(model: Model) -> Iterator[tuple[str, int]]:
 
 
 def block_parts(model: Model) -> list[str]:
-    """Return the parts of a block that `trainer.lora.targets` may name.
-
-    `model.fp8` may name the same parts, and also "attention" in a model with latent attention.
-    """
+    """Return the parts of a block that `trainer.lora.targets` may name."""
     moe = model.moe
     parts = {
         "attention": model.mla is None,  # latent attention slices a weight, so it takes no adapters
@@ -272,11 +269,7 @@ def _attention_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iter
 
 
 def head_divisors(model: Model) -> list[int]:
-    """Return the numbers of ranks that can share the attention heads.
-
-    Ranks get equally many query heads. Key heads are divided evenly among the ranks, or equally
-    many ranks share each key head.
-    """
+    """Return the numbers of ranks that can share the attention heads evenly."""
     groups = model.num_kv_heads
     return [n for n in divisors(model.num_heads) if groups % n == 0 or n % groups == 0]
 

@@ -1,9 +1,8 @@
 """Read a report's data once from a run directory.
 
-- If several attempts trained a step, the newest row counts. Spans come from the newest attempt.
-- Columns store eight bytes per number, so the rows of a run of weeks fit into memory.
-- A plotted line with more than POINTS points is cut into equal pieces. A piece is drawn as its
-  mean, its two extremes, or its largest value.
+- If several attempts trained a step, the newest row counts.
+- Rows are stored by column, so that a run of weeks fits into memory.
+- A line of more than POINTS points is drawn as means, extremes or maxima of equal pieces.
 """
 
 import logging
@@ -37,7 +36,7 @@ NOTHING = {"d": nan, "q": -(2**63), None: None}  # values stored for None, by ar
 TYPE_CODES = {float: "d", int: "q"}
 POINTS = 1000
 
-Line = tuple[list[Any], list[Any]]  # x and y of the drawn points
+Line = tuple[list[Any], list[Any]]
 Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 
@@ -101,7 +100,7 @@ class Table(Sequence[Row]):
 
 class _Column:
     def __init__(self) -> None:
-        self._code: str | None = None  # type code of the array, or None for a list
+        self._code: str | None = None  # type code of the array. None: a list
         self._values: Any = []
 
     @property
@@ -109,7 +108,6 @@ class _Column:
         return len(self._values)
 
     def put(self, index: int, value: Any) -> None:
-        """Append a value (not None) as row `index`. Skipped rows hold None."""
         code = TYPE_CODES.get(type(value))
         if code == "q" and abs(value) >= 2**63:
             code = None
@@ -216,28 +214,28 @@ class RunData:
     run_dir: Path
     manifest: Manifest
     stages: dict[str, Row]
-    rl: Table  # trainer rows of the RL stage, by step
+    rl: Table
     sft: Table
     validation: Table  # losses on held-out SFT examples
-    compared: Table  # log-probs of trainer and engine for the last version
+    compared: Table  # log-probs of trainer and engine
     rounds: Table  # weight exchanges with other sites
     batches: Table
-    stopped_early: Table  # row that RL wrote if it ended early, at `evaluation.stop_at`
+    stopped_early: Table  # at `evaluation.stop_at`
     evaluations: Table
     updates: Table
     engine_restarts: Table
-    refused_sites: Table  # sites refused for false answers
+    refused_sites: Table  # for false answers
     admission: Table  # rollouts in flight and their adaptive limit
-    engines: Mapping[int, Table]  # load of each engine
+    engines: Mapping[int, Table]
     usage: Sequence[Row]
-    processors: Mapping[str, Table]  # CPU use of each process in the RL stage
-    spans: Sequence[Span]  # spans of the RL stage's newest attempt
+    processors: Mapping[str, Table]  # CPU use in the RL stage
+    spans: Sequence[Span]  # the RL stage's newest attempt
     result: Row
     evaluated: list[Row]
 
     @classmethod
     def load(cls, run_dir: Path) -> "RunData":
-        """Load a run. Raise OrreryError if its manifest or a file is invalid."""
+        """Load a run. Raise OrreryError if a file is invalid."""
         manifest = load(run_dir / MANIFEST)
         stages = [path.parent.name for path in run_dir.glob(f"{STAGES}/*/DONE")]
         return cls(
@@ -253,7 +251,7 @@ class RunData:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise OrreryError if the body meets an unreadable file, or a malformed row in `what`."""
+    """Raise OrreryError if the `with` body meets an unreadable file or a malformed row."""
     try:
         yield
     except OSError as error:
@@ -372,7 +370,6 @@ def _take_usage(row: Row, usage: dict[tuple[str, int], Row], processors: dict[st
 
 
 def _spans(metrics: Path) -> Spans:
-    """Return the spans of RL's newest attempt. The orchestrator records spans for engines."""
     found, newest = Spans(), None
     for path in sorted(metrics.glob("*.spans.jsonl")):
         process = path.name.removesuffix(".spans.jsonl")

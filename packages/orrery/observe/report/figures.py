@@ -1,8 +1,6 @@
 """Draw the report's figures. Each function returns a plotly figure, or None without data.
 
-- A function's docstring is the caption on the page.
-- A line has at most POINTS points. The timeline has at most POINTS spans per role.
-- Sentences about omitted data are kept in `layout.meta`, and appended to the caption.
+A function's docstring is the caption on the page.
 """
 
 from collections import defaultdict
@@ -31,8 +29,8 @@ TRAINER, ENGINE, ORCHESTRATOR, REFERENCE = "#2f6fde", "#1f9d6b", "#c2701c", "#8a
 HELD_OUT = TRAINER, ORCHESTRATOR, "#6a5acd", "#d64545", "#e0b33a", REFERENCE
 SAYS: dict[Thinning, str] = {
     means: "Each point is the mean of up to {} rows.",
-    extremes: "Of each {} rows the lowest and the highest is drawn.",
-    largest: "Of each {} versions the largest difference is drawn.",
+    extremes: "The lowest and the highest of each {} rows are drawn.",
+    largest: "The largest difference of each {} versions is drawn.",
 }
 SPAN_COLORS = {
     "forward_backward": TRAINER,
@@ -207,6 +205,7 @@ def agreement(run: RunData) -> go.Figure | None:
 
 
 def entropy(run: RunData) -> go.Figure | None:
+    """Mean entropy of the policy's next-token distribution."""
     if not run.rl:
         return None
     figure = _figure("step", "nats a token", yaxis_rangemode="tozero")
@@ -317,10 +316,7 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """Return the time from which to draw, so that each role has at most POINTS spans.
-
-    Return None to draw all spans.
-    """
+    """Return the start time that leaves each role at most POINTS spans. None: draw all."""
     newest: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         heap = newest[span.role]

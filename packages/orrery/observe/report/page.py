@@ -49,7 +49,7 @@ SECTIONS = (
 WIDE = {figures.reward, figures.timeline, figures.agreement, figures.admission, figures.processors}
 MAX_PAIRS = 8
 MAX_ROUNDS = 500
-POOR_REWARD = 0.5  # below this reward, the summary says where to find advice
+POOR_REWARD = 0.5  # below it, the summary gives advice
 
 
 def summary(run: RunData, wall_s: float, page: Path) -> str:
@@ -225,18 +225,17 @@ def render(run: RunData, wall_s: float) -> str:
         )
 
 
-# Planned speed and memory of the RL stage (`orrery plan`) beside the measurements
+# Planned and measured speed and memory of the RL stage
 
-WARM = 2  # number of first steps to leave out, because they compile
-# Kinds of planned memory that are not in torch's peak of allocated bytes.
+WARM = 2  # first steps left out, because they compile
+# Planned memory outside torch's peak of allocated bytes.
 NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
 def comparison(run: RunData) -> list[tuple[str, str, str]]:
     """Return rows (name, planned figure, measured figure) as text.
 
-    The plan assumes the run's mean rollout length. Measured figures are medians over steps or
-    weight updates. Return [] without a plan, or with at most WARM steps.
+    The plan assumes the run's mean rollout length. Measured figures are medians.
     """
     tokens = _values(run.rl, "num_tokens")
     if not tokens:

@@ -1,10 +1,8 @@
-"""Choose an engine's data-parallel rank for a request by cached prefix, queue and load.
+"""Choose an engine's data-parallel rank for a request by cached prefix and load.
 
 - A rank's cost is the number of prompt tokens missing from its cache, plus the number of tokens
   still to process for its requests in flight. The rank with the lowest cost gets the request.
-- A session stays on the rank that caches its earlier turns, unless another rank costs less.
-- Cache contents are estimated from the requests sent to each rank, per salt and token block. The
-  least recently used blocks are forgotten.
+- Cache contents are estimated from the requests sent to each rank.
 """
 
 from collections import OrderedDict
@@ -28,18 +26,15 @@ class Address(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A rank, and the estimated number of the request's tokens in its cache."""
-
     address: Address
-    cached_tokens: int
+    cached_tokens: int  # estimated
 
 
 class EngineChoice:
     def __init__(self, num_ranks: Sequence[int], is_decoding: bool = False):
         """Take the number of ranks of each engine.
 
-        A request in flight adds its uncached tokens to its rank's load. If `is_decoding`, it adds
-        all its tokens, because each decoding step reads their cache.
+        If `is_decoding`, cached tokens count as load too, because each decoding step reads them.
         """
         self.addresses = [Address(e, r) for e, ranks in enumerate(num_ranks) for r in range(ranks)]
         self.owed_tokens = [0] * len(self.addresses)
@@ -48,7 +43,7 @@ class EngineChoice:
 
     @contextmanager
     def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Chosen]:
-        """Choose a rank of engines `among`. In the `with` body, its load includes the request."""
+        """Choose a rank. In the `with` body, its load includes the request."""
         blocks = _blocks(token_ids, salt)
         cached = self._cached_tokens(blocks)
         lacking = [len(token_ids) - tokens for tokens in cached]
@@ -66,11 +61,10 @@ class EngineChoice:
         return self._cached_tokens(_blocks(token_ids, salt))[self.addresses.index(address)]
 
     def holds(self, token_ids: TokenIds, salt: str, address: Address) -> None:
-        """Record that a rank caches these tokens, such as a prompt with its answer."""
+        """Record that a rank caches these tokens."""
         self._hold(_blocks(token_ids, salt), self.addresses.index(address))
 
     def forget(self, engine: int) -> None:
-        """Forget the caches of an engine that has ended."""
         lost = sum(1 << i for i, address in enumerate(self.addresses) if address.engine == engine)
         for block, holders in self._holders.items():
             self._holders[block] = holders & ~lost
@@ -94,7 +88,7 @@ class EngineChoice:
 
 
 def _blocks(token_ids: TokenIds, salt: str) -> list[int]:
-    """Return one hash per whole block, of the salt and all tokens up to the block's end."""
+    """Return one hash per whole block, of the cache salt and all tokens up to the block's end."""
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     key, keys = hash(salt), []
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

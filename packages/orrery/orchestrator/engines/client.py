@@ -1,11 +1,11 @@
 """Call a vLLM server or a router of several servers, and update a server's weights.
 
 - Every call has a deadline. No request is retried once it was sent.
-- Control calls (pause, update, abort, fingerprints) go to each engine directly, because a router
-  forwards them to one engine only.
-- `update_engine` pauses, loads, compares digests (attests), resumes, and checks a fixed prompt
-  (canary). Requests in flight wait, and continue with new weights on their old KV cache. After a
-  failure before the resume, the engine stays paused, so no token is sampled from unknown weights.
+- Control calls, such as a pause, go to each engine directly, because a router forwards them to one
+  engine only.
+- In an update, requests in flight wait, and continue with new weights on their old KV cache.
+- An engine resumes only after its weights have the published digest. After a failure it stays
+  paused, so that no token is sampled from unknown weights.
 """
 
 import time
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CONTROL_TIMEOUT_S = 120.0  # time limit of control calls except loads and aborts, scaled
-LOAD_TIMEOUT_S = 300.0  # time limit to load weights, above a transfer's wait for a peer, scaled
-QUERY_TIMEOUT_S = 10.0  # time limit of a call of health, metrics or abort
+CONTROL_TIMEOUT_S = 120.0  # for control calls except loads and aborts, scaled
+LOAD_TIMEOUT_S = 300.0  # longer than a transfer's wait for a peer, scaled
+QUERY_TIMEOUT_S = 10.0  # for health, metrics and abort calls
 # vLLM prepends this to request ids. An abort without the prefix returns 200 and has no effect.
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
@@ -61,7 +61,7 @@ SAMPLING: dict[str, Any] = {
 
 
 class EngineClient:
-    """Call one server: `async with EngineClient(url) as engine`, or call `close()`."""
+    """Call one server. Use `async with`, or call `close()`."""
 
     def __init__(
         self,
@@ -71,12 +71,7 @@ class EngineClient:
         model: str | None = None,
         num_ranks: int = 1,
     ) -> None:
-        """Connect to `url`, without a path.
-
-        - `token`: the run's token, from which credentials are derived.
-        - `model`: the model name in requests, see `weight_wire.served_model`.
-        - `num_ranks`: number of the server's data-parallel ranks. `choice` picks a rank.
-        """
+        """Connect to `url`, without a path. `token`: the run's token, for credentials."""
         self._ranks = EngineChoice([num_ranks])
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
@@ -121,14 +116,13 @@ class EngineClient:
         - `deliver`: called with each sample when it ends, in any order.
         - `cache_salt`: only requests with the same salt share prefix-cache blocks.
         - `request_id`: unique among requests in flight.
-        - `stop_token_ids`: tokens that end a sample. The sample includes the stop token.
+        - `stop_token_ids`: tokens that end a sample. It includes the stop token.
         - `routes_from`: position of the first token whose routed experts are returned, or None.
-        - `session`: conversation id. A router sends a conversation's requests to one engine.
-        - `rank`: data-parallel rank that serves the request. None: the client chooses.
-        - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
+        - `session`: conversation id. A router keeps a conversation on one engine.
+        - `rank`: data-parallel rank. None: the client chooses.
 
-        Raise EngineGone if the engine was lost, GenerationFailed after other failures.
-        Samples that ended before the failure are delivered. Cancelling aborts the request.
+        Raise EngineGone if the engine was lost, GenerationFailed after other failures. Cancelling
+        aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
         if stop_token_ids:
@@ -192,7 +186,7 @@ class EngineClient:
     ) -> np.ndarray:
         """Return the log-prob of each token after the first, f32 [n − 1], at temperature 1.
 
-        The prefix cache is not used. Raise GenerationFailed or EngineGone.
+        Raise GenerationFailed or EngineGone.
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2}
         sampling["detokenize"] = False
@@ -239,7 +233,7 @@ class EngineClient:
     async def update_weights(self, published: "Published") -> None:
         """Make all workers load the published weights. If a worker fails, all discard the weights.
 
-        Raise UpdateFailed with the name of a damaged or missing tensor.
+        Raise UpdateFailed for a damaged or missing tensor.
         """
         version = published.version
         await self._control("/start_weight_update", error=UpdateFailed)
@@ -285,7 +279,7 @@ class EngineClient:
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return {part of the last update: maximum seconds over workers}. It is {} for adapters."""
+        """Return {part of the last update: maximum seconds over workers}."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -293,7 +287,7 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free blocks kept for lost readers. `names`: request (NIXL) or transfer (Mooncake) ids."""
+        """Free KV blocks kept for lost readers. `names`: request (Mooncake: transfer) ids."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
@@ -327,7 +321,7 @@ class EngineClient:
             return None
         if status == 200:
             return None
-        return f"{self.name} says that it is not well (/health: HTTP {status}); see its log"
+        return f"{self.name} is unhealthy (/health: HTTP {status}); see its log"
 
     async def _get(self, path: str, on_timeout: type[OrreryError]) -> tuple[int, bytes, int]:
         return await self._server.call(
@@ -350,7 +344,7 @@ class EngineClient:
 
 
 class RouterClient(EngineClient):
-    """Call vllm-router. Without engines, vllm-router answers 503."""
+    """Call vllm-router. Without engines it answers 503."""
 
     async def admit(self, url: str) -> None:
         await self._control(f"/add_worker?url={quote(url, safe='')}")
@@ -363,16 +357,15 @@ class RouterClient(EngineClient):
 # Updates
 
 
-CANARY_S = 120.0  # time limit of a canary request, scaled
+CANARY_S = 120.0  # for the canary, scaled
 
 
 @dataclass(frozen=True)
 class Canary:
     """A fixed prompt that shows whether an engine computes with the published weights.
 
-    `bound` limits the mean |difference| of the prompt's log-probs between engine and trainer
-    (`Published.canary`). The tokens are random, because log-probs of unlikely text change with any
-    change of the weights.
+    `bound` limits the mean |difference| of log-probs between engine and trainer. The tokens are
+    random, because log-probs of unlikely text react to any change of the weights.
     """
 
     token_ids: tuple[int, ...]
@@ -389,7 +382,7 @@ class UpdateReport:
     version: int
     digest: str
     pause_s: float
-    update_s: float  # seconds to start, load and finish
+    update_s: float
     attest_s: float
     paused_s: float
     attested: dict[str, int]  # number of tensors by `TensorAttestation.how`
@@ -405,8 +398,7 @@ async def update_engine(
 ) -> UpdateReport:
     """Update one engine to `published`, resume the engine, and check any `canary`.
 
-    Resume and check inside the context manager `proving`. Raise EngineGone, UpdateFailed or
-    WeightsDiffer.
+    Raise EngineGone, UpdateFailed or WeightsDiffer.
     """
     begin = time.perf_counter()
     await engine.pause()
@@ -446,8 +438,8 @@ async def check_canary(
 ) -> float:
     """Return the mean |difference| of an engine's canary log-probs from the trainer's (`known`).
 
-    If the mean exceeds the bound, pause the engine and raise WeightsDiffer. If the engine does not
-    answer, raise UpdateFailed or EngineGone.
+    Above the bound, pause the engine and raise WeightsDiffer. Without an answer, raise
+    UpdateFailed or EngineGone.
     """
     try:
         found = await engine.prompt_logprobs(
@@ -478,7 +470,6 @@ async def check_canary(
 def compare(
     version: int, published: Mapping[str, int], held: Mapping[str, TensorAttestation], engine: str
 ) -> None:
-    """Raise WeightsDiffer with a tensor's name unless the engine holds the published tensors."""
     common = published.keys() & held.keys()
     different = {name for name in common if held[name].fingerprint != published[name]}
     for names, verb in (

@@ -3,13 +3,11 @@
     prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ address of its KV blocks
     prompt, address ──▶ decode engine: reads the blocks, recomputes the last token, samples
 
-- A decode engine's answer has the tokens and their policy versions. The prompt's cache may be of an
-  older version, but not older than the version in the cache salt.
-- `choice` picks engines and ranks. No router is used: it would drop request ids and credentials.
-- Requests with the same prompt, such as those of a group, share one prefill.
+- The prompt's KV cache may be of an older policy version than the sampled tokens, but not older
+  than the version in `cache_salt`.
+- No router is used, because it would drop request ids and credentials.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
-- If a request is cancelled in prefill, a decode engine still reads its blocks, to free them.
-- A request lost with an engine is not retried. The other engine's blocks of it are freed.
+- If a request is cancelled in prefill, a decode engine still reads its blocks. This frees them.
 """
 
 import asyncio
@@ -27,10 +25,10 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Salt suffixes for blocks of a decode engine. ARRIVED: surely cached. COMPUTED: computed there.
+# Salt suffixes that record which blocks a decode engine surely caches, or has computed itself.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
-CLOSE_S = 10.0  # time limit to free blocks, scaled
+CLOSE_S = 10.0  # to free blocks, scaled
 ABORT_AGAIN_S = 0.5
 
 TokenIds = Sequence[int] | np.ndarray
@@ -47,13 +45,12 @@ class Peer:
         return self.address.engine
 
     def at_rank(self, choice: EngineChoice) -> dict[str, int]:
-        """Return the option `rank` for an engine of several ranks, otherwise {}."""
         is_wide = any(each.rank for each in choice.addresses if each.engine == self.index)
         return {"rank": self.address.rank} if is_wide else {}
 
 
 async def _do_not_look() -> None:
-    """Do not look for lost engines. Without restarts, the first lost engine ends the run."""
+    """Do nothing, because without restarts the first lost engine ends the run."""
 
 
 class DisaggregatedEngines:
@@ -66,12 +63,11 @@ class DisaggregatedEngines:
         num_ranks: Sequence[int] = (),
         max_local_prefill_tokens: int = 0,
     ):
-        """Use the pool's own `engines` and `admitted`, so that the pool's changes show here.
+        """Share `engines` and `admitted` with the pool. The pool changes them.
 
         - `engines`: the prefill engines, in the order of `handovers`, then the decode engines.
         - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap`. {} with NIXL.
-        - `admitted`: indices of engines that get requests. `look` removes lost engines from it.
-        - `num_ranks`: data-parallel ranks of each engine. Empty: one rank each.
+        - `admitted`: indices of engines that get requests.
         """
         self.engines, self.handovers = engines, list(handovers)
         self._admitted = range(len(engines)) if admitted is None else admitted
@@ -80,7 +76,7 @@ class DisaggregatedEngines:
         ranks = num_ranks or [1] * len(engines)
         self._prefill_of = EngineChoice(ranks)
         self._decode_of = EngineChoice(ranks, is_decoding=True)
-        self._prompts: dict[Any, asyncio.Future[None]] = {}  # prompts that are being computed
+        self._prompts: dict[Any, asyncio.Future[None]] = {}
         self._prefilling: dict[str, bool] = {}
         self._unwanted: dict[EngineClient, list[str]] = {}  # names of KV caches without a reader
         self._background: set[asyncio.Task[None]] = set()
@@ -102,8 +98,8 @@ class DisaggregatedEngines:
     ) -> Generation:
         """Run `EngineClient.generate` on two engines, or on one if it caches most of the prompt.
 
-        The result's `cached_tokens` counts tokens cached in the engine that computes the prompt.
-        `session` is not used, because the prompt shows which ranks cache earlier turns.
+        `cached_tokens` counts tokens cached in the engine that computes the prompt. `session` is
+        ignored.
         """
         if not self.is_serving:
             raise EngineGone(
@@ -130,7 +126,7 @@ class DisaggregatedEngines:
     def _is_local(
         self, prompt: np.ndarray, salt: str, decode: Chosen, routes_from: int | None
     ) -> bool:
-        """Return whether the decode engine computes the prompt. If so, record the prompt's blocks.
+        """Return whether the decode engine computes the prompt.
 
         A decode engine cannot return routed experts of tokens that a prefill engine computed.
         """
@@ -200,7 +196,7 @@ class DisaggregatedEngines:
             self._prefilling[request_id] = True
 
     async def close(self) -> None:
-        """Wait until all blocks are freed, but at most CLOSE_S. Paused engines free no blocks."""
+        """Wait at most CLOSE_S until all blocks are freed. Paused engines free none."""
         if self._background:
             _, left = await asyncio.wait(self._background, timeout=scaled(CLOSE_S))
             for task in left:
@@ -214,8 +210,7 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that a Mooncake prefill engine's process has ended.
 
-        Until its end, the process may write into readers' blocks, so readers must keep them. NIXL
-        readers notice the broken connection themselves.
+        Readers must keep their blocks until then, because the process may write into them.
         """
         if index not in self.producers:
             return
@@ -288,7 +283,7 @@ class DisaggregatedEngines:
     ) -> Generation:
         """Wait for a running call with the same prompt, then return the result of `generate`.
 
-        vLLM would compute the prompt again for each request that arrives before the first ends.
+        Otherwise vLLM would compute the prompt again for each call.
         """
         if (first := self._prompts.get(key)) is not None:
             await asyncio.wait({first})
@@ -308,7 +303,7 @@ class DisaggregatedEngines:
         token_ids: TokenIds,
         **options: Any,
     ) -> Generation:
-        """Return the decode engine's answer. Free the prompt's blocks if the engine is lost."""
+        """Return the decode engine's answer. If that engine is lost, free the prompt's blocks."""
         try:
             for peer in (producer, consumer):
                 if not self._is_up(peer):
@@ -320,7 +315,6 @@ class DisaggregatedEngines:
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()
-            # Free the prompt's blocks only if the decode engine, which reads them, is lost.
             if not self._is_up(consumer) and self._is_up(producer):
                 name = str(where.get("transfer_id") or where.get("remote_request_id"))
                 self._keep_no_longer(producer.client, name)

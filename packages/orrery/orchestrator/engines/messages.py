@@ -3,10 +3,10 @@
 OrreryError
 ├── GenerationFailed            the engine is up and did not finish this request
 └── RunFailed
-    ├── OutOfConnections        this process cannot open a connection for a control call
-    ├── EngineGone              no answer at the address, a broken connection, a control timeout
+    ├── OutOfConnections        this host cannot open a connection for a control call
+    ├── EngineGone              no answer, a broken connection, a control timeout
     └── UpdateFailed            the engine is up and did not load the weights
-        ├── UpdateInterrupted   another process of the transfer was lost. A retry may succeed
+        ├── UpdateInterrupted   another process of the transfer was lost
         │   └── VersionGone     the trainer has stepped past the version
         └── WeightsDiffer       the engine reports success and holds other weights
 """
@@ -38,7 +38,7 @@ class GenerationFailed(OrreryError):
 
 
 class OutOfConnections(RunFailed):
-    """This host opened no connection before the call's deadline."""
+    """This host could not open a connection."""
 
 
 class EngineGone(RunFailed):
@@ -54,11 +54,11 @@ class UpdateInterrupted(UpdateFailed):
 
 
 class VersionGone(UpdateInterrupted):
-    """The trainer no longer has the version. Only its next version can be transferred."""
+    """The trainer no longer has the version."""
 
 
 class WeightsDiffer(UpdateFailed):
-    """An engine holds other weights than published. The run must end."""
+    """An engine holds other weights than published."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Generation:
 
     request_id: str
     token_ids: np.ndarray  # i32 [n]
-    logprobs: np.ndarray  # f32 [n], under the sampled distribution (temperature applied)
+    logprobs: np.ndarray  # f32 [n], at the sampling temperature
     versions: np.ndarray  # i32 [n], policy version of each token, or START_VERSION
     finish_reason: str  # "stop" | "length" | "abort"
-    cached_tokens: int  # number of prompt tokens from the prefix cache
+    cached_tokens: int  # prompt tokens from the prefix cache
     routes: tuple[Routes, ...] = ()  # routed experts of all tokens except the last
     kv_transfer: dict[str, Any] | None = None  # address of a prefill request's KV blocks
     engine: int = UNKNOWN_ENGINE  # index of the sampling engine
@@ -84,7 +84,7 @@ class TensorAttestation:
     `how`: "resident" (of the loaded model) or "as_consumed" (of the received tensor).
     """
 
-    fingerprint: int  # 64 bits, see `orrery.wire.fingerprint`
+    fingerprint: int  # 64 bits
     how: str
 
 
@@ -95,19 +95,19 @@ class Attested(msgspec.Struct):
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """The metrics of an engine. Totals count from its start."""
+    """An engine's metrics. Totals count from its start."""
 
     running: int
     waiting: int
-    kv_usage: float  # used share of KV blocks, 0 to 1, mean over data-parallel caches
-    kv_tokens: int  # capacity of all KV caches in tokens, 0 if unknown
+    kv_usage: float  # used share of KV blocks, 0 to 1
+    kv_tokens: int  # capacity of all KV caches, 0 if unknown
     preemptions_total: int
     generation_tokens_total: int
-    loading: int = 0  # number of waiting requests that load KV blocks
-    external_hit_tokens_total: int = 0  # prefix hits in host memory, disk, store or another engine
+    loading: int = 0  # waiting requests that load KV blocks
+    external_hit_tokens_total: int = 0  # prefix hits outside GPU memory
 
 
-# The response of /inference/v1/generate. msgspec skips fields that are not named here.
+# The response of /inference/v1/generate.
 class _Cached(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -230,10 +230,7 @@ _CACHE_SIZES = re.compile(r'[{,](num_gpu_blocks|block_size)="(\d+)"')
 
 
 def parse_metrics(page: str) -> EngineMetrics:
-    """Return the `METRICS` of a Prometheus page, summed over label sets. `kv_usage` is a mean.
-
-    A metric that the page lacks is 0.
-    """
+    """Return the `METRICS` of a Prometheus page, summed over label sets. `kv_usage` is a mean."""
     values = dict.fromkeys([*METRICS.values(), "kv_tokens", "loading"], 0.0)
     num_caches = 0
     for line in page.splitlines():
@@ -265,7 +262,7 @@ def error_sentence(status: int, answer: bytes) -> str:
 
 
 def shortened(text: str) -> str:
-    return text.strip()[:600] or "no words"
+    return text.strip()[:600] or "no reason given"
 
 
 CONNECT_TIMEOUT_S = 10.0
@@ -275,8 +272,6 @@ NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
 
 class HttpServer:
-    """HTTP client of one server."""
-
     def __init__(self, url: str, name: str, token: str | None) -> None:
         self.url, self.name, self._token = url, name, token
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
@@ -286,7 +281,7 @@ class HttpServer:
             await self._sessions.popitem()[1].close()
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return the session for generation if `keep_connection`, or for control calls if not.
+        """Return the session for generation (`keep_connection`) or for control calls.
 
         A control call opens a new connection, because the server might be closing a kept one.
         """
@@ -314,16 +309,13 @@ class HttpServer:
     ) -> tuple[int, bytes, int]:
         """Send one request. Return the answer's status and body, and its engine's index.
 
-        - `body`: sent as JSON. `keep_connection`: see `_session`.
         - `what`: the request's name in errors.
         - `on_timeout`: type of the error to raise after `timeout_s`.
-        - `session`: conversation id, by which a router chooses the engine.
-        - `rank`: data-parallel rank of the engine. None: the server chooses.
-        - `on_line`: called as `on_line(line, engine)` for each line of an answer with status 200,
-          when the line arrives. The returned body is then empty.
+        - `on_line`: called as `on_line(line, engine)` for each line of an answer with status 200.
+          The returned body is then empty.
 
-        Raise EngineGone if no server answers. If `on_timeout` is EngineGone and this host lacked
-        the resources for a connection until `timeout_s`, raise OutOfConnections.
+        Raise EngineGone if no server answers, and OutOfConnections if this host cannot connect to a
+        server and `on_timeout` is EngineGone.
         """
         http = self._session(keep_connection)
         data = None if body is None else msgspec.json.encode(body)
@@ -377,7 +369,7 @@ class HttpServer:
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield each non-empty line of an answer, of any length, without its newline."""
+    """Yield each non-empty line, of any length, without its newline."""
     pieces: list[bytes] = []
     async for data in content.iter_any():
         *ends, rest = data.split(b"\n")

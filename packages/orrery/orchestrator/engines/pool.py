@@ -1,9 +1,9 @@
 """Generate through the router, and update every engine of a stage.
 
-- Engines update concurrently. No engine stays paused to wait for a slow or lost engine.
+- No engine stays paused to wait for a slow or lost engine.
 - Without restarts, the first engine failure ends the run.
-- With restarts, `recovery` fences a failed engine and readmits its restarted process (incarnation).
-  The engine's requests raise EngineGone. While no engine serves, requests and updates wait.
+- With restarts, a failed engine is fenced: it gets no requests until its next process (incarnation)
+  is up to date. While no engine serves, requests and updates wait.
 - The run still ends if an engine holds wrong weights or does not return, or if every engine refuses
   an update.
 """
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Time limit of a transfer after another engine's transfer was interrupted, scaled.
+# Time limit of a transfer after another one was interrupted, scaled.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -65,10 +65,7 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """One engine. `incarnation` counts its restarts, and is −1 before any process listens.
-
-    `version` is the version that the engine holds, or None if it is fenced or does not listen yet.
-    """
+    """One engine. `incarnation` counts its restarts, and is −1 before any process listens."""
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING
@@ -99,7 +96,6 @@ class EngineRegistry:
         return self._engines[index]
 
     def add(self) -> int:
-        """Add an engine that does not listen yet. Return its index."""
         self._engines.append(EngineState())
         return len(self._engines) - 1
 
@@ -119,7 +115,7 @@ class EngineRegistry:
         return self.at(Phase.FENCED)
 
     def listens(self, index: int, incarnation: int) -> bool:
-        """Record that an incarnation listens. Return False if the incarnation is not new."""
+        """Record that a process listens. Return whether it is new."""
         if incarnation <= self._engines[index].incarnation:
             return False
         self._engines[index] = EngineState(incarnation, Phase.STALE, self._at_start)
@@ -152,7 +148,7 @@ class EngineRegistry:
         return True
 
     def failed(self, index: int, incarnation: int, why: str) -> bool:
-        """Fence the engine. Return False if the engine is fenced already or has never listened."""
+        """Fence the engine. Return False if it is fenced already or has never listened."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase in (Phase.STARTING, Phase.FENCED):
             return False
@@ -179,10 +175,9 @@ class EnginePool:
         """Raise OrreryError without engines, or for several without a router or `handovers`.
 
         - `restarting`: this process's context if the launcher restarts engines.
-        - `handovers`, `num_ranks`, `max_local_prefill_tokens`: see `DisaggregatedEngines`.
-        - `model`: see `EngineClient`. `leases`: keeps versions for direct transfers.
+        - `handovers`: see `DisaggregatedEngines`.
         - `canary`: prompt that checks an engine's update.
-        - `max_samples`: largest number of samples in one engine request.
+        - `leases`: asks the trainer to keep a version during direct transfers.
         """
         if not engine_urls:
             raise OrreryError("engine pool: has no engine; give at least one engine address")
@@ -202,9 +197,9 @@ class EnginePool:
             self.registry.listens(index, incarnation)
             self.registry.took(index, incarnation, START_VERSION)
             self.registry.serves(index, incarnation)
-        self.version = START_VERSION  # the newest version to which `update` brought the engines
+        self.version = START_VERSION  # version of the newest complete update
         self.published: Published | None = None  # the version that engines must hold
-        self.is_version_gone = False  # whether the trainer has stepped past `published`
+        self.is_version_gone = False  # the trainer no longer has `published`
         self.updating = asyncio.Lock()
         self.admitted = set(range(len(engine_urls)))  # engines that get requests
         self._proving: set[int] = set()
@@ -243,7 +238,6 @@ class EnginePool:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether the admitted engines suffice to generate."""
         if self.disaggregated is not None:
             return self.disaggregated.is_serving
         return bool(self.admitted)
@@ -264,8 +258,8 @@ class EnginePool:
     ) -> Generation:
         """Run `EngineClient.generate` on an engine that the router picks.
 
-        Calls with an equal `share` may become one engine request (`SharedRequests`), so they may
-        differ in `request_id` and `session` only. Raise EngineGone if the engine was lost.
+        Calls with an equal `share` may become one engine request, so they may differ in
+        `request_id` and `session` only. Raise EngineGone if the engine was lost.
         """
         if share is None or self.disaggregated is not None:
             return await self._asked(lambda front: front.generate(token_ids, **options))
@@ -275,13 +269,12 @@ class EnginePool:
         return await self.guests.draw(here, share, token_ids, **options)
 
     async def generate_each(self, *request: Any, **options: Any) -> None:
-        """Call `generate_each` of the router or the only engine. Disaggregated engines lack it."""
+        """Run `EngineClient.generate_each`. Disaggregated engines do not support it."""
         await self._asked(
             lambda _: (self.router or self.engines[0]).generate_each(*request, **options)
         )
 
     async def _asked(self, ask: Callable[[EngineClient | DisaggregatedEngines], Awaitable[T]]) -> T:
-        """Wait until an engine serves. Then return `ask(client)` for the client that generates."""
         recovery = self.recovery
         if recovery is None:
             return await ask(self._front())
@@ -326,8 +319,7 @@ class EnginePool:
     async def update(self, published: "Published") -> UpdateReport | None:
         """Update every engine while requests are in flight. Return the slowest engine's report.
 
-        Return None if the trainer has stepped past `published`. Raise a RunFailed that names the
-        engine and any bad tensor. A failed engine stays paused.
+        Return None if the trainer no longer has this version. A failed engine stays paused.
         """
         async with self.updating:
             self.registry.want(published.version)
@@ -368,8 +360,7 @@ class EnginePool:
         """Update these engines. Return the failures by index.
 
         On a direct wire, a lost engine interrupts the transfers to others. They are retried while
-        the lease keeps the version. If the trainer has stepped past the version, set
-        `is_version_gone` and leave these engines paused.
+        the trainer keeps the version (its lease). If it stops, the engines stay paused.
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None
@@ -400,7 +391,6 @@ class EnginePool:
     async def _transfer_once(
         self, indices: list[int], leased: "Published", begin: float
     ) -> dict[int, BaseException]:
-        """Run one transfer. Return the failures by index. `begin`: start of the first try."""
         limits: dict[int, asyncio.Timeout] = {}
 
         async def update(index: int) -> None:
@@ -477,7 +467,7 @@ class EnginePool:
     async def _every(
         self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None
     ) -> dict[int, T]:
-        """Call every listening engine. Return results by index, or raise a live engine's error."""
+        """Call every listening engine. Return the results by index."""
         up = self.registry.up
         up = [index for index in up if among is None or index in among]
         results = await asyncio.gather(

@@ -1,9 +1,8 @@
-"""Recover lost engines that the launcher restarts. `pool.EngineRegistry` has their state.
+"""Recover lost engines that the launcher restarts.
 
 - A lost engine is fenced: it gets no more requests, and the launcher is asked to kill it.
-- Its next process (incarnation) must load and attest the wanted version before it gets requests.
-- A lost engine must serve again before its clock exceeds RETURN_S. The clock starts at the loss. It
-  is reset while other engines serve and the engine only waits for the next version.
+- Its next process (incarnation) must prove that it holds the wanted version to get requests.
+- The run ends if a lost engine does not serve again within RETURN_S.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 TEND_S = 0.25
-RETURN_S = 600.0  # time limit for an engine to restart and load, scaled by ORRERY_DEADLINE_SCALE
+RETURN_S = 600.0  # for an engine to restart and load, scaled by ORRERY_DEADLINE_SCALE
 
 
 class EngineRecovery:
@@ -41,7 +40,7 @@ class EngineRecovery:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._tend(), name="tend")
-        # If the task fails, waiting calls wake up, and `check` raises the task's error.
+        # If the task fails, wake waiting calls, so that they raise its error.
         self._task.add_done_callback(lambda _: self.pool.wake())
 
     async def close(self) -> None:
@@ -128,7 +127,7 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Run the clocks of lost engines, except engines that only wait for the next version."""
+        """Run the clocks of lost engines that do not wait for the next version."""
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].is_stale

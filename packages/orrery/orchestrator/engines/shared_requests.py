@@ -1,8 +1,7 @@
 """Send equal generation calls as one engine request for several samples, to save processor time.
 
-- Calls with the same `share` have equal prompts and sampling options. They become one request if
-  they begin in one pass of the event loop.
-- Each call returns as soon as its sample ends.
+- Calls with the same `share` must have equal prompts and sampling options. They become one request
+  if they begin in one pass of the event loop.
 - The request is aborted once no call waits for it.
 """
 
@@ -17,22 +16,19 @@ import numpy as np
 from orrery.manifest.errors import OrreryError
 from orrery.orchestrator.engines.messages import Generation
 
-Sample = asyncio.Future[Generation]  # the result of one call
+Sample = asyncio.Future[Generation]
 Tokens = Sequence[int] | np.ndarray
 
 
 @dataclass
 class _Request:
-    """An engine request, and the calls that wait for its samples."""
-
     token_ids: Tokens
     options: dict[str, Any]
-    calls: list[tuple[str, Sample]] = field(default_factory=list)  # request id, result
+    calls: list[tuple[str, Sample]] = field(default_factory=list)
     sending: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
-        """Return the request's id in the engine. The id differs from the ids of sharing calls."""
         first = self.calls[0][0]
         return first if len(self.calls) == 1 else f"{first}+{len(self.calls) - 1}"
 
@@ -52,22 +48,19 @@ class _Request:
 
 
 class SharedRequests:
-    """Collect calls by `share`, and send each collection as one request."""
-
     def __init__(
         self,
         generate_each: Callable[..., Awaitable[None]],
         abort: Callable[[list[str]], Awaitable[None]],
         max_samples: int,
     ):
-        """Take the pool's `generate_each` and `abort`. A request asks for at most `max_samples`."""
         self._generate_each, self._abort, self._max_samples = generate_each, abort, max_samples
         self._open: dict[str, _Request] = {}
 
     async def generate(
         self, share: str, token_ids: Tokens, *, request_id: str, **options: Any
     ) -> Generation:
-        """Return one sample. `request_id` is the call's own id, unique among calls in flight."""
+        """Return one sample. `request_id` must be unique among calls in flight."""
         request, loop = self._open.get(share), asyncio.get_running_loop()
         if request is None or len(request.calls) == self._max_samples:
             request = self._open[share] = _Request(token_ids, options)

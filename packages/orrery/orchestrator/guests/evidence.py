@@ -1,12 +1,10 @@
-"""Judge from recomputed log-probs whether a site sampled with the weights that the site names.
+"""Judge from recomputed log-probs whether a site sampled with the weights that it names.
 
 - A rollout's mean and largest absolute difference from the recomputed log-probs are bounded. Each
-  bound is a multiple of the 90th percentile over rollouts of the trainer's own engines, but at
-  least a configured minimum.
-- Honestly sampled tokens have E[log p] = −entropy. Tokens of another model deviate over many
-  rollouts, even if their log-probs are correct. The sum of log p + entropy, divided by its standard
-  deviation, must stay within MAX_DEVIATIONS. The standard deviation is at least the root of the
-  summed squares, so that a few unlikely tokens of a nearly certain policy are no evidence.
+  bound is a multiple of the 90th percentile over rollouts of the run's own engines, but at least a
+  configured minimum.
+- Honestly sampled tokens have E[log p] = −entropy. Hence the sum of log p + entropy over a site's
+  rollouts must be at most MAX_DEVIATIONS standard deviations from 0.
 """
 
 from collections import deque
@@ -17,11 +15,11 @@ import numpy as np
 from orrery.manifest.schema import GuestEngines
 from orrery.wire.recompute import Recomputed
 
-NUM_HONEST = 16  # minimum number of rollouts of the trainer's own engines for a bound
+NUM_HONEST = 16  # minimum number of rollouts of the run's own engines for a bound
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # minimum bound on the largest difference, divided by that on the mean
-NUM_ROLLOUTS = 64  # number of a site's newest rollouts that are judged together
+PEAK = 10.0  # ratio of the minimum bounds on the largest and on the mean difference
+NUM_ROLLOUTS = 64  # newest rollouts of a site that are judged together
 MAX_DEVIATIONS = 6.0
 
 
@@ -29,7 +27,7 @@ MAX_DEVIATIONS = 6.0
 class RolloutScore:
     """Comparison of a rollout's log-probs with the recomputed log-probs.
 
-    - `mean`: mean absolute difference. `peak`: largest absolute difference.
+    - `mean`, `peak`: mean and largest absolute difference.
     - `surprise`: sum over tokens of log p + entropy. `square`: sum of the squares.
     - `variance`: sum over tokens of the variance of log p.
     """
@@ -55,7 +53,7 @@ class RolloutScore:
 
 
 class HonestSpread:
-    """The log-prob differences of the newest rollouts of the trainer's own engines."""
+    """The log-prob differences of the newest rollouts of the run's own engines."""
 
     def __init__(self, spec: GuestEngines) -> None:
         self._spec = spec
@@ -69,8 +67,7 @@ class HonestSpread:
         return len(self._scores) >= NUM_HONEST
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        """Return the bounds on the mean and on the largest difference."""
+    def bounds(self) -> tuple[float, float]:  # of the mean, and of the largest difference
         least, tolerance = self._spec.min_logprob_difference, self._spec.tolerance
         usual = np.quantile([(each.mean, each.peak) for each in self._scores], QUANTILE, axis=0)
         mean, peak = (tolerance * usual).tolist()
@@ -78,13 +75,11 @@ class HonestSpread:
 
 
 class SiteEvidence:
-    """A site's newest verified rollouts."""
-
     def __init__(self) -> None:
         self._scores: deque[RolloutScore] = deque(maxlen=NUM_ROLLOUTS)
 
     def fault(self, score: RolloutScore, spread: HonestSpread) -> str:
-        """Add a recomputed rollout. Return any evidence against the site, otherwise ""."""
+        """Add a recomputed rollout. Return the evidence against the site, or ""."""
         self._scores.append(score)
         mean, peak = spread.bounds
         for name, found, bound in (("mean", score.mean, mean), ("largest", score.peak, peak)):
@@ -94,6 +89,7 @@ class SiteEvidence:
                     f"{found:.3g}, more than {bound:.3g}"
                 )
         sums = np.array([(s.surprise, s.variance, s.square) for s in self._scores]).sum(0)
+        # Without the squares, a few unlikely tokens of a nearly certain policy would be evidence.
         deviations = sums[0] / np.sqrt(max(sums[1], sums[2], 1e-9))
         if not abs(deviations) <= MAX_DEVIATIONS:
             return (

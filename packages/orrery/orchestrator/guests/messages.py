@@ -1,7 +1,7 @@
 """Messages between the trainer's site and a site that lends an engine, in msgpack over HTTPS.
 
-The lending site sends all requests. It first enters (`Entry`) and gets the number of a lease. Then
-it asks for jobs and posts answers with this number. Its TLS certificate holds the site's name.
+The lending site sends all requests. `Entry` begins a lease, `Ask` gets jobs, and `Answers` returns
+samples. A lease ends if the site sends no request for `lease_s`.
 """
 
 import msgspec
@@ -10,18 +10,18 @@ import numpy as np
 from orrery.elastic.door import Terms
 from orrery.manifest.errors import OrreryError
 
-MAX_ANSWERS = 32  # answers in one message
-MAX_REASON = 300  # longest reason, in characters
-POLL_S = 1.0  # maximum time that the run waits for jobs before it answers an `Ask`
-LEAST_LOGPROB = -50.0  # minimum accepted. An engine samples below it less than once in 10^16 tokens
+MAX_ANSWERS = 32
+MAX_REASON = 300
+POLL_S = 1.0  # maximum wait for jobs before an `Ask` is answered
+LEAST_LOGPROB = -50.0  # minimum accepted. Lower values occur less than once in 10^16 tokens
 
 
 class GuestRefused(OrreryError):
-    """The run accepts no samples of the site. The message states the reason."""
+    """The run accepts no samples of the site."""
 
 
 class LeaseOver(Exception):
-    """The site's lease has ended. The site must send a new `Entry`."""
+    """The site's lease has ended."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """`attempt`: random id of the run's start. After a restart, versions have other weights."""
+    """`attempt`: random id of the run's start. After a restart, versions have new weights."""
 
     lease: int
     attempt: str
@@ -61,7 +61,7 @@ class SampleJob(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """The newest `version` that the site may fetch, and `peers`, sites that serve its weights."""
+    """`version`: the newest that the site may fetch. `peers`: sites that serve its weights."""
 
     version: int
     peers: tuple[str, ...] = ()
@@ -91,7 +91,6 @@ class Noted(msgspec.Struct, frozen=True):
 
 
 def max_body_bytes(max_tokens: int) -> int:
-    """Return the size limit of a message: MAX_ANSWERS answers of `max_tokens` tokens."""
     return MAX_ANSWERS * (8 * max_tokens + 1024) + (64 << 10)
 
 
@@ -100,8 +99,8 @@ def check_answer(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the answer's tokens i32 [n] and log-probs f32 [n].
 
-    Raise GuestRefused if a correct engine cannot give this answer. `version` is the engine's
-    version when the site took the job.
+    Raise GuestRefused if a correct engine cannot give this answer. `version` is the weight version
+    with which the site took the job.
     """
     tokens, logprobs = _array(answer.token_ids, np.int32), _array(answer.logprobs, np.float32)
     num, stops = len(tokens), np.isin(tokens, job.stop_token_ids)

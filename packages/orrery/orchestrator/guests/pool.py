@@ -1,15 +1,12 @@
 """Let engines of other sites draw samples, and accept only verified answers.
 
-    generate ─▶ waiting ─▶ a site's jobs ─answer─▶ arrived ─verified─▶ the caller's Generation
-                   └──────────┴── lease over, failure, false answer ──▶ None: our engines sample
-
-- "Our engines" belong to the run itself. Log-probs of their samples are recomputed too.
-  The differences set the bounds for other sites' answers. Sites get no jobs before that.
-- A check covers all answers of a site that wait for one (a window). It recomputes a random share,
-  at least one per version. No answer of the window is used before the check ends.
-- Answers are dropped if their version's weights are removed before the check.
-- A false answer drops the window and the site's rollouts that wait for a batch. The site is
-  refused until its line in `refused_sites.json` is removed.
+- "Our engines" belong to the run itself. Their recomputed log-probs set the bounds for other
+  sites, which get no jobs before.
+- A site's answers are used only after the log-probs of a random share, at least one per weight
+  version, were recomputed.
+- Our engines sample a job anew if the site fails or loses its lease, by silence for `lease_s`.
+- After a false answer, the site's rollouts that wait for a batch are dropped. The site is refused
+  until its line in `refused_sites.json` is removed.
 """
 
 import asyncio
@@ -47,9 +44,9 @@ from orrery.orchestrator.guests.sites import CHANCE, GuestJob, GuestSite, SiteTa
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # minimum number of jobs to give at a time, unless fewer wait
+LEAST = 8  # minimum number of jobs for a site at a time, if so many wait
 TAKE_S = 2.0  # time after which our engines sample a job that no site has taken
-MAX_OWN_CHECKS = 2  # samples of our engines to recompute at a time, once the bounds are known
+MAX_OWN_CHECKS = 2  # samples of our engines to recompute at a time, after the first NUM_HONEST
 SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which our engines sample a job
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
@@ -79,7 +76,7 @@ class GuestPool:
         self.first_index = manifest.inference.num_replicas
         self.refused = {} if refused is None else refused
         self.on_refused: Callable[[int], int] = lambda index: 0  # drops an engine's rollouts
-        self.publish: Callable[[Published], None] = lambda version: None  # publishes to the sites
+        self.publish: Callable[[Published], None] = lambda version: None
         self.digests: dict[int, str] = {}
         self.spread, self.is_over = HonestSpread(spec), False
         self.error: Exception | None = None
@@ -111,8 +108,8 @@ class GuestPool:
     ) -> Generation | None:
         """Return a sample from another site, or None if our engines have to sample it.
 
-        Calls with the same key `share` have equal prompts. If consecutive, they all go to other
-        sites or all to our engines, so that few engines prefill the prompt.
+        Consecutive calls with the same `share` have equal prompts. They all go to other sites or
+        all to our engines, so that few engines prefill the prompt.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
@@ -145,7 +142,7 @@ class GuestPool:
     async def draw_here(
         self, draw: Awaitable[Generation], token_ids: Sequence[int] | np.ndarray, temperature: float
     ) -> Generation:
-        """Return a sample of our engines. Recompute some samples to update the bounds, `spread`."""
+        """Return a sample of our engines. Recompute some to update the bounds."""
         self._num_home += 1
         try:
             found = await draw
@@ -162,7 +159,6 @@ class GuestPool:
         return found
 
     def want(self, version: int, digest: str) -> None:
-        """Announce a version to all sites. Its snapshot is already published."""
         self.digests[version] = digest
         self.registry.want(version)
         self._wake()
@@ -233,7 +229,7 @@ class GuestPool:
         for answer in answers.answers:
             own = site.jobs.get(answer.id)
             if own is None or own.result.done() or any(own is each for each, _ in site.arrived):
-                continue  # skip an answer that is late, repeated, or for another site
+                continue  # late, repeated, or for another site
             self._take(site, own, answer)
         if site.arrived and site.checking is None:
             site.checking = asyncio.create_task(self._check_windows(site))
@@ -253,14 +249,13 @@ class GuestPool:
         return site
 
     def _attest(self, site: GuestSite, ask: Ask) -> None:
-        """Record which version the site's engine has. Refuse the site if the digest differs."""
         if ask.version not in self.digests or ask.version == self.registry[site.index].version:
             return
         if self.digests[ask.version] != ask.digest:
             self._refuse(site, f"it holds other weights than those of version {ask.version}")
         if self.registry.took(site.index, site.lease, ask.version):
             self.registry.serves(site.index, site.lease)
-        self._wake()  # wake sites that may now fetch the version from this site
+        self._wake()  # other sites may now fetch the version from this site
 
     def _prefers_guests(self) -> bool:
         """Return whether other sites have room, and are no busier than our engines."""
@@ -274,7 +269,6 @@ class GuestPool:
         return taken <= at_home * slots
 
     def _give(self, site: GuestSite) -> list[SampleJob]:
-        """Return the site's share of the waiting jobs, and lower its free `room`."""
         given: list[SampleJob] = []
         version = self.registry[site.index].version
         assert version is not None
@@ -328,7 +322,7 @@ class GuestPool:
         self._note(event="guest_lost", site=site.name, why=why)
 
     def _refuse(self, site: GuestSite, why: str) -> None:
-        """End the site's lease permanently, drop its rollouts, and raise GuestRefused."""
+        """Refuse the site permanently, and raise GuestRefused."""
         num_held = len(site.arrived)
         num_waiting = self.on_refused(self.first_index + site.index)
         self.num_dropped += num_held + num_waiting
@@ -366,7 +360,7 @@ class GuestPool:
     ) -> set[int]:
         """Recompute some answers. Refuse the site if one is false.
 
-        Return the versions that cannot be recomputed, because their weights were removed.
+        Return versions whose weights were removed.
         """
         removed: set[int] = set()
         for version in {own.version for own, _ in window}:

@@ -17,10 +17,10 @@ from orrery.orchestrator.engines.pool import EngineRegistry, Phase
 from orrery.orchestrator.guests.evidence import SiteEvidence
 from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused, SampleJob
 
-MAX_CANCELLED = 4096  # maximum number of cancelled job ids to keep for a site
+MAX_CANCELLED = 4096  # cancelled job ids to keep for a site
 FETCH_S = 10.0
-OPEN_S = 2.5  # after its last request, a site counts as open for this time
-CHANCE = random.SystemRandom()  # sites cannot predict its choice of answers to recompute
+OPEN_S = 2.5  # time after its last request for which a site counts as open
+CHANCE = random.SystemRandom()  # sites cannot predict which answers are checked
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class GuestJob:
 @dataclass
 class GuestSite:
     name: str
-    index: int  # position in the registry
+    index: int
     lease: int = 0
     num_slots: int = 0
     listen: str = ""
@@ -56,8 +56,6 @@ class GuestSite:
 
 
 class SiteTable:
-    """Sites by name. A site that enters again keeps its index in `registry`."""
-
     def __init__(self, manifest: Manifest, terms: Terms, release: dict[str, str]) -> None:
         spec = manifest.orchestrator.guests
         assert spec is not None
@@ -67,7 +65,6 @@ class SiteTable:
         self.sites: dict[str, GuestSite] = {}
 
     def check_entry(self, name: str, entry: Entry) -> None:
-        """Raise GuestRefused if the site may not enter. The message states the reason."""
         try:
             check_terms(self._terms, entry.terms)
         except ElasticError as error:
@@ -97,7 +94,7 @@ class SiteTable:
         return self.is_up(site) and engine.version is not None and engine.version >= oldest
 
     def open_sites(self) -> list[GuestSite]:
-        """Return sites with recent weights that asked within OPEN_S for more jobs than they got."""
+        """Return sites with recent weights that want more jobs and asked within OPEN_S."""
         since_s = time.monotonic() - OPEN_S
         sites = self.sites.values()
         return [
@@ -107,8 +104,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        The number of sites that fetch a version is at most the number that serve it, including
-        the trainer's site. A site counts as fetching for FETCH_S, even if it enters again.
+        At most as many sites fetch a version as serve it, including the trainer's site. A site
+        counts as fetching for FETCH_S.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:

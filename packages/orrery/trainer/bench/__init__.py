@@ -1,7 +1,6 @@
 """`orrery bench trainer`: measure a trainer's speed and memory on synthetic batches.
 
-This file applies options to a manifest and makes the batches. `__main__.py` starts one process
-per device. `rank.py` times the steps.
+This file applies options to a manifest and makes the batches.
 """
 
 import json
@@ -31,7 +30,7 @@ from orrery.wire.columns import Columns
 from orrery.wire.packing import is_padded
 from orrery.wire.routed_experts import route_shape
 
-# Non-default options, by run name.
+# options of the measurement, by run name
 SFT = {"loss": "sft"}
 ROWS: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_16k": SFT,
@@ -105,7 +104,7 @@ class BenchRequest:
 
 
 def make_request(manifest: Manifest, options: Options) -> BenchRequest:
-    """Apply `options` to `manifest`. Raise OrreryError for options that do not fit it."""
+    """Apply `options` to `manifest`. Raise OrreryError if they do not fit."""
     model = _fit_layers(manifest.model, options)
     base = _stage_trainer(manifest, options)
     trainer = _merge_options(manifest, base, model, options)
@@ -211,7 +210,7 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
 def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
     """Return `mesh` with dp_shard changed to use all `devices`.
 
-    Reduce ep to a divisor of dp_shard · cp, unless `given` (the user's options) contains ep.
+    Also reduce ep to a divisor of dp_shard · cp, unless `given` (the user's options) has ep.
     """
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
@@ -254,10 +253,9 @@ def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Colu
 
 
 def _document_lengths(request: BenchRequest, rng: np.random.Generator) -> np.ndarray:
-    """Return document lengths that fill one micro-batch.
+    """Return document lengths that fill one micro-batch, padding included if the model pads.
 
-    If the model pads documents to equal length, the padded documents must fit. Variable lengths are
-    log-uniform in [longest / 16, longest].
+    Variable lengths are log-uniform in [longest / 16, longest].
     """
     longest, left = request.document_tokens, request.tokens_per_micro_batch
     shortest = min(max(longest / 16, 2), longest)
@@ -288,7 +286,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.options.loss == "rl":
-        # A random network's log-probs are near `uniform`, so importance ratios stay finite.
+        # near a random network's log-probs, so that importance ratios stay finite
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),

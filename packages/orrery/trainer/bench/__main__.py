@@ -200,10 +200,9 @@ def keep_trace(trace: Path, folder: Path, request: BenchRequest) -> None:
 
 
 def run_ranks(request: BenchRequest, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
-    """Run one process per device, and return their results in rank order.
+    """Run one process per device, and return their results.
 
-    If a process fails or `deadline_s` passes, kill all processes. Then raise RunFailed with the
-    process's error or the end of its log.
+    Kill all processes and raise RunFailed if one fails or `deadline_s` passes.
     """
     import torch.distributed as dist
 

@@ -1,7 +1,6 @@
 """Measure one rank: `python -m orrery.trainer.bench.rank FOLDER`.
 
-Weights are random. After the timed steps, rank 0 profiles one step. Each rank writes its results or
-its error to `FOLDER/rank.<n>.json`.
+Weights are random. Each rank writes its results or its error to `FOLDER/rank.<n>.json`.
 """
 
 import json
@@ -61,7 +60,7 @@ _RULES = (
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
-    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # these names list fused operators
+    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # named after the fused operators
     ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
     ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
     ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
@@ -160,7 +159,6 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """Time `count` steps. A step ends when `learn` returns. The last also waits for the device."""
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
     totals = [count_totals(each, world) for each in batches]
@@ -181,7 +179,6 @@ def timed_steps(
 def profiled_step(
     learner: Learner, request: BenchRequest, folder: Path, world: World
 ) -> dict[str, Any]:
-    """Profile one step on rank 0 and return its times. Write FOLDER/trace.json."""
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -223,7 +220,7 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict. After the `with` body, it has the GPU's mean CLOCK_FIELDS."""
+    """Yield a dict that has the GPU's mean clocks and power after the `with` body."""
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
@@ -257,10 +254,6 @@ def clock_reader(command: str, uuid: str, output: int) -> Iterator["subprocess.P
 
 
 def mean_clocks(text: str) -> dict[str, float] | None:
-    """Return each field's mean over the complete lines of `text`, the CSV output of nvidia-smi.
-
-    Return None if a line or a number is missing.
-    """
     rows = [line.split(", ") for line in text.splitlines(keepends=True) if line.endswith("\n")]
     try:
         columns = zip(*([float(value) for value in row] for row in rows), strict=True)
@@ -271,17 +264,12 @@ def mean_clocks(text: str) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Phases:
-    """The seconds of one step, divided by kind, by pass and by kernel.
-
-    The times in `by_kind` add up to `step_s`, so its communication is only the exposed part.
-    `by_pass` sums the times of kernels, even if they overlap. `longest` lists kernels as (name,
-    kind, seconds, count).
-    """
+    """Seconds of one step. The times in `by_kind` add up to `step_s`."""
 
     step_s: float
     by_kind: dict[str, float]
     by_pass: dict[str, dict[str, float]]
-    communication_total_s: float  # hidden and exposed
+    communication_total_s: float  # includes communication during computation
     num_kernels: int
     longest: list[tuple[str, str, float, int]]
 
@@ -299,20 +287,16 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies to or from the host. `hidden_s`: the part of `seconds` that computation overlaps."""
-
     num_bytes: int
     num_copies: int
     seconds: float
-    hidden_s: float
+    hidden_s: float  # the part of `seconds` during computation
 
 
 def divide_step(events: list[Event], step: str) -> Phases:
     """Divide the time of the host range named `step` by kind, by pass and by kernel.
 
-    While several kinds run, the time counts as computation, else as copies, else as communication.
-    Concurrent kinds of computation share the time equally. Without a GPU, host operators replace
-    kernels. Raise ValueError if the trace lacks the range.
+    Overlapping time counts as computation, else as copies, else as communication.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]
@@ -333,7 +317,6 @@ def divide_step(events: list[Event], step: str) -> Phases:
 
 
 def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
-    """Return the step's host copies by direction. Return {} for a trace without GPU kernels."""
     begin, end = _step_window(events, step)
 
     def union(found: list[Event]) -> Spans:
@@ -358,7 +341,7 @@ def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
 
 
 def kind_of(name: str, around: Iterable[str]) -> str:
-    """Return a kernel's kind. `around`: names of the host ranges around its launch."""
+    """Return a kernel's kind. `around`: host ranges around its launch."""
     around = tuple(around)
     for kind, own, outer in _RULES:
         if own is not None and not re.search(own, name):
@@ -369,7 +352,7 @@ def kind_of(name: str, around: Iterable[str]) -> str:
 
 
 def _stage_of(around: tuple[str, ...]) -> str:
-    """Return the pass: "forward" (and loss), "backward" (and recomputation) or "optimizer"."""
+    """Return "forward" (with the loss), "backward" (with recomputation) or "optimizer"."""
     if any("ptimizer.step" in one for one in around):
         return "optimizer"
     return "backward" if any(one.startswith("autograd::engine") for one in around) else "forward"
@@ -434,7 +417,7 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
-        edges.sort(key=lambda edge: edge[:3])  # equal times: ends before begins, inner ends first
+        edges.sort(key=lambda edge: edge[:3])
         open_ranges: list[Event] = []
         clock = 0.0
         for at, opens, _, event in edges:
@@ -459,7 +442,7 @@ def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, fl
         if at > clock:
             active = [each for each, count in running.items() if count]
             owners = [each for each in active if each not in (COPIES, COMMUNICATION)]
-            if not owners:  # copies first, as in KINDS
+            if not owners:
                 owners = active[:1] or [IDLE]
             for owner in owners:
                 time_us[owner] += (at - clock) / len(owners)

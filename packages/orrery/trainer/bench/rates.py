@@ -1,8 +1,7 @@
 """`orrery bench rates`: measure this machine's rates, for `manifest/rates/<device>.json`.
 
 - A rate is the median of several runs of a matrix product, grouped product, attention or copy.
-- Link rates need two devices. With one device, the link rates that plans use now are copied, and
-  the field `source` states it.
+- Link rates need two devices. With one, the file repeats the link rates that plans use now.
 """
 
 import argparse
@@ -70,7 +69,6 @@ def main() -> None:
 
 
 def measure(device: torch.device) -> tuple[str, Rates]:
-    """Return the device's name in manifests, and its rates."""
     on_gpu = device.type == "cuda"
     sizes, dtype = (LARGE, torch.bfloat16) if on_gpu else (SMALL, torch.float32)
     model = torch.cuda.get_device_name(device) if on_gpu else "cpu"
@@ -124,7 +122,6 @@ def write(path: Path, rates: Rates) -> None:
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of `run` in seconds, after two warm-up runs."""
     found = []
     for _ in range(REPEATS + 2):
         if device.type == "cuda":
@@ -210,7 +207,7 @@ def host_bytes(num_bytes: int, device: torch.device) -> float:
 
 
 def link_rates(kind: str, num_bytes: int) -> tuple[float, float]:
-    """Return two processes' bytes/s of a send, and of an all-gather during matrix products."""
+    """Return the bytes/s of a send, and of an all-gather during matrix products."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()

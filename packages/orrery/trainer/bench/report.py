@@ -70,7 +70,6 @@ def result(
     first = answers[0]
     accelerator = accelerator_of(first["device"])
     device = None if accelerator is None else DEVICES[accelerator]
-    # Predicted: the last timed step. The profiled step may have other lengths.
     predicted = expected(request, first["steps"][-1]["lengths"], accelerator)
     counted = count_parameters(model, trainer.lora)
     planned = plan_memory(model, trainer, request.load, first["device_bytes"], counted)
@@ -127,7 +126,7 @@ def result(
 def _work(
     request: BenchRequest, every: list[list[int]], device_s: float, device: Device | None
 ) -> dict[str, float | None]:
-    """Return FLOPs, rates and MFU of the steps, under the names in `WORK`.
+    """Return FLOPs, rates and MFU of the steps, by the names in `WORK`.
 
     `every`: document lengths by step. `device_s`: mean seconds of a step, summed over devices.
     """
@@ -223,7 +222,6 @@ def _time_by_kind(phases: dict[str, Any], predicted: dict[str, float]) -> Table:
 def expected(
     request: BenchRequest, lengths: Sequence[int], accelerator: str | None
 ) -> dict[str, float] | None:
-    """Return a step's predicted seconds by kind, or None for an unknown device or network."""
     if accelerator is None or not is_counted(request.model):
         return None
     model, trainer, load = request.model, request.trainer, request.load

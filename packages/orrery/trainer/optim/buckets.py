@@ -1,4 +1,4 @@
-"""Cut groups of weights into buckets (ranges of joined shards), and define `UpdateRule`."""
+"""Divide weights into buckets (ranges of values) that optimizers update one at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from orrery.models.placement import local_tensor
 from orrery.trainer.optim.gradient import sharding_axes
 
-ALIGNMENT = 128  # shards start at multiples of this many values, for vectorised kernels
+ALIGNMENT = 128  # alignment of shards in values, for vectorised kernels
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class WeightPart:
 class UpdateRule:
     """A rule that updates weights. `keys` names its state tensors, each with the weight's shape.
 
-    If `counts_steps`, the state also has `step`, a float32 scalar that counts earlier steps.
+    If `counts_steps`, the state has `step`, a float32 scalar that counts earlier steps.
     """
 
     keys: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class UpdateRule:
     def update(
         self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
     ) -> None:
-        """Update the weights in place with gradient / divisor. May overwrite the gradients."""
+        """Update weights in place by gradient / divisor. May overwrite gradients."""
         raise NotImplementedError
 
 
@@ -58,7 +58,6 @@ class ParamGroup:
 
 
 def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup]:
-    """Split a group. The first weights, with at most `share` of the local values, come first."""
     sizes = [local_tensor(weight).numel() for weight in group.weights]
     room = share * sum(sizes)
     count = sum(size <= room for size in accumulate(sizes))
@@ -67,7 +66,6 @@ def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup
 
 
 def is_bias(name: str) -> bool:
-    """Return whether `name` names a bias. Dimensions do not tell, as stacked biases have two."""
     return name.endswith("bias")
 
 
@@ -96,7 +94,7 @@ class Bucket:
 
 @dataclass
 class FlatShards:
-    """A group's local shards of one dtype, concatenated into one flat tensor."""
+    """A group's local shards of one dtype, joined into one flat tensor."""
 
     weights: list[nn.Parameter]
     dtype: torch.dtype
@@ -109,7 +107,6 @@ class FlatShards:
             self.length += -(-local_tensor(weight).numel() // ALIGNMENT) * ALIGNMENT
 
     def windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows (begin, end, slices) of up to `num_values` values. They may cut weights."""
         shards = [
             (weight, start, local_tensor(weight).numel())
             for weight, start in zip(self.weights, self.starts, strict=True)
@@ -129,7 +126,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of whole shards, with the same weights on all ranks (shards may differ)."""
+        """Yield windows of whole shards, with the same weights on all ranks."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):

@@ -27,7 +27,7 @@ class AdamWRule(UpdateRule):
             [part.state["exp_avg"] for part in parts],
             [part.state["exp_avg_sq"] for part in parts],
             [],
-            # Copy the step count, because `adamw` would increment it in each bucket of the weight.
+            # Copy the count, because `adamw` increments it for each part of a weight.
             list(torch._foreach_add([part.state["step"] for part in parts], 0.0)),
             fused=True,
             grad_scale=divisor,
@@ -67,9 +67,9 @@ class SgdRule(UpdateRule):
 
 
 class SignSgdRule(UpdateRule):
-    """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434) of weight w with gradient g.
+    """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434): w ← w − lr · (sign(g) + decay · w).
 
-    w ← w − lr · (sign(g) + decay · w). The divisor is ignored, because it does not change signs.
+    The divisor is ignored, because it does not change signs.
     """
 
     def update(

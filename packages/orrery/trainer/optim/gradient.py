@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from orrery.models.placement import local_tensor
 from orrery.trainer.parallel.world import World
 
-CPU_PART = 1 << 16  # values whose squares are summed in float32
+CPU_PART = 1 << 16  # values in a float32 sum of squares
 
 
 def sharding_axes(weight: Tensor) -> dict[int, int]:
@@ -30,10 +30,7 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
 
 @torch.no_grad()
 def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
-    """Return the gradient's global L2 norm, a float32 scalar equal on all ranks. A collective.
-
-    Missing gradients count as zero. The tensors' sums of squares are added in float64.
-    """
+    """Return the global L2 norm, a float32 scalar equal on all ranks. A collective."""
     alike: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for weight in weights:
         if weight.requires_grad:
@@ -44,14 +41,14 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
                 shards.append(local_tensor(weight.grad))
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for (mesh, axes), shards in alike.items():
-        # Move sums of offloaded gradients from the CPU, because nccl reduces on the device.
+        # Sums of offloaded gradients are on the CPU, but nccl needs the device.
         square = _sum_of_squares(shards).to(world.device) if shards else torch.zeros_like(total)
         for axis in axes:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
     if (replicas := world.axis_size("dp_replicate")) > 1:
-        # Average, because replicas' norms differ by rounding and would let weights diverge.
+        # Replicas' norms differ by rounding, which would let weights diverge.
         dist.all_reduce(total, group=world.group("dp_replicate"))
         total /= replicas
     return total.sqrt().float()
@@ -60,7 +57,7 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        # On a CPU, torch adds all squares of a tensor in float32, which loses 10 % of 600 M values.
+        # On a CPU, torch adds squares in float32, which loses 10 % of 600 M values.
         parts = tensor.reshape(-1).split(CPU_PART) if tensor.device.type == "cpu" else [tensor]
         by_device.setdefault(tensor.device, []).extend(parts)
     sums = [
@@ -71,16 +68,13 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 def clip(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the divisor (at least 1) that clips gradients to `max_norm`, without a device sync."""
+    """Return the divisor (at least 1) that clips gradients to `max_norm`."""
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 @torch.no_grad()
 def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
-    """Return the index of the last tensor with a local NaN or infinity. Synchronize the device.
-
-    Return −1 if all tensors are finite.
-    """
+    """Return the index of the last tensor with a local NaN or infinity, or −1. Sync the device."""
     positions: dict[torch.device, list[int]] = {}
     extremes: dict[torch.device, list[Tensor]] = {}
     for position, tensor in enumerate(tensors):

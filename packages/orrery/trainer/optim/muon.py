@@ -5,8 +5,8 @@
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
 The factor 0.2 · √max(rows, columns) gives updates the root mean square of AdamW's updates (arXiv
-2502.16982, eq. 4). Other weights use AdamW (`rest`). `orthogonalize` is a collective, so a weight
-must have a gradient on all of its ranks or on no rank.
+2502.16982, eq. 4). Other weights use AdamW. Updates are collectives, so a weight must have a
+gradient on all of its ranks or on no rank.
 
 B: matrices in a stack · M: rows · N: columns
 """
@@ -108,8 +108,7 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 def gate_up(policy: nn.Module, name: str) -> GateUp:
     """Return the layout of the weight `name`, inferred from the shape of the layer's `down_proj`.
 
-    E: experts · D: hidden size · I: inner width. Orrery's layout is [E, 2·I, D]. Some models of the
-    transformers library have [E, D, 2·I], and gpt_oss interleaves its columns.
+    Some models of transformers join the columns of experts, and gpt_oss interleaves them.
     """
     owner = policy.get_submodule(name.rpartition(".")[0])
     shape, down = policy.get_parameter(name).shape, getattr(owner, "down_proj", None)
@@ -123,7 +122,6 @@ def gate_up(policy: nn.Module, name: str) -> GateUp:
 
 
 def groups(spec: Muon, policy: nn.Module, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
-    """Return the block matrices as a group for Muon, then the other weights as groups for AdamW."""
     matrices = {name: weight for name, weight in weights.items() if is_block_matrix(name, weight)}
     fused = {one: gate_up(policy, name) for name, one in matrices.items() if FUSED.search(name)}
     rest = {name: weight for name, weight in weights.items() if name not in matrices}
@@ -143,7 +141,6 @@ class MatrixShard:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Return (rows, columns) of a matrix. If gate and up are joined (`fused`), of the gate."""
         *_, rows, columns = self.source.shape
         if self.fused is None:
             return rows, columns
@@ -151,14 +148,14 @@ class MatrixShard:
 
     @cached_property
     def axes(self) -> dict[int, int]:
-        """Return {mesh axis: dimension of a matrix, 0 or 1} of the axes that split matrices."""
+        """Return the mesh axes that split matrices, with the matrix dimension (0 or 1)."""
         first = self.source.ndim - 2
         cut = sharding_axes(self.source)
         return {axis: dim - first for axis, dim in cut.items() if dim >= first}
 
     @cached_property
     def split(self) -> tuple[DeviceMesh, int, int] | None:
-        """Return (mesh, axis, dim) if exactly one mesh axis splits each matrix, or None."""
+        """Return (mesh, axis, dim) if exactly one mesh axis splits the matrices."""
         if len(self.axes) != 1:
             return None
         assert isinstance(self.source, DTensor)
@@ -166,7 +163,7 @@ class MatrixShard:
         return self.source.device_mesh, axis, dim
 
     def whole(self, stack: Tensor) -> tuple[Tensor, list[Placement]]:
-        """Gather whole matrices from shards. Return them and their placements. A collective."""
+        """Gather whole matrices. Return them and their placements. A collective."""
         assert isinstance(self.source, DTensor)
         mesh, old = self.source.device_mesh, self.source.placements
         new = [Replicate() if axis in self.axes else one for axis, one in enumerate(old)]
@@ -187,7 +184,6 @@ class MatrixShard:
 
     @property
     def device(self) -> torch.device:
-        """Return the device to compute on, even if the weight is offloaded to the CPU."""
         if isinstance(self.source, DTensor):
             return torch.device(self.source.device_mesh.device_type)
         return self.shard.device
@@ -236,7 +232,6 @@ def _stack(one: MatrixShard) -> Tensor:
 
 
 def _orthogonalize_gathered(one: MatrixShard, num_steps: int) -> Tensor:
-    """Orthogonalize matrices split along several mesh axes. Each rank computes them whole."""
     whole, placements = one.whole(_stack(one))
     stack = whole if whole.ndim == 3 else whole.unsqueeze(0)
     [done] = _orthogonalize_whole([stack], [one.fused], num_steps)
@@ -246,10 +241,6 @@ def _orthogonalize_gathered(one: MatrixShard, num_steps: int) -> Tensor:
 def _orthogonalize_whole(
     stacks: list[Tensor], fused: list[GateUp | None], num_steps: int
 ) -> list[Tensor]:
-    """Orthogonalize unsharded stacks [B, M, N] of one dtype. Equal shapes form one batch.
-
-    If `fused[i]` is a layout, orthogonalize gate and up projections of stack i separately.
-    """
     matrices = [
         stack if how is None else how.split(stack) for stack, how in zip(stacks, fused, strict=True)
     ]
@@ -298,8 +289,7 @@ def _orthogonalize_split(
 ) -> list[Tensor]:
     """Orthogonalize stacks [B, M, N] that ranks split along M or N.
 
-    Each matrix has an owner rank, which gathers it and sends back parts of the result (Dion, arXiv
-    2504.05295).
+    Each matrix has an owner rank. It gathers it and returns the parts (Dion, arXiv 2504.05295).
     """
     group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     ranks = range(num_ranks)
@@ -347,7 +337,7 @@ def _split_matrices(
 
 
 def _bounds(size: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the offsets at which DTensor's Shard cuts `size`. Last ranks may get no elements."""
+    """Return the offsets at which DTensor's Shard cuts `size`."""
     step = -(-size // num_ranks)
     return tuple(min(step * rank, size) for rank in range(num_ranks + 1))
 

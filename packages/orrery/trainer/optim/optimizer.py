@@ -20,12 +20,10 @@ from orrery.trainer.optim.buckets import (
 )
 from orrery.trainer.optim.state_offload import StateOffload
 
-RESIDENT_BYTES = 1 << 30  # bucket size of state on the device, to bound temporary memory
+RESIDENT_BYTES = 1 << 30  # bucket size, to bound temporary memory
 
 
 class BucketedOptimizer:
-    """Call `set_rate` and `step` once per training step. `prefetch` and `prepare` are optional."""
-
     def __init__(
         self,
         groups: list[ParamGroup],
@@ -33,7 +31,7 @@ class BucketedOptimizer:
         bucket_bytes: int | None = None,
         resident: float = 0.0,
     ):
-        """If `offload`, keep only the fraction `resident` of each group's state on the device."""
+        """If `offload`, keep only the fraction `resident` of the state on the device."""
         self._rate = 1.0
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._prepared: list[list[WeightPart]] = []
@@ -57,7 +55,7 @@ class BucketedOptimizer:
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Return state by weight and key. Offloaded tensors are local shards in host memory."""
+        """Return state by weight and key. Offloaded tensors are in host memory."""
         if self.offload is not None:
             self.offload.settle()
         return self._state
@@ -75,7 +73,6 @@ class BucketedOptimizer:
 
     @torch.no_grad()
     def step(self, divisor: Tensor | None = None) -> None:
-        """Update each weight that has a gradient. `divisor` (float32 scalar) divides gradients."""
         divisors: dict[torch.device, Tensor | None] = {}
         prepared, self._prepared = self._prepared, []
         for index, (bucket, windows) in enumerate(self._visits()):
@@ -84,7 +81,7 @@ class BucketedOptimizer:
             parts = prepared[index] if is_prepared else self._parts(bucket, windows)
             if parts:
                 device = parts[0].weight.device
-                if device not in divisors:  # or fused kernels would copy with a sync
+                if device not in divisors:  # avoids a sync in fused kernels
                     divisors[device] = None if divisor is None else divisor.to(device)
                 rate = group.lr * self._rate
                 group.rule.update(parts, rate, group.weight_decay, divisors[device])
@@ -166,8 +163,7 @@ def named_state(
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (key, weight name, local tensor, box) in the order of `weights`, with keys sorted.
 
-    `box`: the local region of the full tensor, or () for a scalar, which all ranks share. To load a
-    tensor, fill it in place.
+    `box`: the local region of the full tensor, or () for a scalar that all ranks share.
     """
     state = optimizer.state
     for name, weight in weights.items():

@@ -1,13 +1,11 @@
 """Keep optimizer state in pinned host memory, and copy it during computation.
 
-A bucket's state is copied to a slot (buffer) on the device before its update and back afterwards,
-each direction on its own stream. `StateStream` copies in during the backward pass of a step's last
-micro-batch, and out during the next step's first micro-batch. The memory plan
-(`manifest/budget/state_rooms.py`) gives the device memory for slots.
+A bucket (range of weights) needs a slot on the device for its state during its update.
+`StateStream` copies in during a step's last backward pass, and out during the first micro-batch
+of the next step. `manifest/budget/state_rooms.py` plans the memory for slots.
 
-The GPU updates weights, because all GPUs of a node share the bandwidth of host memory. Per weight,
-AdamW on the host would move 30 bytes through host memory, and 6 over PCIe. Copies of state move 16,
-and 8 over PCIe each way.
+The GPU updates weights, because AdamW on the host would move 30 bytes per weight through host
+memory, which all GPUs of a node share. Copies of state move 16.
 """
 
 from collections import deque
@@ -29,10 +27,9 @@ from orrery.trainer.optim.buckets import Bucket
 
 
 class StateOffload:
-    """Blocks of optimizer state on the host, and slots for buckets on the device.
+    """Optimizer state on the host, and slots for buckets on the device.
 
-    `host[id(shards)][key]`: one state tensor of a `FlatShards`. `fill` prefetches buckets. `visits`
-    copies in the other buckets, and copies all buckets out. `drain` frees slots.
+    `host[id(shards)][key]`: one state tensor of a `FlatShards`.
     """
 
     def __init__(self, buckets: list[Bucket]):
@@ -49,15 +46,15 @@ class StateOffload:
         self._slot_bytes = max(bucket.num_bytes * len(bucket.group.rule.keys) for bucket in buckets)
         self.drains_late = False  # whether slots stay after the step, until `drain`
         self._limit = NUM_SLOTS
-        self._slots: dict[int, Tensor] = {}  # bucket → slot, until its copy out is queued
+        self._slots: dict[int, Tensor] = {}
         self._leaving: deque[tuple[int, Tensor]] = deque()  # (bucket, slot), the oldest first
-        self._num_fetched = 0  # number of buckets copied in since the last step or `settle`
+        self._num_fetched = 0
         self._cuda = self.device.type == "cuda"
         if self._cuda:
             self._inward = torch.cuda.Stream(self.device)
             self._outward = torch.cuda.Stream(self.device)
             self._arrived = [torch.cuda.Event() for _ in buckets]
-            # Not recorded yet: a wait for an unrecorded event returns at once.
+            # A wait for an event that is not recorded yet returns at once.
             self._returned = [torch.cuda.Event() for _ in buckets]
 
     @property
@@ -66,16 +63,13 @@ class StateOffload:
 
     @torch.no_grad()
     def fill(self, room_bytes: int = 0) -> None:
-        """Copy the next buckets' state to the device while slots fit into `room_bytes`."""
+        """Copy the next buckets in while slots fit into `room_bytes`."""
         self._limit = max(NUM_SLOTS, room_bytes // max(1, self._slot_bytes))
         self._fetch_all()
 
     @torch.no_grad()
     def drain(self, room_bytes: int = 0) -> None:
-        """Free slots of updated state until all slots fit into `room_bytes`.
-
-        The current stream waits until the freed slots are copied out.
-        """
+        """Free slots, once copied out, until the rest fits into `room_bytes`."""
         while self._leaving and self.held_bytes > room_bytes:
             index, _ = self._leaving.popleft()
             if self._cuda:
@@ -95,7 +89,7 @@ class StateOffload:
             self.drain()
 
     def settle(self) -> None:
-        """Wait until the host has the newest state. Discard state prefetched to the device."""
+        """Wait until the host has the newest state, and discard prefetched state."""
         if self._cuda:
             self._inward.synchronize()
             self._outward.synchronize()
@@ -163,9 +157,9 @@ class StateOffload:
 
 
 class StateStream:
-    """Call `fill` and `drain` in hooks of `blocks`, with the memory that the plan leaves free.
+    """Copy state during the passes of `blocks`, within the memory that a plan leaves free.
 
-    `one`: plan of steps with one micro-batch. `many`: plan of steps with several.
+    `one` and `many`: plans of steps with one and with several micro-batches.
     """
 
     def __init__(
@@ -179,7 +173,6 @@ class StateStream:
             block.register_forward_hook(partial(self._after_forward, index))
 
     def begin(self, index: int, count: int) -> None:
-        """Prepare for micro-batch `index` (from 0) of a step with `count` micro-batches."""
         self._is_first, self._is_last = index == 0, index == count - 1
         self._rooms = self._one if count == 1 else self._many
         if not self._is_first:
@@ -207,7 +200,6 @@ class StateStream:
 def stream_state(
     offload: StateOffload | None, network: CausalLm, trainer: Trainer
 ) -> StateStream | None:
-    """Return the `StateStream`, or None without offloaded state or without a memory plan."""
     if offload is None or network.config.family == "hugging_face":
         return None
     capacity = 0

@@ -1,9 +1,8 @@
 """Apply parallelism to model code that is written for one device, in this order.
 
-1. Context parallel replaces `Attention.core`, or `keys` in latent attention.
+1. Context parallel replaces the attention core, or the keys of latent attention.
 2. Expert parallel replaces the token exchange and shards the experts.
-3. Compilation wraps blocks. Activation checkpointing wraps blocks, or modules in them
-   (`recomputed_modules.py`).
+3. Compilation and activation checkpointing wrap blocks, or modules in them.
 4. Activation offload wraps blocks, because it moves the activations that blocks save.
 5. FSDP2 comes last, because its hooks must run outside all other wrappers.
 """
@@ -45,10 +44,7 @@ def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
 
 
 def build_network(model: Model, trainer: Trainer, device: torch.device | str) -> CausalLm:
-    """Return the network for one device, with its adapters.
-
-    With adapters, frozen weights have the compute dtype, because they get no updates.
-    """
+    """Return the network for one device. With adapters, frozen weights have compute dtype."""
     param_dtype = getattr(torch, trainer.param_dtype)
     if trainer.lora is None:
         network = build(model, param_dtype, device)
@@ -69,6 +65,6 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     recomputed_modules.apply(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
-    # The fp8 weight cache needs compute copies, whose `_version` shows when weights change.
+    # The cache reads the copies' `_version` to see that weights changed.
     if trainer.has_compute_copies:
         policy.network.register_forward_pre_hook(fp8.WeightCache(policy.network).refresh)

@@ -1,8 +1,8 @@
 """Keep tensors saved for the backward pass in pinned host memory.
 
-While block i computes, tensors of the `max_in_flight` blocks before it are copied to the host
-(forward pass) or back (backward pass), each direction on its own stream. The device keeps weights,
-small and non-dense tensors, arguments that blocks share, and all tensors of the last block.
+While a block computes, tensors of up to `max_in_flight` other blocks are copied to the host or
+back. The device keeps weights, small and non-dense tensors, arguments that blocks share, and
+tensors of the last block.
 """
 
 from collections import defaultdict, deque
@@ -34,8 +34,6 @@ def apply(policy: Policy, world: World, trainer: Trainer, min_bytes: int = MIN_B
 
 
 class HostBufferPool:
-    """Reusable host buffers whose sizes are powers of two."""
-
     def __init__(self, pinned: bool):
         self._pinned = pinned
         self._free: dict[int, list[tuple[Tensor, Any]]] = defaultdict(list)

@@ -1,12 +1,9 @@
 """Run blocks under activation checkpointing and torch.compile.
 
 - A checkpointed block keeps its input. With `selective` it also keeps results of named operations.
-- Equal blocks share one compilation: one graph (`fullgraph`) with the checkpoint inside. If ranks
-  exchange tokens or keys inside a block, the checkpoint wraps several graphs instead.
-- torch compiles for the first micro-batch length, then once more for all lengths.
-- `keep` stores numbers that the host read from the device. `recall` returns them, so recomputation
-  does not wait for the device. `_Run` keeps results of named operations, because FSDP's hooks break
-  torch's selective checkpointing.
+- A compiled block is one graph with the checkpoint inside. If ranks exchange tokens or keys in
+  the block, the checkpoint wraps several graphs instead.
+- `recall` returns numbers that `keep` stored, so that recomputation does not wait for the device.
 """
 
 import textwrap
@@ -45,7 +42,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# Limit of graphs per function: (block kinds) × (grad or not) × (routes or not) exceed torch's 8.
+# Block kinds × (grad or not) × (routes or not) exceed torch's limit of 8 graphs per function.
 MAX_GRAPHS = 64
 
 
@@ -61,7 +58,7 @@ def apply(policy: Policy, trainer: Trainer) -> None:
 def _compile(policy: Policy, trainer: Trainer) -> None:
     if not trainer.compile:
         return
-    from torch._dynamo import config, disable  # a slow import, rarely needed on a CPU
+    from torch._dynamo import config, disable
 
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     for block in policy.network.layers:
@@ -73,7 +70,7 @@ def _compile(policy: Policy, trainer: Trainer) -> None:
 
 @contextmanager
 def explain_compile_error(model: Model) -> Iterator[None]:
-    """Raise OrreryError if torch cannot compile a block of transformers in the `with` body."""
+    """Raise OrreryError if torch cannot compile a block of transformers."""
     try:
         yield
     except Exception as error:
@@ -110,18 +107,17 @@ def _checkpoint(policy: Policy, trainer: Trainer) -> None:
 
 
 def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
-    """Return keyword arguments of torch's `checkpoint` that select operations with kept results.
+    """Return keyword arguments of torch's `checkpoint` that keep results of chosen operations.
 
-    If a block is one graph, they also stop torch 2.11's partitioner from keeping experts' rows.
+    In one graph, they also stop torch 2.11's partitioner from keeping experts' rows.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
-    if model.mla is not None:  # keep chosen keys: they are small, and could change
+    if model.mla is not None:  # keep chosen keys: they are small, and a second choice could differ
         kept |= {torch.ops.orrery.select_keys.default}
     if trainer.compile and not trainer.mesh.has_exchange:
         if kept or trainer.is_one_graph(model):
             return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
         return {}
-    # The checkpointed code runs eagerly, and may call compiled graphs or FSDP hooks.
     if kept or trainer.mesh.ep > 1:
         called = _called_by_graphs(trainer, model)
         return {"context_fn": partial(recomputation_contexts, kept, called)}
@@ -129,10 +125,6 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
 
 
 def _called_by_graphs(trainer: Trainer, model: Model) -> frozenset[Any]:
-    """Return the operators that compiled graphs call: attention, experts, both or none.
-
-    Graphs contain attention if it is latent or `mesh.cp` = 1, and experts if `mesh.ep` = 1.
-    """
     if not trainer.compile:
         return frozenset()
     context_ranks = trainer.mesh.cp if model.mla is None else 1
@@ -160,8 +152,7 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 def without_view(x: Tensor) -> Tensor:
     """Return x as a base tensor (no view) of the same memory. The gradient passes through.
 
-    FSDP passes views to the forward pass, but activation offload passes base tensors to the
-    recomputation. A function compiled inside the checkpoint would get a graph for each.
+    Otherwise torch would compile one graph for views and one for base tensors.
     """
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 
@@ -213,8 +204,8 @@ def recomputation_contexts(
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the forward and the recomputation context for `context_fn` of torch's `checkpoint`.
 
-    Keep results of `operations`. Clone results of operations in `compiled`, because compiled graphs
-    may overwrite them.
+    They keep results of `operations`, because FSDP's hooks break torch's selective checkpointing.
+    Results of operations in `compiled` are cloned, because compiled graphs may overwrite them.
     """
     answers: list[Any] = []
     results: dict[Any, deque[Any]] = defaultdict(deque)
@@ -239,7 +230,7 @@ def storage_of_results() -> tuple[Pack, Unpack]:
 
 
 def keep(answer: Any) -> Any:
-    """Return `answer`. In the forward pass of a checkpointed block, keep it for `recall`."""
+    """Return `answer`. In a checkpointed block's forward pass, store it for `recall`."""
     run = _current.get()
     if run is not None and not run.is_recomputation:
         run.answers.append(answer)
@@ -255,8 +246,6 @@ def recall() -> Any:
 
 
 class _Run(TorchDispatchMode):
-    """Context of a forward pass that stores answers and results, or of the pass that reads them."""
-
     def __init__(
         self,
         answers: list[Any],

@@ -1,14 +1,13 @@
 """Context parallel: the cp ranks of a group share each micro-batch's tokens.
 
-`apply` replaces a module in each attention layer, and `shard` selects rank r's tokens.
-`trainer.mesh.cp_style` selects module and tokens:
+`trainer.mesh.cp_style` selects the attention and the tokens of rank r:
 
     ulysses   one contiguous part. An all-to-all gives each rank all tokens for 1/cp of the heads
     ring      pieces r and 2·cp − 1 − r of a document's 2·cp pieces. Ranks pass keys in a ring
     dsa       pieces as in ring. Each rank gathers all ranks' latent keys (latent attention only)
 
-The rank that predicts a token computes its loss. All ranks get equally many tokens. Padding repeats
-a real token. Padding is not scored, and real tokens do not attend to it.
+All ranks get equally many tokens. Padding repeats a real token. It is not scored, and real tokens
+do not attend to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +55,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
-    """Call `observe` in forward passes with each replaced module's output (or gathered keys).
+    """Call `observe` in forward passes with each attention output (or gathered keys).
 
     A hook on that tensor gets this rank's gradient, before ranks exchange gradients.
     """
@@ -98,7 +97,7 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
     """Return pieces `rank` and 2·num_ranks − 1 − `rank` of each document's 2·num_ranks pieces.
 
-    `cu_seqlens` covers this rank's tokens only. All ranks have equal `cu_seqlens` and equal work.
+    `cu_seqlens` covers this rank's tokens only, and is equal on all ranks.
     """
     length = np.asarray(lengths, dtype=np.int64)
     piece = -(-length // (2 * num_ranks))
@@ -116,13 +115,12 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Return the tokens of `zigzag`, with `cu_seqlens` that count the tokens of all ranks."""
     shard = zigzag(lengths, num_ranks, rank)
     return shard._replace(cu_seqlens=shard.cu_seqlens * num_ranks)
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
-    """Return the `tokens` of `batch`. Only the first rank keeps counts, as they are summed."""
+    """Return the `tokens` of `batch`. Only the first rank keeps its counts."""
     source = torch.from_numpy(tokens.source)
     place = np.full(len(batch.token_id), -1, dtype=np.int64)
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)
@@ -158,7 +156,6 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
 def _routes(
     routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return tokens' choices of experts or keys. Padding repeats a token, so it gets no choice."""
     if routes is None:
         return None
     here = routes[source]
@@ -170,7 +167,7 @@ class UlyssesCore(nn.Module):
     """Ulysses (Jacobs et al. 2023, arXiv 2309.14509): each rank attends with 1/cp of the heads.
 
     t: tokens of this rank · T = cp·t: tokens of the group · H: query heads · G: key and value heads
-    K: head size. `documents` cover all T tokens. Ranks that share a key head have copies of it.
+    K: head size. `documents` cover all T tokens.
     """
 
     eager = ("forward",)  # not compiled (`blocks.py`)
@@ -192,7 +189,6 @@ class UlyssesCore(nn.Module):
 
 
 def _to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Exchange all heads of this rank's tokens, [t, H, K], for all tokens of its heads."""
     leaving = [x.unflatten(1, (group.size(), -1)).transpose(0, 1) for x in tensors]
     return tuple(x.flatten(0, 1) for x in all_to_all(leaving, group))
 

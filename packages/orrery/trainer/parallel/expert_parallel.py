@@ -1,8 +1,7 @@
 """Expert parallel: each ep rank holds 1/ep of every layer's experts, and receives their tokens.
 
-`apply` replaces `MixtureOfExperts.exchange` and makes expert parameters DTensors with Shard(0) on
-the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gradient covers all ep
-ranks' tokens.
+Expert parameters are DTensors with Shard(0) on the mesh axis `ep`. An expert's gradient covers the
+tokens of all ep ranks.
 
     T: tokens of this rank · K: experts a token · M = T·K: rows of this rank · R: ranks
     E: experts · D: hidden size · N: tokens from all ranks with an expert of this rank
@@ -45,8 +44,7 @@ def make_exchange(
 ) -> nn.Module:
     """Return the token exchange over `group`. Rank i holds the i-th part of the experts.
 
-    `num_sms` and `chunk_tokens` are for DeepEP. Raise OrreryError if `backend` is unknown or not
-    installed.
+    Raise OrreryError if `backend` is unknown or not installed.
     """
     if backend not in KINDS:
         choices = ", ".join(KINDS)
@@ -80,7 +78,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # Each rank cuts its own share, because "meta" tensors have no data to send.
+            # "meta" tensors have no data to send
             share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(
                 name, nn.Parameter(share, requires_grad=parameter.requires_grad)
@@ -91,13 +89,12 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         with _local_shares(experts):
             return forward(*args, **options)
 
-    # Replace `forward` alone: FSDP's hooks run outside it and need the DTensor parameters.
+    # FSDP's hooks run outside `forward`, and need the DTensors.
     experts.forward = on_local_shares
 
 
 @contextmanager
 def _local_shares(experts: nn.Module) -> Iterator[None]:
-    """Replace DTensor parameters by their local tensors. Gradients still reach the parameters."""
     found = [
         (module, name, parameter)
         for module in experts.modules()
@@ -119,8 +116,7 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
 class TorchExchange(nn.Module):
     """Send each token once to each rank with experts for it, and sum the results.
 
-    Ranks exchange counts first, because torch's all-to-all needs lengths on the host. Backward pass
-    and recomputation reuse the counts. Stable sorts make results deterministic.
+    Stable sorts make results deterministic.
     """
 
     eager = ("forward",)  # not compiled (`blocks.py`)
@@ -135,7 +131,7 @@ class TorchExchange(nn.Module):
         num_ranks = self.group.size()
         num_local = self.num_experts // num_ranks
         rank_TK = expert_TK // num_local
-        # Send a token once per rank, for its first slot (choice of an expert) on it.
+        # Send a token to a rank once, for the first of its experts there.
         is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
         is_first_TK = ~is_same_TKK.tril(-1).any(2)
         rows = sort_by_expert(torch.where(is_first_TK, rank_TK, num_ranks), num_ranks)
@@ -161,12 +157,12 @@ class TorchExchange(nn.Module):
         here = _rows(expert_NK, num_local, slots_of_expert, experts.row_block)
         y_ND = experts(x_ND, score_NK, here, has_spare=True)
         (y_MD,) = exchange(to_tokens, to_experts, y_ND)
-        if len(rows.row_M) > num_sent:  # unsent slots read a zero row
+        if len(rows.row_M) > num_sent:  # choices not sent read zeros
             y_MD = torch.cat((y_MD, y_MD.new_zeros(1, y_MD.shape[1])))
         return combine_rows(y_MD, rows)
 
     def _lengths(self, sent_R: Tensor, expert_TK: Tensor) -> list[list[int]]:
-        """Return lists: tokens sent by rank, tokens arriving by rank, slots arriving by expert."""
+        """Return numbers of tokens sent and arriving by rank, and of choices arriving by expert."""
         slots_RE = torch.zeros(self.num_experts, dtype=torch.long, device=expert_TK.device)
         slots = expert_TK.flatten()
         slots_RE = slots_RE.scatter_add_(0, slots, torch.ones_like(slots))
@@ -200,10 +196,7 @@ class HostLengths:
 
 
 class DeepEpExchange(nn.Module):
-    """Exchange by DeepEP (https://github.com/deepseek-ai/DeepEP) in bfloat16, over NVLink and RDMA.
-
-    The gradient of `dispatch` is `combine`, and vice versa.
-    """
+    """Exchange in bfloat16 over NVLink and RDMA (https://github.com/deepseek-ai/DeepEP)."""
 
     eager = ("forward",)  # not compiled (`blocks.py`)
 
@@ -228,7 +221,7 @@ class DeepEpExchange(nn.Module):
     ) -> Tensor:
         if (size := self.chunk_tokens) is None:
             return self._exchange(x_TD, score_TK, expert_TK, experts)
-        # A chunk's exchange is a collective, so ranks with fewer tokens exchange empty chunks.
+        # A collective: ranks with fewer tokens exchange empty chunks.
         if (count := blocks.recall()) is None:
             most = torch.tensor(len(x_TD), device=x_TD.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
@@ -251,10 +244,9 @@ class DeepEpExchange(nn.Module):
 
 
 def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: int) -> RowOrder:
-    """Sort received slots by local expert, and pad each expert's rows to a multiple of `block`.
+    """Sort received choices by local expert. Pad each expert's rows to a multiple of `block`.
 
-    `expert_NK` is −1 for experts of other ranks. Their slots share a spare row at the end.
-    `rows_of_expert[e]` is the number of slots of local expert e.
+    `expert_NK` is −1 for experts of other ranks. `rows_of_expert`: choices by local expert.
     """
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local, block)
     last = sum((count + block - 1) // block * block for count in rows_of_expert)

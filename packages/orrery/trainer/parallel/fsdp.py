@@ -1,7 +1,6 @@
 """FSDP2: shard weights over dp_shard · cp ranks, and replicate them over dp_replicate (HSDP).
 
-- The model names the FSDP units. The root unit holds all other weights. With expert parallel, a
-  layer's experts are a separate unit, sharded over the ranks with the same experts.
+- With expert parallel, a layer's experts are sharded over the ranks with the same experts.
 - Gradients are summed over ranks, because the loss already divides by global counts.
 - A single rank may run without FSDP (`Trainer.needs_fsdp`), with `ComputeCopies` instead.
 """
@@ -51,7 +50,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Otherwise the divide factor would select PREMUL_SUM. gloo lacks it.
+            # Otherwise FSDP would reduce with PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
     if trainer.mesh.ep > 1:
         _prefetch(policy)
@@ -69,7 +68,7 @@ def _allocate_on_host(policy: Policy, device: torch.device) -> None:
 
 
 def _prefetch(policy: Policy) -> None:
-    """Set FSDP's prefetches, because the host waits in token exchanges and cannot run ahead."""
+    """Set FSDP's prefetches, because the host waits in token exchanges."""
     layers = [
         [module for module in layer.modules() if isinstance(module, FSDPModule)]
         for layer in policy.network.layers
@@ -80,7 +79,6 @@ def _prefetch(policy: Policy) -> None:
 
 
 def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
-    """Choose which gradients the next backward pass reduces. `last`: it is the step's last."""
     if not isinstance(policy, FSDPModule):
         return
     if spec.reduce_gradients == "step":
@@ -90,7 +88,7 @@ def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
 
 
 def reshard_all(policy: Policy) -> None:
-    """Reshard all weights. Otherwise an export would read gathered weights, in compute dtype."""
+    """Reshard all weights. Otherwise an export would read weights in compute dtype."""
     if policy.copies is not None:
         policy.copies.restore()
     for module in policy.modules():
@@ -99,10 +97,9 @@ def reshard_all(policy: Policy) -> None:
 
 
 class ComputeCopies:
-    """Copies of one rank's weights in the compute dtype.
+    """Copies of one rank's weights in the compute dtype. Results are bit-equal to FSDP on one rank.
 
-    The forward pass fills the copies and puts them into the modules. The backward pass moves each
-    gradient at once to the trained weight, in its dtype. Results are bit-equal to FSDP on one rank.
+    Modules hold the copies from a forward pass until `restore`.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype):

@@ -1,9 +1,8 @@
 """Context parallel for latent attention: each rank gathers the latent keys of all R ranks.
 
-- One all-gather per layer carries latent, rotated and indexer keys while queries are computed.
-- One all-to-all sends gradients to the keys' ranks, which sum them in float32, in rank order.
-- Tokens lie in zig-zag order (`context_parallel.zigzag`), so all ranks score equally many keys.
-- Indices of keys and offsets in layers' `Documents` refer to the stream of all padded documents.
+- A rank's queries are an early and a late piece of each document (`context_parallel.zigzag`).
+- The padded stream is all padded documents in order.
+- Gradients of keys are summed in float32 on the keys' rank, in rank order.
 
 t: queries of this rank · S = R·t: keys of all ranks · K: keys that this rank reads. K is S if keys
 stay latent, and (R + ½)·t if dense attention expands them.
@@ -26,18 +25,16 @@ from orrery.trainer.parallel import blocks
 class KeyOrder(NamedTuple):
     """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
-    Row r·t + i is token i of rank r. A rank's queries are an early and a late piece of each
-    document. If keys stay latent, both pieces read the same copy of all keys, and `parts` has one
-    entry. If keys are expanded, each piece reads its own copy of the document's prefix, and `parts`
-    has two entries. No row occurs twice in an entry, so gradients are added without atomics.
+    Row r·t + i is token i of rank r. If keys stay latent, both pieces read one copy of all keys.
+    If keys are expanded, each piece reads its own copy of the document's prefix.
     """
 
     row: Tensor  # i64 [K], each key's row of the all-gather's result
-    parts: list[tuple[Tensor, Tensor | None]]  # (gathered rows, indices in `row` or None: all)
-    first: Tensor  # i32 [t], each query's first key, as an index of the padded stream
+    parts: list[tuple[Tensor, Tensor | None]]  # (rows, indices in `row` or None: all) of each copy
+    first: Tensor  # i32 [t], each query's first key in the padded stream
     last: Tensor  # i32 [t], each query's last key, which is its own
-    queries: Documents  # each document's early and late piece as two sequences
-    keys: Documents  # prefix that each piece reads, or whole documents if keys stay latent
+    queries: Documents  # early and late pieces as separate sequences
+    keys: Documents  # prefixes that pieces read, or whole documents
 
     @classmethod
     def of(cls, documents: Documents, t: int, size: int, rank: int, is_latent: bool) -> "KeyOrder":
@@ -51,9 +48,9 @@ class KeyOrder(NamedTuple):
         if is_latent:
             parts: list[tuple[Tensor, Tensor | None]] = [(row_S, None)]
             return cls(row_S, parts, first.int(), place_Rt[rank].int(), queries, documents)
-        early, late = rank + 1, 2 * size - rank  # number of key pieces that each query piece reads
+        early, late = rank + 1, 2 * size - rank  # number of pieces in each prefix
         keys = _side(piece, (early, late), longest)
-        row = row_S.new_empty((early + late) * (t // 2))  # t / 2 tokens: one piece of each document
+        row = row_S.new_empty((early + late) * (t // 2))  # t / 2: one piece of each document
         parts = []
         for turn, count in enumerate((early, late)):
             at = keys.cu_seqlens[turn:-1:2]
@@ -64,7 +61,7 @@ class KeyOrder(NamedTuple):
 
 
 def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
-    """Return i64 [R, t], each rank's tokens as indices in the padded stream (see `zigzag`).
+    """Return i64 [R, t], each rank's tokens as indices in the padded stream.
 
     `start`, `length`: i64 [documents], first index and length in the stream. `size` is R.
     """
@@ -82,8 +79,7 @@ def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
 def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
     """Return `Documents` with two sequences for each document: its early and its late part.
 
-    `piece`: i64 [documents], tokens in one piece of each document, at most `longest`. The early and
-    late sequences have `counts[0]` and `counts[1]` pieces.
+    `piece`: i64 [documents], tokens in a piece, at most `longest`. `counts`: pieces in each part.
     """
     lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
@@ -93,12 +89,10 @@ def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
 def _prefixes(
     row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each prefix key's gathered row and its index in `KeyOrder.row`, both i64 [total].
+    """Return each prefix key's row in the all-gather's result and in `KeyOrder.row`, i64 [total].
 
-    - `row_S[i]`: gathered row of token i of the padded stream.
-    - `start` [documents]: first token of each document in the padded stream.
-    - `length` [documents]: keys in each prefix (the keys that a piece reads), in sum `total`.
-    - `at` [documents]: index of each prefix's first key in `KeyOrder.row`.
+    `start`, `length`, `at` [documents]: each prefix in the padded stream, and its first index in
+    `KeyOrder.row`.
     """
     before = length.cumsum(0) - length
     offset = torch.arange(total, device=start.device)
@@ -107,7 +101,7 @@ def _prefixes(
     return row_S[start + offset], at + offset
 
 
-# All layers of a forward pass share one `Documents`, hence one order.
+# shared by all layers of a forward pass
 _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
@@ -151,9 +145,9 @@ class GatheredKeys(LocalKeys):
 
 
 class _Transfer:
-    """Gather one layer's keys from all ranks, and send each key's gradient to its rank.
+    """Gather one layer's keys from all ranks, and send gradients back.
 
-    `known` is None in a forward pass. In a recomputation it holds the keys that were kept, if any.
+    `known`: None in a forward pass, and the stored keys, if any, in a recomputation.
     """
 
     def __init__(
@@ -165,7 +159,7 @@ class _Transfer:
     ) -> None:
         self.group, self.order, self.known = group, order, known
         self.is_trained = [key.requires_grad for key in keys]
-        # Recomputation reuses the saved choice of keys, so a frozen indexer's keys are not read.
+        # Recomputation reuses the choice of keys, so it reads no frozen indexer's keys.
         self.read_again = [True, *self.is_trained[1:]]
         self.widths = [key.shape[1] for key in keys]
 
@@ -222,8 +216,7 @@ class _Transfer:
 class _Send(torch.autograd.Function):
     """Begin the all-gather of the keys. Return a scalar zero, the ticket for `_Receive`.
 
-    The ticket makes autograd run the backward pass of `_Receive` first. That pass begins the
-    all-to-all of gradients, and the backward pass of `_Send` waits for its end.
+    The ticket makes autograd run the backward pass of `_Receive` before this one.
     """
 
     @staticmethod
@@ -239,8 +232,6 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Wait for the all-gather. Return the keys [K, ·] that this rank's queries read."""
-
     @staticmethod
     def forward(ctx: Any, transfer: _Transfer, ticket: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer = transfer

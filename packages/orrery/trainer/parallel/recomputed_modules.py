@@ -1,10 +1,7 @@
 """Run named modules of a block again in the backward pass (`ModuleCheckpointing`).
 
-- Each call of such a module runs under torch's `checkpoint`, which keeps only the call's inputs.
-- Operations that read a call's result would still save it. If the block is one compiled graph,
-  torch's partitioner avoids this, except for results that another such call reads.
-- In other blocks, hooks on saved tensors replace each result by its autograd node, which saves the
-  result inside the checkpoint.
+Each call of such a module runs under torch's `checkpoint`, which keeps only the call's inputs.
+Hooks keep operations that read a result from saving it. A block that is one graph needs no hooks.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,8 +55,6 @@ def _methods(block: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 class _Calls:
-    """Recomputed calls in one block."""
-
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
         self._results: dict[int, Tensor] = {}  # by storage address, until the forward pass ends
@@ -96,7 +91,7 @@ def _save_results(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Saved(torch.autograd.Function):
-    """Return x, and save x. `recomputed`: x, while the backward pass still uses it."""
+    """Return and save x. `recomputed`: x while the backward pass uses it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -106,7 +101,7 @@ class _Saved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        ctx.recomputed = None  # all consumers are done
+        ctx.recomputed = None
         return grad
 
 

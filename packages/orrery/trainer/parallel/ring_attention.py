@@ -36,7 +36,7 @@ class Halves(NamedTuple):
     def of(cls, documents: Documents, num_places: int) -> "Halves":
         cu_half = documents.cu_seqlens // 2
         sizes, half = cu_half.diff(), num_places // 2
-        # Document i's early half follows the i early and i late halves of the documents before it.
+        # Early and late halves of earlier documents come first.
         before = cu_half[:-1].long().repeat_interleave(sizes, output_size=half)
         early = torch.arange(half, device=cu_half.device) + before
         late = early + sizes.long().repeat_interleave(sizes, output_size=half)
@@ -45,8 +45,6 @@ class Halves(NamedTuple):
 
 
 class RingCore(nn.Module):
-    """Attention over `group`. A rank has two equally long pieces of each document (`Halves`)."""
-
     eager = ("forward",)  # not compiled (`blocks.py`)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -62,7 +60,7 @@ class RingCore(nn.Module):
         return out_THK
 
 
-# All layers of a forward pass share one `Documents`.
+# shared by all layers of a forward pass
 _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
@@ -128,10 +126,9 @@ class _Ring(torch.autograd.Function):
             k, v = (_pick(x, pair.keys) for x in kv)
             part, part_lse = attention_forward(_pick(q_THK, pair.queries), k, v, *pair.offsets)
             if step == 0:
-                # Copy before changes, as selective checkpointing may keep the operator's results.
+                # Copy, because selective checkpointing may keep the results.
                 total_THK, lse_TH = part.to(part_lse.dtype, copy=True), part_lse.clone()
             else:
-                # Weight the partial outputs by their log-sum-exps, in float32.
                 before, before_lse = _pick(total_THK, pair.queries), _pick(lse_TH, pair.queries)
                 joined_lse = torch.logaddexp(before_lse, part_lse)
                 joined = (
@@ -156,7 +153,7 @@ class _Ring(torch.autograd.Function):
         dout_THK = dout_THK.contiguous()
         kv = torch.stack((k_TGK, v_TGK))
         dq_THK = torch.zeros_like(q_THK, dtype=lse_TH.dtype)
-        # Gradients travel with their keys and values, and are complete after cp steps.
+        # complete after a full round of the ring
         dkv = torch.zeros_like(kv, dtype=lse_TH.dtype)
         passing = None
         for step in range(size):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 COLLECTIVE_DEADLINE_S = 600.0
-JOIN_DEADLINE_S = 600.0  # time limit to form the process group, slow imports included
+JOIN_DEADLINE_S = 600.0  # includes slow imports
 COLLECTIVE_BLOCKS = 16  # default of NCCL_MAX_CTAS
 
 
@@ -44,7 +44,7 @@ class World:
     mesh: DeviceMesh | None  # None for one rank
     fsdp_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None  # None if ep is 1
-    # Functions to call after the last collective.
+    # called after the last collective
     at_end: list[Callable[[], object]] = field(default_factory=list, compare=False)
 
     @property
@@ -111,18 +111,16 @@ class World:
 
 
 def device_for(accelerator: str, index: int) -> torch.device:
-    """Return the rank's CUDA device, or the CPU with OMP_NUM_THREADS (default 1) threads."""
     if accelerator == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         return torch.device("cpu")
-    # Take `index` modulo the count, because CUDA_VISIBLE_DEVICES may leave a process only one GPU.
+    # CUDA_VISIBLE_DEVICES may leave a process only one GPU.
     device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
     torch.cuda.set_device(device)
     return device
 
 
 def init_world(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) -> World:
-    """Form the process group over `store`. Without a store the world is one rank."""
     if store is None:
         return World(rank, 1, device, None)
     name_interface()
@@ -168,7 +166,6 @@ def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
 
 
 def open_rendezvous(ctx: "RoleContext", world_size: int) -> dist.Store:
-    """Return the stage's TCPStore. Rank 0 serves it and publishes its address."""
     from orrery.wire import rendezvous
 
     timeout = timedelta(seconds=scaled(JOIN_DEADLINE_S))
@@ -209,10 +206,9 @@ def all_to_all(
     sent: list[int] | None = None,
     arriving: list[int] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Send the first `sent[0]` rows to rank 0 of `group`, the next `sent[1]` to rank 1, and so on.
+    """Send `sent[r]` rows of each tensor to each rank r of `group`, in rank order.
 
-    Return tensors with `arriving[r]` rows from each rank r, in rank order.
-    By default, all ranks exchange equally many rows.
+    Return tensors with `arriving[r]` rows from each rank r. By default, all row counts are equal.
     """
     num_rows = None if arriving is None else sum(arriving)
     results = [

@@ -1,13 +1,11 @@
 """Send new policy versions from the trainer to the engines.
 
-- A marker file announces each version. It holds a fingerprint of every tensor, computed in the
-  trainer's memory. Version numbers only rise.
-- Kind `files`: rank 0 gathers and writes whole tensors, and engines read them.
+- A marker file announces each version, with a fingerprint of every tensor. Version numbers rise.
+- Kind `files`: rank 0 writes whole tensors to files, and engines read the files.
 - Kind `adapters`: like `files`, but only LoRA adapters, with PEFT's names. lora_B includes the
   scale.
-- Direct kinds (`nccl`, `nixl`): trainer ranks send slices to engine ranks, without gathering whole
-  tensors. Before a transfer, the orchestrator leases the version, which delays the optimizer step
-  (`leases`). vLLM's own senders would send whole tensors or need Ray.
+- Direct kinds (`nccl`, `nixl`): trainer ranks send slices to engine ranks. The orchestrator first
+  leases the version, which delays the next optimizer step.
 """
 
 from importlib.util import find_spec
@@ -88,7 +86,7 @@ def make_weight_sender(
 
 
 def check_library(kind: str) -> None:
-    """Raise OrreryError if the package for this kind is not installed, without importing it."""
+    """Raise OrreryError if the package for this kind is not installed."""
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(
             "transport.weights 'nixl': NIXL is not installed here. "

@@ -1,14 +1,11 @@
 """Let trainer and engine ranks agree when a transfer on a direct wire begins and ends.
 
-- Trainer rank 0 serves a TCPStore. The file `wire.json`, readable by its owner alone, has the
-  store's address and a secret that is never sent.
-- A TCPStore has no authentication, so each value carries an HMAC-SHA256 of its key and content.
-  Another program can read values and stop the run, but not forge a value.
-- Each engine rank writes its arrival for a transfer. When all have arrived, rank 0 publishes an
-  order with the engine ranks ("members") and the number of their process group ("generation"). A
-  new group forms only when the members change, or after a failure.
-- All waits of a transfer end when the key CURRENT names another transfer, or a failing rank has
-  written the key `failed/<transfer>`.
+- Trainer rank 0 serves a TCPStore. The private file `wire.json` has its address and a secret.
+- A TCPStore has no authentication, so each value carries an HMAC-SHA256 made with the secret.
+  Another program can stop the run, but not forge a value.
+- When all engine ranks ("members") have arrived, rank 0 publishes an order for the transfer. It
+  names the process group ("generation"). A new group forms only if the members change, or after a
+  failure.
 """
 
 import contextlib
@@ -31,13 +28,13 @@ from orrery.wire import nfs
 from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
 from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
-ADDRESS = "wire.json"  # file with the store's address, on direct wires only
-CURRENT = "current"  # key of the current transfer's number. 0: none
-MEET_S = 120.0  # time limit for a value of another rank
-FOREVER_S = 10.0**7  # time limit of waits that end only when the store closes
-ARRIVAL_S = 120.0  # time limit from the arrival of one engine rank to the next
-DONE_S = 300.0  # time limit for the result of a trainer rank
-LOOK_S = 0.5  # a wait during a transfer first blocks this long, then polls
+ADDRESS = "wire.json"  # file with the store's address
+CURRENT = "current"  # key of the current transfer's number
+MEET_S = 120.0  # limit for a value of another rank
+FOREVER_S = 10.0**7  # for waits that end when the store closes
+ARRIVAL_S = 120.0  # limit between arrivals of engine ranks
+DONE_S = 300.0  # limit for the result of a trainer rank
+LOOK_S = 0.5  # a wait first blocks this long, then polls
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -47,7 +44,7 @@ T = TypeVar("T")
 class WireAddress(msgspec.Struct):
     host: str
     port: int
-    name: str  # unique name of the wire, not secret
+    name: str
     secret: str  # authenticates the store's values
     kind: str
     num_sources: int
@@ -55,19 +52,17 @@ class WireAddress(msgspec.Struct):
 
 
 class Arrival(msgspec.Struct):
-    """Announce that an engine rank is ready. A negative `transfer` ends rank 0's sending thread."""
+    """An engine rank is ready. A negative `transfer` ends rank 0's sending thread."""
 
     transfer: int
     engine: str
     rank: int
     world_size: int
     member: str
-    generation: int  # number of the rank's process group, or −1
+    generation: int  # of the rank's process group, or −1
 
 
 class TransferOrder(msgspec.Struct):
-    """Rank 0's order: the members and their group, or an `error`. `end` marks the last order."""
-
     transfer: int
     version: int = -1
     generation: int = -1
@@ -92,7 +87,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """A connection to the store for a single thread, because a wait blocks the connection."""
+    """A connection to the store for one thread, because a wait blocks the connection."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -100,7 +95,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def during(self, transfer: int | None) -> Iterator[None]:
-        """Let reads in the `with` body raise WireFailed once `transfer` is over."""
+        """Let waits in the `with` body raise WireFailed once `transfer` is over."""
         before, self._transfer = self._transfer, transfer
         try:
             yield
@@ -119,8 +114,8 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raise WireFailed, naming `what`, if no value arrives within `scaled(within_s)` seconds, the
-        store is gone, or the value is forged.
+        Raise WireFailed, naming `what`, after `scaled(within_s)` seconds, or if the value is forged
+        or the store is gone.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
@@ -198,7 +193,7 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Serve the store on `host`. Write its address into `folder`. The caller keeps it alive."""
+    """Serve the store on `host`, and write its address into `folder`. Keep the store alive."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # By default the store would listen on all interfaces.
@@ -256,8 +251,6 @@ def this_host() -> str:
 
 
 class Coordinator:
-    """Coordinate transfers, in a thread of trainer rank 0. A new transfer ends the previous one."""
-
     def __init__(self, store: StoreConnection, leases: LeaseTable) -> None:
         self._store, self._leases = store, leases
         self._num_arrivals = self._answered = 0
@@ -266,7 +259,7 @@ class Coordinator:
         self._member: dict[tuple[str, int], str] = {}
 
     def next(self) -> TransferOrder:
-        """Wait for all engine ranks of a transfer. Publish and return the transfer's order."""
+        """Wait for all engine ranks of a transfer. Publish and return its order."""
         arrived: dict[tuple[str, int], Arrival] = {}
         transfer: Transfer | None = None
         while True:

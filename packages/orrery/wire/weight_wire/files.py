@@ -1,10 +1,9 @@
 """Send weights as safetensors files: the trainer writes the files, every engine maps them.
 
-- The versions' folder has mode 0700. On one node it is in shared memory, else in the run's folder.
+- On one node the versions' folder is in shared memory, else in the run's folder. Its mode is 0700.
 - `version_<n>/00000.safetensors …`: shards of at most SHARD_BYTES. A larger tensor is one shard.
-- `version_<n>.json`: the marker, written last. Readers look only for markers.
-- The publisher keeps the newest `keep` versions, and removes a marker before its files. A file
-  that an engine has mapped stays readable.
+- `version_<n>.json`: the marker, written last and removed first.
+- The publisher keeps the newest `keep` versions. A file that an engine maps stays readable.
 """
 
 import math
@@ -33,7 +32,7 @@ SHARD_BYTES = 1 << 30
 
 
 def weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> Path:
-    """Return the folder of this attempt's versions. The launcher removes it."""
+    """Return the folder of this attempt's versions."""
     if num_nodes > 1:
         return weights_path(run_dir, WIRE) / f"attempt{attempt}"
     return SHARED_MEMORY / f"{memory_prefix(Path(run_dir))}attempt{attempt}"
@@ -86,7 +85,6 @@ class WeightPublisher:
         named_tensors: "Iterable[tuple[str, torch.Tensor]]",
         canary: Sequence[float] = (),
     ) -> Published:
-        """Publish `version`. Tensors may be on any device and are copied one at a time."""
         return self._publish(
             version, lambda aside: self._write_shards(aside, named_tensors), canary
         )
@@ -134,7 +132,6 @@ class WeightPublisher:
     def _write_shards(
         self, aside: Path, named_tensors: "Iterable[tuple[str, torch.Tensor]]"
     ) -> dict[str, int]:
-        """Write the shards. Return the fingerprints. Tied tensors are written twice."""
         import torch
         from safetensors.torch import save_file
 
@@ -194,11 +191,10 @@ class WeightWatch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        # (`nfs.identity`, content) of the newest marker file.
+        # (`nfs.identity`, content) of the newest marker
         self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:
-        """Return the newest version, or None. Decode each marker only once."""
         for version in sorted(_versions(self.folder), reverse=True):
             file = nfs.identity(self.folder / f"version_{version}.json")
             if file is None:
@@ -226,7 +222,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
-    # NFS may show the folder late, so wait, unless a newer version may have removed the folder.
+    # NFS may show the folder late. If a newer version exists, the folder may be removed.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))

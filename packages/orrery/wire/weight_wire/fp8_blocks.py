@@ -1,11 +1,9 @@
-"""Weights in FP8 on a wire: values in e4m3, and a float32 scale for each block of 128 × 128.
+"""Send weights in FP8: values in e4m3, and a float32 scale for each block of 128 × 128.
 
-- Matrix `x` is sent as tensors `x` and `x` + SCALE, with half the bytes of bfloat16.
-- The engine decodes the tensors to bfloat16 (`decode`). Its model then quantizes the result to
-  exactly the sent tensors.
-- Scales are equal, because 448 · scale rounds to the block's largest bfloat16 magnitude.
-- Values are equal, because rounding to bfloat16 changes a value by at most 2⁻⁸ of itself. Half a
-  step of e4m3 is larger, at least 2⁻⁵.
+- Matrix `x` is sent as tensors `x` and `x` + SCALE.
+- The engine decodes them to bfloat16, and its model quantizes the result to exactly the sent
+  tensors. Rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, less than half a step of
+  e4m3 (at least 2⁻⁵).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,11 +23,11 @@ from orrery.wire.weight_wire.plan import (
     starts_of,
 )
 
-SCALE = "_scale_inv"  # suffix of a scale's name, as in FP8 checkpoints
+SCALE = "_scale_inv"  # suffix of a scale's name
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
 LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # minimum scale: engines raise smaller block maxima to 1e-4
-CHUNK_ROWS = 1024  # number of rows decoded at a time, in float32
+CHUNK_ROWS = 1024  # rows decoded at a time, in float32
 
 
 def in_blocks(box: Box) -> Box:
@@ -48,7 +46,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return values [N, K] times their blocks' scales [N/128, K/128], in bfloat16."""
-    # Lower the minimum scale: 448 · LEAST_SCALE rounds above 1e-4 and would raise engines' scale.
+    # 448 · LEAST_SCALE rounds above 1e-4, which would raise the engine's scale.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):
@@ -61,7 +59,7 @@ def decode(value: Tensor, scale: Tensor) -> Tensor:
 
 
 def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors. Decode FP8 tensors to bfloat16 once both values and scales have arrived.
+    """Yield all tensors, with FP8 tensors decoded to bfloat16.
 
     Raise OrreryError if values or scales are missing.
     """
@@ -82,7 +80,7 @@ def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 def plain_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """Return the tensors that an engine's model takes, with FP8 as bfloat16 and no scales."""
+    """Return the tensors of the engine's model: FP8 as bfloat16, and no scales."""
     return [
         TensorInfo(each.name, each.shape, "bfloat16") if _is_fp8(each) else each
         for each in tensors
@@ -93,7 +91,7 @@ def plain_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
 def with_scales(
     needs: Mapping[str, tuple[Box, ...]], tensors: Iterable[TensorInfo]
 ) -> dict[str, tuple[Box, ...]]:
-    """Return the boxes in `needs` and the boxes of their scales, in the order of `tensors`."""
+    """Return the boxes in `needs` and of their scales, in the order of `tensors`."""
     found: dict[str, tuple[Box, ...]] = {}
     for each in tensors:
         plain = each.name.removesuffix(SCALE)
@@ -104,7 +102,7 @@ def with_scales(
 
 
 class SliceDecoder:
-    """Decode FP8 slices of a direct wire. No scale may arrive in a later bucket than its values."""
+    """Decode FP8 slices. No scale may arrive in a later bucket than its values."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], device: torch.device) -> None:
         self._tensors, self._device = tensors, device

@@ -1,14 +1,11 @@
 """Lease a policy version for its transfer over a direct wire. Needs no torch.
 
-The trainer sends weights from its parameters, so a version exists only until the next optimizer
-step. A lease delays that step.
-- `LeaseRequest`: the version that the orchestrator wants (None: no lease), and the engines that
-  receive it (empty: no transfer). A request replaces all requests with lower numbers.
+A direct wire sends the trainer's parameters, so a version exists only until the next optimizer
+step. A lease delays that step until it is released or the version is sent.
+
+- `LeaseRequest`: the orchestrator wants a version (None: no lease) sent to engines (empty: none).
 - `LeaseReport`: trainer rank 0's answer to the newest request, a transfer or a refusal.
-- Both ends repeat their messages, so a message may be lost, late or doubled. A restarted
-  orchestrator starts a new session. The session's first request ends the old lease.
-- Before a step, rank 0 refuses new leases, and waits until the lease is released or its version is
-  sent. If an engine is lost, the transfer fails, and the lease keeps the version for a retry.
+- Both ends repeat their messages, so a message may be lost, late or doubled.
 """
 
 import asyncio
@@ -26,7 +23,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
 from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-# vLLM passes on only the text of a worker's error, so these phrases identify the error.
+# These phrases identify an error, because vLLM passes on only its text.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
 ROUND_S = 60.0  # time limit of one round of messages, times ORRERY_DEADLINE_SCALE
@@ -36,11 +33,11 @@ STOP_S = 0.2
 
 
 class WireFailed(RunFailed):
-    """A failed transfer of weights. The message names the transfer, peer or tensor."""
+    """A failed transfer of weights."""
 
 
 class TransferFailed(WireFailed):
-    """Another process made the transfer fail. A retry without that process may succeed."""
+    """A transfer that another process made fail. A retry without it may succeed."""
 
     def __init__(self, transfer: int, why: object) -> None:
         super().__init__(f"transfer {transfer} {ELSEWHERE}: {why}")
@@ -50,7 +47,7 @@ class Published(msgspec.Struct, frozen=True, omit_defaults=True):
     """A readable policy version.
 
     - `fingerprints`: by Hugging Face's tensor name. `digest` is their hash.
-    - `canary`: the trainer's log-probs of the test prompt, without its first token, or empty.
+    - `canary`: the log-probs of a test prompt, without its first token, or empty.
     - `transfer`: number of the transfer on a direct wire. 0: none.
     """
 
@@ -67,7 +64,7 @@ class Published(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
-    session: str  # random id of one orchestrator process
+    session: str  # random, one per orchestrator process
     number: int
     version: int | None = None
     engines: tuple[str, ...] = ()
@@ -76,12 +73,12 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
 class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
     session: str = ""
     number: int = 0
-    transfer: int = 0  # number of the transfer. 0: none
+    transfer: int = 0  # 0: none
     refusal: str = ""
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """The transfer of one version to engines. Later transfers have higher numbers."""
+    """A version's transfer to engines. Later transfers have higher numbers."""
 
     number: int
     version: int
@@ -89,7 +86,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class LeaseTable:
-    """Trainer rank 0's single lease and its transfer. The condition `changed` guards all fields."""
+    """Trainer rank 0's single lease and its transfer, guarded by the condition `changed`."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -138,7 +135,7 @@ class LeaseTable:
             return Transfer(number, request.version, request.engines)
 
     def admit(self, transfer: Transfer) -> str:
-        """Admit a transfer: return "" and make `settle` wait for `finish`. Else return why not."""
+        """Return "" and make `settle` wait for `finish`, or return the reason for refusal."""
         with self.changed:
             if transfer.version != self._open:
                 return f"version {transfer.version} {GONE}"
@@ -177,7 +174,6 @@ class LeaseListener:
     def __init__(
         self, url: str, apply: Callable[[LeaseRequest], LeaseReport], report: LeaseReport
     ) -> None:
-        """Send `report`, then answer requests with `apply(request)`. Repeat the newest report."""
         self._url, self._apply, self._report = url, apply, report
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
@@ -217,8 +213,6 @@ class LeaseListener:
 
 
 class LeaseClient:
-    """Ask the trainer for leases of weight versions, from the orchestrator's event loop."""
-
     def __init__(self, send: Callable[[LeaseRequest], object]) -> None:
         """`send` passes a request to the trainer, and may lose it."""
         self._send = send
@@ -249,8 +243,7 @@ class LeaseClient:
         """Lease the version and start its transfer to `engines`. End the previous transfer.
 
         Return `published` with the transfer's number, or None if the trainer no longer has the
-        version. Call `release` afterwards.
-        Raise WireFailed if the trainer does not answer.
+        version. Raise WireFailed if the trainer does not answer. Call `release` afterwards.
         """
         request = self._want(published.version, tuple(engines))
         try:
@@ -277,7 +270,6 @@ class LeaseClient:
         self._want(None)
 
     def reported(self, report: LeaseReport) -> None:
-        """Record a report. If it answers an old request, send the newest request again."""
         request = self._request
         if (report.session, report.number) != (request.session, request.number):
             self._send(request)

@@ -1,13 +1,10 @@
-"""Move bytes from sources' buffers ("buckets") to targets', one message per round and pair.
+"""Move bytes from buffers ("buckets") of trainer ranks ("sources") to engine ranks ("targets").
 
-- Sources are trainer ranks, targets are engine ranks.
-- `nccl`: a separate process group sends messages (nccl on GPUs, gloo on CPUs). Its ranks are the
-  sources, then the targets. On one host, a target GPU reads the source's buckets by CUDA IPC.
-- `nixl`: the target reads the source's buckets over NIXL and UCX (RDMA, shared memory or TCP).
-
-The first nccl message of two ranks creates their communicator, and waits for the peer without a
-deadline. So it runs in a thread that is abandoned after ROUND_S. A rank that waits for a dead peer
-gets an error: from gloo at once, from nccl after ROUND_S.
+- Kind `nccl`: a process group sends messages (nccl on GPUs, gloo on CPUs). On one host, a target
+  GPU reads the source's buckets by CUDA IPC.
+- Kind `nixl`: the target reads the source's buckets over NIXL and UCX.
+- The first nccl message of two ranks waits for the peer without a deadline. So it runs in a thread
+  that is abandoned after ROUND_S seconds.
 """
 
 import os
@@ -32,9 +29,9 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.plan import Location, TransferPlan
 
-FORM_S = 30.0  # time limit for a group's ranks to connect, times ORRERY_DEADLINE_SCALE
+FORM_S = 30.0  # limit for a group's ranks to connect, times ORRERY_DEADLINE_SCALE
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # nccl's timeout, after which nccl's watchdog would end the process
+NEVER = timedelta(days=30)  # nccl's timeout. Its watchdog would end the process
 
 T = TypeVar("T")
 
@@ -50,10 +47,7 @@ class GroupLink:
     def __init__(
         self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device
     ) -> None:
-        """Join process group `generation`. With gloo, wait for all ranks or raise WireFailed.
-
-        `names`: each rank's name in error messages.
-        """
+        """Join process group `generation`. With gloo, wait for all ranks or raise WireFailed."""
         self._names, self._device = names, device
         self._met: set[int] = set()
         store = dist.PrefixStore(f"group/{generation}", store)
@@ -61,7 +55,7 @@ class GroupLink:
         if device.type == "cuda":
             handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
             before = os.environ.get(handling)
-            os.environ[handling] = "0"  # keep nccl from ending this process when a peer dies
+            os.environ[handling] = "0"  # a peer's death must not end this process
             try:
                 self._group = dist.distributed_c10d.ProcessGroupNCCL(store, rank, len(names), NEVER)
             finally:
@@ -108,7 +102,6 @@ class GroupLink:
             raise self._failed(peer, verb, error) from error
 
     def _await(self, work: dist.Work) -> None:
-        """Wait until `work` is done, on the device too. Raise RuntimeError after ROUND_S."""
         limit_s = scaled(ROUND_S)
         if self._device.type == "cpu":
             work.wait(timedelta(seconds=limit_s))
@@ -176,11 +169,7 @@ class Reader(Protocol):
 
 
 class PullSender:
-    """A source's end: announce filled messages in the store, and wait for acknowledgements.
-
-    A target's message numbers rise over all transfers of a group, so no two messages share a key.
-    `offer` is the store key of the source's buckets, removed by `close`.
-    """
+    """Announce filled messages in the store, and wait until targets have read them."""
 
     def __init__(
         self,
@@ -210,7 +199,6 @@ class PullSender:
         self._forget(key)
 
     def close(self) -> None:
-        """Withdraw all messages. Waiting targets fail when the transfer ends, or after ROUND_S."""
         for key in list(self._announced):
             self._forget(key)
         if self._offer is not None:
@@ -246,7 +234,7 @@ class PullReceiver:
 
 
 class IpcHandle(msgspec.Struct):
-    """A bucket's IPC handle, returned by `torch.UntypedStorage._share_cuda_` (torch 2.13)."""
+    """A bucket's handle, from `torch.UntypedStorage._share_cuda_` (torch 2.13)."""
 
     memory: bytes
     num_bytes: int
@@ -297,10 +285,7 @@ def open_handle(handle: IpcHandle, num_bytes: int, device: torch.device) -> Tens
 
 
 class IpcReader:
-    """Read buckets by CUDA IPC, over NVLink if available.
-
-    `device` is the reader's, because the source's device number is unknown.
-    """
+    """Read buckets by CUDA IPC. `device` is the reader's."""
 
     def __init__(
         self, store: StoreConnection, generation: int, source: int, device: torch.device
@@ -322,7 +307,7 @@ class IpcReader:
         self._buckets = []
 
 
-# NIXL. A source publishes its metadata and bucket addresses in the store.
+# NIXL
 
 PROGRESS_US = 20_000  # maximum sleep of NIXL's progress thread without traffic
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
@@ -350,8 +335,8 @@ def load_nixl() -> Any:
 def wait_for_progress() -> None:
     """Patch NIXL so that its progress thread sleeps. Call this before making an agent.
 
-    `nixl_agent` sets `pthrDelay` to 0, so each idle process's thread uses a whole CPU core. Seen in
-    1.5.1. Remove this when `nixl_agent_config` takes the delay.
+    `nixl_agent` sets `pthrDelay` to 0, so an idle process uses a whole CPU core. Seen in 1.5.1.
+    Remove this when `nixl_agent_config` takes the delay.
     """
     import nixl._api
 
@@ -370,8 +355,6 @@ def wait_for_progress() -> None:
 
 
 class RegisteredBuckets:
-    """A rank's buckets, registered with NIXL once per process group, at both ends."""
-
     def __init__(self, name: str, buckets: Sequence[Tensor]) -> None:
         api = load_nixl()
         if buckets[0].device.type == "cpu":
@@ -454,14 +437,8 @@ class NixlReader:
             ) from error
 
 
-# The links of a source and a target
-
-
 class SenderLink:
-    """A source's end. Targets in `pulling` read the source's buckets.
-
-    The process group sends to other targets. After `close`, all waits at the targets fail.
-    """
+    """A source's end. Targets in `pulling` read its buckets. Others use the process group."""
 
     def __init__(
         self,
@@ -485,7 +462,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """A target's end. It reads buckets of `pulled` sources. Other sources use the process group."""
+    """A target's end. It reads buckets of `pulled` sources. Others use the process group."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
@@ -573,7 +550,7 @@ def _group(
     plan: TransferPlan,
     device: torch.device,
 ) -> GroupLink | None:
-    """Return the process group. If no pair needs a group, return None on all ranks."""
+    """Return the process group, or None on all ranks if no pair needs it."""
     pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
     if kind == "nixl" or all(is_shared(*pair) for pair in pairs):
         return None

@@ -1,13 +1,10 @@
 """Plan a transfer: which trainer rank sends which slices to which engine rank, in buckets.
 
 - Sources are trainer ranks, targets are engine ranks. A box has a range `[start, stop)` for every
-  dimension of a tensor. A source holds one box, a target needs one or more.
-- Every needed element is sent to its target exactly once. Among replicas, the source with the
-  fewest bytes so far sends it.
-- In a round, a rank sends or receives at most `bucket_bytes`. Rounds are not barriers.
+  dimension of a tensor.
+- Every needed element is sent to its target exactly once.
+- In a round, a rank sends or receives at most one bucket, a buffer of `bucket_bytes`.
 - Every rank computes the same schedule from the same tables.
-- A slice is dense in its bucket. Copies into a bucket convert the dtype. A rank fills one of its
-  two buckets while it sends the other.
 """
 
 import math
@@ -27,8 +24,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # alignment of slices, so that any dtype can view them
-PIECES_A_BUCKET = 4  # a slice fills at most 1/4 bucket, so buckets waste little space
+ALIGNMENT_BYTES = 16  # so that any dtype can view a slice
+PIECES_A_BUCKET = 4  # a slice fills at most 1/4 bucket
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -38,8 +35,6 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class Location(msgspec.Struct, frozen=True):
-    """A rank's host and device. GPU ranks of one host can map each other's memory."""
-
     host: str
     device: str  # "cpu" or "cuda"
 
@@ -64,7 +59,7 @@ class Move(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """`box` of tensor `name`, dense and row-major from byte `offset` of a message."""
+    """`box` of tensor `name`, dense and row-major from byte `offset` on."""
 
     name: str
     box: Box
@@ -183,7 +178,7 @@ def plan_moves(
 
 
 def cut(box: Box, itemsize: int, max_bytes: int) -> Iterator[Box]:
-    """Split `box` in row-major order into the largest parts of at most `max_bytes`."""
+    """Split `box` in row-major order into parts of at most `max_bytes`."""
     if volume(box) * itemsize <= max_bytes:
         yield box
         return
@@ -200,10 +195,7 @@ def aligned_bytes(box: Box, itemsize: int) -> int:
 
 
 def schedule(moves: Sequence[Move], itemsize: Mapping[str, int], bucket_bytes: int) -> Rounds:
-    """Put each slice into the first round with space at source and target.
-
-    A rank's slices keep their order.
-    """
+    """Put each slice into the first round with space. A rank's slices keep their order."""
     rounds: Rounds = []
     sent: dict[tuple[int, int], int] = defaultdict(int)
     received: dict[tuple[int, int], int] = defaultdict(int)
@@ -260,7 +252,7 @@ def pieces(
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A trainer rank's part of a tensor: `local` has the data of `box`, to be sent as `dtype`."""
+    """A trainer rank's part of a tensor: `local` is the data of `box`, sent as `dtype`."""
 
     name: str
     shape: tuple[int, ...]
@@ -273,7 +265,7 @@ class HeldTensor:
         return self.local[tuple(slice(a - first, b - first) for (a, b), (first, _) in sides)]
 
 
-# A copy into a bucket: (view of the weights, byte offset in the bucket, sent dtype).
+# (view of the weights, byte offset in the bucket, sent dtype)
 Copy = tuple[Tensor, int, torch.dtype]
 
 
@@ -347,7 +339,7 @@ class _Bucketful:
 class RankFingerprints:
     """Compute a trainer rank's shares of the tensors' fingerprints, in the sent dtype.
 
-    If several ranks hold the same box, only the lowest of these ranks counts it.
+    If several ranks hold a box, only the lowest rank counts it.
     """
 
     def __init__(
@@ -389,7 +381,7 @@ class RankFingerprints:
 
     @torch.no_grad()
     def of(self, bucket: Tensor) -> np.ndarray:
-        """Return the shares, u64 [tensors] in the order of `names`. Overwrites `bucket` (u8)."""
+        """Return the shares, u64 [tensors] in the order of `names`. Overwrite `bucket` (u8)."""
         total = torch.zeros(self._num_tensors, dtype=torch.int64, device=self._device)
         for copies, fingerprints, positions in self._parts:
             fill(bucket, copies)

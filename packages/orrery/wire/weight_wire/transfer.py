@@ -1,13 +1,10 @@
-"""Send slices from trainer ranks to the engine ranks that need them: the ends of a direct wire.
+"""Send weight slices from trainer ranks to engine ranks: the two ends of a direct wire.
 
-- `WeightSender.publish` fingerprints this rank's slices, and rank 0 announces the version. A thread
-  sends slices while the weights stay unchanged. Before the optimizer step, `settle` withdraws the
-  version and waits for its lease (`leases.py`).
-- `WeightReceiver.receive` fingerprints and yields a version's slices round by round. Use a round's
-  bucket before you request the next round, because the request allows overwriting the bucket.
-- A failed transfer closes its process group, so no process waits for a failed rank. A trainer rank
-  whose thread failed raises WireFailed at its next `publish`, and rank 0 also in `settle`. A
-  receiver raises TransferFailed.
+- Trainer: `publish` announces a version, and a thread sends its slices on request. Call `settle`
+  before the optimizer step. It waits until a leased version is sent or released.
+- Engine: `receive` yields a version's slices round by round. Use a round's bucket (buffer) before
+  you request the next round, which may overwrite the bucket.
+- After a failure, `publish` raises WireFailed, and `receive` raises TransferFailed.
 """
 
 import contextlib
@@ -97,7 +94,7 @@ class WeightSender:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Connect to the TCPStore named in `folder`. Rank 0 first serves the store at `host`."""
+        """Connect to the TCPStore named in `folder`. Rank 0 first serves it at `host`."""
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
         self._server = None
         if rank == 0:
@@ -105,7 +102,7 @@ class WeightSender:
         else:
             self.address = find_wire(folder)
         self._store = connect(self.address)
-        self.leases = LeaseTable()  # used by rank 0 only
+        self.leases = LeaseTable()  # rank 0 only
         self._listener: LeaseListener | None = None
         if rank == 0:
             self._lease_store = connect(self.address)
@@ -117,11 +114,11 @@ class WeightSender:
         self._sending: _SendLoop | None = None
 
     def listen(self, url: str) -> None:
-        """Grant leases to the orchestrator over its control socket at `url`. Only for rank 0."""
+        """Answer lease requests over the orchestrator's control socket at `url`. Rank 0 only."""
         self._listener = LeaseListener(url, self.apply, self.leases.report)
 
     def apply(self, request: LeaseRequest) -> LeaseReport:
-        """Apply a lease request, and tell all ranks the current transfer. Not thread-safe."""
+        """Apply a lease request. Not thread-safe."""
         before, report = self.leases.report, self.leases.apply(request)
         if report.transfer != before.transfer:
             self._lease_store.put(CURRENT, report.transfer)
@@ -141,10 +138,10 @@ class WeightSender:
 
         All ranks call this, but never between `settle` and the optimizer step.
 
-        - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part.
-          It is called again only after a weight in `standing` changed its storage.
-        - `report` is called on rank 0 after each transfer, with the version, an error or "", and
-          the seconds of each phase.
+        - `held` returns every tensor of the checkpoint. It is called again only after a weight in
+          `standing` changed its storage.
+        - `report` gets the version, an error or "", and seconds by phase, at rank 0 after each
+          transfer.
         """
         self.check()
         if self._version is not None and version <= self._version:
@@ -264,8 +261,7 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # Paused engines wait for this stream, so it has priority over the trainer's stream.
-                # The weights are complete, because `publish` has waited for the step's end.
+                # Paused engines wait for this stream, so it has priority.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -378,7 +374,7 @@ class Round:
     messages: dict[int, SliceMessage]
     slices: list[Slice]
     fingerprints: SliceFingerprints
-    piece: torch.Tensor  # i64 [slices], index of the rank's box that contains each slice
+    piece: torch.Tensor  # i64 [slices], index of the rank's box
 
 
 @dataclass
@@ -386,11 +382,10 @@ class Pieces:
     """The distinct boxes (pieces of tensors) of one engine's ranks."""
 
     tensor_of: np.ndarray  # i64 [pieces], index of the tensor
-    of_rank: dict[int, np.ndarray]  # rank → indices of its pieces, in the order of `needs`
+    of_rank: dict[int, np.ndarray]  # rank → indices of its pieces
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
-        """Raise OrreryError if a tensor's boxes do not tile the tensor."""
         position = {name: index for index, name in enumerate(tensors)}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         found = pieces(list(tensors), shapes, [member.needs for member in members])
@@ -403,7 +398,7 @@ class Pieces:
 
 
 class WeightReceiver:
-    """Receive weights in one engine rank. Kept between transfers and when the trainer restarts."""
+    """Receive weights in one engine rank, over many transfers and trainer restarts."""
 
     def __init__(self, engine: str, rank: int, world_size: int, device: torch.device) -> None:
         self.engine, self.rank, self.world_size, self.device = engine, rank, world_size, device
@@ -490,7 +485,6 @@ class WeightReceiver:
         return dict(zip(self.tensors, total.tolist(), strict=True))
 
     def _shares_of(self, rank: int) -> np.ndarray:
-        """Return `rank`'s fingerprints, u64 [its pieces]. A failed rank publishes empty bytes."""
         name = f"{self.engine} (rank {rank})"
         try:
             shares = self._store.raw(f"{self._attested}/{rank}", f"the fingerprints of {name}")
@@ -503,7 +497,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Forget messages in flight, which would keep connections open and peers waiting.
+        # Messages in flight would keep connections open and peers waiting.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
