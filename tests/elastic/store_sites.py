@@ -1,6 +1,7 @@
 """Sites of a real log as processes on loopback, for tests and benchmarks."""
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -51,7 +52,8 @@ class StoreSites:
             process.wait()
 
     def start(self, index: int, **options: float) -> None:
-        make_site(self.folder, f"site{index}", self.hosts[index : index + 1])
+        if not (self.folder / f"site{index}.key").exists():  # a site that returns has one
+            make_site(self.folder, f"site{index}", self.hosts[index : index + 1])
         join = self.names[0] if index else ""
         script = Path(__file__).with_name("store_site.py")
         told = json.dumps(self.options | options)
@@ -60,6 +62,11 @@ class StoreSites:
         process = subprocess.Popen([*inside, *command, told], stdout=subprocess.PIPE, text=True)
         self.processes.append(process)
         threading.Thread(target=self._read, args=(index, process), daemon=True).start()
+
+    def leave(self, index: int) -> None:
+        """End a site as Ctrl-C does."""
+        self.processes[index].send_signal(signal.SIGINT)
+        self.processes[index].wait(DEADLINE_S)
 
     def _read(self, index: int, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None

@@ -1,6 +1,7 @@
 """The real log: sites as processes, etcd with mutual TLS, signals instead of a script."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 
@@ -53,6 +54,40 @@ def test_sites_go_on_without_any_one_coordinator_and_fence_a_paused_site(tmp_pat
             outside.call("/v3/cluster/member/list", {})
 
 
+@pytest.mark.slow
+def test_the_first_site_leaves_its_log_to_another_and_returns_to_it(tmp_path):
+    with StoreSites(tmp_path, 2) as sites:
+        sites.start(0)
+        sites.start(1)
+        sites.go_on(0, 1)
+        assert list(sites.voters()) == sites.names[:1]
+        sites.leave(0)
+        sites.go_on(1)
+        sites.start(0)
+        sites.until(lambda: len(sites.of(0, "joined")) == 2)
+        sites.go_on(0, 1)
+        assert len(sites.of(1, "round")[-1]["members"]) == 2
+        assert sites.forks() == [] and not sites.of(1, "fenced")
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_lost_its_data_is_replaced(tmp_path):
+    with StoreSites(tmp_path, 3) as sites:
+        for index in range(3):
+            sites.start(index)
+        sites.until_voters(3)
+        before = sites.voters()
+        sites.processes[0].kill()
+        sites.processes[0].wait()
+        shutil.rmtree(tmp_path / "site0/etcd")
+        sites.start(0)
+        sites.until(lambda: len(sites.of(0, "joined")) == 2)
+        sites.go_on(0, 1, 2)
+        sites.until_voters(3)
+        assert sites.voters()[sites.names[0]] != before[sites.names[0]]
+        assert sites.forks() == []
+
+
 @pytest.mark.parametrize(
     ("own", "voters", "live", "gone", "change"),
     [
@@ -69,6 +104,8 @@ def test_sites_go_on_without_any_one_coordinator_and_fence_a_paused_site(tmp_pat
         (A, {A, B, C, D, E}, {A, C, D, E}, set(), Change("remove", B)),  # the dead one first
         (A, {A}, {A}, set(), Change("none")),
         (A, {A}, set(), set(), Change("none")),
+        (B, {A}, {B}, set(), Change("add", B)),  # A leaves
+        (A, {A}, {B}, set(), Change("none")),
     ],
 )
 def test_coordinators_are_an_odd_number_of_live_sites(own, voters, live, gone, change):

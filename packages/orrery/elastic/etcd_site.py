@@ -26,6 +26,7 @@ from orrery.runtime.parent_watch import die_with_parent
 
 REMOVE_S = 30.0
 STOP_S = 5.0
+HAND_OVER_S = 30.0  # maximum wait of a leaving site until another has a coordinator
 ELECTION_MS = round(ELECTION_S * 250)  # etcd waits 1 to 2 times this per vote
 LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # from `locks/system.sh elastic`
 
@@ -46,7 +47,8 @@ def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most
     is_steward = own == min(voters & live, default="")
     if gone & voters:
         return Change("remove", min(gone & voters)) if is_steward else Change("none")
-    if len(voters) < target:
+    # Without a live coordinator, the only one belongs to a site that leaves, and hands over.
+    if len(voters) < target or not voters & live:
         is_next = own == min(live - voters, default="")
         return Change("add", own) if is_next else Change("none")
     if len(voters) > target > 0 and is_steward:
@@ -169,13 +171,14 @@ class EtcdSite:
     ) -> None:
         check_clock(*certificates.validity())  # etcd's own error would not mention the clock
         self._folder, self._name, self._most = folder, name, coordinators
-        self._heartbeat_s, self._is_first = heartbeat_s, not join
+        self._heartbeat_s = heartbeat_s
         known = [join] if join else [name]
         self._known_file = folder / "coordinators.json"
         with suppress(OSError, ValueError):
             known += [
                 each for each in json.loads(self._known_file.read_text()) if each not in known
             ]
+        self._is_new = known == [name]
         self.client = EtcdClient(known, certificates, store_s)
         self.log = EtcdLog(self.client, run, heartbeat_s, dead_s, SiteServices(name, snapshots))
         self._snapshots = snapshots
@@ -197,16 +200,39 @@ class EtcdSite:
 
     def __exit__(self, *_: object) -> None:
         self.membership.leave()
+        has_left = self._hand_over()  # before the thread that started etcd ends, and with it etcd
         self._stop.set()
         self._steward.join(STOP_S)
-        if self.server is not None and self.server.is_running:
+        if self.server is not None:
+            self.server.stop()
+            if has_left:
+                shutil.rmtree(self.server.data, ignore_errors=True)
+        self.client.close()
+
+    def _hand_over(self) -> bool:
+        """Remove this site's coordinator. Return whether it was removed.
+
+        If it is the only coordinator, wait until another live site has one. The last site keeps it.
+        etcd refuses to remove a member until all members have been connected for 5 s.
+        """
+        end_s = time.monotonic() + HAND_OVER_S
+        while self.server is not None and self.server.is_running and time.monotonic() < end_s:
             with suppress(ElasticError, EtcdRefused):
                 members = self._members()
-                if self._name in members and len(members) > 1:
+                if self._name not in members:
+                    return True
+                voters = {name for name, (_, is_learner) in members.items() if not is_learner}
+                if voters - {self._name}:
                     self._remove(members[self._name])
-                    shutil.rmtree(self.server.data, ignore_errors=True)
-            self.server.stop()
-        self.client.close()
+                    return True
+                if not self._live() - {self._name}:
+                    return False
+            time.sleep(self._heartbeat_s / 4)
+        return False
+
+    def _live(self) -> set[str]:
+        """Return the live sites that can run etcd, each by ADDRESS:PORT."""
+        return {each.coordinator for each in self.log.services()} - {""}
 
     def donors(self) -> list[str]:
         """Return ADDRESS:PORT of the other live sites' snapshot servers."""
@@ -216,8 +242,8 @@ class EtcdSite:
     def _run(self) -> None:
         """Start etcd in this lasting thread, because etcd dies with the thread that started it."""
         try:
-            if self.server is not None and (self._is_first or self.server.data.exists()):
-                self.server.start(is_new=self._is_first)
+            if self.server is not None and (self._is_new or self.server.data.exists()):
+                self.server.start(is_new=self._is_new)
         except OSError as error:
             self._failure = error
             return
@@ -238,11 +264,14 @@ class EtcdSite:
         if self.server is None:
             return
         if self._name in members:
+            if not self.server.is_running and not self.server.data.exists():
+                self._remove(members[self._name])  # etcd rejects a member that lost its data
+                return
             self._keep_own(*members[self._name], members)
         elif self.server.data.exists():
             self.server.stop()
             shutil.rmtree(self.server.data)
-        live, now_s = {each.coordinator for each in self.log.services()} - {""}, time.monotonic()
+        live, now_s = self._live(), time.monotonic()
         missing = {name for name in members if name not in live}
         self._missing_since_s = {
             name: self._missing_since_s.get(name, now_s) for name in sorted(missing)
@@ -255,7 +284,7 @@ class EtcdSite:
             added = {"peerURLs": [peer_url(self._name)], "isLearner": True}
             self.client.call("/v3/cluster/member/add", added, self._heartbeat_s)
             self.server.start({*members, self._name})
-        elif change.kind == "remove":
+        elif change.kind == "remove" and set(voters) - {change.name}:
             self._remove(members[change.name])
 
     def _keep_own(self, member_id: str, is_learner: bool, names: Iterable[str]) -> None:

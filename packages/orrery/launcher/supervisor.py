@@ -73,6 +73,7 @@ from orrery.runtime.timing import Pace, duration
 POLL_S, LOOK_S = 0.1, 0.5
 HUNG_S = 5.0  # maximum wait for the end of a failed process
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
+SITE_END_S = 40.0  # a site that leaves an elastic run may hand its coordinator over for 30 s
 SAVES_S = 3.0  # wait before telling the user about unsaved checkpoints
 RESTART_LOCK_S = 90.0  # maximum wait until a file system frees a dead node's lock
 
@@ -176,7 +177,9 @@ class Supervisor:
 
     def _end(self, outcome: Outcome, observer: Observer, view: View) -> Outcome:
         stage, allocation = self.stage, self.job.allocation
-        grace_s = {"done": SERVERS_END_S, "failed": FAILED_END_S}.get(outcome.state, STOPPED_END_S)
+        is_site = (stage.run_dir / run_directory.SITE_FILE).exists()
+        stopped_s = SITE_END_S if is_site else STOPPED_END_S
+        grace_s = {"done": SERVERS_END_S, "failed": FAILED_END_S}.get(outcome.state, stopped_s)
         if stuck := end_all(stage, grace_s):
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         outcome = self._finish_saves(outcome)
