@@ -116,7 +116,7 @@ class Executor(RemoteExecutor):
         try:
             words = queue.slurm_states(str(info.external_jobid) for info in active_jobs)
         except OrreryError as error:
-            self.logger.warning(f"no word from Slurm, asking again: {error}")
+            self.logger.warning(f"Slurm did not answer; asking again: {error}")
             for info in active_jobs:
                 yield info
             return
@@ -139,7 +139,7 @@ class Executor(RemoteExecutor):
             elif self._troubled_for(job) < (UNKNOWN_S if state is None else LOST_S):
                 yield info
             else:
-                unknown = f"Slurm says no more of job {job}"
+                unknown = f"Slurm no longer reports job {job}"
                 self._fail(info, unknown if state is None else self._why(info, word))
 
     def _troubled_for(self, job: str) -> float:
@@ -170,6 +170,6 @@ class Executor(RemoteExecutor):
             queue.cancel(ids)
         except OrreryError as error:
             jobs = ", ".join(ids)
-            raise WorkflowError(f"Slurm jobs {jobs} may still be there: {error}") from None
+            raise WorkflowError(f"Slurm jobs {jobs} may still run: {error}") from None
         if ids:
             print(f"cancelled Slurm job {', '.join(ids)}", file=sys.stderr, flush=True)

@@ -176,7 +176,7 @@ def test_an_engine_of_a_strangers_own_is_refused_and_sees_nothing(router, engine
 @pytest.mark.parametrize("key", [*STRANGERS, "administer"])
 def test_no_key_but_one_generates_and_the_engine_hears_nothing_of_the_others(router, engines, key):
     status, text = ask(router[1] + GENERATE, KEYS[key])
-    assert status == 401 and "the run's token is missing or another's" in text
+    assert status == 401 and "token is missing or belongs to another run" in text
     assert not any(engine.came for engine in engines)
 
 

@@ -135,10 +135,10 @@ def test_the_router_passes_on_the_samples_of_a_shared_request(stage):
 def test_engines_serve_nobody_without_the_runs_token_by_the_router_or_directly(stage, token):
     async def scenario(fleet):
         assert await fleet.health() == [True, True] and len(await fleet.metrics()) == 2
-        with pytest.raises(RunFailed, match="the run's token is missing or another's"):
+        with pytest.raises(RunFailed, match="missing or belongs to another run"):
             await fleet.pause()
         for client in (fleet.router, fleet.engines[0]):
-            with pytest.raises(GenerationFailed, match="the run's token is missing or another's"):
+            with pytest.raises(GenerationFailed, match="missing or belongs to another run"):
                 await client.generate(
                     PROMPT, max_tokens=2, temperature=1.0, cache_salt="a", request_id="stranger"
                 )

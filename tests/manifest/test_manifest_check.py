@@ -278,7 +278,7 @@ SENTENCES = [
     (
         broken("inference.router", ROUTER, NODES),
         "inference.router 'vllm_router' with prefill_replicas 2: where prefill is apart the "
-        "orchestrator takes each request to its two engines itself; set inference.router.kind to "
+        "orchestrator sends each request to its two engines itself; set inference.router.kind to "
         "'none', or",
     ),
     (
@@ -448,11 +448,12 @@ SENTENCES = [
     ),
     (
         broken("model.head_dim", 7),
-        "model.head_dim · rotary_fraction 7 is odd, and numbers turn with position in pairs; try 8",
+        "model.head_dim · rotary_fraction 7 is odd, and rotary embeddings rotate pairs of numbers; "
+        "try 8",
     ),
     (
         broken("model.mla", {**MLA, "nope_head_dim": 5, "rope_head_dim": 3}),
-        "model.mla.rope_head_dim 3 is odd, and numbers turn with position in pairs; try 4",
+        "model.mla.rope_head_dim 3 is odd, and rotary embeddings rotate pairs of numbers; try 4",
     ),
     (
         broken("model.qk_norm", True, SPARSE_ATTENTION),

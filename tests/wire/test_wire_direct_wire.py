@@ -244,7 +244,7 @@ def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):
             assert time.monotonic() - begin < 10
             time.sleep(0.001)
         assert [(error, version) for version, error, _ in ranks[0].takes] == [
-            ("engine 1 (rank 0) did not come before the transfer was given up", 0)
+            ("engine 1 (rank 0) did not arrive before the transfer was given up", 0)
         ]
 
 
@@ -255,7 +255,7 @@ def test_an_engine_that_does_not_come_ends_the_take_by_its_name(tmp_path, kind, 
         leases = Leases(ranks[0].source)
         published = publish(ranks, 0)
         claimed = leases.start(published, "engine 0", "engine 1")
-        with pytest.raises(WireFailed, match=r"engine 1 \(rank 0\) did not come"):
+        with pytest.raises(WireFailed, match=r"engine 1 \(rank 0\) did not arrive"):
             engine.take(claimed)
         leases.release()
         settle(ranks)

@@ -144,8 +144,8 @@ def _make(folder: Path, name: str, common_name: str, extensions: Sequence[str]) 
 def _check_absent(key: Path) -> None:
     if key.exists():
         raise ElasticError(
-            f"certificates: {key} exists; links that use it would break; use it, or choose another "
-            "folder or name"
+            f"certificates: {key} exists, and a new key would break links that use it; use it, or "
+            "choose another folder or name"
         )
 
 

@@ -63,7 +63,7 @@ def main() -> None:
     gc.disable()  # garbage collections would slow the imports
     with role_process("inference") as ctx:
         if not run_token():
-            raise OrreryError("no token came by standard input; type `orrery serve FOLDER`")
+            raise OrreryError("no token arrived on standard input; type `orrery serve FOLDER`")
         ctx.health.doing("loading vLLM")
         folder = weights_path(ctx.run_dir, ctx.stage).resolve()
         is_cpu = not Path("/dev/nvidiactl").exists()

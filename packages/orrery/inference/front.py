@@ -40,7 +40,7 @@ KEPT_S = 600.0  # idle seconds until a connection is closed; callers close earli
 SWEEP_S = 10.0
 LINGER_S = 1.0
 
-_UNAUTHORIZED = "this router serves one run's roles only: the run's token is missing or another's\n"
+_UNAUTHORIZED = "this router serves one run only: its token is missing or belongs to another run\n"
 log = logging.getLogger(__name__)
 
 
@@ -364,8 +364,8 @@ def _answer(status: int, text: str, more: str = "") -> bytes:
 
 OPEN = ("/health", "/metrics")  # paths without a credential
 GENERATE = "/inference/v1/generate"
-UNAUTHORIZED = "this engine serves one run's roles only: the run's token is missing or another's\n"
-UNKNOWN_KEY = "the token that `orrery serve` printed is missing or another's\n"
+UNAUTHORIZED = "this engine serves one run only: its token is missing or belongs to another run\n"
+UNKNOWN_KEY = "the token that `orrery serve` printed is missing or wrong\n"
 INDEX = "ORRERY_ENGINE"
 
 

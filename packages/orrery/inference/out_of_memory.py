@@ -50,7 +50,7 @@ def explain(cause: str, manifest: Manifest, weights: Path) -> str | None:
         return _lower("max_num_sequences", inference.max_num_sequences, fits, "no room to sample")
     if found := CPU_ALLOCATOR.search(cause):
         fits = inference.kv_cache_bytes - 2 * int(found[1])
-        head = f"{_size(int(found[1]))} of host memory could not be had"
+        head = f"{_size(int(found[1]))} of host memory could not be allocated"
         return _lower_cache(manifest, min(fits, inference.kv_cache_bytes // 2), head)
     if DEVICE not in cause and NO_CACHE not in cause:
         return None

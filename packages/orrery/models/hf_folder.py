@@ -442,7 +442,7 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
     except Exception as error:
         raise OrreryError(
             f"{source}: transformers refuses the config ({' '.join(str(error).split())}). "
-            "Mend the field that it names"
+            "Correct the field that it names"
         ) from error
 
 

@@ -56,7 +56,7 @@ def _from_standard_input() -> str:
         while not line.endswith(b"\n") and len(line) < MAX_BYTES:
             if not select.select([0], [], [], scaled(TAKE_S))[0]:
                 raise OrreryError(
-                    f"{TOKEN_FILE}: no token came by standard input within {scaled(TAKE_S):g} s; "
+                    f"{TOKEN_FILE}: no token arrived on standard input in {scaled(TAKE_S):g} s; "
                     "check that srun passes on standard input"
                 )
             more = os.read(0, MAX_BYTES - len(line))

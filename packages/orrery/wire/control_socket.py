@@ -142,7 +142,7 @@ class ControlSocket:
             if inspect.isawaitable(is_ours):
                 is_ours = await is_ours
             if message is None or is_ours is False:
-                self._count_foreign("a message that is no ask of this protocol")
+                self._count_foreign("a message that is no request of this protocol")
 
     def read(self, parts: list[bytes]) -> msgspec.Struct | None:
         if len(parts) == 1:

@@ -136,7 +136,7 @@ def _model_misfits(model: Model) -> Iterator[str]:
         field, turning = "mla.rope_head_dim", mla.rope_head_dim
     if turning % 2 and model.family != "hugging_face":
         yield (
-            f"model.{field} {turning} is odd, and numbers turn with position in pairs; try "
+            f"model.{field} {turning} is odd, and rotary embeddings rotate pairs of numbers; try "
             f"{turning + 1}"
         )
     for part, families in PARTS.items():
@@ -203,7 +203,7 @@ def _inference_misfits(inference: Inference) -> Iterator[str]:
     if prefill and router.kind != "none":
         yield (
             f"inference.router {router.kind!r} with prefill_replicas {prefill}: where prefill is "
-            "apart the orchestrator takes each request to its two engines itself; set "
+            "apart the orchestrator sends each request to its two engines itself; set "
             "inference.router.kind to 'none', or inference.prefill_replicas to 0"
         )
     if prefill >= replicas:

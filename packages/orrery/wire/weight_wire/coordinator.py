@@ -268,7 +268,7 @@ class Coordinator:
             except WireFailed:
                 if transfer is None:
                     raise
-                missing = ", ".join(_absent(transfer.engines, arrived)) + " did not come"
+                missing = ", ".join(_absent(transfer.engines, arrived)) + " did not arrive"
                 is_over = self._store.is_over(transfer.number)
                 until = " before the transfer was given up" if is_over else ""
                 order = TransferOrder(transfer.number, version=transfer.version)
