@@ -177,7 +177,7 @@ class PeerLinks:
                 return frame
 
     def fail(self, rank: int, reason: str) -> None:
-        """Break the round. `rank` is a dead peer, or this site."""
+        """Break the round, because the site `rank` (a peer or this one) has failed."""
         with self._changed:
             self._fail(rank, reason)
 

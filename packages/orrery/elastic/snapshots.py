@@ -110,8 +110,9 @@ def check_header(header: StateSnapshot, place: str) -> None:
         count = -(-part.num_bytes // max(header.block_bytes, 1))
         if not _PART.fullmatch(name) or name == HEADER or count != len(part.blocks):
             raise ElasticError(
-                f"{place}: the part {name!r} of {part.num_bytes} bytes has {len(part.blocks)} "
-                f"blocks of {header.block_bytes} bytes; take the snapshot from another site"
+                f"{place}: the header's part {name!r} ({part.num_bytes} bytes in "
+                f"{len(part.blocks)} blocks of {header.block_bytes} bytes) is damaged; "
+                "take the snapshot from another site"
             )
 
 

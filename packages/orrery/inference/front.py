@@ -373,8 +373,8 @@ class RequireToken:
     """ASGI middleware: answer 401 without the path's credential, before the body is read.
 
     GENERATE needs the credential `generate`. Paths in OPEN need none. Others need `administer`.
-    Without a token, an engine under a launcher refuses all requests, and an engine started by hand
-    accepts all.
+    An engine that has no token of its own refuses all requests under a launcher, and accepts all
+    requests if it was started by hand.
     """
 
     def __init__(self, app: ASGIApp) -> None:

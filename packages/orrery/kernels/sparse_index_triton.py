@@ -70,7 +70,7 @@ def score(
     last_C: Tensor,
     tiles: IndexTiles,
 ) -> Tensor:
-    """Return scores f32 [C, S], undefined for keys outside [first_c, last_c]."""
+    """Return scores float32 [C, S] of S keys for C queries. Query c has keys first_c to last_c."""
     (num_queries, num_heads, width), num_keys = q_CHD.shape, k_SD.shape[0]
     score_CS = torch.empty(num_queries, num_keys, dtype=torch.float32, device=q_CHD.device)
     queries = max(1, tiles.rows // num_heads)

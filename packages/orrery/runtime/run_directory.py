@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 STATUS = "status.json"
 SITE_FILE = "site.json"  # a site's addresses
 LOCK = ".lock"
-ADOPTED = "adopted.json"  # the state that `orrery adopt` copied
+ADOPTED = "adopted.json"  # run and stage from which `orrery adopt` started this run
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 

@@ -225,7 +225,7 @@ class Learner:
 
         Blocks run uncompiled, because a graph for this length would change later compilations.
         """
-        # Pass positions as engine log-probs, to restore the order of tokens.
+        # Sharding reorders tokens. The column of log-probs carries each position, to undo that.
         positions = np.arange(len(token_ids), dtype=np.float32)
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),

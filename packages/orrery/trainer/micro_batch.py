@@ -73,8 +73,9 @@ def micro_batch(
 ) -> MicroBatch:
     """Build a micro-batch that trains version `step` − 1.
 
-    `shard` selects this context-parallel rank's tokens. `indexers`: number of indexers whose keys
-    engines send, and their `top_k`. Raise RunFailed for invalid samples or routes.
+    `shard` selects this context-parallel rank's tokens. `indexers`: (number of indexers, their
+    `top_k`), if engines send the keys that indexers chose. Raise RunFailed for invalid samples or
+    routes.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)

@@ -147,8 +147,9 @@ class RolloutSender:
         self._last_taken: int | None = None  # step of the latest `send`, which may still wait
         self._last_held: int | None = None
         self._wanted = -1
-        self._waiting: dict[int, tuple[bytes, BatchAsk]] = {}  # rank → (peer, newest open ask)
-        self._answered: dict[int, tuple[bytes, int]] = {}  # rank → (peer, last answered number)
+        # By rank: its connection, with its newest request or the number of the last answered one
+        self._waiting: dict[int, tuple[bytes, BatchAsk]] = {}
+        self._answered: dict[int, tuple[bytes, int]] = {}
         self._changed = asyncio.Condition()
 
     @property

@@ -16,7 +16,7 @@ TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
 # Environment variable: factor on the size of vLLM's store of routed experts.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: longest sequence in tokens. If set, engines report the indexers' keys.
+# Environment variable: tokens of the longest sequence. Engines then report indexers' choices.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 

@@ -1,7 +1,7 @@
 """Find roles that exceed device memory, and manifest options that make these roles fit.
 
-- Options of tier 0 are tried first. Tier 1 moves all trainer state to host memory. Tier 2 adds
-  devices.
+- Options are tried by tier. Tier 0 costs little speed, tier 1 moves all trainer state to host
+  memory, and tier 2 adds devices.
 - Only roles that certainly do not fit are reported. A trainer's planned peak is therefore lowered
   by `LARGEST_ERROR`, and for an engine only weights, cache and CUDA context count.
 """

@@ -286,7 +286,7 @@ class RunPlan:
         return {"bytes": replicas * whole, "seconds": seconds}
 
     def loading(self) -> dict[str, dict[str, float]]:
-        """Return the bytes of start weights that a node reads, and the seconds, by role.
+        """Return by role the bytes of start weights that a node reads, and the seconds of reading.
 
         A node reads each byte once into its page cache.
         """

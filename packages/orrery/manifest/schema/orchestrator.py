@@ -117,7 +117,8 @@ class Orchestrator(Record):
     """Sampling of rollouts, and the choice of rollouts to train on.
 
     - `drop_zero_advantage_groups`: leave out groups whose advantages are all 0, until
-      `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled. Then they fill the batch too.
+      `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled. Then such groups fill up
+      the batch.
     - `on_timeout`: effect of `rollout_timeout_s`. "failure": drop and count the rollout. "zero":
       give it the reward 0 in evaluations and in its group's baseline. A timed-out rollout is never
       trained.

@@ -121,8 +121,8 @@ class Lender:
             yield
         except NOT_OF_THE_PROTOCOL as error:
             raise RunFailed(
-                f"{self._place.join}: the reply to {call!r} is not from a run of Orrery, or from "
-                f"another version ({error}); check the address, and install one version at both "
+                f"{self._place.join}: the reply to {call!r} is not from a run of Orrery, or is "
+                f"from another version ({error}); check the address, and install one version at both "
                 "sites"
             ) from error
 
