@@ -80,7 +80,7 @@ def _values(manifest: Manifest) -> dict[str, Any]:
     return {
         "router": {
             "epp": {
-                "replicas": 1,
+                "replicas": 1,  # replicas would not share their state
                 "pluginsConfigFile": PICKER_FILE,
                 "pluginsConfig": picker(manifest),
             },

@@ -31,7 +31,7 @@ TOKEN_MOUNT: dict[str, Any] = {"name": "token", "mountPath": str(TOKEN_FOLDER), 
 class Place:
     """A cluster's images and weights.
 
-    `image` has vLLM, this package and, if used, Dynamo. `claim` is the volume claim of the weights.
+    `image` has vLLM, this package and, if used, Dynamo. The root of volume `claim` has the weights.
     """
 
     image: str

@@ -95,9 +95,10 @@ def make_authority(folder: Path, run: str) -> None:
 
 
 def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
-    """Write the site's key and its certificate. Raise ElasticError if the key exists.
+    """Write the site's key and its certificate.
 
-    `addresses`: additional names in the certificate, for clients that check host names.
+    `addresses`: additional names in the certificate, for clients that check host names. Raise
+    ElasticError if the key exists or a name is invalid.
     """
     if site == AUTHORITY or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", site):
         raise ElasticError(

@@ -188,7 +188,7 @@ class PeerConnection:
             self._closed_s = min(self._closed_s, time.monotonic() - FLUSH_S)
             self._wake.notify_all()
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._tls, socket.SHUT_RDWR)
+            socket.socket.shutdown(self._tls, socket.SHUT_RDWR)  # wakes both threads
         if not was_closed:
             self._sink.lost(self, reason, is_bad)
 
@@ -208,7 +208,7 @@ class PeerConnection:
             self._end("closed its connection")
         except BadFrame as error:
             self._end(f"sent {error}", is_bad=True)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # ValueError: the socket is closed
             self._end(f"its connection broke ({error})")
 
     def _fill(self, view: memoryview) -> bool:

@@ -55,8 +55,8 @@ class EtcdLog:
         self._heartbeat_s, self._dead_s = heartbeat_s, dead_s
         self._site_id, self._lease, self._created = "", "", "0"
         self._changed = threading.Condition()
-        self._revision = 0
-        self._news = 0
+        self._revision = 0  # newest that was read
+        self._news = 0  # newest from the watch
         self._stop = threading.Event()
 
     def acquire(self, site_id: str) -> None:

@@ -32,7 +32,7 @@ class StateLacking(ElasticError):
 
 class JoiningSite(msgspec.Struct, frozen=True):
     member: SiteMember
-    has_weight: bool  # whether its tokens count
+    has_weight: bool  # whether its tokens count: not if it joined with an old state
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
@@ -88,10 +88,11 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
-    """Add a site. It becomes a member in the next exchange.
+    """Add a site. It usually becomes a member in the next exchange.
 
     It becomes a member at once if it holds the newest state, no round is exchanging, and either no
-    round is committed or no member is live. Raise ElasticError if the run refuses the site.
+    round is committed or no member is live. Raise ElasticError if the run refuses the site, and
+    StateLacking if it must wait for another site.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)

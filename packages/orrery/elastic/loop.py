@@ -209,6 +209,7 @@ class OuterLoop:
         return result.row
 
     def _run(self, tokens: int) -> _Result:
+        """Run a round, but change no weight, because inner steps may run meanwhile."""
         begin_s, num_bytes = time.monotonic(), 0
         number = self.round
         outer_round = self._begin(tokens)

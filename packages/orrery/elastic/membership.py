@@ -28,7 +28,8 @@ class Membership(Protocol):
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
         """Wait until all live members arrive, or `grace_s` after a quorum. Return the round.
 
-        Raise Behind if the round is over, and ElasticError without a quorum after `deadline_s`.
+        Raise Behind if the round is over, and ElasticError if fewer sites than the quorum are live
+        after `deadline_s`.
         """
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:

@@ -36,7 +36,7 @@ SILENCE_S = 20.0
 ANSWER_S = 300.0  # time limit of an answer, because a peer may send slowly
 MAX_STRANGERS = 64  # maximum number of unfinished handshakes
 POLL_S = 0.2
-LANES = 2  # one block arrives while another is hashed
+LANES = 2  # connections per peer; one block arrives while another is hashed
 MAX_HEADER_BYTES = 64 << 20
 # A header that is nested too deeply raises RecursionError.
 BAD_HEADER = (OSError, ValueError, RecursionError, msgspec.MsgspecError, ElasticError)

@@ -89,7 +89,7 @@ def server_arguments(
         "--kv-cache-memory-bytes": str(inference.kv_cache_bytes),
         "--max-num-seqs": str(inference.max_num_sequences),
         "--max-num-batched-tokens": str(inference.max_batched_tokens),
-        "--logprobs-mode": "processed_logprobs",
+        "--logprobs-mode": "processed_logprobs",  # of the sampled distribution
         "--generation-config": "vllm",  # only requests set sampling parameters
         "--weight-transfer-config": json.dumps({"backend": backend}),
         "--worker-extension-cls": "orrery.inference.plugin.AttestingWorker",
@@ -251,7 +251,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
 def engine_variables(manifest: Manifest) -> dict[str, str]:
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",  # enable /pause, /resume, /collective_rpc, weight updates
-        "VLLM_PLUGINS": PLUGIN,
+        "VLLM_PLUGINS": PLUGIN,  # load no other plugin
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

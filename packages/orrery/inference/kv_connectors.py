@@ -252,7 +252,7 @@ FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
 
 
 class BoundedFolder:
-    """A folder of limited size. Readers must accept missing files."""
+    """A folder with a size limit per process. Readers must accept missing files."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes

@@ -334,8 +334,8 @@ class Receiver(Backend):
 class AdapterReceiver(Backend):
     """vLLM's weight-transfer backend for the engine's one adapter.
 
-    An update overwrites the adapter's factors. With vLLM's `load_inplace`, requests from before the
-    update would load the old files again.
+    An update overwrites the adapter's factors while the engine is paused. With vLLM's
+    `load_inplace`, requests from before the update would load the old files again.
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

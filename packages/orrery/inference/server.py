@@ -151,6 +151,7 @@ async def _serve(
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
     gc.freeze()  # shorten vLLM's gc.collect() calls
+    # Building the client blocks the event loop, so the heartbeat starts after it.
     async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)

@@ -92,6 +92,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
+    # A snapshot's links point to files named by their digest.
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)

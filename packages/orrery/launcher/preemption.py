@@ -1,7 +1,7 @@
 """End a stage early: preemption, and `orrery stop`.
 
 Preemption comes by SIGUSR1, or `warning_s` before the end of the Slurm job. The RL stage then
-writes a checkpoint and ends, and the launcher asks Slurm to requeue the job.
+writes a checkpoint and ends. After a new checkpoint, the launcher asks Slurm to requeue the job.
 """
 
 import math

@@ -184,6 +184,7 @@ def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
     parts = re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)
     edits = [part for part in parts if "\nnew file mode " not in part.partition("\n@@")[0]]
+    # With the path of a missing diff, attempts differ.
     return code.commit, [*edits, *([] if file.exists() else [str(file)])]
 
 

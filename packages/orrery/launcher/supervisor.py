@@ -191,7 +191,7 @@ class Supervisor:
         end_strays(stage.processes, self.start)
         if allocation is not None:
             shared = run_directory.memory_prefix(stage.run_dir).removesuffix("-")
-            allocation.clean(*self.scratch, shared)
+            allocation.clean(*self.scratch, shared)  # also removes checkpoint copies
         self._remove_files()
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
         with suppress(OSError):  # the disk may be full

@@ -46,7 +46,7 @@ app = typer.Typer(
 FIRST_LINE = "tasks.train[0]: "
 # The check of tasks imports these packages, which a login node may lack.
 TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")
-NOTE = "  note: "
+NOTE = "  note: "  # `orrery.tasks.check` prints notes with this prefix
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]

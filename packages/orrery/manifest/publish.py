@@ -1,6 +1,7 @@
 """Publish files and folders by renames that survive a power cut, and hash files.
 
-A file is written under a temporary name, synced and renamed. Then its folder is synced.
+A file is written under a temporary name, synced and renamed. Then its folder is synced. Logs,
+metrics, health, and weights and batches in transit are not synced.
 """
 
 import hashlib

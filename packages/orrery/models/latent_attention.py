@@ -82,7 +82,7 @@ class KeyIndexer(nn.Module):
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
         """Return the indexer keys of this device's tokens: [T, I], or FP8 with scales [T, ·].
 
-        An FP8 indexer that learns returns both.
+        An FP8 indexer that learns returns both, in this order.
         """
         k_TI = self.wk(x_TD.detach())
         if not self.in_fp8(x_TD):

@@ -328,7 +328,7 @@ def named_hf_slices(
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
     """Yield (HF tensor, box within the tensor, this rank's data). This neither gathers nor copies.
 
-    `replacements`: other shards to yield, by parameter name.
+    Replicas yield equal boxes. `replacements`: other shards to yield, by parameter name.
     """
     state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}

@@ -1,6 +1,6 @@
 """Find stalls: processes that will make no more progress.
 
-The text of a wait must name the roles or processes that it waits for. Stalls are:
+The text of a wait must name the roles or processes that it waits for, if any. Stalls are:
 
 - hung: an event loop sent no heartbeat within its limit.
 - overdue: a wait or activity is GRACE_S past its deadline.
@@ -25,7 +25,7 @@ from orrery.runtime.health import (
 )
 
 GRACE_S = 10.0
-DEADLOCK_S = 120.0
+DEADLOCK_S = 120.0  # long, because messages may arrive after their sender's end
 STILL_S = 40.0  # so that a stall ends a stage within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)

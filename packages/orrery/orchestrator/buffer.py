@@ -28,6 +28,7 @@ class RolloutBuffer:
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
+        # Generation may be ahead of the trainer by as many rollouts.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
         self.queue: deque[list[Rollout]] = deque()
         self.spare: deque[list[Rollout]] = deque()
@@ -46,7 +47,10 @@ class RolloutBuffer:
         return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
 
     def room(self, num_batches: int) -> int:
-        """Return how many more rollouts to sample, at least enough for one batch."""
+        """Return how many more rollouts to sample for `num_batches` batches.
+
+        The sampling budget limits them, but always allows enough to complete one batch.
+        """
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:
             return lacking

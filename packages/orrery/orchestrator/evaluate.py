@@ -171,7 +171,8 @@ class EvaluationLoop:
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """Return the content of `result.json`: rewards of each policy, over all tasks and by task.
 
-    Means exclude failed rollouts.
+    Means exclude failed rollouts, but include timeouts with a reward of 0. The mean over all tasks
+    weights each task by its requested rollouts.
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():

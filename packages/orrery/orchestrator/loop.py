@@ -5,8 +5,8 @@
     follow         load new policy versions into the engines, and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-At a preemption (the job must end soon), `train` sends all trainer ranks an empty batch
-marked `wind_down`, so that all write the checkpoint of the same step.
+At a preemption (the job must end soon), `train` writes its half of a checkpoint. Then it sends all
+trainer ranks an empty batch marked `wind_down`, so that all write the checkpoint of the same step.
 """
 
 import asyncio

@@ -294,7 +294,10 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 
 @asynccontextmanager
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
-    """Write event-loop heartbeats during the body. If they stop, the launcher ends the process."""
+    """Write event-loop heartbeats during the body. If they stop, the launcher ends the process.
+
+    Run blocking work in a thread.
+    """
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:
         yield

@@ -136,7 +136,7 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
 
 @contextmanager
 def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleContext]:
-    # Once the health file exists, the launcher may send SIGUSR1, which would end the process.
+    # First, because the launcher may send SIGUSR1 once the health file exists.
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
     log_to_stderr()

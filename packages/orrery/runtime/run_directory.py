@@ -41,7 +41,7 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    return stage_dir(run_dir, stage) / "DONE"
+    return stage_dir(run_dir, stage) / "DONE"  # the last file that a stage writes
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
@@ -186,7 +186,7 @@ def last_attempt(run_dir: Path) -> int:
 # Checkpoints
 
 
-class Checkpoint(NamedTuple):
+class Checkpoint(NamedTuple):  # ordered by step, then attempt
     step: int
     attempt: int
 

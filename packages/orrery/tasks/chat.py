@@ -104,7 +104,8 @@ class Renderer:
         and any end-of-turn token of other roles. The first token is untrained.
 
         Raise OrreryError if the chat begins with the assistant, ends with neither the assistant
-        nor a trained role, or has no trained part.
+        nor a trained role, or has no trained part, or if the template mixes a trained message with
+        other text.
         """
         parts = self._parts(messages, tools, trained_roles)
         return self._joined(parts, self._encode_batch([part.text for part in parts]))

@@ -387,7 +387,7 @@ def watched(
     """Call `check` on each row in a fork. Return the results by row, except None.
 
     A result must be a JSON value other than a string. Raise RowFailed if a row takes longer than
-    `limit_s` or ends the fork.
+    `limit_s` or ends the fork. Reraise an OrreryError of `check`.
     """
     limit_s = scaled(limit_s)
     reader, writer = os.pipe()

@@ -1,7 +1,8 @@
 """The task protocol: problems, replies, a judge, and the split of problems into two sides.
 
 - A problem is a pure function of (args, seed, index), equal in all processes. All values are JSON.
-- An exception in `reply` or `judge` fails the rollout and never counts as a reward of 0.
+- An exception in `reply` or `judge` fails the rollout and never counts as a reward of 0. A
+  judge must accept any text.
 - `reply` and `judge` block the event loop unless they are coroutines. Do slow work, and run code
   that a model wrote, in another process (`scorer_pool.py`).
 """

@@ -73,7 +73,7 @@ def write_tokenizer(model: Model, folder: Path) -> None:
 
     `chat_template_kwargs` become defaults in the written template, so that training, serving and
     exported models make equal prompts. Raise OrreryError if a pretrained tokenizer's files do not
-    match its `sha256`.
+    match its `sha256`, or if its template lacks a variable of `chat_template_kwargs`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """Count each expert's tokens in a step, and balance experts by router biases.
 
 After a step, an expert's bias changes by rate · sign(mean load − this expert's load), as in
-DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are summed over all ranks.
+DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are integers summed over all
+ranks, so every rank computes the same biases.
 
 L layers with experts · E experts
 """

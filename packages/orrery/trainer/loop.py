@@ -1,6 +1,7 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- The final batch (`compare`) is not trained. It compares log-probs of trainer and engines.
+- The final batch (`compare`) is not trained. It compares log-probs of trainer and engines, and
+  comes early at the reward `evaluation.stop_at`.
 - After a batch marked `wind_down` (preemption), each rank writes a checkpoint and ends.
 """
 

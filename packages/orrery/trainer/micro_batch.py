@@ -38,11 +38,11 @@ class MicroBatch:
     origin: torch.Tensor  # i64 [M, 2]: index of the engine (−1: unknown), age in versions
     num_samples: int
     num_tokens: int
-    routes_missing: int = 0  # tokens that lack a route
+    routes_missing: int = 0  # tokens without a route, except a sample's last token
     routes_replayed: int = 0  # number of expert choices in routes
     engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys that engines' indexers chose
     is_padding: torch.Tensor | None = None  # bool [T]: padding for cp, or an empty rank's token
-    choices_sent: int = 0  # number of key choices that engines sent
+    choices_sent: int = 0  # I for each token with more than `top_k` keys, except a sample's last
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:

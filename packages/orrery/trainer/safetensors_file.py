@@ -72,7 +72,8 @@ class SharedCopy:
     def check_room(self, num_bytes: int, world: World, spared: int = 0) -> None:
         """Raise RunFailed if this host lacks memory for its ranks' copies. A collective.
 
-        `spared`: bytes of shared memory that the copies must leave free.
+        All ranks read free memory before any rank allocates. `spared`: bytes of shared memory that
+        the copies must leave free.
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())

@@ -1,7 +1,7 @@
 """Run the SFT stage: train on cross-entropy, and validate.
 
-Validation is the mean cross-entropy of trained tokens, at every `interval_steps`-th step and after
-the last step.
+Validation (mean cross-entropy of trained tokens) runs before the first step, after every
+`interval_steps` steps and after the last step.
 """
 
 import hashlib

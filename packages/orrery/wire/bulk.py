@@ -27,7 +27,7 @@ MAX_UNKNOWN = 64  # maximum number of connections without a ticket
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # reference count of a free buffer
+_UNSHARED = 2  # reference count of a free buffer: the list and getrefcount hold one each
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class BulkSender:
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
             task.add_done_callback(lambda task: self._unknown.pop(task, None))
-            await asyncio.sleep(0)  # let other tasks run
+            await asyncio.sleep(0)  # let other tasks run: a busy `sock_accept` never yields
 
     async def _serve(self, connection: socket.socket) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # prefix of folders with newer orchestrator state
+LATER = "later"  # prefix of folders with newer orchestrator state and its own marker
 PUBLISHED = "published.json"  # digest of each published weight version
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders in removal

@@ -149,7 +149,7 @@ def _lock_step(
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """Return (cost, bins from costliest to cheapest, each sample's bin).
 
-    The cost is the sum over micro-steps of the costliest bin.
+    The cost is the sum over micro-steps of the costliest bin. In this order, memory peaks early.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")

@@ -126,7 +126,7 @@ NUM_CANARY_TOKENS = 32
 
 
 def request_s(manifest: "Manifest") -> float:
-    """Return the timeout of an engine request in seconds."""
+    """Return an engine request's timeout in seconds. Rollout timeouts exclude weight updates."""
     return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
 
 

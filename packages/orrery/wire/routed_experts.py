@@ -3,7 +3,8 @@
 - Row t of the token column `routed_experts`, [tokens, layers, top_k], holds the expert ids of input
   token t: uint8 for up to 256 experts, uint16 for more.
 - If a route is missing, its ids are the dtype's largest value, and the trainer's router chooses.
-  With 256 experts and top_k 1, a route to expert 255 counts as missing.
+  A document's last token has no route. With 256 experts and top_k 1, a route to expert 255 counts
+  as missing.
 - With sparse-attention indexers, unless `trainer.indexer_choice` is "own", a row is X bytes,
   [1, X]: the routes of all layers, then each indexer's chosen keys, one bit per position.
 """

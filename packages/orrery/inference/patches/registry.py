@@ -294,6 +294,7 @@ def correct_cpu_server() -> None:
 
 
 def correct_engine(shared_memory_name: str | None) -> None:
+    """Patch an engine's process. Call this at its start, before vLLM makes an engine core."""
     if shared_memory_name is not None:
         _apply("vllm.name_shared_memory", shared_memory_name)
     _apply("vllm.meet_at_one_address")

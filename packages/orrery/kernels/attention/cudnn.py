@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 def runs_on(q: Tensor) -> bool:
-    """Return whether cuDNN is fast for q's device and dtype, and supports its head size.
+    """Return whether cuDNN is fast for q's device and dtype, and has gradients of its head size.
 
     cuDNN's gradients are not reproducible bitwise, so deterministic runs do not use it.
     """

@@ -78,9 +78,9 @@ def varlen_attention(
 ) -> Tensor:
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
-    q is [T, H, D]. k and v are [T, G, D], with H / G query heads per key head. Scores are scaled by
-    D^-1/2. With `documents_k`, k and v are [S, G, D], packed by these documents. A document's last
-    query sees all its keys.
+    q is [T, H, D]. k and v are [T, G, D]: query head h reads key head h // (H / G). Scores are
+    scaled by D^-1/2. With `documents_k`, k and v are [S, G, D], packed by these documents. A
+    document's last query sees all its keys.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
@@ -151,7 +151,7 @@ def attention_backward(
     """Return dq, dk, dv in the dtypes of q, k, v.
 
     In ring attention, k and v may be a part of those that gave `out` and `lse` [T, H]. The caller
-    then sums dq over the parts.
+    then sums dq over the parts in float32.
     """
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
     sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)

@@ -51,12 +51,12 @@ class Layout(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Return whether queries and keys share one tensor of offsets."""
+        """Return whether queries and keys share one tensor of offsets, without a device sync."""
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
     def is_dense(self, num_q: int, num_k: int) -> bool:
-        """Return whether all documents have the maximum length."""
+        """Return whether all documents have the maximum length, without a device sync."""
         n = self.num_documents
         full = n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k)
         return n > 0 and full and num_q > 0 and num_k > 0

@@ -230,7 +230,7 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y and x's columns as `_linear` does. `token_M` and `score_M` prevent autograd."""
+    """Return y and x's columns as `_linear` does. `token_M` and `score_M` exclude autograd."""
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),

@@ -65,7 +65,7 @@ def quantize(
 def _tiles(groups, num_tiles: int) -> Tensor:
     """Return i32 [tiles, 3]: a tile's number of real rows, its group's first row and row count.
 
-    Tiles after the last group have −1 real rows.
+    The row count includes padding. Tiles after the last group have −1 real rows.
     """
     first_T = torch.arange(num_tiles, device=groups.ends_E.device, dtype=torch.int32) * BLOCK
     group_T = torch.searchsorted(groups.ends_E, first_T, right=True)

@@ -194,6 +194,7 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
     """Return the stage's steps in the plan's order, servers first.
 
     Slurm gives overlapping steps the same devices, so `task.sh` selects each task's devices.
+    Trainer tasks see all trainer devices of the node, for CUDA IPC.
     """
     order = [process.role for process in plan.processes]
     computing = {

@@ -68,7 +68,7 @@ class UnitParameters:
 class ParameterCounts:
     """Parameter counts of all FSDP units, in forward order.
 
-    - `before`: embedding. `after`: last norm and LM head. Tied weights count in `root`.
+    - `before`: embedding. `after`: last norm and LM head. With tied embeddings, `root` has all.
     - `largest_in_a_layer`: parameters of the largest trained weight of a block.
     """
 
@@ -323,7 +323,7 @@ def attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> floa
 
 
 def indexers(model: Model, lengths: Sequence[int]) -> float:
-    """Return the operations of all indexers, or 0 if no document is longer than `top_k`."""
+    """Return the forward operations of all indexers, or 0 if no document exceeds `top_k`."""
     mla = model.mla
     if mla is None or (indexer := mla.indexer) is None or not _is_sparse(model, lengths):
         return 0.0

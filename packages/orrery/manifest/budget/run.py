@@ -4,7 +4,8 @@
 - Trainer and engines work at the same time, so the slower role sets the step's time. On shared
   devices they take turns.
 - Staleness follows from Little's law. With N rollouts in flight and B rollouts in a batch, a
-  rollout lasts N / B steps, so its tokens are N / 2B steps old on average.
+  rollout lasts N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the
+  batch is full.
 """
 
 from collections.abc import Iterator

@@ -240,7 +240,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     has_adapters = lora_spec is not None and "experts" in lora_spec.targets
     is_checkpointed = trainer.memory.checkpoints(layer)
     if has_adapters and is_checkpointed and "experts" not in trainer.kept:
-        rows += 1
+        rows += 1  # to recompute the down projection
     between = 1 if trainer.is_one_graph(model) else 3  # values between products
     per_slot = rows * model.hidden_size + between * moe.expert_intermediate_size
     return attention, feed_forward + c * moe.num_experts_per_token * per_slot

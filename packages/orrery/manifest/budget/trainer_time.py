@@ -1,7 +1,7 @@
 """Estimate the seconds of a trainer's step from operations, bytes and a device's rates.
 
 - FSDP's collectives overlap with computation. Context and expert parallel exchanges do not.
-- Constants are fitted to profiled steps.
+- Constants are fitted to profiled steps. `benchmarks/trainer/planned.py` prints the errors.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,8 @@ class Links:
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
     """Return the rates of collectives. `network`: bytes per second of a device between nodes.
 
-    A ring uses the network cards of all its ranks on a node.
+    A ring uses the network cards of all its ranks on a node. Ranks that shard an expert are `ep`
+    apart.
     """
 
     def of(ranks: int) -> float:

@@ -52,7 +52,7 @@ class Elastic(Record):
       exchange one fragment, in turn (Streaming DiLoCo, arXiv 2501.18512).
     - `delay_steps`: steps that a site takes during an exchange. Then the fragment's weights become
       `delay_merge` · own + (1 − `delay_merge`) · common weights.
-    - `snapshots`: copies of a site's state, from which other sites recover.
+    - `snapshots`: copies of a site's state in shared memory, from which other sites recover.
     """
 
     min_sites: Count

@@ -68,6 +68,7 @@ class Manifest(Record):
 
     @property
     def group_devices(self) -> dict[str, int]:
+        """Return the number of devices by node group, in the order of nodes."""
         inference = self.inference
         prefill = inference.prefill_replicas * inference.of_engine(0).devices_per_replica
         rest = inference.num_devices - prefill

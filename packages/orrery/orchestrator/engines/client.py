@@ -4,8 +4,8 @@
 - Control calls, such as a pause, go to each engine directly, because a router forwards them to one
   engine only.
 - In an update, requests in flight wait, and continue with new weights on their old KV cache.
-- An engine resumes only after its weights have the published digest. After a failure it stays
-  paused, so that no token is sampled from unknown weights.
+- An engine resumes only after its weights have the published digest. After a failure before that,
+  it stays paused, so that no token is sampled from unknown weights.
 """
 
 import time
@@ -121,8 +121,8 @@ class EngineClient:
         - `session`: conversation id. A router keeps a conversation on one engine.
         - `rank`: data-parallel rank. None: the client chooses.
 
-        Raise EngineGone if the engine was lost, GenerationFailed after other failures. Cancelling
-        aborts the request.
+        Raise EngineGone if the engine was lost, GenerationFailed after other failures. Samples that
+        ended before are delivered. Cancelling aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
         if stop_token_ids:
@@ -186,7 +186,7 @@ class EngineClient:
     ) -> np.ndarray:
         """Return the log-prob of each token after the first, f32 [n − 1], at temperature 1.
 
-        Raise GenerationFailed or EngineGone.
+        The prefix cache is not used. Raise GenerationFailed or EngineGone.
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2}
         sampling["detokenize"] = False

@@ -271,7 +271,7 @@ class Phases:
     by_pass: dict[str, dict[str, float]]
     communication_total_s: float  # includes communication during computation
     num_kernels: int
-    longest: list[tuple[str, str, float, int]]
+    longest: list[tuple[str, str, float, int]]  # (name, kind, seconds, count)
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
-        edges.sort(key=lambda edge: edge[:3])
+        edges.sort(key=lambda edge: edge[:3])  # at equal times: ends first, inner before outer
         open_ranges: list[Event] = []
         clock = 0.0
         for at, opens, _, event in edges:
@@ -442,7 +442,7 @@ def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, fl
         if at > clock:
             active = [each for each, count in running.items() if count]
             owners = [each for each in active if each not in (COPIES, COMMUNICATION)]
-            if not owners:
+            if not owners:  # KINDS lists copies before communication
                 owners = active[:1] or [IDLE]
             for owner in owners:
                 time_us[owner] += (at - clock) / len(owners)

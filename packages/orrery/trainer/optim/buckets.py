@@ -66,7 +66,7 @@ def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup
 
 
 def is_bias(name: str) -> bool:
-    return name.endswith("bias")
+    return name.endswith("bias")  # dimensions do not tell: stacked biases have two
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 def gate_up(policy: nn.Module, name: str) -> GateUp:
     """Return the layout of the weight `name`, inferred from the shape of the layer's `down_proj`.
 
-    Some models of transformers join the columns of experts, and gpt_oss interleaves them.
+    Orrery has [E experts, 2·I, D]. Some models of transformers have [E, D, 2·I], and gpt_oss
+    interleaves its columns.
     """
     owner = policy.get_submodule(name.rpartition(".")[0])
     shape, down = policy.get_parameter(name).shape, getattr(owner, "down_proj", None)

@@ -163,7 +163,8 @@ def named_state(
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (key, weight name, local tensor, box) in the order of `weights`, with keys sorted.
 
-    `box`: the local region of the full tensor, or () for a scalar that all ranks share.
+    `box`: the local region of the full tensor, or () for a scalar that all ranks share. To load a
+    tensor, fill it in place.
     """
     state = optimizer.state
     for name, weight in weights.items():

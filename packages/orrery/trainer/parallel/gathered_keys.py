@@ -26,7 +26,8 @@ class KeyOrder(NamedTuple):
     """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
     Row r·t + i is token i of rank r. If keys stay latent, both pieces read one copy of all keys.
-    If keys are expanded, each piece reads its own copy of the document's prefix.
+    If keys are expanded, each piece reads its own copy of the document's prefix. `begin_back` needs
+    that no row occurs twice in a copy.
     """
 
     row: Tensor  # i64 [K], each key's row of the all-gather's result

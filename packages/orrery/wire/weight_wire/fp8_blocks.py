@@ -3,7 +3,7 @@
 - Matrix `x` is sent as tensors `x` and `x` + SCALE.
 - The engine decodes them to bfloat16, and its model quantizes the result to exactly the sent
   tensors. Rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, less than half a step of
-  e4m3 (at least 2⁻⁵).
+  e4m3 (at least 2⁻⁵). 448 · scale rounds to the block's largest bfloat16 magnitude.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

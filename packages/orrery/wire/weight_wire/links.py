@@ -31,7 +31,7 @@ from orrery.wire.weight_wire.plan import Location, TransferPlan
 
 FORM_S = 30.0  # limit for a group's ranks to connect, times ORRERY_DEADLINE_SCALE
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # nccl's timeout. Its watchdog would end the process
+NEVER = timedelta(days=30)  # nccl's timeout, after which its watchdog would end the process
 
 T = TypeVar("T")
 
@@ -169,7 +169,10 @@ class Reader(Protocol):
 
 
 class PullSender:
-    """Announce filled messages in the store, and wait until targets have read them."""
+    """Announce filled messages in the store, and wait until targets have read them.
+
+    Message numbers rise over all transfers of a group, so no two messages share a key.
+    """
 
     def __init__(
         self,

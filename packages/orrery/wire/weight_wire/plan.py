@@ -25,7 +25,7 @@ from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
 ALIGNMENT_BYTES = 16  # so that any dtype can view a slice
-PIECES_A_BUCKET = 4  # a slice fills at most 1/4 bucket
+PIECES_A_BUCKET = 4  # a slice fills at most 1/4 bucket, so little space is wasted
 
 
 class TensorInfo(msgspec.Struct, frozen=True):

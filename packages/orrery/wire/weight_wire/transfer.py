@@ -138,8 +138,8 @@ class WeightSender:
 
         All ranks call this, but never between `settle` and the optimizer step.
 
-        - `held` returns every tensor of the checkpoint. It is called again only after a weight in
-          `standing` changed its storage.
+        - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part.
+          It is called again only after a weight in `standing` changed its storage.
         - `report` gets the version, an error or "", and seconds by phase, at rank 0 after each
           transfer.
         """
@@ -262,6 +262,7 @@ class _SendLoop:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
                 # Paused engines wait for this stream, so it has priority.
+                # The weights are complete, because `publish` has waited for the step's end.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -382,7 +383,7 @@ class Pieces:
     """The distinct boxes (pieces of tensors) of one engine's ranks."""
 
     tensor_of: np.ndarray  # i64 [pieces], index of the tensor
-    of_rank: dict[int, np.ndarray]  # rank → indices of its pieces
+    of_rank: dict[int, np.ndarray]  # rank → indices of its pieces, in the order of `needs`
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
