@@ -159,3 +159,9 @@ def test_a_measurement_counts_its_second_half(monkeypatch):
         clock.now_s = num / 10
         last = probe.arrived(header._replace(hop=num == 10), np.empty(125_000, np.uint8))
     assert last == 10  # 1 Mb every 0.1 s
+    frame = np.empty(125_000, np.uint8)
+    probe.arrived(header, frame)  # the sender's next round interrupts this measurement
+    for num in range(11):
+        clock.now_s = 60 + num / 10
+        last = probe.arrived(header._replace(round=1, hop=num == 10), frame)
+    assert last == 10

@@ -123,6 +123,34 @@ def test_a_killed_saver_is_started_again(run_dir):
     one.wait()
 
 
+def test_a_saver_that_died_is_replaced_when_the_trainer_closes_it(run_dir):
+    one = saver.Saver(offered(run_dir, 1))
+    one.save()
+    one._process.kill()
+    one._process.wait()
+    offered(run_dir, 2)
+    one.close()
+    one.wait()
+    assert newest(run_dir) == 2
+
+
+def test_a_rank_whose_files_an_earlier_saver_wrote_may_find_them_renamed(run_dir, monkeypatch):
+    offered(run_dir, 1, rank=0, size=2)
+    offered(run_dir, 1, rank=1, size=2)
+    finish_saves(run_dir, "", lambda: False)
+    memory = offered(run_dir, 1, rank=1, size=2)
+    saver.partial_of(folder(run_dir, 1) / "trainer").rmdir()
+    real, asked = saver._is_listed, list[Path]()
+
+    def was_listed(path: Path) -> bool:
+        asked.append(path)
+        return len(asked) == 1 or real(path)
+
+    monkeypatch.setattr(saver, "_is_listed", was_listed)
+    saver.save(memory)
+    assert len(asked) == 2 and newest(run_dir) == 1
+
+
 def test_the_next_start_saves_what_killed_savers_of_several_ranks_have_left(run_dir):
     offered(run_dir, 1, rank=0, size=2)
     offered(run_dir, 1, rank=1, size=2)

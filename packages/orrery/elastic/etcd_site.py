@@ -94,7 +94,8 @@ class EtcdServer:
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
         """Start etcd from its data folder.
 
-        If it has no data, join the cluster of `names` or, with `is_new`, create a cluster.
+        If it has no data, join the cluster of `names` or, with `is_new`, create a cluster. Without
+        `is_new`, etcd refuses half-written data, which could otherwise become a new, empty log.
         """
         others = set(names) - {self.name}
         files = self._certificates

@@ -22,7 +22,8 @@ class SpeedProbe:
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
-        self._arrivals: dict[int, list[tuple[float, int]]] = {}  # frames' (time, bytes) by sender
+        # By sender: (epoch, round) of its measurement, and (time, bytes) of the frames
+        self._arrivals: dict[int, tuple[tuple[int, int], list[tuple[float, int]]]] = {}
 
     def measure(
         self, site_id: str, peer: PeerConnection, header: Header, goes_on: Callable[[], bool]
@@ -43,8 +44,10 @@ class SpeedProbe:
 
     def arrived(self, header: Header, payload: Bytes) -> int | None:
         """Count a received frame. Return the speed in Mb/s after the last frame."""
-        now_s = time.monotonic()
-        found = self._arrivals.setdefault(header.source, [])
+        now_s, at = time.monotonic(), (header.epoch, header.round)
+        if self._arrivals.get(header.source, (None,))[0] != at:  # an earlier one was interrupted
+            self._arrivals[header.source] = at, []
+        found = self._arrivals[header.source][1]
         found.append((now_s, len(payload)))
         if header.hop == 0:
             return None

@@ -80,7 +80,12 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
     folder = Path(job.folder)
     partial = partial_of(folder)
     if is_new := _is_listed(partial):
-        _save_rank(job, memory / COPY, partial)
+        try:
+            _save_rank(job, memory / COPY, partial)
+        except FileNotFoundError:
+            # An earlier saver wrote this rank's files, and rank 0 has renamed `partial` meanwhile.
+            if job.rank == 0 or not _is_listed(folder):
+                raise
         if job.rank == 0:
             for name, content in job.files.items():
                 (partial / name).write_bytes(content)
@@ -212,12 +217,15 @@ class Saver:
                     return
                 if self._process is None:
                     self._process = _start(self._memory)
-            if answer := _ask(self._process):
+                process = self._process
+            if answer := _ask(process):
                 if error := msgspec.json.decode(answer, type=str):
                     raise RunFailed(error)
                 return
-            _end(self._process)
-            self._process = None
+            _end(process)
+            with self._starting:
+                if self._process is process:
+                    self._process = None
         raise RunFailed(
             f"{self._memory}: the process that saves it ended {MAX_STARTS} times; look in `dmesg` "
             f"for a lack of memory, then start the run again"
@@ -228,18 +236,22 @@ class Saver:
             if self._is_closed:
                 return
             self._is_closed = True
-            if self._process is None:
+            process = self._process
+            if process is not None and process.poll() is not None:
+                _end(process)
+                process = self._process = None
+            if process is None:
                 if not (self._memory / JOB).exists():
                     shutil.rmtree(self._memory, ignore_errors=True)
                     return
-                self._process = _start(self._memory)
-        if self._process.stdin is not None:
+                process = self._process = _start(self._memory)
+        if process.stdin is not None:
             with suppress(BrokenPipeError):
-                self._process.stdin.close()
+                process.stdin.close()
 
     def wait(self) -> None:
-        if self._process is not None:
-            _end(self._process)
+        if (process := self._process) is not None:
+            _end(process)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

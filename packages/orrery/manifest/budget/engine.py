@@ -172,9 +172,9 @@ def _read_bytes(model: Model, inference: Inference, context: float) -> float:
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
         return context * token_bytes(model, inference)
-    value_bytes = DTYPE_BYTES[inference.dtype] * model.num_layers
-    latent = mla.kv_lora_rank + mla.rope_head_dim
-    return value_bytes * (context * mla.indexer.head_dim + mla.indexer.top_k * latent)
+    latent = model.num_layers * mla.indexer.top_k * (mla.kv_lora_rank + mla.rope_head_dim)
+    keys = model.num_indexers * context * mla.indexer.head_dim
+    return DTYPE_BYTES[inference.dtype] * (keys + latent)
 
 
 def prefill_s(model: Model, inference: Inference, prompt: float, rates: Rates) -> float:

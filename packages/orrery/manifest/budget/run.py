@@ -335,6 +335,8 @@ class RunPlan:
         }
         if self.manifest.transport.routed_experts and (moe := self.model.moe) is not None:
             layers = sum(is_sparse(self.model, layer) for layer in range(self.model.num_layers))
+            if self.manifest.choice_bytes:  # rows then hold routes of dense layers too
+                layers = self.model.num_layers
             number = 1 if moe.num_experts <= 256 else 2
             routes = self.batch_tokens * layers * moe.num_experts_per_token * number
             found["routed experts to trainer"] = routes

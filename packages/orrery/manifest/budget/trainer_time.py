@@ -196,17 +196,14 @@ def _communication(
     reduction = moved.reduction / link.shards + moved.reduction_experts / link.experts
     by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
     exchange = moved.ep / link.ep + moved.cp / link.cp
-    regathers = trainer.fsdp.reshard_after_forward
-    backward = gather if regathers else 0.0
+    backward = gather if trainer.fsdp.reshard_after_forward else 0.0
     hiding = computing / micro_batches * (QUEUED_SHARE if trainer.mesh.cp > 1 else 1)
     exposed = in_all = exchange
     for number in range(micro_batches):
-        is_gathered = regathers or number == 0
-        into = gather if is_gathered else 0.0
         reduces = by_micro_batch or number == micro_batches - 1
         out = backward + (reduction if reduces else 0.0)
-        in_all += into + out
-        exposed += max(0.0, into - FORWARD_SHARE * hiding)
+        in_all += gather + out
+        exposed += max(0.0, gather - FORWARD_SHARE * hiding)
         exposed += max(0.0, out - (1 - FORWARD_SHARE) * hiding)
     return in_all, exposed
 

@@ -72,7 +72,7 @@ def step_bytes(
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp
-    gathers = micro_batches * 2 if trainer.fsdp.reshard_after_forward else 1
+    gathers = micro_batches * (2 if trainer.fsdp.reshard_after_forward else 1)
     by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
     reductions = micro_batches if by_micro_batch else 1
 

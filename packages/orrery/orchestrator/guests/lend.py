@@ -122,8 +122,8 @@ class Lender:
         except NOT_OF_THE_PROTOCOL as error:
             raise RunFailed(
                 f"{self._place.join}: the reply to {call!r} is not from a run of Orrery, or is "
-                f"from another version ({error}); check the address, and install one version at both "
-                "sites"
+                f"from another version ({error}); check the address, and install one version at "
+                "both sites"
             ) from error
 
     async def _request(self, method: str, path: str, data: bytes | None = None) -> bytes:
