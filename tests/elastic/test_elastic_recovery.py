@@ -274,7 +274,7 @@ def test_a_header_that_names_a_file_elsewhere_is_refused(tmp_path):
     found = snapshot(tmp_path)
     text = (found / HEADER).read_text().replace('"theta"', '"../theta"')
     (found / HEADER).write_text(text)
-    with pytest.raises(ElasticError, match=r"part '../theta' .* is damaged; take the snapshot from"):
+    with pytest.raises(ElasticError, match=r"part '../theta' .* is damaged; take the"):
         read_header(found)
 
 
