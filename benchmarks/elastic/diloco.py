@@ -1,7 +1,7 @@
 """Measure DiLoCo's loss against synchronous data parallelism at equal tokens.
 
-    python benchmarks/elastic/diloco.py                       20 minutes on 24 cores
-    python benchmarks/elastic/diloco.py --seeds 3 --pilots 1  45 minutes on two cores
+    python benchmarks/elastic/diloco.py                       40 minutes on 24 cores
+    python benchmarks/elastic/diloco.py --seeds 6 --pilots 1  two hours on two cores
     python benchmarks/elastic/diloco.py --stories 2           a small batch, in its own record
     python benchmarks/elastic/diloco.py --keep FILE           a later call goes on where one stopped
 
