@@ -261,7 +261,7 @@ def kept_arms(kept: Path | None, plan: Plan) -> dict[tuple[int, str], tuple[list
 
 
 def every(
-    seeds: tuple[int, ...], arms: tuple[Choice, ...], plan: Plan, kept: Path | None
+    seeds: tuple[int, ...], arms: tuple[Choice, ...], plan: Plan, kept: Path | None = None
 ) -> dict[int, dict[str, list[float]]]:
     """Return the losses of every arm by seed. Each core trains one arm at a time."""
     before = {key: losses for key, (losses, _) in kept_arms(kept, plan).items()}
