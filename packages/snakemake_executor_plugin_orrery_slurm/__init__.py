@@ -3,7 +3,8 @@
 - The executor waits for a job that Slurm requeues. It never resubmits.
 - When interrupted, it cancels every job that it submitted.
 
-snakemake-executor-plugin-slurm has no heterogeneous jobs, and takes an unknown state for success.
+It replaces snakemake-executor-plugin-slurm, which has no heterogeneous jobs and treats an unknown
+job state as success.
 """
 
 import errno
@@ -38,7 +39,7 @@ PAUSES_S = (2.0, 10.0, 30.0)
 NO_ANSWER = "no answer within|unable to contact|timed out|Connection refused|try again"
 AWAY = re.compile(NO_ANSWER, re.IGNORECASE)
 LOST_S = 120.0  # time for Slurm to requeue a job that lost its node
-UNKNOWN_S = 300.0  # accounting may be late, or the controller may be away
+UNKNOWN_S = 300.0  # time limit for an unknown state, because accounting may be late
 TOO_LITTLE_BYTES = 64 << 10  # with less free space, an empty log means a full disk
 
 common_settings = CommonSettings(
@@ -61,8 +62,8 @@ class Executor(RemoteExecutor):
         except OrreryError as error:
             raise SystemExit(f"error: {error}") from None
         self.next_seconds_between_status_checks = poll_s
-        self._troubled: dict[str, float] = {}  # job → since when it is lost or unknown
-        self._going: list[str] = []  # Snakemake's list is empty during a status check
+        self._troubled: dict[str, float] = {}  # job id → time when its state became lost or unknown
+        self._going: list[str] = []  # kept because Snakemake's list is empty during checks
 
     def run_job(self, job: JobExecutorInterface) -> None:
         run, stage = job.wildcards["run"], job.rule.name
@@ -95,9 +96,9 @@ class Executor(RemoteExecutor):
     def _submit(
         self, run_dir: Path, stage: str, command: list[str], script: str | None = None
     ) -> queue.SlurmJob:
-        """Return the stage's job that an earlier Snakemake left, or submit a new one.
+        """Return the stage's job from an earlier Snakemake process, or submit a new job.
 
-        Ask again if Slurm's controller does not answer.
+        Retry if Slurm's controller does not answer.
         """
 
         def submit() -> queue.SlurmJob:

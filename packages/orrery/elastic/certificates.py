@@ -1,8 +1,8 @@
 """Make and load the run's certificates, for mutual TLS between its sites.
 
 - `authority.key` stays on the host that made it.
-- Host names are not compared, because a site's address may change.
-- Orrery ignores a certificate's dates, so clocks may differ. etcd checks the dates.
+- TLS does not check host names, because a site's address may change.
+- Orrery ignores the validity dates of certificates. etcd checks the dates.
 """
 
 import re
@@ -55,7 +55,7 @@ class Certificates:
         return found
 
     def validity(self) -> tuple[float, float]:
-        """Return the authority's validity, in Unix seconds."""
+        """Return when the authority's certificate begins and ends, in Unix seconds."""
         found, *_ = self.client().get_ca_certs()
         dates = (found["notBefore"], found["notAfter"])
         first, last = (ssl.cert_time_to_seconds(str(each)) for each in dates)

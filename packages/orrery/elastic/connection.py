@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # maximum bytes that a thread moves under the TLS lock
+SLICE = 1 << 17  # maximum bytes sent or received per hold of the TLS lock
 SLAB = 1 << 23  # bytes per allocation; numpy requests huge pages from 4 MiB up
 FLUSH_S = 5.0  # time limit for sending queued frames after `close`
 
@@ -50,9 +50,9 @@ class Kind(IntEnum):
     HELLO = 0
     DATA = 1
     PING = 2
-    BROKEN = 3  # the round broke; `piece` is the failed rank, the payload the reason
-    READY = 4  # the sender has begun the header's round
-    RELAY = 5  # first frame to a relay; `piece` is the rank to reach
+    BROKEN = 3  # the round failed; `piece` is the failed rank, the payload is the reason
+    READY = 4  # the sender has begun the round
+    RELAY = 5  # first frame to a relay (forwarding site); `piece` is the rank to reach
     PROBE = 6  # part of a speed measurement; `hop` is 1 in the last frame
     PROBED = 7  # answer to PROBE; `piece` is the speed in Mb/s
 
@@ -82,7 +82,7 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, sock: ssl.SSLSocket) -> "Header | None":
-        """Return the next header, or None if it is invalid, missing or announces a payload."""
+        """Receive a frame without payload. Return its header, or None for other data."""
         data = b""
         while len(data) < LAYOUT.size:
             if not (more := sock.recv(LAYOUT.size - len(data))):
@@ -128,7 +128,7 @@ class Backlog:
 
 
 class PeerConnection:
-    """A connection to a peer, one of several, with number `lane`.
+    """One of several parallel connections to a peer. `lane`: its number.
 
     `heard_s`: monotonic time of the last received bytes. `ready`: newest round that the peer began.
     """
@@ -217,7 +217,7 @@ class PeerConnection:
             begin, turn = done, min(done + SLICE, size)
             try:
                 with self._tls_lock:
-                    while done < turn:  # `recv_into` reads at most one TLS record
+                    while done < turn:
                         if (count := self._tls.recv_into(view[done:])) == 0:
                             return False
                         done += count
@@ -236,7 +236,7 @@ class PeerConnection:
             self._end("closed")
         except (OSError, ValueError) as error:
             self._end(f"its connection broke ({error})")
-        self._threads[0].join()  # close the file descriptor only after the reader's last use
+        self._threads[0].join()  # close the file descriptor only after the reader thread ends
         self._tls.close()
 
     def _next(self) -> Sequence[bytes | memoryview] | None:
@@ -255,7 +255,7 @@ class PeerConnection:
         while True:
             try:
                 with self._tls_lock:
-                    self._tls.send(view)  # sends all bytes or raises, without partial writes
+                    self._tls.send(view)
                 return
             except ssl.SSLWantWriteError:
                 self._poll(select.POLLOUT)

@@ -6,12 +6,12 @@ import msgspec
 
 from orrery.elastic.types import ElasticError
 
-PROTOCOL = 2  # increment when the format of the ledger or of frames changes
+PROTOCOL = 2  # increment when the format of frames or of the ledger (run state) changes
 NO_ROUND = -1  # round numbers begin at 0
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """The terms of a site, or those that a run requires."""
+    """Versions, codec, memory and state of a site, or those that a run requires."""
 
     manifest: str
     code: str
@@ -19,7 +19,7 @@ class Terms(msgspec.Struct, frozen=True):
     memory_bytes: int  # a site's free host memory, or the run's minimum
     protocol: int = PROTOCOL
     codecs: tuple[str, ...] = ()
-    round: int = NO_ROUND  # last round in this site's state
+    round: int = NO_ROUND  # number of the last round that this site's state includes
     digest: str = ""  # digest of the state after `round`
     rewinds: bool = False  # whether to set the run back to `round` if no site is live
 
@@ -58,7 +58,7 @@ def check_terms(run: Terms, site: Terms) -> None:
 
 
 def check_clock(not_before_s: float, not_after_s: float) -> None:
-    """Raise ElasticError if this host's clock is outside the validity, in Unix seconds."""
+    """Raise ElasticError if this host's clock is outside the certificate's validity."""
     now_s = time.time()
     if not_before_s <= now_s <= not_after_s:
         return

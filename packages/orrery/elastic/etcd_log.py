@@ -1,4 +1,4 @@
-"""Keep in etcd the ledger, a run's shared state, and each live site's lease.
+"""Keep a run's ledger (shared state) and the leases of its live sites in etcd.
 
 - A site renews its lease by heartbeats. It cannot write after its lease has ended.
 - Keys below `orrery/RUN/`: `ledger`, `rounds/NUMBER` for each committed round, and `live/SITE` for
@@ -28,7 +28,7 @@ from orrery.elastic.membership import LedgerView
 from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
-ELECTION_S = 4.0  # maximum time of etcd's leader election, with one split vote
+ELECTION_S = 4.0  # maximum duration of etcd's leader election with one split vote
 EXPIRY_S = 2.0  # maximum time from a lease's end until other sites begin a round
 RETRY_WATCH_S = 0.5
 
@@ -41,7 +41,7 @@ class SiteServices(msgspec.Struct, frozen=True):
 
 
 class EtcdLog:
-    """The run's log in etcd. `services`: this site's addresses."""
+    """The ledger and leases in etcd. `services`: addresses of this site's servers."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class EtcdLog:
 
     def acquire(self, site_id: str) -> None:
         self.release()
-        # If etcd's leader fails, a lease may end one election later.
+        # The lease is shorter than `dead_s`, because an election of etcd's leader can prolong it.
         ttl_s = max(
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
         self._site_id, self._created = site_id, ""
-        while not self._created:  # a slow etcd can end a lease before its key is written
+        while not self._created:
             self._created = self._take_lease(ttl_s)
         self._stop = threading.Event()
         for body in (self._beat, self._watch):
@@ -75,7 +75,7 @@ class EtcdLog:
             thread.start()
 
     def _take_lease(self, ttl_s: int) -> str:
-        """Write the site's key under a new lease. Return its revision, or "" if the lease ended."""
+        """Write the site's key under a new lease. Return the key's revision, or "" to try again."""
         self._lease = self._client.call("/v3/lease/grant", {"TTL": ttl_s})["ID"]
         key = {"key": encode(f"{self._prefix}live/{self._site_id}")}
         put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}
@@ -139,7 +139,7 @@ class EtcdLog:
         while True:
             left_s = end_s - self.now_s()
             with self._changed:
-                # The watch may miss changes, so also read the ledger regularly.
+                # etcd's watch may miss changes, so also read the ledger regularly.
                 self._changed.wait_for(
                     lambda: self._news > self._revision,
                     max(0.0, min(left_s, self._heartbeat_s / 2)),
@@ -162,7 +162,7 @@ class EtcdLog:
         return [msgspec.json.decode(value, type=SiteServices) for value in values]
 
     def _beat(self, stop: threading.Event) -> None:
-        # A lease may last only two heartbeat intervals.
+        # Renew twice per heartbeat interval, because a lease may last only two intervals.
         while not stop.wait(self._heartbeat_s / 2):
             with suppress(ElasticError, EtcdRefused):
                 lease = {"ID": self._lease}

@@ -1,8 +1,8 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
-- Sites that accept connections become coordinators, one at a time, up to an odd number of at most
-  `coordinators`. A coordinator without a lease for REMOVE_S is replaced.
-- All sites derive these changes from the same data, so no site leads.
+- Sites that accept connections become coordinators, one at a time, up to `coordinators`. Their
+  target number is odd. A coordinator without a lease for REMOVE_S is replaced.
+- No site leads, because every site computes the same changes from the data in etcd.
 """
 
 import json
@@ -26,8 +26,8 @@ from orrery.runtime.parent_watch import die_with_parent
 
 REMOVE_S = 30.0
 STOP_S = 5.0
-HAND_OVER_S = 30.0  # maximum wait of a leaving site until another has a coordinator
-ELECTION_MS = round(ELECTION_S * 250)  # etcd waits 1 to 2 times this per vote
+HAND_OVER_S = 30.0  # maximum time that a leaving site waits for another coordinator
+ELECTION_MS = round(ELECTION_S * 250)  # etcd's election timeout; a vote takes 1 to 2 times as long
 LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # from `locks/system.sh elastic`
 
 
@@ -37,17 +37,17 @@ class Change(NamedTuple):
 
 
 def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most: int) -> Change:
-    """Return the change of coordinators that the site `own` must make now.
+    """Return which coordinator the site `own` must add or remove now.
 
-    `voters`: all coordinators, each by ADDRESS:PORT. `live`: live sites that can run etcd. `gone`:
-    coordinators to replace. `most`: maximum number of coordinators.
+    Sites are given by ADDRESS:PORT. `voters`: all coordinators. `live`: live sites that can run
+    etcd. `gone`: coordinators to replace. `most`: maximum number of coordinators.
     """
     target = min(most, len(live))
     target -= target % 2 == 0
     is_steward = own == min(voters & live, default="")
     if gone & voters:
         return Change("remove", min(gone & voters)) if is_steward else Change("none")
-    # Without a live coordinator, the only one belongs to a site that leaves, and hands over.
+    # If no coordinator is live, the only one is about to leave and waits for a new coordinator.
     if len(voters) < target or not voters & live:
         is_next = own == min(live - voters, default="")
         return Change("add", own) if is_next else Change("none")
@@ -94,8 +94,8 @@ class EtcdServer:
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
         """Start etcd from its data folder.
 
-        If it has no data, join the cluster of `names` or, with `is_new`, create a cluster. Without
-        `is_new`, etcd refuses half-written data, which could otherwise become a new, empty log.
+        If the folder is empty, join the cluster of the servers `names`. Only the first server sets
+        `is_new`, because etcd may then replace half-written data by a new, empty log.
         """
         others = set(names) - {self.name}
         files = self._certificates
@@ -170,7 +170,7 @@ class EtcdSite:
         store_s: float = 300.0,
         coordinators: int = 5,
     ) -> None:
-        check_clock(*certificates.validity())  # etcd's own error would not mention the clock
+        check_clock(*certificates.validity())
         self._folder, self._name, self._most = folder, name, coordinators
         self._heartbeat_s = heartbeat_s
         known = [join] if join else [name]
@@ -192,7 +192,7 @@ class EtcdSite:
         self._failure: OSError | None = None
 
     def __enter__(self) -> Self:
-        """Start etcd if the site is the first or has data. Raise OSError on failure."""
+        """Raise OSError if etcd cannot start."""
         self._steward.start()
         self._ready.wait()
         if self._failure is not None:
@@ -201,7 +201,7 @@ class EtcdSite:
 
     def __exit__(self, *_: object) -> None:
         self.membership.leave()
-        has_left = self._hand_over()  # before the thread that started etcd ends, and with it etcd
+        has_left = self._hand_over()  # needs a running etcd
         self._stop.set()
         self._steward.join(STOP_S)
         if self.server is not None:
@@ -213,8 +213,8 @@ class EtcdSite:
     def _hand_over(self) -> bool:
         """Remove this site's coordinator. Return whether it was removed.
 
-        If it is the only coordinator, wait until another live site has one. The last site keeps it.
-        etcd refuses to remove a member until all members have been connected for 5 s.
+        If it is the only coordinator, wait until another live site has one. The last site keeps
+        its coordinator. etcd removes no member until all members have been connected for 5 s.
         """
         end_s = time.monotonic() + HAND_OVER_S
         while self.server is not None and self.server.is_running and time.monotonic() < end_s:
@@ -232,7 +232,6 @@ class EtcdSite:
         return False
 
     def _live(self) -> set[str]:
-        """Return the live sites that can run etcd, each by ADDRESS:PORT."""
         return {each.coordinator for each in self.log.services()} - {""}
 
     def donors(self) -> list[str]:
@@ -241,7 +240,7 @@ class EtcdSite:
         return sorted(found - {"", self._snapshots})
 
     def _run(self) -> None:
-        """Start etcd in this lasting thread, because etcd dies with the thread that started it."""
+        """Start etcd, then manage coordinators. etcd ends with the thread that started it."""
         try:
             if self.server is not None and (self._is_new or self.server.data.exists()):
                 self.server.start(is_new=self._is_new)
@@ -256,7 +255,7 @@ class EtcdSite:
 
     def _step(self) -> None:
         if self.server is not None and self.server.data.exists() and not self.server.is_running:
-            self.server.start()  # before any call, as no other coordinator may exist
+            self.server.start()  # needed by the calls below if no other coordinator exists
         members = self._members()
         voters = [name for name, (_, is_learner) in members.items() if not is_learner]
         if set(voters) != set(self.client.endpoints):
@@ -297,7 +296,7 @@ class EtcdSite:
                 self.client.call("/v3/cluster/member/promote", {"ID": member_id}, 0.0)
 
     def _members(self) -> dict[str, tuple[str, bool]]:
-        """Return (id, whether it is a learner) of each etcd member by ADDRESS:PORT."""
+        """Return ADDRESS:PORT → (id, whether it is a learner) of etcd's members."""
         answer = self.client.call("/v3/cluster/member/list", {}, self._heartbeat_s)
         return {
             _name_of(each["peerURLs"][0]): (each["ID"], each.get("isLearner", False))

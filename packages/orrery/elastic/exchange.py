@@ -35,9 +35,9 @@ class ExchangeStats:
 
 
 class ErrorFeedback:
-    """A rank's encoding errors, f32[n]. The next exchange encodes values + errors.
+    """Keep a rank's encoding errors, f32[n], and add them to the values of the next exchange.
 
-    Call `commit` once the round is committed. Memory: 8 bytes a parameter.
+    Call `commit` after each committed round. Memory: 8 bytes a parameter.
     """
 
     def __init__(self, n: int) -> None:
@@ -62,7 +62,7 @@ def exchange(
 ) -> ExchangeStats:
     """Replace `delta`, f32[n], by the weighted mean over sites, or 0 if all weights are 0.
 
-    `buckets` cover `delta` and are equal at all sites. Raise LinkBroken if a peer fails, and
+    `buckets`: slices that cover `delta`, equal at all sites. Raise LinkBroken if a peer fails, and
     ElasticError if this site's values cannot be encoded.
     """
     if topology not in TOPOLOGIES:
@@ -98,7 +98,7 @@ def exchange(
 
 
 def layer_buckets(sizes: Mapping[str, int]) -> list[slice]:
-    """Return a slice per layer: consecutive tensors whose names have the same first number."""
+    """Return a slice per layer: a series of tensors whose names contain the same first number."""
     buckets: list[slice] = []
     last: object = object()
     end = 0
@@ -120,7 +120,7 @@ class _Piece:
 
 
 def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
-    """Cut buckets into a chunk per site, and chunks into pieces of one frame, spread over lanes."""
+    """Cut each bucket into one chunk per site, and each chunk into pieces that fit into a frame."""
     pieces: list[_Piece] = []
     turn = -1
     for bucket in buckets:
@@ -151,7 +151,7 @@ class _Site:
 
 
 class _Lane(ABC):
-    """Exchange a share of the pieces, the lane, in a thread. `final`: each piece's encoded sum."""
+    """Exchange a share of the pieces in a thread of its own. `final`: encoded sum by piece."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         self.site, self.lane, self.pieces = site, lane, pieces
@@ -163,7 +163,7 @@ class _Lane(ABC):
 
     @abstractmethod
     def first(self) -> Iterator[None]:
-        """Send the frames that depend on no received frame. Yield after each frame."""
+        """Send the frames that contain no received data. Yield after each frame."""
 
     @abstractmethod
     def take(self, frame: Frame) -> None: ...
@@ -209,7 +209,7 @@ class _Lane(ABC):
         self.bytes_sent += self.site.links.send(rank, self.lane, hop, number, wire)
 
     def own(self, number: int) -> Floats:
-        """Return this site's weighted values. The next call overwrites the result."""
+        """Return this site's weighted values of a piece. The next call overwrites them."""
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:
@@ -250,8 +250,6 @@ class _Lane(ABC):
 
 
 class _RingLane(_Lane):
-    """Chunk c starts at position c of the ring. Its sum is complete W − 1 hops later."""
-
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         super().__init__(site, lane, pieces)
         self.num_sites = len(site.ring)
@@ -283,8 +281,6 @@ class _RingLane(_Lane):
 
 
 class _AllToAllLane(_Lane):
-    """Hop 0 sends a piece to the rank that sums its chunk."""
-
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         super().__init__(site, lane, pieces)
         self.others = [rank for rank in range(len(site.is_heavy)) if rank != site.rank]

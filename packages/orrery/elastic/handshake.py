@@ -1,7 +1,7 @@
 """Dial and accept connections between sites: mutual TLS, then a HELLO frame in each direction.
 
-A site without a listener dials all others. Two sites may connect through a third, the relay, which
-copies the bytes of their own TLS connection.
+A site without a listener dials all others. Two sites may connect through a relay, a third site
+that forwards their encrypted bytes.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S = 10.0  # time limit of each socket call, before scaling
+HANDSHAKE_S = 10.0  # time limit of each socket call
 MAX_STRANGERS = 32  # maximum number of unfinished handshakes
 RETRY_S = 0.2
-UNSENT = 1 << 17  # maximum unsent bytes of a socket. Other connections take further frames.
-CONGESTION = b"bbr"  # keeps its rate under random packet loss
-WINDOW = 8 << 20  # bytes; enough for 0.4 Gb/s at a round trip of 100 ms
+UNSENT = 1 << 17  # maximum unsent bytes of a socket, so that other connections take further frames
+CONGESTION = b"bbr"  # congestion control that keeps its rate under random packet loss
+WINDOW = 8 << 20  # send buffer in bytes; enough for 0.4 Gb/s at a round trip of 100 ms
 KERNEL = Path("/proc/sys/net")
 CHUNK = 1 << 18
 WAIT_S = 60.0  # time that a relay waits for a pair's second site
@@ -34,7 +34,7 @@ Pair = tuple[int, int, int, int]  # (epoch, lower rank, higher rank, lane)
 
 
 class Handshakes:
-    """Call `arrived(tls, hello)` for each connection. `arrived` must answer the frame `hello`."""
+    """Make connections. `arrived(tls, hello)` gets accepted ones and must answer `hello`."""
 
     def __init__(
         self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]
@@ -45,7 +45,6 @@ class Handshakes:
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
 
     def listen(self, host: str, port: int) -> int:
-        """Accept connections in a thread. Return the port."""
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
@@ -157,7 +156,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack BBR
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        sock.getpeername()  # raises if the peer has gone; `wrap_socket` would leak the socket
+        sock.getpeername()  # raise if the peer has gone, when `wrap_socket` would leak the socket
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:
         sock.close()
@@ -172,7 +171,7 @@ class Relay:
         self._is_closed = False
 
     def add(self, pair: Pair, source: int, sock: socket.socket) -> None:
-        """Connect `sock`, from rank `source`, to the pair's other site."""
+        """Forward bytes between `sock`, from rank `source`, and the pair's other site."""
         other = pair[1] + pair[2] - source
         with self._lock:
             now_s = time.monotonic()
@@ -214,7 +213,7 @@ class Relay:
 
 
 def plain(tls: ssl.SSLSocket) -> socket.socket:
-    """End TLS, as the peer does at the same time. Return the socket."""
+    """End TLS, and return the socket. The peer must do so too."""
     timeout_s = tls.gettimeout()
     tls.unwrap()
     sock = socket.socket(fileno=tls.detach())

@@ -3,7 +3,7 @@
 python -m orrery.elastic.keeper OPTIONS    OPTIONS: `KeeperOptions` as JSON
 
 - The trainer copies its state into shared memory and writes a line to the keeper's stdin.
-- The keeper ends `linger_s` after the trainer, or when the folder's next keeper starts.
+- The keeper ends `linger_s` after the trainer, or when a new keeper starts on the same folder.
 """
 
 import fcntl
@@ -48,7 +48,7 @@ class SnapshotKeeper:
         self.process = _start(options)
 
     def copied(self) -> None:
-        """Tell the keeper, restarted if it has ended, that `copy_state` made a copy."""
+        """Restart the keeper if it has ended. Tell it that `copy_state` made a copy."""
         if self.process.poll() is not None:
             self.__exit__()
             self.process = _start(self._options)
@@ -99,7 +99,7 @@ def keep(options: KeeperOptions) -> None:
     while time.monotonic() < end_s and not _has_successor(folder):
         time.sleep(POLL_S)
     if server is not None:
-        server.shutdown()  # frees the port for the next keeper
+        server.shutdown()
         server.server_close()
     lock.close()
 
@@ -131,7 +131,7 @@ def _succeeds(work: Callable[[], None]) -> bool:
 
 
 def _take_over(folder: Path) -> Any:
-    """Ask the folder's earlier keeper to end, wait for it, and return the folder's lock."""
+    """End the previous keeper of `folder`, and return the lock of `folder`."""
     successor = folder / ".successor"
     successor.write_text(str(os.getpid()))
     lock = (folder / ".lock").open("a")

@@ -2,8 +2,8 @@
 
 - Each function returns the next ledger, is idempotent and reads no clock.
 - `live`: ids of the sites whose heartbeats renew a lease.
-- A round gathers sites and then begins an exchange. Members report a digest or lost peers.
-- Each change of members or network paths, and each restart of a round, opens a new epoch.
+- A round waits for sites, then begins an exchange. Members report the state's digest or lost peers.
+- A new epoch begins when members or network paths change, or when a round restarts.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -17,7 +17,7 @@ from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, Sit
 
 
 class Behind(LeaseLost):
-    """A live site's state is older than the last committed round, number `committed`."""
+    """A live site lacks the last committed round, number `committed`."""
 
     def __init__(self, site_id: str, committed: int) -> None:
         super().__init__(
@@ -27,17 +27,15 @@ class Behind(LeaseLost):
 
 
 class StateLacking(ElasticError):
-    """The joining site lacks the newest state and no member is live."""
+    """The joining site lacks the newest state, and no member is live to send it."""
 
 
 class JoiningSite(msgspec.Struct, frozen=True):
     member: SiteMember
-    has_weight: bool  # whether its tokens count: not if it joined with an old state
+    has_weight: bool  # whether its tokens count; False if it joined with an old state
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
-    """A finished round: one row of the log."""
-
     number: int
     epoch: int
     members: tuple[SiteMember, ...]
@@ -51,10 +49,10 @@ class Ledger(msgspec.Struct, frozen=True):
     members: tuple[SiteMember, ...] = ()
     joining: tuple[JoiningSite, ...] = ()
     is_exchanging: bool = False
-    tokens: dict[str, int] = {}  # of arrived sites, by site id
+    tokens: dict[str, int] = {}  # weights of sites that entered the round, by site id
     weights: tuple[int, ...] = ()  # tokens by rank, while exchanging
     digests: dict[str, str] = {}  # by member id
-    broken: dict[str, tuple[str, ...]] = {}  # ids of lost peers, by reporting member
+    broken: dict[str, tuple[str, ...]] = {}  # peers that each member reported as lost
     strikes: tuple[tuple[str, str], ...] = ()  # site pairs whose link broke in the last attempt
     measured: dict[str, dict[str, int]] = {}  # speeds in Mb/s, by site id and peer id
     speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b, fixed for the epoch
@@ -77,7 +75,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
-        """Return the round in exchange if this site must still report its result, or None."""
+        """Return the running exchange if `site_id` must still report its result, or None."""
         if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
             return None
         return OuterRound(self.number, self.current, self.weights)
@@ -90,7 +88,7 @@ class Ledger(msgspec.Struct, frozen=True):
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
     """Add a site. It usually becomes a member in the next exchange.
 
-    It becomes a member at once if it holds the newest state, no round is exchanging, and either no
+    It becomes a member at once if it holds the newest state, no exchange is running, and either no
     round is committed or no member is live. Raise ElasticError if the run refuses the site, and
     StateLacking if it must wait for another site.
     """
@@ -101,7 +99,7 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
     digest = ledger.committed.digest if ledger.committed else ""
     is_first = not ledger.ids & live
     if is_first and terms.rewinds and terms.round > NO_ROUND:
-        # The new epoch lets members refuse messages of the undone rounds.
+        # In a new epoch, members refuse messages from rounds that the rewind has undone.
         row = CommittedRound(terms.round, ledger.epoch, (), (), terms.digest)
         ledger = _gather(_with_members(msgspec.structs.replace(ledger, committed=row), ()), {})
         digest = terms.digest
@@ -152,8 +150,7 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
     """Return whether at least `quorum` live sites have arrived for an exchange.
 
-    If a member is live, one must be among them. Otherwise, the round would leave all members
-    behind.
+    If members are live, at least one must have arrived, because the others leave the epoch.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
@@ -170,7 +167,7 @@ def is_complete(ledger: Ledger, live: Set[str]) -> bool:
 
 
 def start(ledger: Ledger, live: Set[str]) -> Ledger:
-    """Begin the exchange between arrived live sites. Late members may join the next one."""
+    """Begin the exchange between arrived live sites."""
     if ledger.is_exchanging or not ledger.tokens.keys() & live:
         return ledger
     known = {m.id: m for m in (*(each.member for each in ledger.joining), *ledger.members)}
@@ -197,7 +194,6 @@ def acknowledge(ledger: Ledger, site_id: str, outer_round: OuterRound, digest: s
 
 
 def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable[int]) -> Ledger:
-    """Record that a member has lost the ranks `lost`, unless the epoch is over."""
     if not _is_open(ledger, site_id, outer_round):
         return ledger
     peers = tuple(sorted(outer_round.epoch.members[rank].id for rank in set(lost)))
@@ -208,8 +204,8 @@ def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int
     """Commit or restart the exchange once every live member has reported.
 
     With `has_waited`, one report is enough. If no peer is lost and more than half of the reports
-    agree on a digest, commit it and remove all other members. Otherwise, restart the round with the
-    members that reported. If fewer than `quorum` remain, gather sites again.
+    agree on a digest, commit it and keep only the members that agree. Otherwise, restart the round
+    with the members that reported. If fewer than `quorum` remain, wait for more sites.
     """
     if not ledger.is_exchanging:
         return ledger
@@ -286,7 +282,7 @@ def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
 
 
 def _with_better_paths(ledger: Ledger) -> Ledger:
-    """Forget speeds of unknown sites. Open an epoch if new speeds give a GAIN times faster ring."""
+    """Drop speeds of sites that left. Open an epoch if new speeds give a GAIN times faster ring."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     kept = {a: {b: m for b, m in row.items() if b in known} for a, row in ledger.measured.items()}
     ledger = msgspec.structs.replace(
@@ -307,15 +303,14 @@ def _speeds(ledger: Ledger, members: Iterable[SiteMember]) -> tuple[tuple[int, .
 class ShardMap(msgspec.Struct):
     """Assign each site a shard of the data. `holders` maps site ids to shards.
 
-    `trained[k]`: number of shard k's documents that any site may have trained, even a lost one. No
-    document is trained twice before its shard ends.
+    `trained[k]`: number of documents of shard k that sites may have trained, including lost sites.
+    Hence no document is trained twice before its shard ends.
     """
 
     trained: list[int]
     holders: dict[str, int] = {}
 
     def finish_round(self, members: tuple[SiteMember, ...], num_documents: int) -> None:
-        """Count `num_documents` for each held shard, then assign shards to `members`."""
         for shard in self.holders.values():
             self.trained[shard] += num_documents
         kept = {each.id: self.holders[each.id] for each in members if each.id in self.holders}

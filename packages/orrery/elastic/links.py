@@ -1,9 +1,8 @@
-"""Connect one process of a site to its counterpart at every other site, over mutual TLS.
+"""Connect a process to the process of the same rank at every other site, over mutual TLS.
 
-- Two sites have parallel connections, numbered by lane.
-- A frame of another run or epoch, or data of another round, closes its connection.
-- During a round, a lost or silent connection breaks the round. The first site to notice tells all
-  others.
+- Each pair has several parallel connections, numbered by `lane`.
+- A connection closes on a frame of another run or epoch, or on data of another round.
+- A lost or silent connection breaks the round. The first site that notices tells all other sites.
 """
 
 import hashlib
@@ -27,12 +26,12 @@ from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # time limit for all connections; scaled, like PING_S and SILENCE_S
+CONNECT_S = 60.0  # time limit for making all connections
 PING_S = 2.0
 SILENCE_S = 15.0  # a peer that sends no bytes for this time is lost
 RETRY_S = 0.2
 QUIET_S = 1.0  # pause before a speed probe, because other sites may still exchange
-MAX_REFUSALS = 10  # refused dials that prove a peer dead, because sites listen before they join
+MAX_REFUSALS = 10  # refused dials until a peer counts as dead; sites listen before they join
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -52,7 +51,7 @@ class PeerLinks:
         host: str,
         port: int = 0,
         shard: int = 0,
-        num_lanes: int = 4,  # TCP limits the speed of each connection
+        num_lanes: int = 4,  # several connections, because TCP limits the speed of each
     ) -> None:
         """Listen on `port` + `shard`, or on any free port if `port` is 0.
 
@@ -67,7 +66,7 @@ class PeerLinks:
         self._backlogs: list[Backlog] = []
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
         self._broken: LinkBroken | None = None
-        self._told: tuple[int, LinkBroken] | None = None  # a peer's report (later round, failure)
+        self._told: tuple[int, LinkBroken] | None = None  # failure reported for a later round
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
@@ -78,7 +77,7 @@ class PeerLinks:
     # Epochs and rounds
 
     def begin(self, epoch: Epoch, rank: int, number: int, connect_s: float = CONNECT_S) -> None:
-        """Connect to all members, and wait for their `begin`. Raise LinkBroken on failure."""
+        """Connect to all members, and wait until they begin. Raise LinkBroken on failure."""
         with self._changed:
             if epoch.number < self.epoch or (epoch.number, number) <= (self.epoch, self.round):
                 raise ElasticError(
@@ -120,7 +119,6 @@ class PeerLinks:
                 ).start()
 
     def speeds(self) -> dict[str, int]:
-        """Return the measured speeds in Mb/s, by site id."""
         return dict(self._probe.found)
 
     def _measure(self, epoch: int, number: int) -> None:
@@ -161,7 +159,6 @@ class PeerLinks:
         return self._backlogs[rank].put(self._header(Kind.DATA, lane, hop, piece), payload)
 
     def receive(self, lane: int, timeout_s: float) -> Frame | None:
-        """Return the lane's next frame from any peer, or None after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         while True:
             self._raise_if_broken()
@@ -201,7 +198,6 @@ class PeerLinks:
     # Failure
 
     def failed(self, rank: int, reason: str) -> LinkBroken:
-        """Break the round, and return the error to raise."""
         self.fail(rank, reason)
         assert self._broken is not None
         return LinkBroken(self._broken.rank, self._broken.reason)
@@ -275,14 +271,13 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A sender that reports its own failure tells all sites.
+                    # A sender that reports its own failure tells all sites itself.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)
                 self._inboxes[header.lane].put(frame)
 
     def lost(self, peer: PeerConnection, reason: str, is_bad: bool) -> None:
-        """Forget a closed connection and dial again. Break a running round."""
         with self._changed:
             if self._peers.get((peer.rank, peer.lane)) is not peer:
                 return
@@ -298,8 +293,8 @@ class PeerLinks:
     def _dials(self, rank: int) -> bool:
         """Return whether this site dials `rank`.
 
-        Both sites of a relayed pair dial. Otherwise, the site without a listener dials, or the
-        lower rank if both listen.
+        Both sites dial if they connect through a relay. Otherwise, the site without a listener
+        dials, or the lower rank if both listen.
         """
         assert self._members is not None
         members = self._members.members

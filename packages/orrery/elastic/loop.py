@@ -1,12 +1,12 @@
 """Run a site's outer loop: exchange its weight change Δ, and step the outer optimizer.
 
-- `outer` defines the symbols. A round does not change the inner optimizer's state.
+- `outer.py` defines the symbols. A round does not change the inner optimizer's state.
 - After a broken link, the round is tried again without the lost sites.
-- Round 0 only compares digests, so that all sites start from equal weights.
+- Round 0 only compares digests, to ensure that all sites start from equal weights.
 - All ranks of a site call `exchange` together.
 - Round n exchanges fragment (n − 1) mod F of the weights' F fragments.
-- Inner steps may run between `send` and `apply` (arXiv 2501.18512), which sets θ_now ← αθ_now + (1
-  − α)θ.
+- Inner steps may run between `send` and `apply` (arXiv 2501.18512). `apply` then sets
+  θ_now ← αθ_now + (1 − α)θ.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class Weights(Protocol):
     num_parameters: int
 
     def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield each slice of the weights or of a fragment, with its values on the host."""
+        """Yield each slice of the weights or of a fragment, with its values in host memory."""
 
     def write(self, values: Floats, within: Fragment | None = None) -> None:
         """Replace the weights, or a fragment of them, by `values` f32[n]."""
@@ -68,7 +68,10 @@ class Ranks(Protocol):
     is_first: bool
 
     def from_first(self, make: Callable[[], T], kind: type[T]) -> T:
-        """Return the first rank's `make()` on every rank, or raise its error. A collective."""
+        """Call `make` on the first rank. Return its result, or raise its error, on every rank.
+
+        A collective.
+        """
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
         """Return every rank's value. A collective."""
@@ -85,8 +88,6 @@ class OneRank:
 
 
 class RoundRow(msgspec.Struct, frozen=True):
-    """One site's record of a round."""
-
     round: int
     epoch: int
     members: tuple[SiteMember, ...]
@@ -105,7 +106,7 @@ class _Result(NamedTuple):
 
 
 class OuterLoop:
-    """Run the rounds of one rank. The next round is number `round` and exchanges `fragment`."""
+    """Run the rounds of one rank. `round`: next round. `fragment`: weights that it exchanges."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class OuterLoop:
         self._thread.start()
 
     def apply(self, merge: float) -> RoundRow:
-        """Wait for the round that `send` began, and apply its step. Raise as `exchange` does.
+        """Wait for the round that `send` began, and apply its outer step. Raise as `exchange` does.
 
         `merge`: α, the share of θ_now in the new weights.
         """
@@ -268,7 +269,7 @@ class OuterLoop:
         return self._agreed(lambda it: it.abort(outer_round, lost))
 
     def _read_delta(self) -> float:
-        """Compute Δ, which an earlier attempt may have replaced. Return the site's ‖Δ‖²."""
+        """Compute Δ for each attempt, because exchanges overwrite it. Return the site's ‖Δ‖²."""
         norm = 0.0
         for part, values in self._own_delta():
             self.state.delta[part] = values
@@ -285,7 +286,6 @@ class OuterLoop:
                 yield block, self.state.start[block] - now
 
     def _try_exchange(self, outer_round: OuterRound, rank: int) -> tuple[list[int], int]:
-        """Return (ranks of lost sites, bytes sent)."""
         lost, sent = -1, 0
         if len(outer_round.weights) > 1 and any(outer_round.weights):
             try:

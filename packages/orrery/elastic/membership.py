@@ -1,7 +1,7 @@
 """Take part in a run's epochs and rounds through a replicated log.
 
 - A site changes the ledger, the run's shared state, by compare-and-swap while it holds its lease.
-- A site needs a majority of the coordinators to write.
+- A write needs a majority of the coordinators (sites that run etcd servers).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,14 +26,14 @@ class Membership(Protocol):
     def epoch(self) -> Epoch: ...
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
-        """Wait until all live members arrive, or `grace_s` after a quorum. Return the round.
+        """Wait for all live members, or for `grace_s` after a quorum arrived. Return the round.
 
         Raise Behind if the round is over, and ElasticError if fewer sites than the quorum are live
         after `deadline_s`.
         """
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
-        """Return whether the round is committed with `digest`. If not, retry the round."""
+        """Report `digest`. Return whether the round is committed. If not, the caller retries it."""
 
     def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
         """Report the lost ranks. Return the same round in a new epoch without dead sites."""
@@ -103,7 +103,7 @@ class LogMembership:
             raise
 
     def _await_state(self, site: SiteMember, terms: Terms) -> None:
-        """Wait `grace_s` for another site if no member is live and this site's state is old."""
+        """If no member is live and this site's state is old, wait `grace_s` for another site."""
         end_s = self._log.now_s() + self._pace.grace_s
         while True:
             view = self._log.read()
@@ -217,7 +217,7 @@ class LogMembership:
             raise LeaseLost(f"site {self._id[:8]} is not in epoch {ledger.epoch}")
 
     def _change(self, transition: Callable[[LedgerView], Ledger]) -> LedgerView:
-        """Apply `transition` until it leaves the ledger unchanged. Return the final view."""
+        """Write `transition`'s result until the ledger no longer changes. Return the final view."""
         while True:
             view = self._log.read()
             if self._id and self._id not in view.live:

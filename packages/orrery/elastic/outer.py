@@ -30,7 +30,6 @@ class OuterOptimizer:
     nesterov: bool
 
     def step(self, start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Floats]:
-        """Return the next (θ, m), each f32[n]."""
         lr, mu = np.float32(self.lr), np.float32(self.momentum)
         next_momentum = mu * momentum
         next_momentum += delta
@@ -48,12 +47,12 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return `now`, θ_now, as the next θ, because θ_start − Δ would round."""
+    """Return θ_now (`now`) as the next θ, without the rounding error of θ_start − Δ."""
     return now, momentum
 
 
 class OuterState:
-    """θ_start, m and Δ of one shard, each f32[n]. `fragments` cover the shard."""
+    """θ_start, m and Δ of one shard, each f32[n]. `fragments`: slices that cover the shard."""
 
     def __init__(self, num_parameters: int, fragments: Sequence[Fragment] = ()) -> None:
         self.start, self.momentum, self.delta = (
@@ -64,7 +63,7 @@ class OuterState:
         self.forget()
 
     def step(self, step: Step, fragment: int = 0) -> None:
-        """Replace θ_start and m of a fragment. First call `digest` with the same arguments."""
+        """Apply `step` to a fragment. First call `digest` with the same arguments."""
         for block in self._blocks(fragment):
             self.start[block], self.momentum[block] = self._stepped(step, block)
         self._digests[fragment], self._next = self._next, ""
@@ -74,7 +73,7 @@ class OuterState:
         self._digests = [""] * len(self.fragments)
 
     def digest(self, step: Step, fragment: int = 0) -> str:
-        """Return the sha256 of θ and m after `step` of a fragment, without changing the arrays."""
+        """Return the sha256 that θ and m would have after `step` of a fragment."""
         for other, known in enumerate(self._digests):
             if not known and other != fragment:
                 self._digests[other] = self._digest(no_step, other)
@@ -121,6 +120,6 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product, a float64 sum over parts that are summed in float32."""
+    """Return the inner product. Sum short runs in float32, and their sums in float64."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)

@@ -14,7 +14,7 @@ PROBE_S = 0.5
 PROBE_BYTES = 1 << 26
 FRAME = np.zeros(1 << 16, np.uint8)
 ANSWER_S = 5.0  # time limit for the answer
-FASTEST = 4000  # maximum reported speed in Mb/s, because processors limit faster links
+FASTEST = 4000  # maximum reported speed in Mb/s, because processors limit higher speeds
 
 
 class SpeedProbe:
@@ -22,7 +22,7 @@ class SpeedProbe:
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
-        # By sender: (epoch, round) of its measurement, and (time, bytes) of the frames
+        # Rank of the sender → (epoch, round) of its measurement, and (time, bytes) per frame
         self._arrivals: dict[int, tuple[tuple[int, int], list[tuple[float, int]]]] = {}
 
     def measure(
@@ -43,7 +43,6 @@ class SpeedProbe:
             time.sleep(1e-2)
 
     def arrived(self, header: Header, payload: Bytes) -> int | None:
-        """Count a received frame. Return the speed in Mb/s after the last frame."""
         now_s, at = time.monotonic(), (header.epoch, header.round)
         if self._arrivals.get(header.source, (None,))[0] != at:  # an earlier one was interrupted
             self._arrivals[header.source] = at, []

@@ -1,7 +1,7 @@
 """Serve snapshots to peers, and fetch a snapshot from several peers at once.
 
-Over HTTPS with mutual TLS, `/newest` returns the newest snapshot's header, and `/block/SHA256` a
-block.
+Over HTTPS with mutual TLS, `/newest` returns the newest snapshot's header, and `/block/SHA256`
+returns the block with this hash.
 """
 
 import http.client
@@ -33,10 +33,10 @@ from orrery.elastic.types import ElasticError
 
 HANDSHAKE_S = 5.0
 SILENCE_S = 20.0
-ANSWER_S = 300.0  # time limit of an answer, because a peer may send slowly
+ANSWER_S = 300.0  # time limit of a whole answer, for peers that send slowly
 MAX_STRANGERS = 64  # maximum number of unfinished handshakes
 POLL_S = 0.2
-LANES = 2  # connections per peer; one block arrives while another is hashed
+LANES = 2  # connections per peer, to receive one block while another is hashed
 MAX_HEADER_BYTES = 64 << 20
 # A header that is nested too deeply raises RecursionError.
 BAD_HEADER = (OSError, ValueError, RecursionError, msgspec.MsgspecError, ElasticError)
@@ -59,7 +59,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
 
     def find(self, sha256: str) -> bytes:
         with self._indexing:
-            # A run that was set back publishes a round again, so compare times too.
+            # After a rewind, a round is published again, so also compare modification times.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:
@@ -79,7 +79,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         request.settimeout(HANDSHAKE_S)
         with suppress(OSError):
             try:
-                request.getpeername()  # raises, as `wrap_socket` would leak a lost peer's socket
+                request.getpeername()  # raises for a lost peer; `wrap_socket` leaks its socket
                 wrapped = self._tls.wrap_socket(request, server_side=True)
             finally:
                 self._strangers.release()
@@ -88,7 +88,6 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
                 _Handler(wrapped, client_address, self)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Refuse a connection if MAX_STRANGERS handshakes are open."""
         return self._strangers.acquire(blocking=False)
 
 
@@ -139,7 +138,7 @@ class PeerSource:
         self._connection.close()
 
     def _get(self, path: str, most: int) -> bytes | None:
-        """Return the body, or None if the peer lacks it. Raise ValueError above `most` bytes."""
+        """Return the body of `path`, or None if missing. Raise ValueError above `most` bytes."""
         try:
             self._connection.request("GET", path)
             with _limited(self._connection.sock):
@@ -180,7 +179,7 @@ def fetch_state(
 ) -> Path:
     """Fetch the newest committed state from all peers. Return the snapshot's folder.
 
-    `peers` returns the live sites' servers. `wanted` returns the number and digest of the last
+    `peers` returns ADDRESS:PORT of snapshot servers. `wanted` returns number and digest of the last
     round. Raise ElasticError after `deadline_s`.
     """
     end_s, reason = time.monotonic() + deadline_s, "no peer is live"

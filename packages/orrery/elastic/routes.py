@@ -1,9 +1,9 @@
-"""Choose the ring's order and each pair's relay from measured speeds.
+"""Choose the order of sites in the ring, and relays between sites, from measured speeds.
 
-- Speeds are in Mb/s; 0 is unmeasured. All sites use equal speeds, so their choices agree.
+- Speeds are in Mb/s; 0 is unmeasured. All sites use the same speeds, so their choices agree.
 - A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
   faster. A relayed path counts with half its speed, as a relay also carries its own frames.
-- The ring's order maximises the speed of its slowest edge. Above MOST_EXACT sites, it is greedy.
+- The order maximises the speed of the slowest edge. Above MOST_EXACT sites, the search is greedy.
 """
 
 from functools import cache
@@ -16,11 +16,11 @@ MOST_EXACT = 10
 
 @cache
 def relay(epoch: Epoch, a: int, b: int) -> int | None:
-    """Return the rank that relays between a and b, or None."""
+    """Return the rank that relays between a and b, or None if they connect directly."""
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
-    turn = accepting[(a + b) % len(accepting) :] + accepting  # equally fast relays share the pairs
+    turn = accepting[(a + b) % len(accepting) :] + accepting  # spreads pairs over equal relays
     best = max(turn, key=lambda r: _detour(epoch, a, r, b))
     if not epoch.members[a].port and not epoch.members[b].port:
         return best
@@ -38,13 +38,13 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
         for a in range(num)
     ]
     most = max(map(max, rows))
-    # Unmeasured pairs count as the fastest pair.
+    # Assume that unmeasured pairs are as fast as the fastest pair.
     rows = [[each or most for each in row] for row in rows]
     return _exact(rows) if num <= MOST_EXACT else _greedy(rows)
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
-    """Return the lowest speed of an edge of `chosen`'s ring, with the speeds of `newest`, or 0."""
+    """Return the speed of the slowest edge in the ring of `chosen`, by the speeds of `newest`."""
     order = ring_order(chosen)
     edges = zip(order, [*order[1:], *order[:1]], strict=True)
     found = [_path(newest, a, relay(chosen, a, b), b) for a, b in edges if a != b]

@@ -1,8 +1,8 @@
-"""Store a training state as folders of hashed blocks.
+"""Store training states as snapshots (folders of files with hashed blocks).
 
-- A snapshot is a folder `round_N` with a file for each part, and `snapshot.json` with the sha256 of
+- A snapshot `round_N` has a file for each part of the state, and `snapshot.json` with the sha256 of
   each block. A rename publishes the folder, so readers see it complete.
-- The trainer only copies its state into `round_N.copied`. Another process hashes and publishes it.
+- The trainer only copies its state to `round_N.copied`. Another process hashes and publishes it.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class SnapshotPart(msgspec.Struct, frozen=True):
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """The header of a snapshot after `round`. `digest` names the state in the log."""
+    """The header of a snapshot after `round`. `digest`: digest of the state in the ledger."""
 
     round: int
     digest: str
@@ -105,7 +105,7 @@ def read_header(snapshot: Path) -> StateSnapshot:
 
 
 def check_header(header: StateSnapshot, place: str) -> None:
-    """Raise ElasticError if a part lies outside the folder, or its size does not fit its blocks."""
+    """Raise ElasticError if a part's path is invalid or its size does not match its blocks."""
     for name, part in header.parts.items():
         count = -(-part.num_bytes // max(header.block_bytes, 1))
         if not _PART.fullmatch(name) or name == HEADER or count != len(part.blocks):
@@ -221,7 +221,7 @@ def _remove(snapshots: Iterable[Path]) -> None:
     for path in snapshots:
         aside = path.with_name(f".{path.name}.removed")
         with suppress(OSError):
-            path.rename(aside)  # readers never see a partly removed folder
+            path.rename(aside)  # a rename, so that readers never see a partly removed folder
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -246,7 +246,7 @@ def verify(snapshot: Path) -> StateSnapshot:
 def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
     """Fetch a snapshot and publish it below `folder`.
 
-    Drop a source that fails or sends a wrong block. Raise ElasticError if blocks are still missing.
+    Drop a source that fails or sends a wrong block. Raise ElasticError if blocks cannot be fetched.
     """
     place = snapshot_dir(folder, header.round)
     partial = place.with_name(f".{place.name}.{_digest_of(header)[:12]}.partial")
@@ -296,7 +296,7 @@ class _BlockQueue:
                 fault = "lacking"
             except (OSError, ValueError) as error:
                 fault = f"{source.name}: {error or type(error).__name__}"
-            finally:  # other threads may wait for this block
+            finally:
                 self._done(block if fault else None)
             if fault and fault != "lacking":
                 with self._changed:
@@ -304,7 +304,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Return a block for this source, or None. Wait while other threads may put blocks back."""
+        """Return a block to read, or None. Wait while other threads may fail and return blocks."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):

@@ -14,7 +14,7 @@ from orrery.runtime.run_directory import SITE_FILE
 
 
 class ElasticError(OrreryError):
-    """A site cannot join or cannot go on."""
+    """A site cannot join or continue the run."""
 
 
 class LeaseLost(Exception):

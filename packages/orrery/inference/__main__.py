@@ -1,6 +1,6 @@
-"""Run one vLLM server, replica `index` of the stage: `python -m orrery.inference`.
+"""Run the vLLM server of one replica: `python -m orrery.inference`.
 
-The other nodes of a replica run `headless`.
+Further nodes of a replica run `orrery.inference.headless`.
 """
 
 import gc
@@ -32,7 +32,7 @@ def main() -> None:
 def run(role: str) -> None:
     gc.disable()  # garbage collections would slow the imports
     with role_process(role) as ctx:
-        run_token()  # raise token errors before vLLM's long start
+        run_token()  # check the access token before vLLM's long start
         ctx.health.doing("loading vLLM")
         engine, part = engine_and_part(ctx)
         inference = ctx.manifest.inference.of_engine(engine)

@@ -1,7 +1,4 @@
-"""Build vLLM's command line and environment from the manifest, without importing vLLM.
-
-`manifest.inference` has the flags that influence results.
-"""
+"""Build vLLM's command line and environment from the manifest, without importing vLLM."""
 
 import json
 import os
@@ -37,9 +34,9 @@ BACKEND = "orrery"  # our weight receiver in vLLM
 ADAPTER_BACKEND = "orrery_adapters"
 # The full name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-ENGINE_READY_S = 600  # time limit for loading and compiling the model, before scaling
-HEAD, MEET_S = "engine_head", 0.1  # rendezvous role of an engine's first node; poll interval in s
-KEEP_ALIVE_S = 600  # seconds until the server closes idle connections; clients do so earlier
+ENGINE_READY_S = 600  # time limit for loading and compiling the model
+HEAD, MEET_S = "engine_head", 0.1  # role that publishes an engine's address; poll interval in s
+KEEP_ALIVE_S = 600  # idle seconds until the server closes a connection; clients close earlier
 # vLLM's LoRA kernels for experts need a GPU, so adapters never target experts.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -59,10 +56,7 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
 
 
 def check_release(manifest: Manifest, weights: Path, known: Collection[str], release: str) -> None:
-    """Raise OrreryError if vLLM `release` lacks the architecture that `weights`/config.json names.
-
-    Models of the family `hugging_face` are not checked.
-    """
+    """Raise OrreryError if vLLM `release` lacks the architecture in `weights`/config.json."""
     (name,) = json.loads((weights / "config.json").read_text())["architectures"]
     if manifest.model.family != "hugging_face" and name not in known:
         raise OrreryError(
@@ -74,7 +68,6 @@ def check_release(manifest: Manifest, weights: Path, known: Collection[str], rel
 def server_arguments(
     manifest: Manifest, weights: Path, index: int, host: str, port: int, adapter: Path | None = None
 ) -> list[str]:
-    """Return the arguments of `vllm serve` for replica `index`. `adapter`: LoRA folder."""
     inference, is_cpu = manifest.inference, manifest.hardware.accelerator == "cpu"
     backend = BACKEND if adapter is None else ADAPTER_BACKEND
     arguments = {
@@ -125,7 +118,7 @@ def server_arguments(
     if adapter is not None:
         flags += _adapter_arguments(manifest, adapter)
     if not is_cpu:
-        # `kv_cache_bytes` sizes the cache. vLLM only checks that this fraction is free.
+        # vLLM only checks that this fraction is free. `kv_cache_bytes` sizes the cache.
         arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
@@ -162,16 +155,15 @@ def _spread(manifest: Manifest) -> dict[str, str]:
         if fp8 is not None and manifest.model.mla is not None:
             others.append(_NARROW)
         arguments |= {
-            # DeepGEMM and the trainer also use one scale per 128 × 128 block.
+            # One scale per 128 × 128 block, as in DeepGEMM and the trainer
             "--quantization": "fp8_per_block",
-            # Routers in fp8 would choose other experts.
+            # Routers stay unquantized, because fp8 routers would choose other experts.
             "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$", *others]}),
         }
     return arguments
 
 
 def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
-    """Return the engine's index, and this node's number within the engine."""
     if ctx.role == "inference":
         return ctx.index, 0
     for process in stage(ctx.manifest, ctx.stage).processes:
@@ -240,7 +232,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
         for factor, shape in shapes.items()
     }
     save_file(factors, aside / "adapter_model.safetensors")
-    sync_tree(aside)  # later starts use an existing folder unchecked
+    sync_tree(aside)  # before the rename, because later starts do not check the folder
     try:
         aside.rename(folder)
     except OSError:
@@ -277,7 +269,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
         refuse_open_interfaces("inference.kv_transfer.kind 'mooncake'")
         refuse_missing_rdma("inference.kv_transfer", manifest.inference.kv_transfer.protocol)
     if manifest.inference.prefill_replicas:
-        # Data-parallel rank r of NIXL listens at port + r.
+        # With NIXL, data-parallel rank r listens at port + r.
         port = adjoining_ports(manifest.inference.data_parallel, host)
         os.environ.update(transfer_environment(manifest, host, port))
         if manifest.inference.kv_transfer.kind == "nixl":

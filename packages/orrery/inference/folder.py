@@ -1,7 +1,7 @@
 """Serve a Hugging Face folder for `orrery serve`: `python -m orrery.inference.folder`.
 
 The run directory has no manifest, but a link `weights/serve` to the folder. On a CPU, `--dtype` is
-set, because vLLM would otherwise not compute in float32.
+set from config.json, because vLLM would not choose float32 itself.
 """
 
 import gc
@@ -25,7 +25,6 @@ MAX_ERROR_CHARACTERS = 300
 
 
 def arguments(folder: Path, host: str, port: int, cpu_cache_bytes: int | None) -> list[str]:
-    """Return the arguments of `vllm serve`. `cpu_cache_bytes` is None on a GPU."""
     found = ["--model", str(folder), "--served-model-name", folder.name]
     found += ["--host", host, "--port", str(port), "--max-model-len", "auto"]
     found += ["--middleware", "orrery.inference.front.RequireKey"]
@@ -52,7 +51,6 @@ def environment(host: str, is_cpu: bool) -> None:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first line of vLLM's error, without pydantic's heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((line for line in lines if line.startswith("Value error, ")), (lines or [""])[0])
     said = said.removeprefix("Value error, ").partition(" [type=")[0]
@@ -60,7 +58,7 @@ def first_sentence(error: Exception) -> str:
 
 
 def main() -> None:
-    gc.disable()  # garbage collections would slow the imports
+    gc.disable()
     with role_process("inference") as ctx:
         if not run_token():
             raise OrreryError("no token arrived on standard input; type `orrery serve FOLDER`")

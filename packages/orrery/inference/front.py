@@ -2,7 +2,7 @@
 
 - Only `ROUTES` are forwarded, with the headers in `ASKED`.
 - The credential is checked before the body is read.
-- vllm-router checks each key at our path `AUTHORIZED`, so other users of the host have no access.
+- vllm-router checks keys by a request to our path `AUTHORIZED`, so it refuses other users.
 """
 
 import asyncio
@@ -249,7 +249,7 @@ class _Caller(asyncio.Protocol):
             self.transport.close()
 
     def fail(self, error: Exception) -> None:
-        """Answer 502. After a partial answer, disconnect, so that it looks incomplete."""
+        """Answer 502, or disconnect after a partial answer, so that the caller sees an error."""
         self.upstream = None
         if self.is_answered:
             return self.transport.abort()
@@ -373,7 +373,7 @@ class RequireToken:
     """ASGI middleware: answer 401 without the path's credential, before the body is read.
 
     GENERATE needs the credential `generate`. Paths in OPEN need none. Others need `administer`.
-    An engine that has no token of its own refuses all requests under a launcher, and accepts all
+    Without a token, an engine refuses all requests if a launcher started it, and accepts all
     requests if it was started by hand.
     """
 

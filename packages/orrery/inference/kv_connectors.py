@@ -1,11 +1,11 @@
 """Configure vLLM's KV transfers and KV tiers from the manifest, without importing vLLM.
 
 - Transfer: the first `prefill_replicas` engines prefill, and the others read their KV blocks. A
-  block's lease (time until its reuse) outlasts any request. Otherwise, NIXL could send another
-  request's cache.
+  block's lease (time until its reuse) outlasts any request, because NIXL could otherwise send the
+  cache of another request.
 - Tiers: KV blocks and routes (chosen experts) on disk take at most `disk_bytes` together.
-- A block's hash includes the policy version. A resumed attempt repeats versions, so earlier
-  attempts' files are removed.
+- A block's hash includes the policy version. A resumed run repeats versions, so the files of its
+  earlier attempts are removed.
 """
 
 import json
@@ -33,7 +33,7 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-LEASE_MARGIN_S = 300.0  # added to a client's timeout, before scaling
+LEASE_MARGIN_S = 300.0  # added to a client's request timeout
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 HASH_SEED = "0"  # gives all engines equal block hashes, also after restarts
 STORE_DEADLINE_S = 120.0
@@ -45,7 +45,7 @@ def lease_s(manifest: Manifest) -> int:
 
 
 def connector_config(manifest: Manifest, index: int, disk: Path) -> dict[str, Any] | None:
-    """Return vLLM's connector config, or None. `disk`: the tiers' folder."""
+    """Return vLLM's KV connector config, or None. `disk`: folder of the disk tier."""
     transfer, tiers = _transfer_config(manifest, index), _offload_config(manifest, disk)
     if transfer is None or tiers is None:
         return transfer or tiers
@@ -65,7 +65,7 @@ def _transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if index < inference.prefill_replicas else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "engine_id": f"{index}-{uuid.uuid4()}",  # new at each start, as a restart loses blocks
+        "engine_id": f"{index}-{uuid.uuid4()}",  # new id per start, because a restart loses blocks
     }
     if transfer.kind == "nixl":
         return config | {
@@ -94,7 +94,7 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 
 def handover(config: Any, host: str) -> dict[str, str]:
     if config is None or "VLLM_MOONCAKE_BOOTSTRAP_PORT" not in os.environ:
-        return {}  # NIXL's producer sends these values with each answer
+        return {}  # NIXL itself adds its id and address to each answer
     return {
         "kv_engine_id": config.engine_id,
         "kv_bootstrap": f"http://{host}:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}",
@@ -153,21 +153,21 @@ def connect(ctx: RoleContext, engine: int) -> list[str]:
         os.environ.update(store_environment(ctx.manifest, disk, store.info["rpc"]))
     elif offload.kind == "tiers":
         prefix = run_directory.role_memory_prefix(ctx.run_dir, ctx.name)
-        config["engine_id"] = f"{prefix}{uuid.uuid4()}"  # vLLM names the host tier's file by it
+        config["engine_id"] = f"{prefix}{uuid.uuid4()}"  # part of the host tier's file name
         prepare_disk(disk)
     os.environ.update(routes_environment(ctx.manifest, disk))
     return ["--kv-transfer-config", json.dumps(config)]
 
 
 def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
-    """Return the variables that make vLLM keep routes as long as their KV blocks.
+    """Return variables that make vLLM keep routes (chosen experts) as long as their KV blocks.
 
     `host_bytes` is per engine, `kv_cache_bytes` per device.
     """
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
         return {}
-    # Twice the host tier's blocks, because blocks and routes are evicted in different orders.
+    # Keep routes of twice the host tier's blocks, because the eviction orders differ.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
@@ -200,7 +200,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write the store client's config. Return the variable that names it."""
+    """Write the config file of Mooncake's client. Return the variable with its path."""
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
     share = offload.segment_bytes // manifest.inference.devices_per_replica
@@ -252,7 +252,7 @@ FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
 
 
 class BoundedFolder:
-    """A folder with a size limit per process. Readers must accept missing files."""
+    """Evict old files of a folder above a size limit. Readers must accept missing files."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
@@ -282,7 +282,6 @@ class BoundedFolder:
                     self._sizes.move_to_end(path)
 
     def _enter(self, paths: Iterable[str], num_bytes: int) -> list[str]:
-        """Add new files. Return the evicted files. The caller removes them."""
         size, removed = on_disk_bytes(num_bytes), []
         with self._lock:
             for path in paths:
@@ -326,14 +325,13 @@ def _path(folder: Path, key: str) -> Path:
 
 
 class RoutesOnDisk:
-    """Routes on disk, one file per block. One thread writes, any thread reads."""
+    """Routes on disk, one file per KV block. One thread writes, any thread reads."""
 
     def __init__(self) -> None:
         self._folder = Path(os.environ[FOLDER])
         self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
 
     def write(self, objects: Iterable[Any]) -> None:
-        """Write routes. Drop them on disk errors."""
         for each in objects:
             path = _path(self._folder, each.key)
             aside = path.with_suffix(f".{os.getpid()}")

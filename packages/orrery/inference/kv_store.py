@@ -19,7 +19,6 @@ LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4"}
 
 
 def master_program() -> Path:
-    """Return the path of Mooncake's master."""
     program = Path(sysconfig.get_path("platlib")) / "mooncake" / "mooncake_master"
     if not program.is_file():
         raise OrreryError(
@@ -78,7 +77,7 @@ def _listens(host: str, port: int) -> bool:
 def _loads(library: str) -> bool:
     """Return whether the library loads in a subprocess.
 
-    NIXL brings its own rdma-core, and a process with two copies crashes at exit.
+    In this process, it could conflict with NIXL's copy of rdma-core and crash at exit.
     """
     probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"
     command = [sys.executable, "-S", "-c", probe, library]

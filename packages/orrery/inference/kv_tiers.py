@@ -1,7 +1,8 @@
 """Limit the size of vLLM's disk tier for KV blocks, and make all tiers work on CPU.
 
-vLLM recomputes the blocks of a file that disappears. vLLM 0.32 refuses to offload on CPU, so
-`_stand_in` replaces device copies by memory copies. Remove this module when vLLM does both.
+vLLM recomputes the blocks of missing files. vLLM 0.32 refuses to offload on CPU, so `_stand_in`
+replaces device copies by memory copies. Remove this module when vLLM limits the tier and offloads
+on CPU.
 """
 
 import contextlib
@@ -40,7 +41,6 @@ class BoundedFiles(FileSystemTierManager):
         self._enqueue(job_id, n_tasks, [partial(self._store, task) for task in tasks])
 
     def _store(self, task: Any) -> None:
-        """Run `task`, a `functools.partial` whose first argument is the paths that it writes."""
         with self._files.writing(task.args[0], self._block_size):
             task()
 
@@ -53,8 +53,6 @@ SecondaryTierFactory.register_tier(DISK_TIER, __name__, BoundedFiles.__name__)
 
 
 class _Event:
-    """An event that is always complete, as CPU copies are synchronous."""
-
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at_s = 0.0
 
@@ -109,7 +107,7 @@ class _Torch:
 
 
 class _OnDevice(torch.Tensor):
-    """A CPU tensor of KV blocks. vLLM asserts that the cache is on a device."""
+    """A CPU tensor that passes vLLM's assertion that the KV cache is on a device."""
 
     is_xpu = True  # type: ignore[assignment]
 

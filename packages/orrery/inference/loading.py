@@ -1,8 +1,9 @@
 """Find the weight slices that this engine rank needs, and copy them into vLLM's layers.
 
-- `learn` records the copies of the model's `load_weights` as boxes: a (start, stop) per dimension.
-- `Loading` passes each complete layer to vLLM's layerwise reload, which repacks or quantizes it at
-  the addresses that CUDA graphs use.
+- `learn` records which boxes the model's `load_weights` copies. A box is a (start, stop) per
+  dimension.
+- `Loading` passes each complete layer to vLLM's layerwise reload, which repacks or quantizes it
+  without changing the addresses that CUDA graphs use.
 """
 
 import math
@@ -67,8 +68,6 @@ class Filling:
 
 @dataclass
 class Needs:
-    """The destinations by tensor name, and the fillings by layer name."""
-
     destinations: dict[str, list[Destination]] = field(default_factory=dict)
     fillings: dict[str, list[Filling]] = field(default_factory=dict)
 
@@ -96,9 +95,9 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
 
 @contextmanager
 def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
-    """Put the parameters on the meta device in the `with` body, in the layout before repacking.
+    """In the `with` body, keep parameters on the meta device, in their layout before repacking.
 
-    Yield {storage address: (layer, parameter)} by name.
+    Yield {storage address: (layer name, parameter name)}.
     """
     try:
         for layer in model.modules():
@@ -135,7 +134,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # By storage address. Keeping a tensor prevents reuse of its address.
+        # Key: storage address. The tensor is kept so that its address is not reused.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:
@@ -187,7 +186,7 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the box of a dense tensor of `shape` that `of` views, and `into`'s stride per box dim.
+    """Return the box that `of` covers in a dense tensor of `shape`, and `into`'s stride per dim.
 
     Raise ValueError if the view is not a box.
     """
@@ -238,7 +237,6 @@ class Run(NamedTuple):
 
     @property
     def in_words(self) -> "Run":
-        """Return the copy in 8-byte words if possible, for speed."""
         size = WORD.itemsize // self.dtype.itemsize
         numbers = (
             self.begin // self.dtype.itemsize,
@@ -340,7 +338,7 @@ class Loading:
 
     @torch.no_grad()
     def load(self, copies: list[Run], bucket: torch.Tensor) -> None:
-        """Copy from `bucket`, u8[bytes], and process each layer that is then complete."""
+        """Copy from `bucket`, u8[bytes]. Let vLLM process each layer that is then complete."""
         for run in copies:
             layer = self._layers[run.layer]
             if run.layer not in self._begun:

@@ -28,12 +28,10 @@ WHERE = "set it in the hardware axis or the run file"
 
 
 def explain(cause: str, manifest: Manifest, weights: Path) -> str | None:
-    """Return advice on vLLM's error `cause`, or None if it is not about memory."""
     inference = manifest.inference
     if found := CPU_CACHE.search(cause):
         free = int(float(found[1]) * GIB)
         head = f"{_size(free)} of host memory were free for it"
-        # All engines of a host see the same free memory.
         engines = -(-inference.num_replicas // manifest.hardware.num_nodes)
         if engines > 1:
             head += f", to be shared by {engines} engines"

@@ -1,7 +1,4 @@
-"""Register Orrery as a vLLM plugin, and add methods to vLLM's worker class.
-
-vLLM's HTTP route `/collective_rpc` calls a method on every worker of an engine.
-"""
+"""Register Orrery as a vLLM plugin, and add methods to vLLM's worker class."""
 
 import asyncio
 import multiprocessing
@@ -14,7 +11,7 @@ from orrery.inference.patches import registry
 from orrery.runtime.parent_watch import die_with_parent
 from orrery.wire.fingerprint import digest
 
-# Environment variable: prefix of the engine's shared memory names.
+# Environment variable that holds the prefix of the engine's shared memory names.
 SHARED = "ORRERY_SHARED_MEMORY"
 
 _registered = False
@@ -31,17 +28,13 @@ def register() -> None:
     for backend, name in ((BACKEND, "Receiver"), (ADAPTER_BACKEND, "AdapterReceiver")):
         WeightTransferEngineFactory.register_engine(backend, "orrery.inference.receiver", name)
     registry.correct_engine(os.environ.get(SHARED))
-    os.register_at_fork(after_in_child=die_with_parent)  # a fork does not call `register`
+    os.register_at_fork(after_in_child=die_with_parent)  # forks do not call `register`
     if multiprocessing.parent_process() is not None:
         die_with_parent()
 
 
 class AttestingWorker:
-    """A mixin for vLLM's worker class (`--worker-extension-cls`).
-
-    `keep_no_longer` and `read_no_more` free a transfer's KV blocks before their lease (time limit)
-    ends. NIXL needs no `read_no_more`, because its readers detect a lost engine.
-    """
+    """A mixin for vLLM's worker class (`--worker-extension-cls`)."""
 
     weight_transfer_engine: Any
     finish_weight_update: Any
@@ -73,13 +66,13 @@ class AttestingWorker:
         }
 
     def update_parts(self) -> dict[str, float]:
-        """Return {part of the last weight update: seconds}, or {} for adapters."""
+        """Return {step of the last weight update: seconds}, or {} for adapters."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
         seconds = {} if parts is None else parts.seconds
         return {name: round(each, 6) for name, each in seconds.items()}
 
     def keep_no_longer(self, names: list[str]) -> None:
-        """Free a prefill engine's KV blocks. `names`: request (NIXL) or transfer (Mooncake) ids."""
+        """Free KV blocks kept for transfer. `names`: request (NIXL) or transfer (Mooncake) ids."""
         worker = _connector_worker()
         if not hasattr(worker, "reqs_need_send"):
             worker._reqs_to_send |= {name: 0.0 for name in names if name in worker._reqs_to_send}
@@ -93,7 +86,7 @@ class AttestingWorker:
         asyncio.run_coroutine_threadsafe(expire(), worker.sender_loop).result()
 
     def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail current and later KV reads from an engine that has ended."""
+        """Fail KV reads from an ended engine. Do nothing with NIXL, which detects lost engines."""
         from orrery.inference.patches.vllm import give_up_pulls_of
 
         worker = _connector_worker()

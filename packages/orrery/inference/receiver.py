@@ -1,6 +1,6 @@
 """Load a published weight version into the running model, and fingerprint its tensors.
 
-- A version arrives as whole tensors, as LoRA factors, or (direct transports) as this rank's slices.
+- A version arrives in files, as whole tensors or LoRA factors, or by direct transfer, as slices.
 - A fingerprint of kind "resident" is taken from the loaded model. If the engine repacks or slices
   the tensor, the fingerprint is taken on arrival ("as_consumed").
 - An update fails if it lacks a tensor of the engine's first checkpoint.
@@ -68,7 +68,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     path: str
     version: int
     engine: str = "engine"
-    transfer: int = 0  # number of a direct transfer, 0 for files
+    transfer: int = 0  # transfer number, 0 if `path` holds files
 
 
 class Consumed(NamedTuple):
@@ -80,7 +80,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """FP8 slices of a transfer round, and copies of decoded (`wide`) and other (`plain`) slices."""
+    """How to load one transfer round: FP8 slices to decode, and copies into the model."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -126,11 +126,11 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _receive(self, update: UpdateInfo) -> None:
-        """Receive a version completely, or raise."""
+        """Receive a whole weight version, or raise."""
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
-        """Make the model usable again. Return the fingerprints, or {} unless `is_whole`."""
+        """Make the model usable. Return its fingerprints, or {} if the update is not whole."""
 
 
 class Receiver(Backend):
@@ -157,7 +157,7 @@ class Receiver(Backend):
             self.model.load_weights(decoded(self._fingerprinted(update)))
             self._check_complete(update)
         else:
-            # Set no `torch.device` context: dynamo would recurse endlessly in vLLM's FP8 rounding.
+            # A `torch.device` context would make dynamo recurse endlessly in vLLM's FP8 rounding.
             with set_current_vllm_config(self.vllm_config):
                 self._take(update)
 
@@ -279,7 +279,7 @@ class Receiver(Backend):
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             total = info.load_numel_total or 0
-            # vLLM resets a complete layer's element count. An embedding's padding never arrives.
+            # vLLM resets a complete layer's `load_numel`. A padded embedding is never complete.
             is_begun = info.can_load() and 0 < info.load_numel < total
             if is_begun and not isinstance(layer, VocabParallelEmbedding):
                 raise ValueError(
@@ -300,7 +300,7 @@ class Receiver(Backend):
         return names
 
     def _resident(self, name: str, consumed: Consumed) -> torch.Tensor | None:
-        """Return the tensor in the loaded model, or None if it is repacked or sliced."""
+        """Return the loaded model's tensor, or None if vLLM repacked or sliced it."""
         if name not in self._places:
             self._places[name] = self._place(name)
         place = self._places[name]
@@ -399,7 +399,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a factor's fingerprint and kind, from vLLM's `buffer` if the factor fits."""
+    """Return a LoRA factor's fingerprint and kind. Read vLLM's `buffer` if the factor fits."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED

@@ -30,8 +30,8 @@ from orrery.runtime.token import Purpose, authorization, run_token
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-ENGINES_DEADLINE_S = 600.0  # maximum wait for all engines, scaled by ORRERY_DEADLINE_SCALE
-CLIENT_FIRST_S = 60.0  # extends the router's timeout, so that clients time out first
+ENGINES_DEADLINE_S = 600.0  # maximum wait for all engines
+CLIENT_FIRST_S = 60.0  # added to the router's timeout, so that clients time out first
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_program as run; run()")
@@ -44,7 +44,7 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # The router answers 429 above this limit. Old and new requests may overlap, hence the 2.
+    # The router answers 429 above `most`. The factor 2 allows old and new requests to overlap.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
@@ -70,7 +70,7 @@ def router_arguments(
 def router_program() -> None:
     """Run vllm-router. The first command-line argument is the URL that validates API keys.
 
-    vllm-router 0.1.17 has no option for it. With an empty URL, it accepts every call.
+    vllm-router 0.1.17 has no option for this URL. An empty URL accepts every call.
     """
     from vllm_router.launch_router import launch_router, parse_router_args
 

@@ -1,8 +1,8 @@
 """Run one vLLM server in this process: start it, publish its address, end its processes.
 
 - The address is published once /health answers.
-- vLLM's processes end with this process. It ends within WATCH_S of an engine core's death.
-- With the role `headless`, this process runs engine cores for a server on another node.
+- vLLM's processes end with this process, which ends within WATCH_S of an engine core's death.
+- In the role `headless`, it runs engine cores for a server on another node.
 - SIGTERM ends all processes within STOP_S and deletes KV blocks on disk. Failures keep the blocks.
 """
 
@@ -63,8 +63,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM, then remove `disk`, the folder of KV blocks.
 
-    Raise RunFailed if the engine fails to start or dies, and OutOfMemory if `explain` has advice on
-    a failed start.
+    Raise RunFailed if the engine dies or does not start. If `explain` returns a message for the
+    cause of a failed start, raise OutOfMemory.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -107,12 +107,12 @@ class Left:
     scratch: Path
     start: str
     shared: str
-    disk: Path | None  # folder of KV blocks, kept after a failure
-    pid: int  # of the server, because its forks must not remove files
+    disk: Path | None  # folder of KV blocks
+    pid: int  # server process, because forks must not remove files
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
-        """Return this engine's leftovers. Call this before TMPDIR changes."""
+        """Return the names of this engine's files. Call this before TMPDIR changes."""
         tempfile.tempdir = None
         name = ctx.index if ctx.role == "inference" else ctx.name
         start = run_directory.start_prefix(ctx.run_dir, name)
@@ -120,7 +120,6 @@ class Left:
         return Left(Path(tempfile.gettempdir()), start, shared, disk, os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
-        """Remove files and shared memory, and `disk` if SIGTERM `ended` the engine."""
         if os.getpid() != self.pid:
             return
         run_directory.remove_folders(self.start, self.scratch)
@@ -151,7 +150,7 @@ async def _serve(
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
     gc.freeze()  # shorten vLLM's gc.collect() calls
-    # Building the client blocks the event loop, so the heartbeat starts after it.
+    # Building the client blocks the event loop, so start the heartbeat afterwards.
     async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)
@@ -187,7 +186,6 @@ async def _serve(
 
 
 async def _run_ranks(ctx: RoleContext, args: Namespace, death: Callable[[], str | None]) -> None:
-    """Run engine ranks for another node's server. Raise RunFailed if one dies."""
     from vllm import AsyncEngineArgs
     from vllm.utils.network_utils import get_tcp_uri
     from vllm.v1.engine.utils import CoreEngineProcManager
@@ -221,10 +219,7 @@ def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
 
 
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
-    """Return an event that is set when vLLM begins to shut down.
-
-    After STOP_S, the remaining processes are killed.
-    """
+    """Return an event that vLLM's shutdown sets. After STOP_S, end all processes."""
     stopping = threading.Event()
     shutdown = engine.shutdown
 
@@ -293,8 +288,8 @@ async def _healthy(host: str, port: int) -> bool:
 def root_cause(error: Exception, log: Path, begin: int) -> str:
     """Return the cause of a failed start: an exception in `log` after byte `begin`, or `error`.
 
-    Order of preference: exceptions logged as ERROR, other exceptions, handled exceptions,
-    consequences of another process's end.
+    Order of preference: exceptions logged as ERROR, other, handled, and consequences of another
+    process's end.
     """
     if POINTER not in str(error):
         return str(error)

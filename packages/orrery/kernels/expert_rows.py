@@ -7,7 +7,7 @@ T tokens · K experts per token · M = T·K routed rows · E experts · D hidden
     act_MI = swiglu_rows(grouped_matmul(x_MD, gate_up_E2ID, rows.ends_E), score_M)
     out_TD = combine_rows(grouped_matmul(act_MI, down_EDI, rows.ends_E), rows)
 
-Sums are in float32 in a fixed order, and rounded once. There are no host syncs.
+Sums are in float32, in a fixed order. There are no host syncs.
 """
 
 import os
@@ -36,10 +36,10 @@ class RowOrder(NamedTuple):
 
 
 def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:
-    """Sort slots by expert, stably. `expert_TK` holds integers in [0, num_experts].
+    """Sort slots stably by expert. `expert_TK` holds integers in [0, num_experts].
 
-    Slots with `num_experts` have no expert. Their rows come last. Padding makes each expert's rows
-    begin at a multiple of `block`.
+    Slots with `num_experts` have no expert and come last. Padding makes each expert's rows begin at
+    a multiple of `block`.
     """
     # Narrow sort keys are faster, because a radix sort makes one pass per byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
@@ -63,17 +63,14 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOr
 
 
 def gather_rows(x_TD: Tensor, order: RowOrder, backend: Backend | None = None) -> Tensor:
-    """Return x_MD: each row's token."""
     return _Gather.apply(x_TD, order.row_M, order.place_TK, backend or _choose_backend(x_TD))
 
 
 def combine_rows(y_MD: Tensor, order: RowOrder, backend: Backend | None = None) -> Tensor:
-    """Return out_TD: each token's sum over its K rows."""
     return _Combine.apply(y_MD, order.row_M, order.place_TK, backend or _choose_backend(y_MD))
 
 
 def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
-    """Return the slots' values in row order [M]."""
     return _OrderSlots.apply(value_TK, order.row_M, order.place_TK)
 
 
@@ -193,7 +190,6 @@ def _aten_swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
 def _aten_swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Use silu'(g) = σ(g) (1 + g (1 − σ(g)))."""
     dtype = _wide(gate_up_M2I.dtype)
     gate_MI, up_MI = gate_up_M2I.to(dtype).chunk(2, dim=1)
     grad_MI = grad_MI.to(dtype)
@@ -288,10 +284,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def wide_linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Return x · weightᵀ [T, N] in float32 (float64 for float64).
-
-    x [T, D] and weight [N, D] have one floating dtype.
-    """
+    """Return x · weightᵀ [T, N] in float32 (float64 for float64)."""
     if x_TD.is_cuda and x_TD.dtype in HALF and x_TD.dtype == weight_ND.dtype:
         return torch.ops.orrery.wide_linear(x_TD, weight_ND)
     return reference_wide_linear(x_TD, weight_ND)

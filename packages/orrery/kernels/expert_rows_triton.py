@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_BLOCK = 2048  # maximum number of columns in registers at a time
+MAX_BLOCK = 2048  # maximum number of columns in registers
 
 
 def spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:

@@ -18,7 +18,7 @@ log = logging.getLogger("orrery.kernels.flash_mla")
 
 HOPPER = (9, 0)
 WIDTH, VALUE_WIDTH = 576, 512  # accepted widths of a key and of its value
-HEADS, KEYS = 64, 128  # divisors of the number of heads, and of the number of chosen keys
+HEADS, KEYS = 64, 128  # numbers of heads and of chosen keys must be multiples of these
 
 
 class FlashMLA(NamedTuple):
@@ -74,9 +74,9 @@ def forward(
 
 
 def lse_factor(lse: float, num_keys: int) -> float:
-    """Return the factor that converts log-sum-exps to base e. Raise ValueError if none fits.
+    """Return the factor that converts log-sum-exps to base e.
 
-    `lse`: the log-sum-exp of `num_keys` zeros, in base e or 2.
+    `lse` is the log-sum-exp of `num_keys` zeros. Raise ValueError if its base is not e or 2.
     """
     for factor in (1.0, math.log(2.0)):
         if abs(lse * factor - math.log(num_keys)) < 1e-3:

@@ -3,8 +3,8 @@
 out[rows of group e] = x[rows of group e] @ weight[e]ᵀ, with adapters + (x a[e]ᵀ) b[e]ᵀ
 
 - For bfloat16 on a GPU, torch's grouped GEMM runs if 8 divides both sides of weight[e], and Triton
-  runs adapters up to rank 64. Other inputs run in a slow loop over groups.
-- Rows from `ends[-1]` on belong to no group. They are undefined in the output and x's gradient.
+  runs adapters up to rank 64. Other inputs run in a slow loop.
+- Rows from `ends[-1]` on have no group, and are undefined in the output and x's gradient.
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ HAS_TRITON = find_spec("triton") is not None
 def reserve_multiprocessors(count: int) -> None:
     """Leave `count` multiprocessors free for collectives in all later grouped products.
 
-    torch's grouped GEMM runs one block per multiprocessor. If a collective occupied one, its block
-    would run after all others.
+    torch's grouped GEMM runs one block per multiprocessor. The block of a multiprocessor that runs
+    a collective would start after all other blocks.
     """
     global _num_reserved
     _num_reserved = count
@@ -34,7 +34,7 @@ def reserve_multiprocessors(count: int) -> None:
 
 @contextmanager
 def _carveout() -> Iterator[None]:
-    """Apply the reservation to one launch only, because torch's setting is global."""
+    """Reserve multiprocessors for one launch only, because torch's setting is global."""
     if _set_carveout is None or not _num_reserved:
         yield
         return
@@ -64,7 +64,7 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 def reference_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     ends = [0, *ends_E.tolist()]
-    # A `select` per group, in place of `unbind`, would make a gradient of full size each.
+    # `unbind` makes one gradient, but a `select` per group would make one of full size each.
     weights = enumerate(weight_ENK.unbind(0))
     outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in weights]
     return torch.cat([*outputs, x_MK.new_zeros(x_MK.shape[0] - ends[-1], weight_ENK.shape[1])])

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_RANK = 64  # higher ranks use a general product
+MAX_RANK = 64
 # Tile sizes, the fastest on an H200
 ROWS, INNER, OUTER, GRADIENT_WIDTH = 64, 64, 128, 128
 LAUNCH = {"num_warps": 4, "num_stages": 3}

@@ -8,7 +8,7 @@ query's document.
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**24  # maximum number of bits in memory at a time: 128 MiB as int64
+CHUNK_ELEMENTS = 2**24  # maximum number of unpacked bits in memory: 128 MiB as int64
 
 
 def engine_keys(
@@ -16,9 +16,9 @@ def engine_keys(
 ) -> tuple[Tensor, Tensor]:
     """Return the engine's keys i32 [T, K], and i64 [2]: numbers of valid queries and of new keys.
 
-    `own`: the trainer's keys, i32 indices or −1. Query t sees keys `first_t` to `last_t`. It is
-    valid if it sees more than K keys and exactly K bits are set, all for keys that it sees. An
-    invalid query gets `own_t`. A valid query's key is new if `own_t` lacks it.
+    `own`: the trainer's keys, i32 indices or −1. Query t sees keys `first_t` to `last_t`. A query
+    is valid if it sees more than K keys, and exactly K bits are set, all for seen keys. An invalid
+    query gets `own_t`. A valid query's key is new if `own_t` lacks it.
     """
     return torch.ops.orrery.engine_keys(bits_TB, own_TK, first_T, last_T)
 
@@ -40,7 +40,7 @@ def _chunk(bits: Tensor, own: Tensor, first: Tensor, last: Tensor) -> tuple[Tens
     is_set_TL = ((bits[..., None] >> shift_8) & 1).flatten(1).bool()
     position_L = torch.arange(is_set_TL.shape[1], dtype=torch.int32, device=own.device)
     own_position_TK = own - first[:, None]
-    most_T = last - first  # position of the query's last key
+    most_T = last - first
     is_seen_TL = position_L <= most_T[:, None]
     is_known_T = is_set_TL.sum(dim=1) == num_keys
     is_known_T &= ((is_set_TL & is_seen_TL) == is_set_TL).all(dim=1) & (most_T >= num_keys)

@@ -35,8 +35,8 @@ def select_keys(
     """Return the `top_k` best keys of each query: i32 [T, top_k], in any order.
 
     Query t chooses among keys first_t to last_t (inclusive). With fewer than `top_k` keys, −1 fills
-    the row. Among equal scores the lowest index wins. There is no gradient. Inputs in FP8 come from
-    `sparse_index_fp8`, and the weights contain q's scales. Raise ValueError if shapes do not match.
+    the row. Among equal scores the lowest index wins. FP8 inputs come from `sparse_index_fp8`, and
+    the weights contain q's scales. Raise ValueError if shapes do not match.
     """
     num_queries, num_heads, width = q_THD.shape
     is_fp8 = q_THD.dtype == sparse_index_fp8.DTYPE

@@ -17,11 +17,11 @@ from torch import Tensor
 from orrery.kernels.fp8.products import load
 from orrery.kernels.fp8.quantize import DTYPE, MAX
 
-HEADS, WIDTH = (32, 64), 128  # numbers of heads, and width, that DeepGEMM accepts
+HEADS, WIDTH = (32, 64), 128  # values of H and D that DeepGEMM accepts
 MIN_AMAX = 1e-4  # lower bound of the amax of a query's head or a key, as in vLLM
 SCALE_BYTES = 4
 MOST_CHOSEN = 2048  # largest top_k that cuDNN accepts
-CHUNK_ELEMENTS = 2**26  # maximum number of scores of a chunk: 256 MiB
+CHUNK_ELEMENTS = 2**26  # maximum number of scores per chunk: 256 MiB
 CHOICES = 3  # top-k calls per chunk, because cuDNN's buffer takes 8 bytes per score of a call
 QUANTIZED = 2**24  # maximum number of elements quantized at a time: 64 MiB in float32
 
@@ -30,7 +30,7 @@ def has_library() -> bool:
     return load() is not None
 
 
-# Mark the result constant for torch.compile. `assume_constant_result` would import the compiler.
+# The result is constant for torch.compile. `assume_constant_result` would import the compiler.
 has_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -45,7 +45,7 @@ def quantize_index(
     """Return x rotated and quantized: float8_e4m3fn [T, H, D], and scales f32 [T, H].
 
     `angles`: cosines and sines [T, 1, R], with equal halves. The first R columns are rotated in
-    pairs (0, 1), (2, 3), … if `turns_pairs`, else (i, i + R/2). There is no gradient.
+    pairs (0, 1), (2, 3), … if `turns_pairs`, else (i, i + R/2).
     """
     return torch.ops.orrery.quantize_index(x_THD.detach(), *angles, turns_pairs)
 
@@ -89,7 +89,7 @@ def select_keys(
     for start in range(0, num_queries, step):
         rows = slice(start, start + step)
         ranges = begin_T[rows].contiguous(), end_T[rows].contiguous()
-        # Column j of a row is key begin + j. Columns from end − begin on are undefined.
+        # Column j of query t is key begin_t + j. Columns from end_t − begin_t on are undefined.
         score_CS = library.fp8_mqa_logits(
             q_THD[rows], (key_SD, scale_S), weights_TH[rows], *ranges,
             clean_logits=False, max_seqlen_k=num_keys,
@@ -100,7 +100,7 @@ def select_keys(
             place = choose(score_CS[some], (ranges[1] - ranges[0])[some], top_k)
             found = torch.where(place < 0, -1, place + ranges[0][some, None])
             index_TK[start + part : start + part + len(found)] = found
-        del score_CS  # free the memory before allocating the next chunk's scores
+        del score_CS  # free the scores before allocating the next chunk's
     return index_TK
 
 
@@ -124,7 +124,7 @@ def cudnn_top_keys() -> Callable[[Tensor, Tensor, int], Tensor] | None:
 def triton_top_keys(score_CS: Tensor, count_C: Tensor, top_k: int) -> Tensor:
     """Return the columns of each row's best scores: i32 [C, top_k], in rising order, then −1.
 
-    Only a row's first `count_C` columns are read. Among equal scores the first columns win.
+    Only the first `count_C` columns are read. Among equal scores the first column wins.
     """
     from orrery.kernels import sparse_index_triton as kernels
 

@@ -2,7 +2,7 @@
 
 T queries · S keys · H indexer heads · D indexer width · C queries of a chunk · K chosen keys
 
-`_choose` appends keys to the query's buffer. A full buffer is cut to its K best keys. Among equal
+`_choose` appends keys to the query's buffer, and cuts a full buffer to its K best keys. Among equal
 scores the lowest keys stay, so results are reproducible.
 """
 
@@ -16,25 +16,22 @@ from torch import Tensor
 
 
 class IndexTiles(NamedTuple):
-    """Sizes of tiles and chunks, and launch options."""
-
     rows: int = 256  # queries × heads in a score tile
     keys: int = 64  # keys in a score tile
-    span: int = 4096  # maximum number of keys that a program of `_score` reads
+    span: int = 4096  # maximum number of keys per program of `_score`
     warps: int = 8  # of `_score`
     stages: int = 2  # of `_score`
     block: int = 4096  # scores that `_choose` reads at once
     buffer: int = 8192  # minimum size of a query's buffer
     choose_warps: int = 8
-    choose_registers: int | None = None  # maximum number of registers of a thread in `_choose`
-    chunk_elements: int = 2**26  # maximum number of scores of a chunk, C·S: 256 MiB in float32
+    choose_registers: int | None = None  # maximum number of registers per thread in `_choose`
+    chunk_elements: int = 2**26  # maximum number of scores per chunk, C·S: 256 MiB in float32
 
 
 TILES = IndexTiles()
 
 
 def supports(q_THD: Tensor) -> bool:
-    """Return whether H and D are powers of two, with H ≤ 128 and D ≥ 16."""
     _, num_heads, width = q_THD.shape
     sizes = (num_heads, width)
     return width >= 16 and num_heads <= 128 and all(n & (n - 1) == 0 for n in sizes)
@@ -49,7 +46,7 @@ def select_keys(
     top_k: int,
     tiles: IndexTiles = TILES,
 ) -> Tensor:
-    """Return the keys of `sparse_index.select_keys` in rising order."""
+    """Return the result of `sparse_index.select_keys`, in rising order."""
     num_queries, num_keys = q_THD.shape[0], k_SD.shape[0]
     indices_TK = q_THD.new_full((num_queries, top_k), -1, dtype=torch.int32)
     step = max(1, tiles.chunk_elements // max(1, num_keys))
@@ -58,7 +55,7 @@ def select_keys(
         ends = (first_T[rows].clamp(min=0).int(), last_T[rows].clamp(max=num_keys - 1).int())
         score_CS = score(q_THD[rows], k_SD, weights_TH[rows], *ends, tiles)
         choose(score_CS, *ends, indices_TK[rows], tiles)
-        del score_CS  # free the memory before allocating the next chunk's scores
+        del score_CS  # free the scores before allocating the next chunk's
     return indices_TK
 
 
@@ -173,14 +170,14 @@ def _rank(value):
 
 @triton.jit
 def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
-    """Cut a buffer of `count` entries (ranks, places) to the K best. Return the K-th best rank."""
+    """Cut a buffer of `count` ranks and key indices to the K best. Return the K-th best rank."""
     tl.debug_barrier()
     at = tl.arange(0, SIZE)
     known = at < count
     rank = tl.load(ranks + at, mask=known, other=0).to(tl.uint32, bitcast=True)
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x40000000, tl.uint32)
-    for _ in range(16):  # find two bits an iteration; `counts` packs three counts of 20 bits
+    for _ in range(16):  # each step finds two bits; `counts` packs three 20-bit counts
         low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
         counts = (rank >= low).to(tl.int64) + ((rank >= middle).to(tl.int64) << 20)
         counts = tl.sum(counts + ((rank >= high).to(tl.int64) << 40), axis=0)

@@ -21,7 +21,7 @@ from orrery.kernels import flash_mla
 Backend = Literal["flash_mla", "triton", "plain"]
 
 CHUNK_ELEMENTS = 2**24  # maximum number of elements of a chunk's gathered keys: 64 MiB in float32
-GPU_CHUNK_ELEMENTS = 2**27  # for fewer kernel launches: 512 MiB in float32
+GPU_CHUNK_ELEMENTS = 2**27  # larger on a GPU, for fewer kernel launches: 512 MiB in float32
 HAS_TRITON = find_spec("triton") is not None
 
 
@@ -35,10 +35,9 @@ def sparse_mla(
 ) -> tuple[Tensor, Tensor]:
     """Return out [T, H, V] in q's dtype, and lse [T, H] in float32 (float64 for float64).
 
-    V is `value_width`. q and kv have one floating dtype. `indices` are i32 rows of kv, without
-    repetition in a query, or −1 for no key. A query without keys gets out 0 and lse −∞. Gradients
-    flow through out only. Results are reproducible bitwise. Raise ValueError if shapes or dtypes do
-    not match.
+    V is `value_width`. q and kv have one floating dtype. `indices` are i32 rows of kv, unique per
+    query, or −1 for no key. A query without keys gets out 0 and lse −∞. Gradients flow only through
+    out. Results are reproducible bitwise. Raise ValueError if shapes or dtypes do not match.
     """
     width = kv_SD.shape[-1]
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
@@ -160,8 +159,8 @@ def _backward(
 def _add_rows(total_SD: Tensor, row_TK: Tensor, value_TKD: Tensor) -> None:
     """Add `value_TKD[t, k]` to row `row_TK[t, k]` of `total_SD` in a fixed order. Skip rows of −1.
 
-    On a GPU, `index_add_` would add in no fixed order, and `index_put_` would be slow if the many
-    slots of −1 shared a row.
+    On a GPU, `index_add_` adds in no fixed order, and `index_put_` is slow if many slots share a
+    row, as those of −1 would.
     """
     known_TK = row_TK >= 0
     row_M, value_MD = row_TK[known_TK].long(), value_TKD[known_TK]

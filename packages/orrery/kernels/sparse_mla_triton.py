@@ -5,9 +5,8 @@ a chunk. A pair is a query and one of its chosen keys. Steps of the backward pas
 
 1. `_logit_gradients` writes p and dlogit = d(q · key), [C, K, H] each.
 2. `_query_gradients` writes dq = dlogitᵀ · keys.
-3. `_pair_gradients` writes each pair's part of dkv [D]: dlogit · q, plus p · dout in the first V
-   columns.
-4. `_sum_pairs` adds each key's parts in a fixed order, in float32.
+3. `_pair_gradients` writes each pair's dkv [D]: dlogit · q, plus p · dout in the first V columns.
+4. `_sum_pairs` adds dkv over each key's pairs, in float32 in a fixed order.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,8 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from orrery.manifest.devices import SPARSE_PAIRS
 
 LOG2_E = math.log2(math.e)
-SHARED_BYTES = 227 * 1024  # a program's shared memory on Hopper, needed for D = 576
-MAX_HEADS = 64  # maximum number of heads of a tile in kernels that gather keys
+SHARED_BYTES = 227 * 1024  # shared memory per program on Hopper, needed for D = 576
+MAX_HEADS = 64  # maximum number of heads per tile in kernels that gather keys
 
 
 class Tiles(NamedTuple):
@@ -36,15 +35,14 @@ class Tiles(NamedTuple):
     queries: tuple[int, int, int, int] = (64, 128, 4, 4)
     pairs: tuple[int, int, int, int] = (128, 64, 4, 3)
     sums: tuple[int, int, int, int] = (2, 1024, 4, 3)
-    chunk_rows: int = SPARSE_PAIRS  # maximum number of pairs of a chunk, C·K
-    query_first: bool = True  # consecutive programs of `logits` share a query
+    chunk_rows: int = SPARSE_PAIRS  # maximum number of pairs per chunk, C·K
+    query_first: bool = True  # consecutive programs of `_logit_gradients` share a query
 
 
 TILES = Tiles()
 
 
 def supports(q_THD: Tensor, value_width: int) -> bool:
-    """Return whether H ≤ 128, V and D − V are powers of two ≥ 16, and shared memory suffices."""
     _, num_heads, width = q_THD.shape
     sizes = (num_heads, value_width, width - value_width)
     fits = num_heads <= 128 and all(n >= 16 and n & (n - 1) == 0 for n in sizes)
@@ -57,7 +55,7 @@ def _shared_bytes(device: int) -> int:
 
 
 def lengths(indices_TK: Tensor) -> Tensor:
-    """Return i32 [T]: one more than the query's last column with a key, or 0 without keys."""
+    """Return i32 [T]: 1 + the query's last column with a key, or 0 without keys."""
     place_K = torch.arange(1, indices_TK.shape[1] + 1, dtype=torch.int32, device=indices_TK.device)
     return torch.where(indices_TK >= 0, place_K, 0).amax(dim=1)
 
@@ -96,7 +94,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dq and dkv in the dtype of q and kv.
 
-    Each pair's part of dkv is rounded to that dtype, summed in float32, and rounded again.
+    Each pair's dkv is rounded to that dtype, summed in float32, and rounded again.
     """
     grad_q_THD = torch.empty_like(q_THD)
     grad_kv_SD = torch.zeros_like(kv_SD, dtype=torch.float32)
@@ -168,7 +166,7 @@ def _columns(wanted: int, *parts: int) -> int:
     return min(wanted, *(n & -n for n in parts))
 
 
-# Sorted pairs by tensor of chosen keys. Several layers share such a tensor.
+# Cache of `_order_of_keys`, because several layers share a tensor of chosen keys.
 _orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

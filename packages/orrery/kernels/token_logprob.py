@@ -40,8 +40,8 @@ def token_logprob(
     """Return log-prob of `target_T` under softmax(hidden · weightᵀ / temperature), and entropy.
 
     Both are float32 [T]. hidden [T, D] and weight [V, D] have one floating dtype, target i64 [T] is
-    in [0, V), and temperature f32 [T] > 0. `keep_logits` keeps 4·T·V bytes and saves the backward
-    pass a third of its products. Raise ValueError if shapes or dtypes do not match.
+    in [0, V), and temperature f32 [T] > 0. `keep_logits` takes 4·T·V bytes and saves the backward
+    pass a third of its matrix products. Raise ValueError if shapes or dtypes do not match.
     """
     num_tokens = hidden_TD.shape[0]
     if chunk_tokens != "auto" and chunk_tokens < 1:
@@ -68,7 +68,6 @@ def token_logprob(
 def reference_token_logprob(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `token_logprob` from all logits at once, with plain autograd."""
     dtype = _wide(hidden_TD)
     logits_TV = hidden_TD.to(dtype) @ weight_VD.to(dtype).T / temperature_T.to(dtype)[:, None]
     log_softmax_TV = torch.log_softmax(logits_TV, dim=-1)
@@ -88,7 +87,7 @@ def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
 def tiles(
     num_tokens: int, vocab_size: int, chunk_tokens: int, backend: Backend
 ) -> list[tuple[slice, slice]]:
-    """Return (tokens, words) slices that cover all logits, each at most `chunk_tokens` × V.
+    """Return (tokens, words) slices of tiles with at most `chunk_tokens` × V logits.
 
     A plain tile has all words of some tokens. A Triton tile has all tokens and some words.
     """
@@ -148,11 +147,11 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         state_4T = initial_state(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
         for tokens, words in ctx.tiles:
             logits_CB = wide_matmul(hidden_TD[tokens], weight_VD[words].T)
-            if keep_logits:  # the plain pass overwrites the logits
+            if keep_logits:  # clone, because the plain pass overwrites the logits
                 ctx.logits.append(logits_CB.clone() if backend == "plain" else logits_CB)
             rows = (target_T[tokens], temperature_T[tokens])
             update(state_4T[:, tokens], logits_CB, *rows, words.start)
-            del logits_CB  # free it before allocating the next tile
+            del logits_CB  # free the tile before allocating the next
         logprob_T, entropy_T, log_normalizer_T = finish_state(state_4T)
         inputs = (hidden_TD, weight_VD, target_T, temperature_T)
         ctx.save_for_backward(*inputs, log_normalizer_T, entropy_T)
@@ -169,7 +168,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         _, gradient_pass = _passes(ctx.backend)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dtype = _wide(hidden_TD)
-        # Several plain tiles add to the same rows of the weight's gradient.
+        # Tiles that split the tokens add to the same rows of the weight's gradient.
         is_summed = len({tokens.start for tokens, _ in ctx.tiles}) != 1
         multiply_weight = _add_matmul if is_summed else _write_matmul
         grad_hidden_TD = grad_weight_VD = None
@@ -261,7 +260,6 @@ def gradient(
     g_T, h_T, temperature_T = (x.to(dtype) for x in (grad_logprob_T, grad_entropy_T, temperature_T))
     log_softmax_TB = logits_TB.div_(temperature_T[:, None]).sub_(log_normalizer_T[:, None])
     softmax_TB = log_softmax_TB.exp()
-    # −p (g + h (log p + H)), plus g at targets inside this block
     grad_TB = log_softmax_TB.add_(entropy_T[:, None]).mul_(h_T[:, None]).add_(g_T[:, None])
     grad_TB = grad_TB.mul_(softmax_TB).neg_()
     column_T, inside_T = _target_columns(target_T, first_column, grad_TB.shape[1])

@@ -95,8 +95,8 @@ def join(
 ) -> None:
     """Train at this site, in a run of several sites.
 
-    With `trainer.elastic`, every site trains. With `orchestrator.guests`, one site trains, and the
-    other sites run `orrery lend`.
+    With `trainer.elastic`, every site trains. With `orchestrator.guests`, one site trains, and
+    others run `orrery lend`.
     """
     from orrery.launcher.runs import check_shard, place_site
 
@@ -404,10 +404,10 @@ def serve(
 ) -> None:
     """Serve a run's weights by vLLM on this machine, until Ctrl-C.
 
-    For a run, the weights are weights/rl, or the newest step that `orrery export` wrote.
+    The weights are the run's weights/rl, or else the newest step that `orrery export` wrote.
 
-    The command prints the server's address, its token and a curl command. The server has OpenAI's
-    HTTP interface. The model's name is the folder's name.
+    The command prints the server's address, token and a curl command. The API is OpenAI's. The
+    model is named after the folder.
 
     Every request except /health and /metrics needs the header `Authorization: Bearer TOKEN`. The
     token is new at each start, or is read from the file ORRERY_TOKEN_FILE (mode 0600).
@@ -490,8 +490,8 @@ def fetch_model(
 ) -> None:
     """Write weights/NAME and the config jsonnet/models/<name>_pretrained.libsonnet.
 
-    The command fetches safetensors, configs, tokenizer.json and the chat template. It never fetches
-    or runs code of the repository. The weights must have the network's names and shapes.
+    The command fetches safetensors, configs, tokenizer.json and the chat template, and never code.
+    The weights must have the names and shapes that config.json implies.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
@@ -515,8 +515,7 @@ def fetch_dataset(
 ) -> None:
     """Write datasets/NAME or datasets/NAME-CONFIG and jsonnet/tasks/<name>_fetched.libsonnet.
 
-    The command fetches JSONL, JSON, CSV, Parquet and Arrow files. It never fetches or runs code of
-    the repository.
+    The command fetches JSONL, JSON, CSV, Parquet and Arrow files, and never code.
 
     With --shard K/N, it fetches every N-th file of the split train, and all other splits. Without a
     split train, it divides the first split. The same command with another K adds that shard.

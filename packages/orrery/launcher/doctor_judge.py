@@ -14,7 +14,7 @@ GIB = 2**30
 START_S = 60  # maximum wait for the probe's job to start
 WAIT_S = 20  # maximum wait until a node sees another node's file
 SLOW_S = 2.0  # maximum delay until other nodes see a renamed file
-SKEW_S = 1.0  # maximum difference of two nodes' clocks
+SKEW_S = 1.0  # maximum difference between two nodes' clocks
 RUNS_GIB, SCRATCH_GIB = 20, 2  # minimum free disk GiB
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
@@ -23,7 +23,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result. `remedy`: "" after success. Only required checks fail `orrery doctor`."""
+    """A check's result. `remedy` is "" after success. Only required checks fail `orrery doctor`."""
 
     what: str
     found: str
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Node:
-    """A node that sinfo lists. `gpus`: number of GPUs by type. An unnamed type is ""."""
+    """A node that sinfo lists. `gpus`: number of GPUs by type, with "" for an unnamed type."""
 
     name: str
     state: str
@@ -390,8 +390,7 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
     """Return the devices that the value `wanted` of NCCL_IB_HCA selects.
 
-    `wanted` lists prefixes of names, or after a leading `=` whole names. A leading `^` excludes
-    them.
+    `wanted` lists prefixes of device names, or full names after `=`. A leading `^` excludes them.
     """
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]

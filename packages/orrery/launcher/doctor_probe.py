@@ -19,7 +19,7 @@ import time
 
 PIECE = 800
 POLL_S = 0.02
-LOCK_S = 10  # maximum wait for flock, which can block
+LOCK_S = 10  # maximum wait for flock
 MINE, THEIRS = "mine", "theirs"
 IN_IMAGE = """
 import importlib.metadata, json, platform
@@ -44,7 +44,7 @@ def main():
         os._exit(0)
 
     for name in [name for name in os.environ if re.match(options["theirs"], name)]:
-        del os.environ[name]  # as the launcher does for roles
+        del os.environ[name]
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -72,7 +72,7 @@ def main():
 def say(found):
     """Print `found` as JSON, in pieces, because srun splits lines above 1024 bytes.
 
-    A line is `RANK/INDEX/COUNT PIECE`, with COUNT pieces in all.
+    Each line is `RANK/INDEX/COUNT PIECE`, where COUNT is the number of pieces.
     """
     text = json.dumps(found)
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
@@ -142,13 +142,12 @@ def free(path):
 
 
 def meet(found, options, rank, size):
-    """Compare this node with all others, and write the results into `found`.
+    """Test network, clocks and shared folder with all other nodes. Add the results to `found`.
 
-    `unseen` lists ranks whose file did not appear. Dicts by rank:
-
-    - `tcp`: error of the connection to that rank, or None.
-    - `skew_s`: seconds between the two clocks.
-    - `rename_s`: seconds until that rank saw this rank's renamed file, or None.
+    - `unseen`: ranks whose file did not appear in the shared folder.
+    - `tcp`: rank → error of the connection to it, or None.
+    - `skew_s`: rank → seconds between its clock and this node's clock.
+    - `rename_s`: rank → seconds until it saw a file that this node renamed, or None.
     """
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
@@ -169,7 +168,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # Look before the file exists, as roles do, because NFS may cache its absence.
+            # Look before the file exists, so that NFS caches its absence, as it may for roles.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -184,7 +183,7 @@ def meet(found, options, rank, size):
         thread.join()
     held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
-    limit_s = time.monotonic() + wait_s  # stay while other ranks may still connect
+    limit_s = time.monotonic() + wait_s  # keep the server until all ranks are done
     done = [os.path.join(folder, f"done.{one}") for one in where]
     while time.monotonic() < limit_s and not all(map(os.path.exists, done)):
         time.sleep(POLL_S)
@@ -193,9 +192,9 @@ def meet(found, options, rank, size):
 
 
 def take_turns(found, folder, rank, wait_s):
-    """Test locks between nodes: rank 0 holds a lock while the other ranks try to take it.
+    """Test file locks between nodes: rank 0 holds a lock while the other ranks try to take it.
 
-    Return rank 0's file descriptor, or None.
+    Return the lock file's descriptor on rank 0, and None on other ranks.
     """
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))

@@ -2,8 +2,8 @@
 
 - If a process's error names another failing process, the message blames that process.
 - When a process of an engine ends, all processes of that engine restart, with a new restart number
-  (incarnation). An engine does not restart after a user's mistake (exit code 2), or after two
-  starts in a row that never served.
+  (incarnation). They do not restart after a user's mistake (exit code 2), or after two failed
+  starts in a row.
 """
 
 import re
@@ -50,7 +50,7 @@ def failure_outcome(stage: RunningStage, refusal: str = "") -> Outcome:
     text += f"; its log is {first.log}"
     peers = [one for one in stage.processes if one.plan.role == first.plan.role]
     others = any(one is not first and _can_answer(stage, one) for one in peers)
-    if others and (first.poll() or 0) < 0:  # a killed process reports no error, so write stacks
+    if others and (first.poll() or 0) < 0:  # a killed process has no error, so show peers' stacks
         text += f"; {keep_evidence(stage)}"
     hint = stage.resume_hint()
     if first.poll() == OutOfMemory.exit_code:
@@ -111,12 +111,12 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make processes write their stacks, and trainer ranks torch's flight recorder.
+    """Make processes write their stacks. Trainer ranks also write torch's flight recorder files.
 
     Return a message with the paths.
     """
     for process in stage.processes:
-        if process.name in stage.health:  # without a health file, SIGUSR1 would kill it
+        if process.name in stage.health:  # SIGUSR1 kills a process before its health file exists
             process.signal(signal.SIGUSR1)
             process.signal(signal.SIGCONT)
     time.sleep(EVIDENCE_S)
@@ -168,10 +168,7 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 
 
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
-    """Return the outcome if Slurm ends the job, or None.
-
-    Slurm may signal a role before the launcher.
-    """
+    """Return the outcome if Slurm ends the job, or None."""
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
         return None
@@ -199,13 +196,13 @@ WINDOW_S = 24 * 3600.0  # period of `max_restarts`
 
 
 class Restarts:
-    """Count engine restarts. All engines together restart at most `most` times in WINDOW_S."""
+    """Count engine restarts. `most`: maximum number for all engines together in WINDOW_S."""
 
     def __init__(self, most: int):
         self.most = most
         self.by_name: Counter[str] = Counter()
         self._times_s: deque[float] = deque()
-        self._failed_starts: Counter[str] = Counter()  # failed starts in a row, by engine
+        self._failed_starts: Counter[str] = Counter()
 
     @property
     def num_recent(self) -> int:
@@ -214,7 +211,7 @@ class Restarts:
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
         """Count a restart of engine `name` and return None, or return the reason to refuse it.
 
-        The reason is "" if the manifest allows no restarts. `code`: the engine's exit code.
+        The reason is "" if the manifest allows no restarts.
         """
         while self._times_s and self._times_s[0] <= now_s - WINDOW_S:
             self._times_s.popleft()

@@ -1,8 +1,8 @@
 """Download a model or a dataset, but no code, from the Hugging Face hub: `orrery fetch`.
 
 - A model becomes `weights/<Name>` and `jsonnet/models/<name>_pretrained.libsonnet`.
-- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`, with file names that begin with
-  the split. `jsonnet/tasks/<name>_fetched.libsonnet` has fields of a task.
+- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Its file names begin with the
+  split. `jsonnet/tasks/<name>_fetched.libsonnet` has a task's fields `source` and `held_out`.
 """
 
 import json
@@ -43,7 +43,7 @@ SETTINGS = (
     "model.safetensors.index.json",
 )
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
-CARD = "README.md"  # its YAML header lists configs and splits
+CARD = "README.md"  # dataset card. Its YAML header lists configs and splits.
 NO_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SHA256_DIGITS = 64
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
@@ -182,8 +182,8 @@ def fetch_dataset(
 ) -> list[str]:
     """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines for the user.
 
-    `config`: the hub's config, such as `main` of openai/gsm8k. None: the only config. `shard_word`:
-    K/N, to fetch only shard K.
+    `config`: a config of the dataset, such as `main` of openai/gsm8k, or None if it has only one.
+    `shard_word`: K/N, to fetch only shard K.
     """
     shard = None if shard_word is None else parse_shard(shard_word)
     source = hub.find("dataset", word, (CARD,))
@@ -222,8 +222,7 @@ def _fill(
 ) -> None:
     """Download the dataset's files into `folder`.
 
-    With `shard`, skip other shards' files of the main split, unless `target` has them or the hub
-    lists no sha256 of them.
+    With `shard`, skip other shards' files, except files in `target` or without a sha256 on the hub.
     """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))

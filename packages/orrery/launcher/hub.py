@@ -92,7 +92,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
-    # A snapshot's links point to files named by their digest.
+    # A snapshot has links to files named by digest.
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)
@@ -133,7 +133,7 @@ def _place(file: Path, target: Path) -> None:
         try:
             os.link(file, target)
             return
-        except OSError:  # the cache is on another disk
+        except OSError:  # hard links fail if the cache is on another disk
             pass
     shutil.copyfile(file, target)
 
@@ -181,9 +181,6 @@ def _check_disk(source: HubRepository, names: list[str], folder: Path) -> None:
 
 def size_text(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
-# Failures of the network and the hub
 
 
 def _patient(call: Callable[[], T]) -> T:
@@ -248,15 +245,9 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
     )
 
 
-# Finished folders
-
-
 @contextmanager
 def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
-    """Yield a temporary folder, add the digests of its files, and rename it to `target`.
-
-    If the `with` block fails, remove the folder.
-    """
+    """Yield a temporary folder. Afterwards, write its SHA256SUMS and rename it to `target`."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):
         if not Path("/proc", stale.name.split(".")[-2]).exists():  # left by a killed process
@@ -273,7 +264,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
-    """Return whether `target` exists. Raise OrreryError if it does not hold `source`."""
+    """Return whether `target` exists. Raise OrreryError if its files are not those of `source`."""
     if not target.exists():
         return False
     sums = target / SUMS

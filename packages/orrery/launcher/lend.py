@@ -1,7 +1,7 @@
 """Lend an engine of this machine to a run that trains elsewhere.
 
-The engine and its agent (`orrery.orchestrator.guests.lend`) run in a temporary run directory. The
-directory is kept after a failure.
+The engine, and `orrery.orchestrator.guests.lend`, which connects it to the run, use a temporary run
+directory. It is kept after a failure.
 """
 
 import json

@@ -212,7 +212,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError if a target is unknown or stale, or its run exceeds memory."""
+        """Raise OrreryError if a target is unknown or stale, or its run does not fit in memory."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])
@@ -270,16 +270,13 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # each file alone renders, so two files define the same run
+    if not broken:  # each file renders alone, but two files define the same run
         raise first
     return render_all(workspace, whole), broken
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return the targets in Snakemake's command line `argv`.
-
-    Snakemake itself gives them only after it has parsed the Snakefile.
-    """
+    """Return the targets in Snakemake's command line `argv`."""
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:

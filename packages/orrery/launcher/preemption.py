@@ -51,7 +51,7 @@ class Preemption:
         self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: deadline of saver processes
 
     def poll(self) -> Outcome | None:
-        """Request a checkpoint when preemption is due. Later, return the outcome of the stage."""
+        """Request a checkpoint when preemption is due. Later, return the stage's outcome."""
         stage = self.stage
         if not stage.is_preempted:
             if self._is_due():
@@ -95,7 +95,7 @@ class Preemption:
         """Return seconds: (to write the checkpoint, to end the stage afterwards)."""
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale, math.inf
-        ends_at_s = _job_ends_at_s(self.job)  # ask again, as operators can change time limits
+        ends_at_s = _job_ends_at_s(self.job)  # ask Slurm again: operators can change time limits
         left_s = float(self.job.allocation.slurm.warning_s)
         if ends_at_s is not None:
             left_s = ends_at_s - time.monotonic()
@@ -126,9 +126,9 @@ def _job_ends_at_s(job: Job) -> float | None:
 
 
 def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False) -> str:
-    """End the run and return its last message.
+    """End the run and return a message for the user.
 
-    With `checkpoint`, ask for a checkpoint first, and return without waiting.
+    With `checkpoint`, the run writes a checkpoint first. Return without waiting for it.
     """
     name = run_dir.name
     holder = lock_holder(run_dir)

@@ -1,7 +1,7 @@
 """Start a local process of a stage, with its CPU cores, devices and environment.
 
 - The process has its own session, so Ctrl-C does not reach it, and its group can be killed.
-- SIGTERM goes to the process alone, because an engine ends its own workers in order.
+- Only the process itself gets SIGTERM, because an engine ends its own workers in order.
 - Each trainer or engine is pinned to neighbouring cores. If a stage has both, each kind gets half
   of the cores.
 """
@@ -28,9 +28,9 @@ from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
-PROCESS = "ORRERY_PROCESS"  # variable with name and restart number: `inference.0.2`
+PROCESS = "ORRERY_PROCESS"  # environment variable with name and restart number: `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
-MAX_THREADS = 4  # maximum. More threads do not speed up models on CPUs.
+MAX_THREADS = 4  # more threads do not speed up models on CPUs
 LOOPBACK = "127.0.0.1,localhost"
 
 
@@ -225,7 +225,6 @@ def environment(
     cores: frozenset[int] | None,
     devices: tuple[str, ...] | None,
 ) -> dict[str, str]:
-    """Return a local process's environment. Without `cores`, it has one thread."""
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {
         **base,

@@ -1,7 +1,6 @@
 """Record the nodes, code, software, outputs and metrics of every stage in `receipt.json`.
 
 - If a launcher died, its attempt has the state `unrecorded`.
-- Before a stage starts, `verify` compares earlier stages' files with the receipt.
 - A receipt has no environment variables, no absolute paths and no secrets, such as tokens.
 """
 
@@ -44,7 +43,7 @@ from orrery.runtime.timing import scaled
 WITHIN_S = 60.0  # time limit of a command
 READ_S = 600.0
 KEPT_BYTES = 2**20  # maximum size of an untracked file in the diff
-WHOLE_BYTES = 64 * 2**30  # larger weights: only sizes are compared
+WHOLE_BYTES = 64 * 2**30  # larger weights are not hashed. Only their file sizes are compared.
 CODE_FILE = r"\.(py|pyi|sh|jsonnet|libsonnet|smk|nix|def|md|c|cc|cpp|cu|cuh|h)"
 SECRET_FILE = re.compile(
     r"(^|/)(\.env(\..*)?|\.netrc|\.npmrc|\.pypirc|id_[a-z0-9]+|[^/]*\.(pem|key|p12)"
@@ -66,7 +65,7 @@ wanted = {{n: v for n, v in packages.items() if n in names or n.startswith(prefi
 print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
 """
 
-Facts = dict[str, Any]  # a container image's file name, sha256, package versions
+Facts = dict[str, Any]  # file name, sha256 and package versions of a container image
 Software = dict[str, Any]  # this host's driver and package versions
 
 
@@ -93,7 +92,7 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
-    - `images`: image facts by role.
+    - `images`: facts about container images, by role.
     - `secrets`: further texts to remove from the receipt, such as the run's token.
     - `endings`: "exit code 0" or a signal such as "SIGKILL", by process.
     """
@@ -184,7 +183,7 @@ def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
     parts = re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)
     edits = [part for part in parts if "\nnew file mode " not in part.partition("\n@@")[0]]
-    # With the path of a missing diff, attempts differ.
+    # Without the diff file, attempts must not compare equal.
     return code.commit, [*edits, *([] if file.exists() else [str(file)])]
 
 
@@ -335,7 +334,7 @@ def _image(path: Path) -> Facts:
 
 
 def _versions(python: list[str], isolation: str = "-I") -> dict[str, str]:
-    """Return versions by package. `isolation`: Python's -I, or -P to use PYTHONPATH."""
+    """Return versions by package. `isolation`: Python's -I, or -P, which keeps PYTHONPATH."""
     argv, env = (
         [*python, isolation, "-c", VERSIONS],
         containers.without_apptainer_options(os.environ),
@@ -433,7 +432,7 @@ def verify(
     remedy: Callable[[str], str],
     stop: Callable[[], bool],
 ) -> list[str]:
-    """Verify the files that `stage` reads, and write their digests to `inputs.json`.
+    """Compare the files that `stage` reads with the receipt. Write digests to `inputs.json`.
 
     Return the earlier stages whose files the receipt does not list. Raise OrreryError for the first
     file that differs. Return early once `stop()` is true.

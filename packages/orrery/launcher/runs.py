@@ -317,7 +317,7 @@ def adopt(run: Run, other: Run) -> str:
             publish_folder(made, run.path)
         except BaseException as error:
             shutil.rmtree(made, ignore_errors=True)
-            if isinstance(error, shutil.Error):  # copytree raises one error for all files
+            if isinstance(error, shutil.Error):  # copytree's error lists the errors of all files
                 why = error.args[0][0][2]
                 raise OrreryError(f"{run.path.name}: cannot adopt the other run: {why}") from error
             raise

@@ -49,7 +49,7 @@ MODULE = "orrery.inference.folder"
 CONFIG = "config.json"
 POLL_S = 0.1
 STOP_S = 10.0  # wait between SIGTERM and SIGKILL
-MAX_EXAMPLE = 2000  # maximum characters of the printed example
+MAX_EXAMPLE = 2000  # maximum number of characters of the printed example
 CUDA = "CUDA_VISIBLE_DEVICES"
 
 

@@ -53,7 +53,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # for jobs without GPUs. Empty: `partition`.
+    cpu_partition: NoWord = ""  # for jobs without GPUs. If empty, `partition`.
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
@@ -120,14 +120,14 @@ class Containers(Record):
 
 class Network(Record):
     interface: Word
-    gbit_per_s: PositiveFloat = 400.0  # a device's bandwidth, for `orrery plan`
+    gbit_per_s: PositiveFloat = 400.0  # network bandwidth of a device, for `orrery plan`
 
 
 class Roles(Record):
     """Settings of all roles.
 
-    `deadline_scale` multiplies deadlines (`timing.scaled`). `checkpoint_target`: fsspec URL of the
-    folder for copies of complete checkpoints.
+    `deadline_scale` multiplies deadlines. `checkpoint_target`: fsspec URL of the folder for copies
+    of complete checkpoints.
     """
 
     deadline_scale: PositiveFloat = 1.0
@@ -208,7 +208,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # A misspelt key also counts as missing, so report it first.
+    # Report a misspelt key before the missing key that it causes.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

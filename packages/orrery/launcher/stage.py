@@ -42,7 +42,7 @@ from orrery.runtime.run_directory import (
 )
 
 KILLED_S = 10.0  # maximum wait for the end of a killed process
-# Exit codes after SIGTERM. Slurm sends it to a step's ranks when one fails.
+# exit codes after SIGTERM, which Slurm sends to a step's ranks when one fails
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended. `requeue`: "ask" Slurm to requeue the job, or "wait" until it does."""
+    """How a stage ended. `requeue`: "ask" Slurm to requeue the job, or "wait" until Slurm does."""
 
     state: State
     message: str
@@ -96,7 +96,7 @@ class RunningStage:
         self.processes: Sequence[Process | SlurmTask] = []
         self.health: dict[str, Health] = {}
         self.health_view = HealthView()
-        self.fenced: dict[str, str] = {}  # reasons to kill processes, by name
+        self.fenced: dict[str, str] = {}  # process name → reason to kill the process
         self.engine_restarts: Counter[str] = Counter()
         self.is_preempted = False
         slurm_job = job.allocation.job if job.allocation else None
@@ -137,7 +137,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # Slurm kills other ranks after one exits with EXIT_PREEMPTED.
+        # After one rank exits with EXIT_PREEMPTED, Slurm kills the others.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -226,7 +226,7 @@ def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation
 def _is_stray(child: psutil.Process, marks: dict[str, str], known: set[int]) -> bool:
     try:
         return marks.items() <= child.environ().items()
-    except psutil.AccessDenied:  # roles hide their environment, so look at the parent
+    except psutil.AccessDenied:  # roles hide their environment, so check the parent pid
         with suppress(psutil.Error):
             return child.ppid() == os.getpid() and child.pid not in known
     except psutil.Error:
@@ -252,9 +252,9 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 
 
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
-    """Save the checkpoint copies that ended trainers left in shared memory.
+    """Save checkpoint copies that ended trainers left in shared memory.
 
-    Then upload the newest checkpoint to `target`, if it is given.
+    Then upload the newest checkpoint to `target`, unless it is "".
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
     # Rank 0 comes last, because its save waits for all other ranks.

@@ -22,7 +22,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # maximum wait for the lock. `lock_holder` takes it briefly.
+LOOKED_AT_S = 1.0  # maximum wait for the lock, which `lock_holder` takes briefly
 
 
 @dataclass
@@ -152,5 +152,5 @@ def lock_holder(run_dir: Path) -> Holder | None:
 
 
 def _started(pid: int) -> int:
-    """Return a process's start in ticks since boot. psutil's time changes with the wall clock."""
+    """Return a process's start in ticks since boot, which the wall clock does not affect."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

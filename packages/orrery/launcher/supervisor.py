@@ -73,7 +73,7 @@ from orrery.runtime.timing import Pace, duration
 POLL_S, LOOK_S = 0.1, 0.5
 HUNG_S = 5.0  # maximum wait for the end of a failed process
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
-SITE_END_S = 40.0  # a site that leaves an elastic run may hand its coordinator over for 30 s
+SITE_END_S = 40.0  # a site that ends may wait 30 s until another site has an etcd server
 SAVES_S = 3.0  # wait before telling the user about unsaved checkpoints
 RESTART_LOCK_S = 90.0  # maximum wait until a file system frees a dead node's lock
 
@@ -184,7 +184,7 @@ class Supervisor:
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         outcome = self._finish_saves(outcome)
         if outcome.requeue == "ask" and allocation is not None:
-            preemption.requeue(stage)  # before the cleanup, as Slurm ends this process soon
+            preemption.requeue(stage)  # requeue before cleanup: Slurm then ends this process
         observer.close()
         view.close()
         stage.metrics.close()

@@ -22,7 +22,7 @@ from orrery.runtime.metrics import MetricsTail, Row
 
 READ_S = 0.5
 LIVE_S, PLAIN_S, QUIET_S = 0.5, 5.0, 60.0
-MANY = 10  # with more processes, the view has a line per role
+MANY = 10  # with more processes, show a line per role, not per process
 NUM_KINDS, NUM_ENDED = 3, 5
 
 
@@ -76,7 +76,7 @@ class Observer:
     def _dropping(self, sink: Sink | type) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # an error of a sink must not end the run
+        except Exception as error:
             self._sinks = [one for one in self._sinks if one is not sink]
             name = sink.__name__ if isinstance(sink, type) else type(sink).__name__
             print(f"warning: {name} is dropped: {error}", file=sys.stderr, flush=True)

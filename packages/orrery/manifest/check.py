@@ -39,7 +39,7 @@ def some_of(name: str, among: list[str]) -> str:
 
 
 def sentence(error: ValidationError) -> str:
-    """Return a sentence about one error. Unknown fields sort first, missing fields last."""
+    """Describe one error, by priority: unknown fields, invalid values, missing fields."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
@@ -88,7 +88,7 @@ def _short(value: Any) -> str:
 
 
 def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
-    """Return the manifest with `values` by dotted path. Raise ValidationError."""
+    """Return a copy with new values ({dotted path: value}). Raise ValidationError if invalid."""
     data = manifest.model_dump(mode="json")
     for path, value in values.items():
         *parents, name = path.split(".")
@@ -110,7 +110,7 @@ def misspelt(path: str, given: list[str]) -> str | None:
 
 
 def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], Any]:
-    """Return (path of the field at pydantic's `loc`, names of its siblings, its type)."""
+    """Return (dotted path, names of sibling fields, type) of the field at pydantic's `loc`."""
     kind: Any = Manifest
     path = ""
     siblings: list[str] = []

@@ -44,7 +44,7 @@ app = typer.Typer(
 
 # `orrery.tasks.check` prints a line with this prefix per correct manifest.
 FIRST_LINE = "tasks.train[0]: "
-# The check of tasks imports these packages, which a login node may lack.
+# `orrery.tasks.check` imports these packages, which a login node may lack.
 TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")
 NOTE = "  note: "  # `orrery.tasks.check` prints notes with this prefix
 NAMES = "Names of runs. Without one: all runs."
@@ -107,7 +107,7 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
     """Run `orrery.tasks.check` on (name, manifest) pairs. Return the notes that it prints.
 
-    Raise OrreryError for the first wrong task. Without `TASK_PACKAGES`, check nothing.
+    Raise OrreryError for the first wrong task. If `TASK_PACKAGES` are missing, check nothing.
     """
     if not manifests:
         return []
@@ -214,9 +214,9 @@ def hardware(
 
 @app.command()
 def check(names: Names = None) -> None:
-    """Check that runs are right and that manifests/ is up to date.
+    """Check runs, and check that manifests/ is up to date.
 
-    Given a manifest's path, check only this manifest. A named run must also be able to start.
+    RUN may also be a manifest's path. For a named run, check also that Orrery can start it.
     """
     workspace = find_workspace()
     given = [(n, load(n)) for n in names or [] if n.endswith(".json")]

@@ -1,9 +1,9 @@
-"""The devices that `hardware.accelerator` may name, and their rates.
+"""List the devices that `hardware.accelerator` may name, and their rates.
 
-- `l40g_sm89_44gb` names a device that `DEVICES` lacks: an L40G of compute capability 8.9 with
-  44 GiB. Its rates are the lowest in `DEVICES` for this or the next lower capability.
-- A device without measured rates (`rates/`) is assumed to reach the same share of its data sheet
-  as an H200.
+- A device outside `DEVICES` has a name such as `l40g_sm89_44gb`: an L40G of compute capability
+  8.9 with 44 GiB. It gets the lowest rates in `DEVICES` of the same or next lower capability.
+- `rates/` holds measured rates. Other devices are assumed to reach the same share of their data
+  sheet's rates as an H200.
 """
 
 import re
@@ -19,11 +19,12 @@ GB, T = 10**9, 10**12
 
 @dataclass(frozen=True)
 class Device:
-    """One type of device, with rates per second: dense operations, and one direction of a link.
+    """One type of device, with its data sheet's rates per second.
 
     - `names`: the driver's names. `capability`: compute capability (major, minor).
-    - `memory_bytes`: on GDDR6 without the part for error correction.
-    - `fp8_flops`: 0 without FP8. `is_estimated`: the type is not in `DEVICES`.
+    - `memory_bytes`: excludes memory that error correction takes from GDDR6.
+    - `bf16_flops`, `fp8_flops`: dense operations. Without FP8 support, `fp8_flops` is 0.
+    - `link_bytes_per_s`: one direction. `is_estimated`: the type is not in `DEVICES`.
     """
 
     names: tuple[str, ...]
@@ -169,8 +170,8 @@ def is_named(accelerator: str, name: str) -> bool:
     return name in device.names or (told is not None and told[1] == _short(name))
 
 
-SPARSE_PAIRS = 2**22  # (query, chosen key) pairs per chunk of sparse attention's backward pass
-AUTO_SHARE = 16  # logits of `lm_head_chunk_tokens` "auto" take 1/16 of device memory
+SPARSE_PAIRS = 2**22  # maximum (query, key) pairs per chunk of sparse attention's backward pass
+AUTO_SHARE = 16  # with `lm_head_chunk_tokens` "auto", logits take 1/16 of device memory
 ALIGNMENT = 128  # sizes of slices are multiples of this tile size
 
 
@@ -190,7 +191,7 @@ def blocks(length: int, longest: int) -> list[slice]:
 
 FOLDER = Path(__file__).with_name("rates")
 MEASURED_ON = "h200"
-USABLE = 0.99  # share of memory that a process can allocate. A data sheet's GB counts as GiB.
+USABLE = 0.99  # share of device memory that a process can allocate
 PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5, one way
 
 
@@ -199,7 +200,8 @@ class Rates:
     """Operations and bytes per second of a device.
 
     - `dense_flops`: bfloat16 products. `grouped_flops`: bfloat16 products of routed experts.
-    - `attention_flops`: rate in long documents. `attention_half_tokens`: length with half of it.
+    - `attention_flops`: limit for long documents. Documents of `attention_half_tokens` tokens
+      reach half of this rate.
     - `link_bytes`, `host_link_bytes`: one way to another device, or to pinned host memory.
     - `collective_bytes`: all-gathers and reduce-scatters during computation.
     """
@@ -245,4 +247,5 @@ def rates_of(accelerator: str) -> Rates:
 
 def usable_bytes(accelerator: str) -> int | None:
     device = find_device(accelerator)
+    # Data sheets write GB for GiB of memory.
     return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)

@@ -21,7 +21,7 @@ class RunFailed(OrreryError):
 class OutOfMemory(RunFailed):
     """A process lacks memory. The message names a field and a value that fits."""
 
-    exit_code = 3  # with this code, the launcher advises a change of the spec
+    exit_code = 3
 
 
 def explain_os_error(error: OSError) -> str:

@@ -44,7 +44,7 @@ class Place:
 class Explanation:
     """The origin of one scalar field.
 
-    - `sources`: files that a derived value depends on, or the axis that a run file overrides.
+    `sources`: files that a derived value depends on, or the axis that a run file overrides.
     """
 
     field: str
@@ -134,7 +134,7 @@ class _Case:
 def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | None:
     """Return the number of the line that sets a field, or None.
 
-    With `under_key`, look also inside the object of each run.
+    With `under_key`, a top-level key, such as a run's name, may precede `path`.
     """
     stack: list[str | None] = []
     key: str | None = None

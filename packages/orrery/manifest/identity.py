@@ -1,4 +1,4 @@
-"""Compute the id of a run, and find the folders and the commit of a checkout.
+"""Compute the id of a run, and find a checkout of Orrery and its commit.
 
 The id is the sha256 of the manifest as canonical JSON: ASCII, sorted keys, no spaces, no NaN.
 """
@@ -52,8 +52,6 @@ def run_dir(root: str | Path, manifest: Manifest) -> Path:
 
 @dataclass(frozen=True)
 class Workspace:
-    """A checkout of Orrery in the folder `root`."""
-
     root: Path
 
     @property
@@ -73,7 +71,7 @@ class Workspace:
 
 
 def find_workspace(start: Path | None = None) -> Workspace:
-    """Return the checkout around `start` (default: working directory), else around this file."""
+    """Return the checkout that contains `start` (default: working directory), else this file."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents, *Path(__file__).resolve().parents):
         if (folder / "jsonnet" / "runs").is_dir():
@@ -94,8 +92,8 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def commit(folder: Path, *paths: str) -> str:
     """Return the commit of the checkout that contains `folder`, or "unknown".
 
-    Append `-dirty` if tracked files below `paths` have changed. ORRERY_COMMIT in the environment
-    overrides it.
+    Append `-dirty` if tracked files below `paths` have changed. The environment variable
+    ORRERY_COMMIT overrides the result.
     """
     if named := os.environ.get("ORRERY_COMMIT"):
         return named

@@ -61,7 +61,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raise ValueError if the text is refused."""
+    """Raise ValueError if `text` is not JSON or is refused."""
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -39,17 +39,15 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-WRITTEN = "Written by `orrery "  # commands replace only files with this text in the first line
+WRITTEN = "Written by `orrery "  # Orrery overwrites a file only if line 1 has this text
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
-MAX_FITS = 3  # maximum rounds of changes that make a run fit into memory
-# The KV cache's share of GPU memory, by whether the GPU also trains.
+MAX_FITS = 3  # maximum number of attempts to make a run fit into memory
+# The KV cache's share of GPU memory. Key: whether the GPU also trains.
 CACHE_SHARE = {True: 0.25, False: 0.5}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as `nvidia-smi` reports it."""
-
     name: str
     memory_bytes: int | None
     capability: tuple[int, int] | None
@@ -195,7 +193,7 @@ def describe(machine: Machine) -> str:
 
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
-    """Write a Jsonnet hardware axis. Raise OrreryError if `path` is a user's file."""
+    """Write a Jsonnet hardware axis. Raise OrreryError if `path` is a file of the user."""
     _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n")
 
 
@@ -249,7 +247,7 @@ class Adapted(NamedTuple):
     """A run, adapted to a machine.
 
     - `text`: content of the new run file, or None if the original run suits the machine.
-    - `fitting`: values by field that make the run fit into device memory.
+    - `fitting`: {field: value}, changes that make the run fit into device memory.
     """
 
     run: Rendered

@@ -1,8 +1,8 @@
 """List the processes of each stage of a run, and check whether Orrery can start them.
 
-- `ends` "itself": the process ends when its work is done. "with_stage": the process is a server,
-  stopped when all "itself" processes of the stage have exited with 0.
-- On several nodes, each node belongs to a group: inference (or prefill and decode), then trainer.
+- `ends` "itself": the process exits after its work. "with_stage": the process is a server. The
+  launcher stops it when all "itself" processes of the stage have exited with 0.
+- Multiple nodes are divided into groups, in this order: inference (or prefill, decode), trainer.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ ADMISSIONS = ("fixed", "adaptive")
 
 StageName = Literal["init", "sft", "rl", "evaluate", "report"]
 Role = Literal["trainer", "inference", "headless", "kv_store", "router", "orchestrator", "report"]
-# "headless": ranks of an engine on its later nodes.
+# "headless": process of a multi-node engine on a node other than the engine's first.
 ENGINE_ROLES = ("inference", "headless")
 
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process: `python -m <module>` as `role` number `index` on `node`.
+    """One process, `python -m <module>`. `index`: number among the processes of its role.
 
     A "headless" process runs on node number `part` of engine number `engine`.
     """
@@ -86,9 +86,9 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Assign the devices of each node to its processes, in order.
+    """Assign each node's devices to the node's processes, in order.
 
-    With `shared`, the processes of each role start at device 0.
+    With `shared`, all roles use the same devices.
     """
     used: dict[object, int] = {}
     placed = []
@@ -128,7 +128,7 @@ def stage(manifest: Manifest, name: str) -> StagePlan:
 
 
 def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
-    """Assign processes to nodes. The schema ensures that groups fill whole nodes."""
+    """Assign processes to nodes. The schema ensures that each group fills whole nodes."""
     if manifest.hardware.num_nodes == 1:
         return stage
     per_node = manifest.hardware.devices_per_node
@@ -188,7 +188,7 @@ def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
             device += num_devices
 
 
-# Support: an unsupported manifest can be rendered and planned, but not started
+# An unsupported manifest can be rendered and planned, but not started.
 
 
 def check_supported(manifest: Manifest, stage: StagePlan | None = None) -> None:

@@ -1,7 +1,6 @@
-"""Publish files and folders by renames that survive a power cut, and hash files.
+"""Write files and folders durably, so that they survive a power cut, and hash files.
 
-A file is written under a temporary name, synced and renamed. Then its folder is synced. Logs,
-metrics, health, and weights and batches in transit are not synced.
+A file is written under a temporary name, synced and renamed. Then its folder is synced.
 """
 
 import hashlib
@@ -16,7 +15,6 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace the content of `path` by `data`, durably."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(data)
     publish_file(temporary, path)
@@ -30,7 +28,7 @@ def publish_file(temporary: Path, path: Path) -> None:
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
-    """Replace `folder` by the folder `temporary` beside it, durably."""
+    """Rename the folder `temporary` to `folder`, durably. Remove the old `folder`."""
     sync_tree(temporary)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
@@ -46,14 +44,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Sync folders without their files' content, so that file names are durable."""
+    """Make the names of all files below `folder` durable, but not their content."""
     for parent, _, _ in os.walk(folder, topdown=False):
         with suppress(FileNotFoundError):  # another process may have removed the folder
             sync(Path(parent))
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, durably."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -70,7 +67,7 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(files: Sequence[Path]) -> str:
-    """Return the sha256 of one file, or of `sha256sum`'s output on several files by name."""
+    """Return the sha256 of one file. For several files, hash the output of `sha256sum`."""
     files = sorted(files, key=lambda path: path.name)
     with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:
         digests = list(pool.map(sha256, files))
@@ -95,7 +92,7 @@ def is_data(path: PurePath) -> bool:
 
 
 def sha256_of_data(path: Path) -> str:
-    """Return the sha256 of a file, or of `sha256sum`'s output on a folder's data files."""
+    """Return a file's sha256. For a folder, hash the output of `sha256sum` on its data files."""
     if not path.is_dir():
         return sha256(path)
     lines = [f"{sha256(p)}  {p.relative_to(path).as_posix()}\n" for p in data_files(path)]

@@ -22,7 +22,7 @@ T = TypeVar("T")
 MAX_NESTING = 500
 PRETRAINED = "_pretrained.libsonnet"
 FETCHED = "_fetched.libsonnet"
-# Code that fails, for `_import`. The Jsonnet binding would garble an exception's message.
+# `_import` returns failing code, because the Jsonnet binding garbles exceptions.
 _FAILS = b"error 'import'"
 _MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # error of lib/run.libsonnet
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
@@ -35,7 +35,7 @@ class Rendered:
 
 
 class Evaluator:
-    """Evaluate Jsonnet. `closure`: imported files. `instead`: path → content to use instead."""
+    """Evaluate Jsonnet. `closure`: imported files. `instead`: {path: replacement content}."""
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -57,7 +57,7 @@ class Evaluator:
             raise OrreryError(
                 f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})"
             ) from None
-        if self._lost:  # an import failed, but no field of the value needed it
+        if self._lost:  # an import failed, but Jsonnet is lazy and did not use it
             raise OrreryError(self._lost)
         return value
 
@@ -100,7 +100,7 @@ class Evaluator:
     def _sentence(self, text: str) -> str:
         head = text.splitlines()[0]
         message = self._lost or head.removeprefix("RUNTIME ERROR: ")
-        if found := _FRAME.match(message):  # a syntax error begins with its file and line
+        if found := _FRAME.match(message):  # messages of syntax errors begin with file and line
             place = f"{self.workspace.shown(found['file'])}:{found['line']}"
             return f"{place}: {message.split(' ', 1)[-1]}"
         for frame in _FRAME.finditer(text.split("\n", 1)[-1]):
@@ -142,7 +142,7 @@ def _of_all_files(
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
-        if path.stem in TARGETS:  # a run file's stem is Snakemake's target for its runs
+        if path.stem in TARGETS:  # a run file's stem becomes a Snakemake target
             raise OrreryError(
                 f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}. Give the "
                 "file another name"
@@ -174,7 +174,7 @@ def locate(workspace: Workspace, name: str) -> Path:
         return likely
     if (found := file_of(workspace, name)) is not None:
         return found
-    names = list(run_files(workspace))  # raises for a broken file, which may define the run
+    names = list(run_files(workspace))  # raises if a file is broken, because it may define the run
     if likely in workspace.run_files:
         has = ", ".join(_names(workspace, likely))
         raise OrreryError(f"run {name!r}: {workspace.shown(likely)} has the runs {has}; name one")
@@ -229,7 +229,7 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """Evaluate each run alone after an error about a missing field, to name the run."""
+    """If a field is missing, evaluate the runs one by one, so that the error names the run."""
     try:
         yield
     except OrreryError as error:

@@ -2,7 +2,7 @@
 
 - File i of a split, in the order of paths, is in shard i mod num_shards.
 - A folder with only some shards has a file DATA_SUMS with the sha256 of all data files. The
-  manifest has the sha256 of DATA_SUMS, so it is equal at all sites.
+  manifest contains the sha256 of DATA_SUMS, so sites with different shards share a manifest.
 """
 
 import re
@@ -69,7 +69,6 @@ def write_data_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def data_sums(folder: Path) -> dict[str, str]:
-    """Return the sha256 of data files by path, or {} without DATA_SUMS."""
     file = folder / DATA_SUMS
     return read_sums(file.read_text().splitlines()) if file.is_file() else {}
 
@@ -100,7 +99,7 @@ def checked_sha256(path: Path, num_shards: int = 1) -> str:
 
 
 def check_held(path: Path, split: str | None, shard: Shard | None = None) -> None:
-    """Raise OrreryError if the folder lacks a file of the split (default: all) or shard."""
+    """Raise OrreryError if `path` lacks a file of `split` (default: all splits) and `shard`."""
     if shard and not path.is_dir():
         raise OrreryError(f"path: {path} is no folder. Type `{fetch_command(path, shard)}`")
     names = files_of(data_sums(path), split, shard or (0, 1)) if split else data_sums(path)

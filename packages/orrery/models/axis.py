@@ -2,7 +2,6 @@
 
 - A model gets one of our own families if `hf_folder.check_config` passes. Other causal models get
   the family `hugging_face`, and the output gives the reason.
-- If the folder has weights, their names and shapes are checked.
 - The output is JSON: the axis, family, number of parameters, vocabulary size, and a reason or null.
 """
 
@@ -26,7 +25,7 @@ from orrery.models.families import YARN_FIELDS, build
 from orrery.models.hf_folder import CONFIG_FILE, num_mtp_layers, tensor_names, weight_files
 from orrery.models.weights import open_checkpoint
 
-OWN_TYPES = {  # our families, by transformers' model types
+OWN_TYPES = {  # transformers' model type → our model family
     **{family: family for family in ("qwen3", "qwen3_moe", "llama", "glm4_moe")},
     **{family: family for family in hf_folder.YARN_FAMILIES},
     "glm_moe_dsa": "glm5",
@@ -93,7 +92,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Return the number in the weights, because `config.json` may state more layers."""
+    """Return the number of MTP layers in the weights. `config.json` may state more."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated
@@ -184,7 +183,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # a longer document would change the rotation of all others in its batch
+    for rope in ropes:  # longrope rotates a whole batch by its longest document
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads = found.get("num_heads", 1)
@@ -209,7 +208,6 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def axis_text(model: Model, title: str) -> str:
-    """Return a model's Jsonnet file in the format of `jsonnetfmt`."""
     fields = model.model_dump(mode="json")
     defaults = {**DEFAULTS, "qk_norm": model.family in ("qwen3", "qwen3_moe")}
     lines = [

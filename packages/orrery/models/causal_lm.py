@@ -26,8 +26,8 @@ from orrery.models.layers import (
     rotary_angles,
 )
 
-# Our parameter name → Hugging Face's names, with `{layer}` in both. `{expert}`: index in our dim 0.
-# Several names are equal parts of our tensor along its first non-expert dim.
+# Our parameter name → Hugging Face's name. `{expert}`: index in dimension 0 of our tensor.
+# Several names: equal parts along dimension 0, or for stacked experts along dimension 1.
 Names = dict[str, str | tuple[str, ...]]
 
 
@@ -90,9 +90,9 @@ class CausalLm(nn.Module):
         """Return hidden states [T, D] after the final norm. Documents do not attend to each other.
 
         - `token_ids`, `positions`: i64 [T].
-        - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
+        - `cu_seqlens`: i32 [n + 1], from 0 to T. Passing `max_seqlen` saves a device-to-host copy.
         - `routed_experts`: integers [T, L, K], experts that an engine chose.
-        - `engine_keys`: u8 [T, I, B], keys that an engine chose, by indexer (`kernels/key_bits`).
+        - `engine_keys`: u8 [T, indexers, bytes], keys that an engine chose (`kernels/key_bits`).
         - `is_padding`: bool [T], tokens that the indexers' loss and the experts' load exclude.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
@@ -110,10 +110,10 @@ class CausalLm(nn.Module):
         raise NotImplementedError
 
     def compute_buffers(self) -> None:
-        """Fill the non-persistent buffers, which must have storage."""
+        """Fill the non-persistent buffers, whose storage is already allocated."""
 
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """Return the whole initial tensor on the CPU, or None for the default distribution."""
+        """Return a parameter's initial value, unsharded, on the CPU. None: default distribution."""
         return None
 
     def log_probs(
@@ -143,8 +143,6 @@ class CausalLm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, with experts from block `num_dense_layers` on."""
-
     def __init__(self, config: Model, index: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -169,7 +167,7 @@ class TransformerBlock(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, RouteCounts | None, ChosenKeys | None]:
-        """Return the output [T, D], counts of routes or None, and `choice` for the next block."""
+        """Return output [T, D], route counts (None if dense) and chosen keys for the next block."""
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
             out_TD, choice = self.self_attn(inner_TD, angles, documents, choice, engine_keys_TB)

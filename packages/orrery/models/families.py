@@ -25,7 +25,7 @@ from orrery.manifest.schema.model import EXPERT_GROUPS
 from orrery.models import lora
 from orrery.models.causal_lm import CausalLm, Decoder, Names
 
-# Other parameters have Hugging Face's name without "model.".
+# Parameters that are not listed: Hugging Face's name is "model." and our name.
 _NAMES: Names = {
     "lm_head.weight": "lm_head.weight",
     "layers.{layer}.mlp.gate.expert_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
@@ -139,7 +139,7 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "v_head_dim": mla.value_head_dim,
         "head_dim": mla.rope_head_dim,  # width of the rotated part
         "rope_interleave": True,
-        # vLLM chooses its router by the next two fields
+        # vLLM chooses the expert router by the next two fields
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         **_indexer_config(mla.indexer, config.num_layers),

@@ -30,7 +30,7 @@ from orrery.wire.weight_wire.fp8_blocks import SCALE, in_blocks
 
 
 def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
-    """Yield the list of quantized weights and the plain weights of each FP8 product."""
+    """Yield (list of quantized weights, unquantized weights) for each FP8 matrix product."""
     for module in network.modules():
         found: list[tuple[Parts | None, list[Tensor]]] = []
         if isinstance(module, Attention):
@@ -104,7 +104,7 @@ class SentWeights:
             self._scales[name].copy_(scale)
 
     def scales(self) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-        """Yield (Hugging Face tensor of scales, index ranges in it, this rank's data)."""
+        """Yield (scale tensor, index ranges in this tensor, this rank's scales in these ranges)."""
         weights = dict(self._network.named_parameters())
         for hf in filter(self.is_sent, hf_tensors(self._network)):
             held = local_box(weights[hf.parameter_name])

@@ -42,7 +42,7 @@ FP8 = "F8_E4M3"  # name in safetensors files
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a checkpoint: the part `box` of our parameter.
+    """One tensor of a checkpoint, and its index ranges (`box`) in our parameter.
 
     An expert's tensor lacks the expert dimension. An MTP tensor has an empty `parameter_name`.
     """
@@ -121,7 +121,7 @@ def tensor_names(directory: Path) -> list[str]:
 
 
 def read(files: dict[str, Any], hf: HfTensor, box: Box | None = None) -> Tensor:
-    """Return a tensor or its part `box`, in the folder's dtype. Dequantize FP8 to float32."""
+    """Return a tensor, or its index ranges `box`. Dequantize FP8 to float32."""
     file = files[hf.name]
     value = file.get_slice(hf.name)[slices(box)] if box else file.get_tensor(hf.name)
     if value.dtype != torch.float8_e4m3fn:
@@ -238,7 +238,7 @@ def _publish_json(path: Path, content: dict) -> None:
     write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-JOIN = "eh_proj.weight"  # weight that projects [embedding, hidden state], one per MTP layer
+JOIN = "eh_proj.weight"  # each MTP layer has one tensor with this name
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -323,7 +323,7 @@ NOT_COMPARED = re.compile(
     r"|.*(dropout|pdrop)|.*aux_loss_coef|pretraining_tp"
 )
 YARN_FAMILIES = ("deepseek_v3", "deepseek_v32", "kimi_k2")
-SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # type that transformers lacks → type with equal config
+SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # type that transformers lacks → type with the same config
 _POSITIONS = ("model_type", "max_position_embeddings", "n_positions")
 _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 COMPARED_SEPARATELY = _POSITIONS + _ROTATION

@@ -2,7 +2,6 @@
 
 - Documents are padded to one batch. Only causal models ignore this padding, so others are refused.
 - Context parallelism, expert parallelism and router replay are not supported.
-- A checkpoint may store each expert in tensors of its own.
 
 T tokens · E experts · D hidden · V vocabulary
 """
@@ -164,12 +163,12 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
             )
 
 
-try:  # private, renames tensors as `save_pretrained` does
+try:  # private function that renames tensors as `save_pretrained` does
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # one expert of a test tensor. 12 rows split into 2, 3 or 4 parts
+PROBE_SHAPE = (12, 2)  # shape of an expert in a test tensor. 2, 3 or 4 parts can divide 12 rows.
 
 _global_generator = threading.Lock()  # held while transformers draws from torch's global generator
 
@@ -233,7 +232,7 @@ class HuggingFaceLm(CausalLm):
     ) -> Tensor:
         if routes is not None or engine_keys_TIB is not None:
             raise ValueError("a network of transformers cannot replay an engine's choices")
-        # Compute one token for an empty pack, so that gradients and collectives run.
+        # For an empty batch, compute one token, so that gradients and collectives run.
         num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
         index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
         row_T = torch.searchsorted(documents.cu_seqlens[1:].long(), index_T, right=True)
@@ -308,7 +307,7 @@ class _PassthroughBody(nn.Module):
 
 
 class _PassthroughHead(nn.Identity):
-    """Identity with a `weight`, because some networks cast inputs to its dtype."""
+    """Identity with a `weight`, because some networks cast inputs to the weight's dtype."""
 
     weight = torch.empty(0)
 

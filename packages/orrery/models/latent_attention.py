@@ -28,7 +28,7 @@ from orrery.kernels.sparse_mla import sparse_mla
 from orrery.manifest.schema import MLA, Indexer, Model, YarnRopeScaling
 from orrery.models.layers import apply_rotary, project, yarn_scale
 
-INDEXER_EPSILON = 1e-6  # layer norm's epsilon in the code of DeepSeek-V3.2 and GLM-5
+INDEXER_EPSILON = 1e-6  # as in the code of DeepSeek-V3.2 and GLM-5
 
 
 def rotate_pairs(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
@@ -41,15 +41,12 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """An indexer's choice of keys. `kl` and `differ` are sums over the layers so far.
-
-    `score_TK` and `kl` are None unless indexers learn.
-    """
+    """The keys that an indexer chose. `score_TK` and `kl` are None unless indexers learn."""
 
     chosen_TK: Tensor  # i32 indices of keys, −1 for none
-    score_TK: Tensor | None = None  # f32, scores of the chosen keys
-    kl: Tensor | None = None  # f32 [], the indexers' losses
-    differ: Tensor | None = None  # i64 [2], see `engine_keys`
+    score_TK: Tensor | None = None  # f32
+    kl: Tensor | None = None  # f32 [], sum of the indexers' losses up to this layer
+    differ: Tensor | None = None  # i64 [2], sum of the counts of `engine_keys` up to this layer
 
 
 class KeyIndexer(nn.Module):
@@ -62,7 +59,7 @@ class KeyIndexer(nn.Module):
         super().__init__()
         self.turns_pairs = turns_pairs
         self.rotate = rotate_pairs if turns_pairs else rotate_halves
-        self.replays = False  # an engine's choice replaces the indexer's
+        self.replays = False  # see `replay_choices`
         self.indexer, self.rotary_dim = indexer, mla.rope_head_dim
         width, num_heads = indexer.head_dim, indexer.num_heads
         self.wq_b = nn.Linear(mla.q_lora_rank, num_heads * width, bias=False)
@@ -111,7 +108,7 @@ class KeyIndexer(nn.Module):
 
         - `keys`: results of the method `keys`, gathered from all ranks.
         - `longest`: number of tokens of the longest document.
-        - `engine_keys_TB`: an engine's choice as bits. It replaces the indexer's if `replays`.
+        - `engine_keys_TB`: an inference engine's choice as bits, used instead if `replays`.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
@@ -182,7 +179,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
-        # q_a and kv_a are too narrow for FP8, and `absorb` reads kv_b's weight.
+        # q_a and kv_a are too narrow for FP8. kv_b is not quantized, because `absorb` reads it.
         is_fp8 = "attention" in (config.fp8 or ())
         self.q_b_fp8: Parts | None = [] if is_fp8 else None
         self.o_fp8: Parts | None = [] if is_fp8 else None
@@ -248,7 +245,6 @@ class LatentAttention(nn.Module):
         return project(out_THV.flatten(1), self.o_fp8, self.o_proj)[0], choice
 
     def project_queries(self, q_TC: Tensor, angles: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the unrotated part [T, H, N] and the rotated part [T, H, R] of queries."""
         mla = self.mla
         (q,) = project(q_TC, self.q_b_fp8, self.q_b_proj)
         q_THK = q.unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
@@ -258,10 +254,7 @@ class LatentAttention(nn.Module):
     def _with_loss(
         self, choice: ChosenKeys, q_THW: Tensor, kv_SW: Tensor, documents: Documents
     ) -> ChosenKeys:
-        """Add this layer's loss to `choice.kl`: Σ over tokens of `index_kl` / `num_served`.
-
-        The `num_served` layers that share a choice thus train the indexer on their mean attention.
-        """
+        """Add this layer's loss to `choice.kl`. Layers that share a choice average their losses."""
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
         if documents.is_padding is not None:
@@ -326,7 +319,7 @@ def train_indexers(module: nn.Module) -> None:
 
 
 def replay_choices(module: nn.Module) -> None:
-    """Let indexers use an engine's choice of keys instead of their own."""
+    """Let indexers use an inference engine's choice of keys instead of their own."""
     for one in module.modules():
         if isinstance(one, KeyIndexer):
             one.replays = True

@@ -1,7 +1,7 @@
 """Layers of pre-norm transformers: attention, feed-forward, and mixtures of experts.
 
 T tokens · D hidden · H query heads · G key and value heads · K head size · R rotated width
-In mixtures: E experts · K experts per token · M = T·K rows, one per token and expert ·
+In mixtures of experts: E experts · K experts per token · M = T·K rows, one per token and expert ·
 I intermediate width of an expert
 """
 
@@ -32,7 +32,7 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
     """Return each linear layer's output, computed in FP8 unless `fp8` is None.
 
-    `fp8` caches the quantized weights. This call fills an empty list.
+    `fp8` holds the quantized weights. An empty list means that each call quantizes them.
     """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
@@ -73,7 +73,6 @@ class Adapter(nn.Module):
         return F.linear(F.linear(x, a), b)
 
     def scaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return `a` and `b` · `scale`."""
         return self.a.to(dtype), (self.b * self.scale).to(dtype)
 
 
@@ -254,7 +253,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_fp8: Parts | None = [] if is_fp8 else None
         self.down_fp8: Parts | None = [] if is_fp8 else None
-        self.row_block = BLOCK if is_fp8 else 1  # an expert's first row is a multiple of this
+        self.row_block = BLOCK if is_fp8 else 1  # each expert's rows start at a multiple of this
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         )

@@ -61,8 +61,8 @@ def local_box(parameter: Tensor) -> Box:
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
     """Return this rank's box. Mesh axes split `shape` like `torch.chunk`.
 
-    An axis is (strided, dim, number of parts, rank's index). Strided axes (`_StridedShard`) split
-    last.
+    Each axis is (strided, tensor dim, number of parts, this rank's part). Strided axes
+    (`_StridedShard`) split after the other axes.
     """
     box = [(0, size) for size in shape]
     for _, dim, num_parts, part in sorted(axes, key=lambda axis: axis[0]):

@@ -36,7 +36,7 @@ from orrery.models.placement import (
 )
 
 MAX_FILE_BYTES = 5_000_000_000
-MAX_DRAWING_THREADS = 16  # because each thread holds a float32 tensor in host memory
+MAX_DRAWING_THREADS = 16  # each thread holds a float32 tensor in host memory
 # Activation checkpointing and torch.compile add these to parameter names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -70,12 +70,11 @@ def _seed(init: RandomInit, name: str) -> int:
 
 @torch.no_grad()
 def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
-    """Draw shards on their device. This is fast, but depends on the mesh."""
+    """Draw shards on their device. The values depend on the mesh."""
     _allocate(module)
     device = local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
     generator = torch.Generator(device).manual_seed(seed + rank)
-    # Drawing stacked experts one by one would take minutes.
     for name, tensor in module.state_dict().items():
         local = local_tensor(tensor.detach())
         if tensor.ndim == 1:
@@ -91,7 +90,7 @@ def write_initial(
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
-    # Read with one thread, because the disk limits the speed.
+    # Pretrained weights need only one thread, because the disk limits the speed.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as (tensors, tensor), pool:
@@ -326,7 +325,7 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
 def named_hf_slices(
     module: CausalLm, replacements: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-    """Yield (HF tensor, box within the tensor, this rank's data). This neither gathers nor copies.
+    """Yield (HF tensor, box within it, this rank's data) without a gather or a copy.
 
     Replicas yield equal boxes. `replacements`: other shards to yield, by parameter name.
     """

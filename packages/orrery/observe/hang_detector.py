@@ -25,8 +25,8 @@ from orrery.runtime.health import (
 )
 
 GRACE_S = 10.0
-DEADLOCK_S = 120.0  # long, because messages may arrive after their sender's end
-STILL_S = 40.0  # so that a stall ends a stage within a minute
+DEADLOCK_S = 120.0  # high, because messages may arrive long after their sender has ended
+STILL_S = 40.0  # low, so that a stalled stage ends within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
@@ -187,7 +187,7 @@ class _SeenRank:
 
 
 class RankStallDetector:
-    """Find the ranks that delay their role. Only one reader may call `look`.
+    """Find the ranks that delay their role.
 
     A role has stalled when each of its ranks is in one of these states. A rank may report its own
     limit (`still_s`). Progress is any change of health except heartbeats.
@@ -296,28 +296,28 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SeenHealth:
-    """A process's health, with times of its own clock (`said`) and the reader's (`stamped`)."""
+    """A health report as received (`said`), and with times of the reader's clock (`stamped`)."""
 
     said: Health
     stamped: Health
 
 
 class HealthView:
-    """Convert health to the reader's monotonic clock, because wall clocks differ and can be set.
+    """Convert health reports to the reader's monotonic clock, because hosts' wall clocks differ.
 
     - A change gets the time when the reader first saw it. Deadlines shift by the same amount.
-    - A gap of more than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
-    - `changed_s` orders changes on all hosts.
+    - A gap of more than AWAY_S between two calls of `look` counts as AWAY_S.
+    - Results of `changed_s` are comparable across hosts.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, _SeenHealth] = {}
         self._looked_s: float | None = None
-        self._behind_s: dict[str, float] = {}  # boot id → smallest seen clock offset
+        self._behind_s: dict[str, float] = {}  # a host's boot id → its smallest seen clock offset
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:
-        """Advance to the monotonic time `clock_s`. Return `said` in the reader's time."""
+        """Return the reports `said` in the reader's time. `clock_s`: monotonic time now."""
         self.now_s += 0.0 if self._looked_s is None else min(clock_s - self._looked_s, AWAY_S)
         self._looked_s = clock_s
         for name, one in said.items():

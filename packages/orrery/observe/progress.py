@@ -197,7 +197,7 @@ class TensorBoardSink:
         self._first_s = self._first_s or row["time_s"]
         if not values:
             return
-        # Import late, because these imports are slow.
+        # These imports are slow.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -216,7 +216,6 @@ class TensorBoardSink:
 
 
 def configured() -> bool:
-    """Return whether the site sets WANDB_PROJECT. An API key is not enough."""
     return bool(os.environ.get("WANDB_PROJECT"))
 
 

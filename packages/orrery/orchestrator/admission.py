@@ -5,8 +5,8 @@
   KV cache that a rollout in flight uses.
 - `share` rises at once but falls slowly. Otherwise young rollouts, which use little cache, would
   raise the limit.
-- Each preemption in an engine lowers the limit by 1, but one poll by at most
-  max(1, BACKOFF · limit).
+- Each preemption in an engine lowers the limit by 1. All preemptions between two polls lower it by
+  at most max(1, BACKOFF · limit).
 """
 
 import math
@@ -23,7 +23,7 @@ from orrery.runtime.timing import Pace, period_s
 
 BACKOFF = 0.05
 LEAST = 1e-9
-# While all rollouts in flight end once, the gap to the measured share shrinks by e^−DECAY.
+# The excess of `share` over its measurement decays by e^(−DECAY · ended / in flight).
 DECAY = 3.0
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
@@ -46,7 +46,7 @@ class AdaptiveLimit:
         """Update share and limit from the loads of the decode engines.
 
         `num_ended`: rollouts that ended since the last poll. `was_full`: whether all permits were
-        taken at some time since then.
+        ever taken since that poll.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
@@ -82,7 +82,7 @@ class AdaptiveLimit:
         return min(1.0, self.max_model_len_tokens / kv_tokens)
 
     def _newly_preempted(self, loads: Mapping[int, EngineMetrics]) -> int:
-        """Count preemptions since the last poll. A restarted engine counts from 0 again."""
+        """A restarted engine counts its preemptions from 0 again."""
         before = self._preemptions
         totals = {index: load.preemptions_total for index, load in loads.items()}
         self._preemptions = before | totals
@@ -147,7 +147,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # Prefill engines come first. Rollouts in flight fill only the decode engines' caches.
+    # Skip prefill engines, because rollouts in flight fill only decode engines' caches.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})

@@ -14,7 +14,7 @@ from orrery.manifest.schema import Algorithm, Grpo, MaxRl
 from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import Failed, Rollout
 
-STD_FLOOR = 1e-6  # because nearly equal rewards have rounding errors
+STD_FLOOR = 1e-6  # a smaller deviation is only a rounding error
 
 
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:

@@ -31,8 +31,8 @@ from orrery.wire.weight_wire.leases import LeaseClient
 
 T = TypeVar("T")
 
-READ_S = 1800.0  # for tasks and checkpoints, scaled by ORRERY_DEADLINE_SCALE
-SERVERS_START_S = 600.0  # for engines to import vLLM and compile, scaled
+READ_S = 1800.0  # limit for reading tasks and checkpoints, scaled by ORRERY_DEADLINE_SCALE
+SERVERS_START_S = 600.0  # limit for engines to import vLLM and compile, scaled
 
 
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
@@ -124,7 +124,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
     Remove incomplete checkpoints, and the checkpoints of SFT.
     """
-    # Safe, because the trainer begins no checkpoint before it gets a batch.
+    # The trainer is writing no checkpoint, because it has no batch yet.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))

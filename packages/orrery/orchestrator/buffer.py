@@ -15,7 +15,7 @@ from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.advantages import Group, with_advantages
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = 10  # batches of untrainable rollouts in a row that end the run
+BARREN_BATCHES = 10  # untrainable rollouts in a row that end the run, in batches
 RAISE = {  # reason of a drop → setting that the error advises to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",
@@ -28,11 +28,11 @@ class RolloutBuffer:
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
-        # Generation may be ahead of the trainer by as many rollouts.
+        # Keep as many spare rollouts as generation may be ahead of the trainer.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
         self.queue: deque[list[Rollout]] = deque()
         self.spare: deque[list[Rollout]] = deque()
-        self.num_sampled = 0  # sampled rollouts, less the budget of each taken batch
+        self.num_sampled = 0  # each taken batch subtracts `budget`
         self.dropped: Counter[str] = Counter()
         self._barren: Counter[str] = Counter()
         self._details: dict[str, str] = {}
@@ -49,7 +49,7 @@ class RolloutBuffer:
     def room(self, num_batches: int) -> int:
         """Return how many more rollouts to sample for `num_batches` batches.
 
-        The sampling budget limits them, but always allows enough to complete one batch.
+        The sampling budget limits this number, but always allows one complete batch.
         """
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:
@@ -110,7 +110,7 @@ class RolloutBuffer:
     def count(self, reason: str, num_rollouts: int, detail: str | None = None) -> None:
         if num_rollouts:
             self.dropped[reason] += num_rollouts
-            if reason != ENGINE_GONE:  # rollouts of lost engines do not end the run
+            if reason != ENGINE_GONE:
                 self._barren[reason] += num_rollouts
         if detail:
             self._details[reason] = detail

@@ -20,12 +20,12 @@ from orrery.runtime.timing import scaled
 Purpose = Literal["train", "evaluation"]
 
 TIMEOUT = "timeout"
-PROOF_S = 30.0  # for a busy engine's next token, scaled by ORRERY_DEADLINE_SCALE
+PROOF_S = 30.0  # limit for a busy engine's next token, scaled by ORRERY_DEADLINE_SCALE
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A group to generate. Training and evaluation number groups separately."""
+    """Training and evaluation number their groups separately."""
 
     purpose: Purpose
     group_id: int
@@ -70,7 +70,7 @@ class GroupDropped:
 
 
 class Source:
-    """Give `unfinished` groups, then new groups. A task's problems start at `first_problem`."""
+    """Give `unfinished` groups, then new ones. Problem indices start at `first_problem`."""
 
     def __init__(
         self,
@@ -106,7 +106,6 @@ class _OpenGroup:
     version: int | None = None
     num_started: int = 0
     to_restart: list[int] = field(default_factory=list)
-    # Request name → request and start time.
     in_flight: dict[str, tuple[Request, float]] = field(default_factory=dict)
 
     @property
@@ -189,7 +188,7 @@ class Dispatch:
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
         """Return the requests in flight for longer than `timeout_s`. They stay in flight.
 
-        Time without a serving engine (`is_served`) does not count.
+        Time in which no engine serves (`is_served` is False) does not count.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
@@ -230,8 +229,10 @@ class Dispatch:
 
 @dataclass
 class _Expired:
+    """A rollout past its timeout. `tokens`: engine → token count at the first poll afterwards."""
+
     since_s: float
-    tokens: dict[int, int] = field(default_factory=dict)  # engine → tokens made at its first poll
+    tokens: dict[int, int] = field(default_factory=dict)
     is_slow: bool = False
 
 

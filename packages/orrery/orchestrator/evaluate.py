@@ -81,7 +81,7 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from those that the trainer published.
 
-    Check only the weight transport `files` without FP8, because other digests differ.
+    Only the weight transport `files` without FP8 has comparable digests.
     """
     newest = checkpoints.latest(ctx.run_dir)
     comparable = ctx.manifest.transport.weights == "files" and not ctx.manifest.model.fp8

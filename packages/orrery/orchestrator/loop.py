@@ -5,8 +5,8 @@
     follow         load new policy versions into the engines, and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-At a preemption (the job must end soon), `train` writes its half of a checkpoint. Then it sends all
-trainer ranks an empty batch marked `wind_down`, so that all write the checkpoint of the same step.
+At a preemption (the job must end soon), `train` makes the orchestrator and all trainer ranks write
+a checkpoint of the same step.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from orrery.wire.rollout_wire import Batch, RolloutSender
 
 TICK_S = 0.5
 POLL_S = 0.03
-GATHER_S = 0.01  # pause, so that whole groups start together
-FIRST_VERSION_S = 600.0  # time limit for the trainer's first version
+GATHER_S = 0.01  # pause between starts, so that rollouts of a group start together
+FIRST_VERSION_S = 600.0
 NUM_SAMPLES = 4
-MANY_TRUNCATED = 0.5  # share of truncated replies at which to advise higher limits
+MANY_TRUNCATED = 0.5  # share of truncated replies from which a warning advises higher limits
 PREEMPTION_POLL_S = 1.0
-TAKE_S = 900.0  # time limit for the trainer to start or write a checkpoint
+TAKE_S = 900.0  # time limit for the trainer to stop at a preemption
 
 
 class PreemptionWatch:
@@ -78,20 +78,19 @@ async def update_engines(
         return False
     version, digest = published.version, published.digest
     scheduler.updating = True
-    # Record the digest now, because tokens of the version may arrive during the update.
+    # Engines may return tokens of the new version before the update ends.
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())
     drained_s = time.time()
     manifest = ctx.manifest
-    # The update waits for a restart if no engine serves.
     return_s = RETURN_S if manifest.inference.max_restarts else 0.0
     with ctx.health.waiting(
         f"engines to take version {version} (inference)",
         deadline_s=manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S + return_s),
     ):
         report = await pool.update(published)
-    if report is None:  # no engine loaded it, because a newer version exists
+    if report is None:
         scheduler.updating = False
         return False
     scheduler.updated(version)
@@ -188,7 +187,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # Until the engines pass a check with test prompts, log-probs may be wrong.
+            # Log-probs may be wrong until the engines pass a check with test prompts.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)
@@ -197,7 +196,7 @@ class Loop:
             is_due = checkpoints.is_due(batch.step, self.manifest)
             kept = scheduler.snapshot() if is_due else None
             row = batching.row(batch, self.manifest, time.monotonic())
-            self.changed.notify_all()  # a taken batch makes room for new groups
+            self.changed.notify_all()
             if kept is not None:
                 where = self.ctx.run_dir, batch.step, self.ctx.attempt
                 await asyncio.to_thread(snapshot.write, *where, kept, self.temperature)
@@ -263,7 +262,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write the row before sending: a run that resumes after this batch cannot.
+        # Write metrics before sending: a run that resumes after this batch would lack them.
         self.ctx.metrics.write(
             step,
             **row,

@@ -31,7 +31,7 @@ ENGINE_GONE = "engine_gone"
 
 
 class WorkerThread:
-    """Run blocking calls in order in a daemon thread. Cancelling removes a queued call."""
+    """Run blocking calls in order in a daemon thread. A cancelled call in the queue never runs."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
@@ -56,12 +56,12 @@ class WorkerThread:
                     future.set_exception(error)
 
 
-PROBLEMS = WorkerThread("problems")  # hard puzzles take seconds to make
+PROBLEMS = WorkerThread("problems")  # some problems take seconds to create
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A failed rollout. If `is_zero`, it counts as a reward of 0 in means."""
+    """A failed rollout. If `is_zero`, mean rewards include it as 0."""
 
     reason: str
     detail: str
@@ -103,12 +103,12 @@ class Rollout:
     messages: list[Message]
     metrics: dict[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None  # [n, layers, top_k]
-    engine: int = UNKNOWN_ENGINE  # index of the engine that sampled all turns
+    engine: int = UNKNOWN_ENGINE  # index of the engine, if one engine sampled all turns
     advantage: float | None = None
     group_id: int = -1
     member: int = -1
     task_index: int = -1
-    problem_index: int = -1  # in its task, not kept in snapshots
+    problem_index: int = -1
     dispatch_version: int = NO_VERSION
 
     @property
@@ -161,7 +161,7 @@ class _Tokens:
 
     @property
     def routes_from(self) -> int:
-        """Return the position of the first token whose routed experts are still unknown."""
+        """Return the position of the first token without known routed experts (MoE)."""
         return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:
@@ -175,7 +175,6 @@ class Opening:
 
 
 async def open_problem(task: Any, problem_index: int, renderer: Any) -> Opening:
-    """Return a problem and its prompt, or raise RolloutFailed."""
     problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
     prompt = _guard("task", lambda: renderer.prompt(list(problem.messages), problem.tools))
     return Opening(problem, prompt)
@@ -201,7 +200,7 @@ async def run_episode(
 
     - `name`: unique among rollouts in flight.
     - `seed`: turn t is sampled with `seed + t`.
-    - `routes`: shape of the routed experts that the engine returns for replay.
+    - `routes`: shape of the routed experts (MoE) that the engine returns, for replay in training.
     - `share`: key of single-turn rollouts that may share an engine request.
     """
     problem, messages = opening.problem, list(opening.problem.messages)
@@ -239,7 +238,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # no answer to the task's reply fits
+            truncated = True  # the context has no room for another turn
             break
         messages.extend(reply)
         tokens.append(turn_tokens)
@@ -269,7 +268,7 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # Checkpoints store these numbers as JSON, which has no infinities or NaN.
+    # Checkpoints store these numbers as JSON, which has neither infinity nor NaN.
     if not np.isfinite([reward, *metrics.values()]).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
         raise RolloutFailed("judge", detail + "rewards and metrics are finite numbers")
@@ -280,7 +279,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     try:
         generation = await engine.generate(token_ids, request_id=request_id, **options)
     except asyncio.CancelledError:
-        # A router does not pass our disconnection on to the engine.
+        # A router does not tell the engine that the client has disconnected.
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:

@@ -35,7 +35,7 @@ GONE_PAUSE_S = 1.0
 
 
 class Notifier:
-    """Wake all waiting tasks. A task that awaits between its check and `wait` misses events."""
+    """Wake all waiting tasks. An `await` between a check and `wait` may miss an event."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -45,7 +45,7 @@ class Notifier:
         self._event = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        # In Python 3.11, wait_for loses a cancellation that arrives with the event.
+        # asyncio.wait_for of Python 3.11 loses a cancellation that arrives with the event.
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()
@@ -61,9 +61,10 @@ class RolloutRunner:
         on_ended: Callable[[Request, Rollout | Failed], None],
         is_compared: Callable[[int], bool] = lambda version: False,
     ):
-        """`tasks`: the tasks by purpose, "train" or "evaluation", in manifest order.
+        """`tasks`: lists of tasks by purpose, "train" or "evaluation".
 
-        `is_compared(version)`: whether the trainer may recompute log-probs of its evaluation.
+        `is_compared(version)`: whether the trainer may recompute log-probs of the version's
+        evaluation rollouts.
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_ended = on_ended
@@ -102,12 +103,12 @@ class RolloutRunner:
             for request in members:
                 running = asyncio.create_task(self._run(request, opening), name=request.name)
                 self._running[request.name] = running
-                running.add_done_callback(self._ended)  # called even if the task never starts
+                running.add_done_callback(self._ended)
 
     def _opened(self, opening: "asyncio.Future[Opening]") -> None:
         self._openings.discard(opening)
         if not opening.cancelled():
-            opening.exception()  # read the exception, else asyncio logs it
+            opening.exception()  # asyncio logs exceptions that are never read
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)
@@ -177,7 +178,7 @@ class RolloutRunner:
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """Return an evaluation rollout's seed. It is the same for all policy versions."""
+    """Return the seed of an evaluation rollout, equal for all policy versions."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

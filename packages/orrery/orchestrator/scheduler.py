@@ -35,7 +35,7 @@ class _Active:
     num_missing: int
     rollouts: list[Rollout] = field(default_factory=list)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task and reason
-    zeros: Counter[int] = field(default_factory=Counter)  # timeouts with reward 0, by task
+    zeros: Counter[int] = field(default_factory=Counter)  # by task: timeouts with reward 0
     details: dict[int, str] = field(default_factory=dict)
 
 
@@ -96,9 +96,10 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Add a rollout. Return the result after the evaluation's last rollout.
+        """Add a rollout. Return the evaluation's result if this is its last rollout.
 
-        Raise RunFailed if a token has another version, or if all rollouts of a task failed.
+        Raise RunFailed if a token is not of the evaluated version, or if all rollouts of a task
+        failed.
         """
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
@@ -202,7 +203,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    # By rollout: task index, reward, whether its group has a nonzero advantage.
+    # One entry per rollout: task index, reward, whether its group has a nonzero advantage.
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
@@ -226,7 +227,7 @@ class Snapshot:
     evaluated: int
     num_evaluation_groups: int
     digests: dict[int, str]
-    num_batches: int  # lowered by an early end
+    num_batches: int  # fewer than in the manifest after an early stop
     rewards: list[tuple[int, float, bool]]
 
 
@@ -254,7 +255,7 @@ class Scheduler:
             evaluation.num_problems,
             evaluation.rollouts_per_problem,
             last_step=num_batches,
-            # Repeat the last version's evaluation, because snapshots lack its rollouts.
+            # Repeat the final version's evaluation, because snapshots lack its rollouts.
             last=min(snapshot.evaluated, num_batches - 1) if snapshot else NO_VERSION,
             num_groups=snapshot.num_evaluation_groups if snapshot else 0,
         )
@@ -383,7 +384,6 @@ class Scheduler:
         return None
 
     def drop_engine(self, engine: int) -> int:
-        """Drop the rollouts of a refused site's engine. Return their number."""
         num_open = self.groups.drop_engine(engine)
         self.buffer.count("site_refused", num_open)
         return num_open + self.buffer.drop_engine(engine)
@@ -396,7 +396,7 @@ class Scheduler:
         return [request for group in dropped for request in group.in_flight]
 
     def snapshot(self) -> Snapshot:
-        """Return the state. A resumed run repeats groups in flight and an open evaluation."""
+        """Return the state. A resumed run repeats unfinished groups and evaluations."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),

@@ -2,8 +2,8 @@
 
 - `queue.safetensors` has the finished groups that wait for a batch. `state.json` has the rest.
 - Step n's files are written before batch n is sent, so every trainer checkpoint has them.
-- A preemption that finds such files writes the newer state to `later.attempt_<k>/orchestrator/`,
-  which a resumed run prefers.
+- If step n's files exist at a preemption, the newer state goes to the checkpoint's folder
+  `later.attempt_<k>/orchestrator/`. A resumed run prefers it.
 """
 
 import shutil
@@ -27,7 +27,7 @@ FORMAT = 4
 
 
 class _QueuedRollout(msgspec.Struct):
-    group: int  # queued groups come first, then spare groups
+    group: int  # index: queued groups, then spare groups (zero advantages)
     member: int
     advantage: float
     reward: float
@@ -63,9 +63,9 @@ def write(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperatur
 def write_now(
     run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float, is_resumed: bool
 ) -> Path:
-    """Write the state after batch `step` was sent.
+    """Write the state when batch `step` is the last batch sent.
 
-    `is_resumed`: whether this attempt resumed from `step` and sent no batch.
+    `is_resumed`: whether this attempt resumed from `step` and has sent no batch since.
     """
     if is_resumed:
         checkpoint = checkpoints.whole_dir(run_dir, step)
@@ -78,7 +78,7 @@ def write_now(
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # A kill between these calls leaves the older state, from which a run can resume.
+    # If the process is killed between these calls, a run can resume from the older state.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"
@@ -180,7 +180,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
 
 def _rollout(columns: Columns, index: int, kept: _QueuedRollout) -> Rollout:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    # A mapped NFS file becomes unreadable if another node removes it.
+    # Copy, because a memory-mapped NFS file becomes unreadable if another node removes it.
     arrays: dict[str, Any] = {
         name: columns.token[name][tokens].copy()
         for name in ("token_id", "logprob", "trained", "version")

@@ -1,8 +1,8 @@
 """Write and read health files: a process's current activity and open waits.
 
 - `stages/<stage>/health/<role>.<i>.json` is replaced atomically, without fsync.
-- Times are `time.time()`. `time_s` is the last change other than a heartbeat. `clock_s` is the
-  same moment on the host's monotonic clock, and `boot` is the host's boot id.
+- `time_s` is the time of the last change other than a heartbeat. `clock_s` is the same time on the
+  host's monotonic clock. `boot` is the host's boot id.
 """
 
 import asyncio
@@ -28,14 +28,15 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # maximum gap between heartbeats. NFS may delay them by a minute
+HANG_S = 90.0  # maximum time between heartbeats, as NFS may delay one by a minute
 
 
 @dataclass(frozen=True)
 class Wait:
     """An open wait for `what`, such as "batch 4 from orchestrator".
 
-    `behind_s`: seconds without progress in its role after which the rank counts as late.
+    `behind_s`: if another rank hangs in a collective and the role makes no progress for this
+    time, the waiting rank counts as late.
     """
 
     what: str
@@ -152,7 +153,6 @@ class HealthFile:
             self._write(changed=False)
 
     def beat_loop(self, within_s: float | None) -> None:
-        """Count an event-loop heartbeat. The next is due within `within_s`, or never if None."""
         with self._lock:
             count = self._loop_beats.count + 1 if self._loop_beats else 1
             beats = None if within_s is None else LoopBeats(count, time.time(), within_s)
@@ -217,7 +217,7 @@ class HealthFile:
             self.path.with_name(f".{self.path.name}.tmp"),
             json.dumps(as_row(health)),
         )
-        with suppress(OSError):  # a failed write must not end the process
+        with suppress(OSError):
             try:
                 temporary.write_text(content)
                 temporary.replace(self.path)
@@ -294,10 +294,7 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 
 @asynccontextmanager
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
-    """Write event-loop heartbeats during the body. If they stop, the launcher ends the process.
-
-    Run blocking work in a thread.
-    """
+    """Write event-loop heartbeats during the body. If they stop, the launcher ends the process."""
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:
         yield

@@ -61,8 +61,6 @@ class MetricsFile:
 
 
 class _Lines:
-    """An append-only file. A row after an incomplete row begins a new line."""
-
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
         self._file: int | None = None
@@ -78,7 +76,7 @@ class _Lines:
                 self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
             if self._is_torn:
                 line = b"\n" + line
-            while line:  # on a full disk, `write` may store only a part
+            while line:  # a full disk may store only a part
                 line = line[os.write(self._file, line) :]
                 self._is_torn = bool(line)
 
@@ -148,7 +146,7 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Find rows that no newer attempt replaces. Call `add` with all rows before `counts`."""
+    """Find rows that no newer attempt replaces. First call `add` with all rows."""
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}
@@ -160,7 +158,6 @@ class Attempts:
                 steps[attempt] = step
 
     def counts(self, row: Row) -> bool:
-        """Return False if a newer attempt began at or before the row's step."""
         step, attempt = row.get("step"), row.get("attempt", 0)
         return step is None or not any(
             newer > attempt and begin <= step for newer, begin in self._first[_series(row)].items()

@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 RDMA_DEVICES = Path("/sys/class/infiniband")
 PORT_TRIES = 1000
-PORTS = range(20_000, 32_768)  # below the kernel's ports for outgoing connections
+PORTS = range(20_000, 32_768)  # below the kernel's range for outgoing connections
 
 
 def interface() -> str:

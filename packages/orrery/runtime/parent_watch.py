@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 
 LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # the parent's pid. 0: unknown
-START = "ORRERY_START"  # marks an attempt's processes
-# Read at import, because `ParentWatch` removes LAUNCHER_PID.
+START = "ORRERY_START"
+# Read at import, because `ParentWatch` removes the variable LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
 POLL_S = 0.5
 CALLBACKS_S = 3.0
@@ -50,9 +50,9 @@ def hide_memory() -> None:
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities permanently, so that root has the rights of an ordinary user."""
+    """Drop all capabilities permanently, so that root loses its privileges."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(CAPABILITIES):  # fails without effect unless root
+    for capability in range(CAPABILITIES):  # no effect unless root
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
     if _libc.capset(header, none):
@@ -69,7 +69,7 @@ class ParentWatch:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], object]] = []
         self.is_launched = LAUNCHER_PID in os.environ
-        # Children must watch this process, not the launcher.
+        # Remove the variable: children must watch this process, not the launcher.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)

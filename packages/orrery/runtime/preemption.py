@@ -14,8 +14,8 @@ from pathlib import Path
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import fence_dir, request_path
 
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
-STAGES = ("rl",)  # other stages are short, or resume from their own checkpoints
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
+STAGES = ("rl",)
 
 
 class Preempted(Exception):
@@ -31,7 +31,7 @@ def is_requested(run_dir: Path, stage: str) -> bool:
         return False
     file = request_path(run_dir, stage)
     try:
-        return file.name in os.listdir(file.parent)  # NFS caches the result of a failed `exists`
+        return file.name in os.listdir(file.parent)  # `exists` may be stale on NFS
     except FileNotFoundError:
         return False
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
 STDERR = 2  # `sys.stderr` may have no descriptor
-PROGRAM_S = 60.0  # time limit for a third-party server to start
+PROGRAM_S = 60.0
 POLL_S = 0.05
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
@@ -85,7 +85,7 @@ class RoleContext:
 
     @cached_property
     def manifest(self) -> "Manifest":
-        from orrery.manifest.identity import load  # some roles read no manifest
+        from orrery.manifest.identity import load
 
         return load(self.run_dir / MANIFEST)
 
@@ -99,10 +99,7 @@ class RoleContext:
         what: str,
         answers: Callable[[], bool],
     ) -> None:
-        """Wait until `answers()` is true. Raise RunFailed if `process` ends, or after PROGRAM_S.
-
-        `what` is the verb in the error, such as "listen".
-        """
+        """Wait until `answers()` is true. Raise RunFailed if `process` ends, or after PROGRAM_S."""
         limit_s = scaled(PROGRAM_S)
         end = time.monotonic() + limit_s
         with self.health.waiting(f"{program} to {what}", deadline_s=limit_s):
@@ -136,7 +133,7 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
 
 @contextmanager
 def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleContext]:
-    # First, because the launcher may send SIGUSR1 once the health file exists.
+    # Handle signals first: the launcher may send SIGUSR1 once the health file exists.
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
     log_to_stderr()
@@ -180,7 +177,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
 
 
 def _allow_open_files() -> None:
-    """Raise the limit of open files, because each rollout in flight has a connection."""
+    """Raise the limit of open files. Each rollout in flight needs a connection."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -200,7 +197,7 @@ def stacks_on_signal(chain: bool = False) -> None:
 
 
 def call_on_signal(answer: Callable[[], object]) -> None:
-    """At every SIGUSR1, also run `answer` in a thread. Call this in the main thread."""
+    """At each SIGUSR1, write stacks and run `answer` in a thread. Only for the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

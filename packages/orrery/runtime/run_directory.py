@@ -3,8 +3,8 @@
 - Runs of another layout than LAYOUT are refused, not migrated.
 - Every start of a run is an attempt. It begins with an exclusive, synced mkdir of `attempts/<k>/`,
   so two launchers never share one.
-- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`. Hence an old process on an
-  unreachable node never changes a newer attempt's checkpoint.
+- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`. An old process on an unreachable
+  node never changes a newer attempt's checkpoint.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ ATTEMPTS = "attempts"
 COMPLETE = "COMPLETE"  # marker of a complete checkpoint
 MANIFEST = "manifest.json"
 STATUS = "status.json"
-SITE_FILE = "site.json"  # a site's addresses
+SITE_FILE = "site.json"
 LOCK = ".lock"
-ADOPTED = "adopted.json"  # run and stage from which `orrery adopt` started this run
+ADOPTED = "adopted.json"  # the run and stage that this run continues (`orrery adopt`)
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
@@ -62,17 +62,17 @@ def health_dir(run_dir: Path, stage: str) -> Path:
 
 
 def fence_dir(run_dir: Path, stage: str) -> Path:
-    """Return the folder of requests to kill a process: `<process>.<attempt>.<restart number>`."""
+    """Return the folder of kill requests, named `<process>.<attempt>.<restart number>`."""
     return stage_dir(run_dir, stage) / "fenced"
 
 
 def request_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker that asks a stage to write a checkpoint and end."""
+    """Return the marker file that asks a stage to write a checkpoint and end."""
     return stage_dir(run_dir, stage) / "wind_down"
 
 
 def no_requeue_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker that keeps a preempted job out of the queue."""
+    """Return the marker file that forbids requeuing of a preempted job."""
     return stage_dir(run_dir, stage) / "stay"
 
 
@@ -97,7 +97,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return a folder of weights. `name`: a stage, `step_<n>` (export) or WIRE (versions)."""
+    """Return a folder of weights. `name`: stage, `step_<n>` (export) or WIRE (versions)."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -114,7 +114,6 @@ def report_page(run_dir: Path) -> Path:
 
 
 def code_dir(run_dir: Path) -> Path:
-    """Return the folder of code snapshots, named by digest."""
     return Path(run_dir) / "code"
 
 
@@ -219,7 +218,7 @@ SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
 
 
-# Variable: fsspec URL of a folder for copies of complete checkpoints.
+# Environment variable: fsspec URL of a folder for copies of complete checkpoints.
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -228,15 +227,15 @@ def place(run_dir: Path) -> str:
 
 
 def memory_prefix(run_dir: Path) -> str:
-    """Return the prefix of a run's names in /dev/shm: `orrery-<run id>-<hash of the path>-`.
+    """Return the prefix of a run's files in /dev/shm: `orrery-<run id>-<hash of the path>-`.
 
-    The launcher removes them at a stage's start and end.
+    The launcher removes these files at a stage's start and end.
     """
     return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the /dev/shm prefix of checkpoints, which outlive the trainer until saved."""
+    """Return the prefix of checkpoints in /dev/shm. They outlive the trainer until saved."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
@@ -245,7 +244,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove shared memory `*name*`, and return its paths. First, end processes that use it."""
+    """Remove files `*name*` in /dev/shm and return their paths. No process may use them."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -259,7 +258,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's KV-cache folders. Raise FileNotFoundError without a manifest.
 
-    A new run in the same folder repeats version numbers, so it gets another prefix.
+    A new run in the same folder gets another prefix, because it repeats version numbers.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
@@ -271,7 +270,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
-    """Return the prefix of engines' socket folders. Socket paths have at most 107 bytes."""
+    """Return the prefix of engines' socket folders. It is short: socket paths allow 107 bytes."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

@@ -1,6 +1,6 @@
-"""Scale deadlines, lengthen the period of metrics in long runs, and format durations.
+"""Scale deadlines for slow machines, adapt the period of metrics, and format durations.
 
-ORRERY_DEADLINE_SCALE (default 1) multiplies the deadlines in the code for slow machines.
+The environment variable ORRERY_DEADLINE_SCALE (default 1) multiplies the deadlines in the code.
 """
 
 import math
@@ -14,7 +14,6 @@ SHARE_OF_AGE = 1e-3
 
 
 def scaled(seconds: float) -> float:
-    """Return `seconds` · ORRERY_DEADLINE_SCALE."""
     text = os.environ.get(SCALE, "1")
     try:
         scale = float(text)
@@ -33,7 +32,7 @@ def period_s(age_s: float, shortest_s: float) -> float:
 
 
 class Pace:
-    """Decide when the next row of metrics is due. Call `due` at least every `shortest_s`."""
+    """Decide when the next row of metrics is due. Poll `due` at least every `shortest_s`."""
 
     def __init__(self, shortest_s: float, now_s: float):
         self._shortest_s, self._begin_s, self._next_s = shortest_s, now_s, now_s

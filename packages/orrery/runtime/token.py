@@ -21,7 +21,7 @@ from orrery.runtime.timing import scaled
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
 STANDARD_INPUT = "-"
 MAX_BYTES = 256
-TAKE_S = 60.0  # time limit for srun to pass on standard input
+TAKE_S = 60.0  # time limit for the token to arrive through srun
 
 _kept = ""
 
@@ -85,7 +85,7 @@ def _from_file(path: str) -> str:
 
 
 def run_token() -> str:
-    """Return the token, or "" without a launcher. Raise RunFailed if a launcher gave none."""
+    """Return the token, or "" without a launcher. Raise RunFailed if the launcher gave none."""
     token = take()
     if not token and WAS_LAUNCHED:
         raise RunFailed(
@@ -97,7 +97,7 @@ def run_token() -> str:
 
 
 class Purpose(StrEnum):
-    GENERATE = "generate"  # permits /inference/v1/generate, at engine or router
+    GENERATE = "generate"  # permits /inference/v1/generate
     ADMINISTER = "administer"  # permits all other paths
 
 

@@ -1,7 +1,7 @@
 """The kinds of tasks. A task gives problems, replies to a model's tool calls, and rewards.
 
-A package adds a kind by an entry point in the group `orrery.tasks`: its name is the kind, and its
-value is a `task.Task` class.
+A package adds a kind by an entry point in the group `orrery.tasks`. The entry point's name is the
+kind, and its value is a `task.Task` class.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -79,7 +79,7 @@ def make(task_use: TaskUse) -> Task:
 
 def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel]) -> str:
     errors: list[Any] = invalid.errors()
-    # A misspelt arg also counts as missing.
+    # A misspelt argument gives two errors: unknown and missing. Report the unknown one.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in error["loc"])
     match error["type"]:
@@ -156,5 +156,5 @@ def _inner(kind: str, args: dict[str, Any], seed: int) -> Any:
     use = TaskUse(name="few_shot", kind=kind, args=args, weight=1.0, seed=seed, max_turns=1)
     try:
         return make(use)
-    except OrreryError as error:  # the outer `make` adds the real name
+    except OrreryError as error:
         raise OrreryError(str(error).removeprefix("task 'few_shot': ")) from error

@@ -1,7 +1,7 @@
 """Render chats as tokens for any Hugging Face tokenizer folder, without transformers.
 
 - Sampled tokens are never decoded and encoded again.
-- SFT trains on the same tokens as RL: `example` renders turns as `prompt` and `next_turn` do.
+- SFT and RL train on the same tokens of a chat.
 """
 
 import re
@@ -25,7 +25,7 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # all tokens, even those without characters
+EVERYTHING = (0, -1)  # span of all tokens, even those without characters
 Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
 
 
@@ -45,7 +45,7 @@ class Renderer:
         try:
             config = read_object(folder / "tokenizer_config.json", "copy the model's folder again")
             self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises plain Exception
+        except Exception as error:
             raise OrreryError(
                 f"tokenizer: cannot read {folder}: {error}. "
                 "It needs tokenizer.json and tokenizer_config.json"
@@ -103,9 +103,8 @@ class Renderer:
         Messages of `trained_roles` are trained: all tokens of an assistant's turn, and the content
         and any end-of-turn token of other roles. The first token is untrained.
 
-        Raise OrreryError if the chat begins with the assistant, ends with neither the assistant
-        nor a trained role, or has no trained part, or if the template mixes a trained message with
-        other text.
+        Raise OrreryError if the order of roles is invalid, no message is trained, or the template
+        mixes a trained message with other text.
         """
         parts = self._parts(messages, tools, trained_roles)
         return self._joined(parts, self._encode_batch([part.text for part in parts]))
@@ -117,7 +116,7 @@ class Renderer:
     ) -> list[Example]:
         """Return the `example` of each (place, messages, tools), encoded on all CPU cores.
 
-        An error begins with the chat's place, such as `problems.jsonl:7`.
+        Error messages begin with the chat's place, such as `problems.jsonl:7`.
         """
         parts = []
         for place, messages, tools in chats:
@@ -131,7 +130,7 @@ class Renderer:
         return made
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """Return the sampled message. Malformed calls become text."""
+        """Return the sampled message. Malformed tool calls stay in its text."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -145,7 +144,7 @@ class Renderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids. The name of a special token in the text becomes its id."""
+        """Return token ids. Special tokens in the text are recognized."""
         return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:
@@ -212,7 +211,7 @@ class Renderer:
                     mask |= (starts < end) & (ends > begin)
             masks.append(mask)
         trained = np.concatenate(masks)
-        trained[:1] = False  # the first token has no context that predicts it
+        trained[:1] = False  # no context predicts the first token
         return np.array(ids, dtype=np.int32), trained
 
     def _heard(

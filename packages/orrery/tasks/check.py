@@ -3,9 +3,8 @@
 - A task must create its first problems within `MAX_CPU_S` seconds of CPU time, plus a second per
   `BYTES_PER_S` bytes of the task's files.
 - Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context. This
-  check is skipped if a pretrained tokenizer is missing here.
-- All rows of a task's file are checked. Long answers, and evaluations with more problems than rows,
-  give notes, not errors.
+  check is skipped if a pretrained tokenizer is not on this machine.
+- All rows of a task's file are checked. Long answers and repeated problems only give notes.
 - Tasks of training and SFT must differ from tasks of evaluation in kind, args or seed.
 """
 
@@ -30,8 +29,8 @@ from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 6.0
-BYTES_PER_S = 1_000_000  # a tenth of the read speed of the slowest file format
-NUM_MEASURED = 256  # answers to tokenize, to find long ones
+BYTES_PER_S = 1_000_000  # 10 % of the read speed of the slowest file format
+NUM_MEASURED = 256  # maximum number of answers to check for length
 NOTE = "  note: "
 
 
@@ -113,7 +112,7 @@ def _long_answers(
     path: str, use: TaskUse, renderer: Renderer, turn: int, num_rows: int
 ) -> Iterator[str]:
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    # With these verdicts, the answer is no example of a reply.
+    # For these verdicts, the answer is no reply.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]
@@ -174,12 +173,12 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """The CPU time is over. A BaseException, because a task may catch Exception."""
+    """The CPU time limit has passed. A task that catches Exception does not catch this."""
 
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError if the body exceeds its limit of CPU time. Only for the main thread."""
+    """Raise OrreryError if the body exceeds its CPU time limit. Use only in the main thread."""
     limit_s = MAX_CPU_S + _file_bytes(use.args) / BYTES_PER_S
 
     def stop(*_: Any) -> None:
@@ -210,7 +209,7 @@ def _file_bytes(args: dict[str, Any]) -> int:
     return found
 
 
-@cache  # the task keeps its problems, which are slow to draw
+@cache  # a task caches its problems, which are slow to create
 def _task(use: str) -> Task:
     return make(TaskUse.model_validate_json(use))
 

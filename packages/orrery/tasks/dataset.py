@@ -43,9 +43,9 @@ from orrery.tasks.verdicts import Verdict, compiled, scorer_of, told
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows in an error message
-TRIED = 16  # rows on which to try a user's reward function
-LONG_ANSWER = 4  # an answer of so many words may be a whole solution
-KEPT = 8192  # cached problems: more than rollouts in flight
+TRIED = 16  # number of rows on which to test a user's reward function
+LONG_ANSWER = 4  # an answer with this many words may contain the whole solution
+KEPT = 8192  # maximum number of cached problems, more than rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -53,7 +53,7 @@ def columns_of(template: str) -> list[str]:
 
 
 def filled(template: str, row: dict[str, Any]) -> str:
-    """Replace a template's columns by a row's values. Doubled braces become single."""
+    """Replace a template's `{column}` by a row's values. Doubled braces become single."""
 
     def fill(found: re.Match[str]) -> str:
         if not found[1]:
@@ -170,7 +170,7 @@ class Dataset(SingleTurn):
                 return split_of(filled(self.args.prompt, row), fraction)
             case Column(column=column, values=values):
                 return "held_out" if row[column] in values else "train"
-        return self.args.split  # each side has its own file
+        return self.args.split  # each side is a separate file
 
     def _passes(self, row: dict[str, Any]) -> bool:
         return all(row[name] in values for name, values in self.args.where.items())
@@ -227,7 +227,7 @@ class Dataset(SingleTurn):
 
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         request = self._request(self._place(problem.index), problem.answer)
-        # A user's function may score equal replies differently, so do not cache.
+        # Do not cache scores of a user's function, which may depend on more than the reply.
         is_users = self.args.verdict.kind == "python"
         score = SCORERS.score if is_users else SCORERS.score_once
         return scored(await score("verdict", request, messages[-1].content))
@@ -235,7 +235,7 @@ class Dataset(SingleTurn):
     def _request(self, at: int, answer: str) -> dict[str, Any]:
         verdict, row = self.args.verdict.model_dump(), None
         if self.args.verdict.kind == "python":
-            # The scorer has another working directory.
+            # An absolute path, because the scorer has another working directory.
             verdict["path"], row = str(Path(self.args.verdict.path).absolute()), self._row(at)
         return {"verdict": verdict, "answer": answer, "row": row}
 
@@ -312,7 +312,7 @@ class Dataset(SingleTurn):
         """Return why the verdict refuses the row's own answer, or None."""
         verdict = self.args.verdict
         try:
-            if verdict.kind == "json_schema":  # the answer is a schema, not an example of a reply
+            if verdict.kind == "json_schema":  # the answer is a schema, not a reply
                 scorer_of(self._request(at, answer))
                 return None
             reply = f"\\boxed{{{answer}}}" if verdict.kind == "math" else answer
@@ -363,14 +363,13 @@ class Dataset(SingleTurn):
 
 @lru_cache(2**16)
 def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
-    """Return whether a reply scores 1. Cached, because parsing is slow."""
     request = {"verdict": verdict.model_dump(), "answer": answer, "row": None}
     return scorer_of(request)(reply) == 1.0
 
 
 # Rows are checked in a fork. SIGALRM ends the fork, even while it runs C code.
 
-ROW_S = 10.0  # time limit for checking a row
+ROW_S = 10.0
 
 
 class RowFailed(Exception):

@@ -1,7 +1,7 @@
 """Single-turn problems of one family of the library `reasoning-gym`, judged by the library.
 
-- A problem is item 0 of its own dataset. Other items would recur, because the library seeds item i
-  with seed + i.
+- Each problem is item 0 of a dataset with its own seed. The library draws item i with seed + i, so
+  other items would repeat problems of other seeds.
 - Reward: the library's score of the text in `<answer>` tags, or of the whole reply without tags,
   clipped to [0, 1]. A reply that cannot be scored gets 0 (metric `unscorable`).
 """
@@ -32,8 +32,8 @@ from orrery.tasks.task import (
     split_of,
 )
 
-MAX_DRAWS = 1000  # for a problem on the side `split`
-KEPT_DRAWS = 8192  # cached problems: more than rollouts in flight
+MAX_DRAWS = 1000  # maximum draws to find a problem on the side `split`
+KEPT_DRAWS = 8192  # maximum number of cached problems, more than rollouts in flight
 
 
 class Family:
@@ -62,7 +62,7 @@ class Family:
         return library.create_dataset(self.name, **self.config, seed=seed, size=1)
 
     def _reseeded(self, seed: int) -> Any:
-        """Return a dataset with another seed, without reading word lists again."""
+        """Return a dataset with another seed, without reading its files again."""
         dataset = copy.copy(self._first)
         dataset.config, dataset.seed = dataclasses.replace(dataset.config, seed=seed), seed
         return dataset

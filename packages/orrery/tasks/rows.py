@@ -196,7 +196,8 @@ class Joined:
 class Tables:
     """The rows of several Parquet or Arrow files, without null fields.
 
-    With `needed`, each file must have that column, and rows have only it and the columns `also`.
+    If `needed` is given, each file must have that column. Rows then contain only the columns
+    `needed` and `also`.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 - All processes need the same PYTHONHASHSEED, because some reasoning-gym families order words by
   hash.
-- LIMIT_S limits the scoring of an answer, not its wait.
+- LIMIT_S limits the scoring of an answer, without the wait for a free process.
 - A process that fails is replaced. The failure raises OrreryError and never scores 0.
 """
 
@@ -27,13 +27,13 @@ from orrery.tasks.task import JudgeBroken
 log = logging.getLogger(__name__)
 
 NUM_SCORERS = 8
-START_S = 120.0  # time limit of a start with slow imports
-MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # numbers and an escaped sentence
+START_S = 120.0  # imports are slow
+MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE
 HASH_SEED = "0"
 SLACK_S = 5.0  # time after LIMIT_S to reply
 CANARY_EVERY = 500  # answers between two checks with known answers
 KEPT_SCORES = 10_000
-CANARY = "spiral_matrix"  # a reasoning-gym family whose scorer executes answers
+CANARY = "spiral_matrix"  # reasoning-gym family whose scorer executes answers
 WRONG = "[]"
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
@@ -55,7 +55,7 @@ class ScorerPool:
             scoring.add_done_callback(partial(self._forget_failure, key))
             if len(self._scores) > KEPT_SCORES:
                 del self._scores[next(iter(self._scores))]
-        # A cancelled call must not cancel others.
+        # Equal calls share one task, so cancelling one call must not cancel the task.
         return await asyncio.shield(scoring)
 
     def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:
@@ -83,7 +83,7 @@ class ScorerPool:
                     f"the process that scores answers {how} while it scored an answer. "
                     "The next answer gets a new process"
                 ) from error
-            except BaseException:  # the next answer must not get this score
+            except BaseException:  # the next request must not receive this answer's score
                 scorer.end()
                 raise
             self._idle.append(scorer)
@@ -127,7 +127,7 @@ class ScorerPool:
             if isinstance(error, TimeoutError):
                 why = "it was too slow"
             raise OrreryError(f"the process that scores answers did not start: {why}") from error
-        except BaseException:  # keep the process for the next answer
+        except BaseException:
             self._idle.append(scorer)
             raise
         return scorer
@@ -188,7 +188,7 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        # It may take half a second to free the process's memory.
+        # In a thread, because freeing the process's memory may take half a second.
         threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 
@@ -197,7 +197,7 @@ def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}
-    # One numpy thread saves address space.
+    # Each numpy thread takes some of the limited address space.
     return kept | python | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

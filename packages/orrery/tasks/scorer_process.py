@@ -31,15 +31,15 @@ KINDS = {  # kind -> module:function that returns the scorer of a request
 }
 LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
-MAX_BYTES = 256  # of a score's or note's text
+MAX_BYTES = 256
 NOTE = b"note "
-KEPT_SCORERS = 64  # answers to one problem arrive together
+KEPT_SCORERS = 64  # cached scorers. Answers to one problem arrive together
 MAX_SENTENCE = 500
 
 
 def main() -> None:
     die_with_parent()
-    # Slurm signals the process group. An answer whose fork ends gets no score.
+    # Ignore signals that Slurm sends to the process group, or answers lose their scores.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -55,12 +55,12 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
-    adopt_orphans()  # to kill a fork's orphans with it
+    adopt_orphans()  # so that `_end_children` can kill a fork's orphans
     drop_privileges()
     hide_memory()
-    gc.freeze()  # or a garbage collection in a fork copies all pages
+    gc.freeze()  # keeps a fork's garbage collection from copying all pages
     answers.write(b"\n")
-    os.dup2(nowhere, 2)  # only now, because stderr shows errors at the start
+    os.dup2(nowhere, 2)
     for line in requests:
         number, *request = json.loads(line)
         answers.write(json.dumps([number, *_score(*request)]).encode() + b"\n")
@@ -81,7 +81,7 @@ def _score(
 ) -> tuple[float | str | None, str | None]:
     try:
         scorer = _scorer(kind, json.dumps(request))
-    except Exception as error:  # a user's reward function may raise any exception
+    except Exception as error:
         return f"{error or type(error).__name__}"[:MAX_SENTENCE], None
     reader, writer = os.pipe()
     if os.fork() == 0:
@@ -110,12 +110,12 @@ def _answer(
 ) -> None:
     die_with_parent()
     os.dup2(writer, 3)
-    os.closerange(4, 1024)  # new files get the lowest free numbers
+    os.closerange(4, 1024)
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
     try:
         score = float(scorer(text))
-    except BaseException as error:  # a scorer may raise anything, or exit
+    except BaseException as error:
         if is_users and isinstance(error, Exception):
             from orrery.tasks.verdicts import told
 

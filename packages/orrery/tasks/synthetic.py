@@ -121,9 +121,9 @@ def longest_common_subsequence(a: str, b: str) -> int:
 class Lengths(SingleTurn):
     """Sample answers of given lengths, to measure speed.
 
-    - Lengths are log-normal with `median_tokens` and `sigma`. Answers to one problem have one
+    - Lengths are log-normal with `median_tokens` and `sigma`. Answers to one problem have the same
       length.
-    - The reward is a hash of the answer in [0, 1], so that gradients are not zero.
+    - The reward is a hash of the answer in [0, 1], so that rewards differ within a group.
     """
 
     class Args(Record):

@@ -26,7 +26,7 @@ HELD_OUT = 1 / 8
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call in free text has the arguments `{"input": text}`."""
+    """A call whose input is plain text has the arguments `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
@@ -100,7 +100,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return the judgement for `score`, or for a reply that cannot be scored (None)."""
+    """Return the judgement for `score`. None: the reply cannot be scored and gets reward 0."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)
@@ -108,7 +108,7 @@ def scored(score: float | None) -> Judgement:
 
 
 def split_of(text: str, held_out: float = HELD_OUT) -> Split:
-    """Return a text's side by its hash. `held_out` is the share of held-out texts."""
+    """Return a text's split, chosen by its hash. `held_out`: share of held-out texts."""
     first = int.from_bytes(hashlib.blake2b(text.encode()).digest()[:4], "big")
     return "held_out" if first < held_out * 2**32 else "train"
 

@@ -34,7 +34,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 to 7, before the alphabet
 PAD_ID, END_ID = 0, 1
 
-TODAY = datetime.datetime(2024, 7, 26)  # the default date of Llama's templates
+TODAY = datetime.datetime(2024, 7, 26)  # default date in Llama's chat templates
 
 CHARACTER_TEMPLATE = """\
 {%- for message in messages -%}
@@ -64,7 +64,7 @@ GIVEN |= {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception",
 
 
 def vocab_size(alphabet: str) -> int:
-    """Return the character tokenizer's size. Jsonnet has the same formula."""
+    """Return the number of tokens. A formula in Jsonnet must agree."""
     return len(SPECIALS) + len(alphabet)
 
 

@@ -1,8 +1,4 @@
-"""Verdicts of the task `dataset`: ways to judge a reply.
-
-`scorer_of(request)` returns a function that scores a reply in an isolated process
-(`scorer_process.py`).
-"""
+"""Verdicts of the task `dataset`: ways to judge a reply in an isolated process."""
 
 import hashlib
 import json
@@ -41,8 +37,7 @@ class Math(Record):
 class Exact(Record):
     """The reply is the answer as text. With `pattern`, compare group 1 of its last match.
 
-    The comparison uses Unicode form NFKC, counts a run of blanks as one, and ignores final full
-    stops.
+    The comparison normalizes Unicode (NFKC) and whitespace, and ignores final full stops.
     """
 
     kind: Literal["exact"]
@@ -78,7 +73,7 @@ class Choice(Record):
 
 
 class JsonSchema(Record):
-    """The reply, alone or in a fenced block, is JSON that fits the answer, a JSON schema."""
+    """The reply, or its last fenced block, is JSON that satisfies the answer, a JSON schema."""
 
     kind: Literal["json_schema"]
 

@@ -42,15 +42,15 @@ from orrery.wire.weight_wire import (
     weight_dir,
 )
 
-STEP_DEADLINE_S = 600.0  # time limit for a batch, besides four rollout timeouts
-ORCHESTRATOR_DEADLINE_S = 900.0  # the orchestrator starts while engines load
+STEP_DEADLINE_S = 600.0  # time limit for a batch, in addition to four rollout timeouts
+ORCHESTRATOR_DEADLINE_S = 900.0
 
 
 @contextmanager
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
     """Join the process group and yield its `World`.
 
-    After an error the group stays open, because closing it may hang.
+    After an error, the process group stays open, because closing it may hang.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
@@ -82,7 +82,7 @@ def assemble_learner(
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:
         learner.outer_momentum = fresh_outer(learner)
-        # A checkpoint between two rounds needs each weight fragment as of its last round.
+        # Checkpoints must store each weight fragment's values after its last outer round.
         has_start = elastic.fragments > 1 or ctx.stage == "rl"
         learner.outer_start = fresh_outer(learner) if has_start else {}
     return learner
@@ -152,7 +152,7 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return the seconds without progress after which a publication has stalled.
 
-    A direct transfer to engines must first reach its own timeout, whose error names absent ranks.
+    A direct transfer to engines must time out first, because its error names the absent ranks.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -174,7 +174,7 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # Keep one version in the engines, one in training, one queued, and those ahead.
+    # One version in the engines, one in training, one queued, and `max_batches_ahead` more.
     return manifest.orchestrator.max_batches_ahead + 3
 
 

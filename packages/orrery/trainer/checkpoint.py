@@ -45,7 +45,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """The region `box` of a tensor with the full `shape`, as held by this rank."""
+    """This rank's shard of a tensor of `shape`. `box` is the shard's region of the tensor."""
 
     shape: tuple[int, ...]
     box: Box
@@ -78,7 +78,7 @@ def _frozen_names(learner: Learner) -> frozenset[str]:
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return one sha256 for all weight files in `start`. Reuse digests in `inputs.json`."""
+    """Return one sha256 for all weight files in the folder `start`."""
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
     digest = hashlib.sha256()
@@ -107,7 +107,6 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def _restore_rng(file: Any, device: torch.device) -> None:
     torch.set_rng_state(file.get_tensor("rng/cpu"))
-    # Checkpoints written on CPUs have no CUDA state.
     if device.type == "cuda" and "rng/cuda" in file.keys():  # noqa: SIM118
         torch.cuda.set_rng_state(file.get_tensor("rng/cuda"), device)
 
@@ -126,7 +125,7 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
 
 
 def load(learner: Learner, folder: Path) -> None:
-    """Load a checkpoint into the learner. Raise RunFailed if it does not fit or cannot be read.
+    """Load a checkpoint into the learner. Raise RunFailed if it is unreadable or of another model.
 
     Random-number state is restored only at the same world size.
     """
@@ -171,7 +170,7 @@ def _check_fits(
 
 
 class CheckpointReader:
-    """Read tensors from memory-mapped files. Raise RunFailed if a file is unreadable."""
+    """Read a checkpoint's tensors. Raise RunFailed if a file is unreadable."""
 
     def __init__(self, folder: Path):
         state = _read_json(folder / "state.json")

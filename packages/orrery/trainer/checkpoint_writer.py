@@ -1,8 +1,8 @@
 """Write checkpoints during training, and resume from them. `checkpoint.py` describes the files.
 
 - Training waits only for the copy into shared memory and for the previous checkpoint.
-- Each rank's saver process (`saver.py`) writes its files, even if the trainer has died.
-- Write a step's metrics before `write`: a run resumed from this checkpoint skips the step.
+- Each rank's saver process (`saver.py`) writes the rank's files, even if the trainer has died.
+- Write a step's metrics before its checkpoint, because a resumed run skips the step.
 """
 
 import json
@@ -60,8 +60,8 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 class CheckpointWriter:
     """Save one rank's part of each checkpoint while training continues.
 
-    Call `copy` and `write` for each checkpoint, and `check` at every step to raise errors. Leaving
-    the `with` block waits for the last checkpoint. `waiting` reports waits to the hang detector.
+    Call `copy` and `write` for each checkpoint, and `check` at every step to raise errors of
+    writing. The `with` block's end waits for the last checkpoint.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class CheckpointWriter:
         """
         begin_s = time.monotonic()
         self._await_complete()
-        (self._memory / JOB).unlink(missing_ok=True)  # left by a copy that was not saved
+        (self._memory / JOB).unlink(missing_ok=True)
         _check_finite(learner)
         if self._world.is_first:
             shutil.rmtree(partial_of(folder), ignore_errors=True)
@@ -140,7 +140,7 @@ class CheckpointWriter:
         marker: Path | None = None,
         completion: Completion | None = None,
     ) -> None:
-        """Start to write the copy to disk. The first rank then calls `on_written`.
+        """Start to write the copy to disk. Rank 0 calls `on_written` when all ranks have written.
 
         `marker`: path that exists once the checkpoint is complete, by default its folder.
         """
@@ -183,7 +183,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait for the previous checkpoint's marker file. A collective could time out."""
+        """Wait for the previous checkpoint's marker file, because a collective could time out."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:
@@ -292,8 +292,8 @@ def _json(content: dict[str, Any]) -> bytes:
 class StageCheckpoints:
     """Write one rank's checkpoints of a stage.
 
-    `beside`: role that writes its own part of each checkpoint. `spared`: bytes of shared memory to
-    leave free.
+    `beside`: another role that writes a part of each checkpoint. `spared`: bytes of shared memory
+    to leave free.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class StageCheckpoints:
     ):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
         self._spared = spared
-        # An earlier attempt's saver may still use its own folder.
+        # Each attempt has a folder, because an earlier attempt's saver may still run.
         memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}.{ctx.attempt}"
         self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 
@@ -316,7 +316,7 @@ class StageCheckpoints:
         num_steps = (manifest.sft if self._stage == "sft" else manifest.stages.rl).num_steps
         steps_left = range(self._learner.step + 1, num_steps + 1)
         if any(self.is_due(step) for step in steps_left):
-            # Remove copies of killed jobs. `reserve` allocates only after all ranks removed them.
+            # Remove copies of killed jobs. `reserve` allocates after all ranks have done so.
             remove_memory(saves_prefix(self._ctx.run_dir))
             self._writer.reserve(self._learner, self._spared)
         return self

@@ -3,7 +3,7 @@
 - Sites exchange weight updates in rounds. A phase is the steps between two rounds.
 - After a round each rank copies its state into shared memory (a snapshot). A site that joins or
   missed rounds fetches the snapshot of another site.
-- `orrery join` writes addresses to `site.json`. P is the port of `listen`. etcd uses P and P + 1.
+- P is the port of `listen` in `site.json`, which `orrery join` writes. etcd uses P and P + 1.
   Rank i of R ranks serves snapshots at P + 2 + i, and exchanges updates at P + 2 + R + i.
 """
 
@@ -46,9 +46,9 @@ from orrery.trainer.optim import named_state
 from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
-FETCH_S = 60.0  # time limit of one attempt to fetch a snapshot, scaled
-PHASE_S = 24 * 3600.0  # time limit for other sites to train a phase, scaled
-ROUNDS = "rounds.json"  # file of a checkpoint that holds a `HeldRound`
+FETCH_S = 60.0  # time limit of one attempt to fetch a snapshot
+PHASE_S = 24 * 3600.0  # time limit for other sites to train a phase
+ROUNDS = "rounds.json"  # checkpoint file with a `HeldRound`
 T = TypeVar("T")
 
 
@@ -57,7 +57,7 @@ class HeldRound(msgspec.Struct, frozen=True):
 
     round: int
     shards: ShardMap
-    tokens: list[int] = []  # by fragment (part of weights): tokens or steps since its last round
+    tokens: list[int] = []  # tokens or steps since the last round of each fragment of weights
 
 
 class SiteTraining:
@@ -98,7 +98,7 @@ class SiteTraining:
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
         self._phase = spec.inner_steps // spec.fragments  # steps between rounds
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
-        # Rounds after the last step exchange each fragment once.
+        # Rounds after the last step exchange the other fragments.
         self._last = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
         self._held, self._holders = NO_ROUND, dict[str, int]()
@@ -135,7 +135,7 @@ class SiteTraining:
                 self._loop.read_weights()
             self._loop.round = self._held + 1
             self._join()
-            if self._ctx.stage == "rl" and self._loop.round > 0:  # engines wait for weights
+            if self._ctx.stage == "rl" and self._loop.round > 0:
                 self._copy(self._loop.round - 1, self._loop.digest())
             else:
                 self._finish_round()
@@ -157,9 +157,9 @@ class SiteTraining:
                     self._finish_round()
 
     def _delay(self, step: int) -> int:
-        """Return the number of steps between sending and applying a round.
+        """Return the number of steps between sending a round's update and applying its result.
 
-        It is 0 in RL, because published versions are final, and at checkpoints and the last step.
+        It is 0 at checkpoints, at the last step, and in RL, where published weights are final.
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
@@ -181,7 +181,7 @@ class SiteTraining:
         self._shards.finish_round(row.members, num_documents * (row.round > 0))
         step = min(row.round * self._phase, self._num_steps)
         if self._ctx.stage == "sft" and not step <= self._learner.step < step + self._phase:
-            self._learner.step = step  # in RL, `step` counts the site's own batches
+            self._learner.step = step
         self._copy(row.round, row.digest)
         if self._ranks.is_first:
             self._record(row, inner_s)
@@ -284,7 +284,7 @@ class SiteTraining:
     def _join(self) -> None:
         """Join with a new site id, and fetch the newest state if this site lacks it.
 
-        A resumed RL site waits for its next round: engines may have sampled from its weights.
+        A resumed RL site keeps its weights until its next round, as engines may sample from them.
         """
         held = self._loop.round - 1
         digest = self._loop.digest() if held > NO_ROUND else ""
@@ -304,7 +304,7 @@ class SiteTraining:
         last, found, members = self._ranks.from_first(join, tuple[int, str, list[str]])
         self._loop.site_id = site_id
         if not self._holders.keys().isdisjoint(members):
-            self._shards.holders = self._holders  # shards that live sites had at the checkpoint
+            self._shards.holders = self._holders
         self._holders, self._place = {}, msgspec.structs.replace(self._place, rewinds=False)
         waits = self._is_resumed_rl and last > held
         if (last, found) != (held, digest) and not waits:

@@ -17,7 +17,7 @@ from orrery.trainer.policy import Policy
 class ExpertLoad:
     """Token counts of each expert in one step.
 
-    Call `clear`, `add` after each forward pass, then `reduce`, `metrics` and `balance`.
+    Call `clear`, then `add` after each forward pass, then `reduce`, `metrics` and `balance`.
     """
 
     def __init__(self, policy: Policy, world: World, rate: float | None):
@@ -45,7 +45,7 @@ class ExpertLoad:
             self._figures_3L = torch.stack((share_LE.amax(1), share_LE.amin(1), entropy_L))
 
     def metrics(self) -> dict[str, list[float] | None]:
-        """Return, by layer, the largest and smallest expert's token share, and entropy in nats."""
+        """Return by layer: maximum, minimum and entropy (nats) of the experts' shares of tokens."""
         names = ("expert_load_max", "expert_load_min", "expert_load_entropy")
         if self._figures_3L is None:
             return dict.fromkeys(names)

@@ -2,9 +2,9 @@
 
     python -m orrery.trainer.export RUN_DIR [--stage rl] [--step N] [--to FOLDER]
 
-`orrery export RUN …` runs this module on one CPU, even during a stage.
+`orrery export RUN …` runs this module on one CPU, even while the stage runs.
 
-- A folder appears only when it is complete.
+- The output folder appears only when it is complete.
 - Merged adapters may differ from a merge on a GPU, because devices round differently.
 - Memory holds the tensors of at most one output file.
 - Frozen weights come from the stage's start weights, not from the checkpoint.
@@ -44,7 +44,7 @@ BIAS_PREFIX = "bias/network."  # prefix of trained router biases
 def export_policy(policy: Policy, world: World, model: Model, start: Path, folder: Path) -> None:
     """Write the policy to the new `folder` in Hugging Face's format. A collective.
 
-    The tokenizer and layers for multi-token prediction are copied from the folder `start`.
+    The tokenizer and layers for multi-token prediction are copied from `start`.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:

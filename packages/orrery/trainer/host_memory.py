@@ -1,4 +1,4 @@
-"""Measure available host memory, and allocate blocks that a GPU copies to at full speed.
+"""Measure available host memory, and allocate pinned blocks.
 
 - `available_bytes` respects the limit of a control group (Slurm job, container), because Linux
   kills a process that exceeds it.
@@ -23,7 +23,7 @@ ROOT = Path("/")
 
 
 class CgroupVersion(NamedTuple):
-    """Mount point and file names of cgroup v1 or v2. `page_cache`: rows of `memory.stat`."""
+    """Mount point and file names of cgroup v1 or v2. `page_cache`: keys in `memory.stat`."""
 
     mount: str
     limit: str
@@ -46,7 +46,7 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 def cgroup_available_bytes(root: Path = ROOT) -> int:
-    """Return min(limit − used + page cache) over control groups."""
+    """Return min(limit − used + page cache) over this process's control groups."""
     found = [sys.maxsize]
     for version, path in _groups(root):
         mount = root / "sys/fs/cgroup" / version.mount
@@ -57,7 +57,6 @@ def cgroup_available_bytes(root: Path = ROOT) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[CgroupVersion, str]]:
-    """Yield control groups from lines such as `4:cpu,memory:/a/b` (V1) and `0::/a/b` (V2)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -91,7 +90,7 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Memory pages, unregistered from CUDA in `__del__`: `weakref.finalize` runs too late."""
+    """Pages that `__del__` unregisters from CUDA. `weakref.finalize` runs after their release."""
 
     address: int | None = None  # while registered with CUDA
     unregister: Callable[[int], Any]
@@ -102,18 +101,17 @@ class _Pages(mmap.mmap):
 
 
 def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
-    """Return u8 zeros [num_bytes] that are pinned for a GPU, and CUDA's error code (0: success).
+    """Return u8 zeros [num_bytes], pinned if `device` is a GPU, and CUDA's error code or 0.
 
-    `file`: descriptor of a file to hold the zeros. Raise OSError if memory is short.
+    `file`: descriptor of the file to map. Raise OSError if memory is short.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
     if file is None:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        os.posix_fallocate(file, 0, num_bytes)  # fails if memory is short; a write would SIGBUS
+        os.posix_fallocate(file, 0, num_bytes)  # without it, a write could raise SIGBUS
         pages = _Pages(file, num_bytes)
-    # Zeroing maps the pages with many threads. Registration would use one.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":
         return block, 0

@@ -46,7 +46,7 @@ class MismatchGuard:
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
         num_engines = manifest.inference.num_replicas + 1
         num_ages = manifest.orchestrator.max_off_policy_steps + 1
-        # Sums of |difference| and token counts: [2, engines + 1 (unknown engine), ages in versions]
+        # Sums of |log-prob difference|, and token counts: [2, engines + 1 for unknown, ages]
         self._sums = torch.zeros(2, num_engines, num_ages, dtype=torch.float64, device=world.device)
 
     def clear(self) -> None:
@@ -114,7 +114,7 @@ class MismatchGuard:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics and times of a step. The last two fields are (begin, end) of `time.time()`."""
+    """Metrics and times of a step. The last two fields are (begin, end) in Unix seconds."""
 
     metrics: Metrics
     wait_s: float
@@ -140,7 +140,7 @@ class Learner:
         self.policy, self.world, self.trainer = policy, world, trainer
         self.loss, self.max_grad_norm, self.peak_lr = trainer.loss, max_grad_norm, optimizer.lr
         self.route_shape = route_shape(policy.network.config)
-        self.num_indexers = self.top_k = 0  # 0 unless engines send the keys that indexers chose
+        self.num_indexers = self.top_k = 0  # 0 unless engines send keys of sparse attention
         if trainer.indexer_choice != "own" and (mla := policy.network.config.mla) and mla.indexer:
             self.num_indexers, self.top_k = policy.network.config.num_indexers, mla.indexer.top_k
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
@@ -153,11 +153,11 @@ class Learner:
         self.expert_load = ExpertLoad(policy, world, trainer.expert_bias_rate)
         self.step = 0
         self.outer_momentum: dict[str, torch.Tensor] = {}  # in host memory
-        self.outer_start: dict[str, torch.Tensor] = {}  # weights after the last round (`elastic`)
+        self.outer_start: dict[str, torch.Tensor] = {}  # weights after the last round of sites
         self.base_sha256: str | None = None  # hash of the frozen weights under adapters
         self.guard: MismatchGuard | None = None  # None in SFT
         self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds taken
-        # Maximum |gradient| at context-parallel exchanges and the embedding, in backward order.
+        # Maximum |gradient| at cp exchanges and the embedding, to find the rank that made a NaN.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -171,7 +171,7 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch. `totals`: its `num_tokens`, and each loss component's N_c (`loss.py`).
+        """Train one batch. `totals`: its number of tokens, in all and by loss component.
 
         Raise RunFailed for a malformed batch or a non-finite number. Raise OrreryError if blocks do
         not compile.
@@ -180,7 +180,7 @@ class Learner:
         begin_s = time.time()
         with blocks.explain_compile_error(self.policy.network.config):
             sums, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
-        # Queue the norm before `_check_sums` waits for the device.
+        # Queue the norm's kernels before `_check_sums` waits for the device.
         norm = gradient_norm(self.weights.values(), self.world)
         divisor = clip(norm, self.max_grad_norm)
         self.optimizer.prepare()
@@ -203,9 +203,9 @@ class Learner:
 
     @torch.no_grad()
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
-        """Return (largest log-prob difference to engines, number of scored tokens). A collective.
+        """Return (maximum log-prob difference to engines, number of scored tokens). A collective.
 
-        The difference covers only samples of the current version, and is None without any.
+        The maximum is over samples of the current version, and None without such samples.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
@@ -225,7 +225,7 @@ class Learner:
 
         Blocks run uncompiled, because a graph for this length would change later compilations.
         """
-        # Sharding reorders tokens. The column of log-probs carries each position, to undo that.
+        # Context parallel reorders tokens, so the log-prob column carries each token's position.
         positions = np.arange(len(token_ids), dtype=np.float32)
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),
@@ -238,7 +238,7 @@ class Learner:
             logprob, _ = self.policy(batch)
         reshard_all(self.policy)
         found = torch.zeros(len(token_ids), dtype=torch.float64, device=self.world.device)
-        if self.world.data_rank == 0:  # all data ranks compute the same
+        if self.world.data_rank == 0:
             is_scored = batch.loss.rl_weight != 0
             found[batch.loss.engine_logprob[is_scored].long()] = logprob[is_scored].double()
         return self.world.sum(found)[1:].tolist()
@@ -349,7 +349,7 @@ class Learner:
 
     def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            if not hidden.requires_grad:  # frozen embedding: only observe the gradient
+            if not hidden.requires_grad:
                 hidden.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)
             self._watch(hidden)
 
@@ -417,7 +417,7 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return each N_c and `num_tokens`, summed over data ranks. A collective."""
+    """Return the number of tokens, in all and by loss component, on all ranks. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
         counts = [count_members(columns) for columns in micro_batches]
@@ -453,10 +453,7 @@ def _metrics(sums: dict[str, float], peak: float) -> Metrics:
 
 
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:
-    """Return the learning rate at `step` (1 … num_steps) as a fraction of the peak.
-
-    The rate rises linearly to 1 at `warmup_steps`. A decay reaches `final_fraction` at `num_steps`.
-    """
+    """Return the learning rate at `step` (1 … num_steps) as a fraction of the peak."""
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.kind == "constant":

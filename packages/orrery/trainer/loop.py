@@ -1,7 +1,7 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- The final batch (`compare`) is not trained. It compares log-probs of trainer and engines, and
-  comes early at the reward `evaluation.stop_at`.
+- The final batch (`compare`) is not trained. It compares log-probs of trainer and engines. It
+  comes early if the reward reaches `evaluation.stop_at`.
 - After a batch marked `wind_down` (preemption), each rank writes a checkpoint and ends.
 """
 
@@ -74,7 +74,7 @@ class RlLoop:
         return self.ctx.manifest.stages.rl.num_steps
 
     def receive(self, step: int) -> ReceivedBatch:
-        """Wait for batch `step`. Raise Preempted, after a checkpoint, if marked `wind_down`."""
+        """Wait for batch `step`. If marked `wind_down`, save a checkpoint and raise Preempted."""
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
             deadline_s=self.batch_deadline_s,
@@ -136,10 +136,7 @@ class RlLoop:
             self.checkpoints.write()
 
     def compare(self, batch: ReceivedBatch) -> None:
-        """Compare log-probs of trainer and engines.
-
-        Raise RunFailed without a rollout to compare, or if float32 log-probs on CPUs differ.
-        """
+        """Raise RunFailed if no rollout can be compared, or if float32 log-probs on CPUs differ."""
         ctx, version = self.ctx, self.learner.step
         what = "comparing log-probs with the engines"
         ctx.health.doing(what, step=version, still_s=self._step_stall_s())

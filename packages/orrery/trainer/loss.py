@@ -22,7 +22,7 @@ COMPONENTS = ("rl", "cross_entropy", "reference_kl")
 
 @dataclass(frozen=True)
 class Targets:
-    """Constant inputs of the loss, float32 [M scored tokens]. Weight 0 excludes a token."""
+    """Loss inputs, float32 [M scored tokens]. A weight of 0 excludes a token from that loss."""
 
     engine_logprob: torch.Tensor
     advantage: torch.Tensor
@@ -69,7 +69,7 @@ class StepSums:
         """Add one micro-batch's numbers to the last nine sums of `NAMES`. None adds 0.
 
         Routes are routers' choices of experts. Choices are indexers' choices of keys.
-        `choices_differ`: i64 [2], numbers of known and of different choices.
+        `choices_differ`: i64 [2], numbers of compared and of different choices.
         """
         known, differ = (None, None) if choices_differ is None else choices_differ
         counts = (
@@ -94,7 +94,7 @@ class StepSums:
 def policy_gradient(
     logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor, spec: DppoLoss
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ℓ_rl [M], keep bool [M]). Only `logprob` carries a gradient."""
+    """Return the RL loss [M] and its mask `keep`, bool [M]. Only `logprob` has a gradient."""
     log_ratio = logprob - engine_logprob
     with torch.no_grad():
         shift = logprob.exp() - engine_logprob.exp()
@@ -112,9 +112,9 @@ def loss(
     totals: dict[str, int],
     spec: DppoLoss,
 ) -> tuple[torch.Tensor, StepSums]:
-    """Return this micro-batch's share of L (scalar f32, with gradient) and its `StepSums`.
+    """Return this micro-batch's share of the loss (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals`: number of tokens by loss component.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0

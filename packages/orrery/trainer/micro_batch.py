@@ -23,7 +23,7 @@ _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 class MicroBatch:
     """One forward pass over T packed tokens. M of them are scored.
 
-    L layers with experts · K experts per token · I indexers · B bytes with one bit per key
+    L layers with experts · K experts per token · I indexers · B bytes (one bit per key)
     """
 
     token_id: torch.Tensor  # i64 [T]
@@ -39,10 +39,10 @@ class MicroBatch:
     num_samples: int
     num_tokens: int
     routes_missing: int = 0  # tokens without a route, except a sample's last token
-    routes_replayed: int = 0  # number of expert choices in routes
+    routes_replayed: int = 0  # number of expert choices in `routed_experts`
     engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys that engines' indexers chose
     is_padding: torch.Tensor | None = None  # bool [T]: padding for cp, or an empty rank's token
-    choices_sent: int = 0  # I for each token with more than `top_k` keys, except a sample's last
+    choices_sent: int = 0  # number of choices in `engine_keys` that leave keys out
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
@@ -73,9 +73,8 @@ def micro_batch(
 ) -> MicroBatch:
     """Build a micro-batch that trains version `step` − 1.
 
-    `shard` selects this context-parallel rank's tokens. `indexers`: (number of indexers, their
-    `top_k`), if engines send the keys that indexers chose. Raise RunFailed for invalid samples or
-    routes.
+    `shard` selects this context-parallel rank's tokens. `indexers`: (number, `top_k`) of the
+    indexers whose choices engines send. Raise RunFailed for invalid samples or routes.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -93,7 +92,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
             f"batch {step}: the first token of a sample is marked trained, "
             f"but it cannot be, because no earlier token predicts it"
         )
-    if not len(scored):  # score one anyway, to join the LM head's collectives
+    if not len(scored):  # score one token, so that this rank joins the LM head's collectives
         scored = np.array([min(1, columns.num_tokens - 1)])
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
     ones = np.ones(columns.num_samples, dtype=np.float32)
@@ -139,7 +138,7 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
 
 
 def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return i64 [T, 2]: engine and age in versions, or −1 if unknown."""
+    """Return i64 [T, 2]: sampling engine's index (−1: unknown), age of its weights in versions."""
     engine, version = columns.sample.get("engine"), columns.token.get("version")
     unknown = np.full(columns.num_tokens, -1, dtype=np.int64)
     age = unknown if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)

@@ -1,7 +1,7 @@
 """Explain an out-of-memory error: the manifest field to change, its gain and its cost.
 
-An error of CUDA itself states no sizes. It counts as failed pinning of host memory if a manifest
-field pins memory and the device has free memory.
+An error of CUDA itself counts as failed pinning of host memory if a manifest field pins memory
+and the device has free memory.
 """
 
 import os
@@ -40,7 +40,6 @@ class StageProgress:
 
 @contextmanager
 def explain_out_of_memory(ctx: RoleContext) -> Iterator[StageProgress]:
-    """Raise OutOfMemory with an explanation if the stage runs out of memory."""
     progress, world_size = StageProgress(), ctx.manifest.trainer.mesh.world_size
     ranks_here = min(world_size, ctx.manifest.hardware.devices_per_node)
     if ctx.index == 0:
@@ -142,9 +141,9 @@ def describe_device_error(
     capacity: int = 0,
     host_bytes: int = sys.maxsize,
 ) -> str:
-    """Return a sentence for torch's message `error`. `step` is None before training.
+    """Return a remedy for torch's message `error`. `step` is None before training.
 
-    `capacity`: device bytes if the message lacks them. `host_bytes`: host memory of this rank.
+    `capacity`: bytes of the device. `host_bytes`: available host memory of this rank.
     """
     asked, free = _bytes(error, "ried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity

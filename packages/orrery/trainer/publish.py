@@ -1,8 +1,9 @@
 """Publish the policy's weights after every step, under Hugging Face names.
 
-- On the wires nccl and nixl every rank sends its shards. Otherwise rank 0 writes gathered tensors.
+- With the transports (wires) nccl and nixl, every rank sends its shards. Otherwise rank 0 writes
+  gathered tensors.
 - The wire `files` keeps the trained dtype. Other wires cast weights to the engines' dtype.
-- Rank 0 checks that engines sampled each batch from published weights, by their digests.
+- Rank 0 compares digests, to check that engines sampled each batch from published weights.
 """
 
 import json
@@ -35,7 +36,7 @@ from orrery.wire.weight_wire.transfer import SETTLE_S, WeightSender
 
 
 class Publisher:
-    """Publish weights as files. `close` keeps them. `wire` is None except on rank 0."""
+    """Publish weights as files. `wire` (the transport) is None except on rank 0."""
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):
         self._policy, self._wire, self._fp8 = policy, wire, SentWeights(policy.network)
@@ -60,7 +61,7 @@ class Publisher:
         pass
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
-        """Raise RunFailed unless each version in `stamped` has its published digest."""
+        """Raise RunFailed if a digest in `stamped` (by version) is not the published one."""
         if not stamped:
             raise RunFailed(
                 f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"
@@ -145,7 +146,7 @@ class DirectPublisher(Publisher):
             box, local = here.get(hf.name, nothing)
             return HeldTensor(hf.name, hf.shape, dtype, box, local)
 
-        # Scales come first, because engines decode values as they arrive.
+        # FP8 scales come first, because engines decode values as they arrive.
         return [held(hf, True) for hf in scales] + [held(hf) for hf in hf_tensors(network)]
 
     def _sent(self, version: int, error: str, parts: dict[str, float]) -> None:

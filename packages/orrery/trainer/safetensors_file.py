@@ -24,7 +24,7 @@ REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
     "or free some (as trainer.memory.optimizer_offload)"
 )
-# Reversed, this is the order of dtypes in files of the safetensors library.
+# The safetensors library writes tensors by dtype, in the reverse of this order.
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
@@ -127,14 +127,14 @@ class SharedCopy:
                 if full.errno != errno.ENOSPC:
                     raise
                 self._path.unlink()
-        if self._nameless < 0:  # kept open, so that restarted savers inherit it
+        if self._nameless < 0:  # stays open, so that restarted savers inherit it
             self._nameless = os.memfd_create("orrery.saves")
         self._path.symlink_to(f"/proc/self/fd/{self._nameless}")
         self._buffer, error = host_block(num_bytes, self._device, self._nameless)
         return error
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> int:
-        """Return the file's size in bytes."""
+        """Copy `pieces` into the buffer. Return the file's size in bytes."""
         found = layout(pieces)
         self.reserve(found.file_bytes)
         header = torch.frombuffer(bytearray(found.header), dtype=torch.uint8)

@@ -3,7 +3,7 @@
     python -m orrery.trainer.saver serve MEMORY     save after each line of input
     python -m orrery.trainer.saver finish MEMORY…   save the checkpoints of ended trainers
 
-- The folder MEMORY has the checkpoint, `copy`, and a file `job.json` until `copy` is on disk.
+- The folder MEMORY has the checkpoint (`copy`), and `job.json` until `copy` is on disk.
 - Saving can be repeated, so a killed saver may be restarted.
 - After the trainer's end, the saver saves `copy` and removes MEMORY.
 """
@@ -34,7 +34,7 @@ from orrery.wire import checkpoints, nfs
 
 COPY, JOB, LOCK = "copy", "job.json", ".lock"
 CHUNK_BYTES = 32 << 20
-SYNC_BYTES = 1 << 30  # sync this often, to limit unwritten pages in memory
+SYNC_BYTES = 1 << 30  # bytes between syncs, which limit unwritten pages in memory
 WRITE_DEADLINE_S = 1800.0
 ORPHAN_S = 20.0  # time limit without new data from other ranks, after the trainer's end
 MAX_STARTS = 3
@@ -112,7 +112,7 @@ def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
 def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], bool]) -> None:
     begin_s, size, grown_s = time.monotonic(), -1, time.monotonic()
     while True:
-        found = set(os.listdir(partial))  # list, because NFS caches that a name is missing
+        found = set(os.listdir(partial))  # list: NFS caches that a file is missing
         missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return
@@ -153,7 +153,6 @@ def _is_listed(path: Path) -> bool:
 def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write and sync a file. Return (number of bytes, sha256). Remove the file on failure."""
     digest, num_bytes, unsynced = sha256(), 0, 0
-    # Writing and hashing release the GIL, so they run in parallel.
     with (
         ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing,
         path.open("wb", buffering=0) as file,
@@ -272,7 +271,7 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
 
 
 def inherited(memory: Path) -> tuple[int, ...]:
-    """Return the file descriptor to which `copy` links, or () if it is a regular file."""
+    """Return (descriptor,) if `copy` links to an anonymous file, else ()."""
     copy = memory / COPY
     return (int(copy.readlink().name),) if copy.is_symlink() else ()
 
@@ -292,7 +291,7 @@ def _ask(process: "subprocess.Popen[bytes]") -> bytes:
 
 def serve(memory: Path, asked: IO[bytes], answers: IO[bytes]) -> None:
     parent, uploads = os.getppid(), Uploads()
-    with suppress(FileNotFoundError), _locked(memory):  # without a folder, there is no copy
+    with suppress(FileNotFoundError), _locked(memory):
         while asked.readline():
             uploads.note(memory)
             error = failure(memory, lambda: os.getppid() == parent)
@@ -332,14 +331,14 @@ class Uploads:
 
     def begin(self) -> None:
         if self._command and (self._process is None or self._process.poll() is not None):
-            # Two uploaders would remove each other's blocks.
+            # Start one uploader only, because two would remove each other's blocks.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=die_with_parent
             )
 
     def finish(self) -> None:
         if self._process is not None:
-            self._process.wait()  # this upload may lack the newest checkpoint
+            self._process.wait()  # it may lack the newest checkpoint, so start another
         self.begin()
         if self._process is not None:
             self._process.wait()

@@ -60,7 +60,7 @@ class _SftLoop:
     first_step: int
 
     def run(self) -> None:
-        """Train to the last step or, with DiLoCo, to the end of the next round."""
+        """Train to the last step or, with DiLoCo, to the next outer step."""
         ctx, learner, checkpoints = self.ctx, self.learner, self.checkpoints
         manifest, spec, world = ctx.manifest, ctx.manifest.sft, learner.world
         last_step = spec.num_steps
@@ -143,7 +143,6 @@ class ValidationSet:
             mark_micro_batch(world.device)
             batch = micro_batch(columns, learner.step + 1, world.device, learner.shard)
             logprob_M, _ = learner.policy(batch)
-            # A rank without samples has a dummy token of weight 0.
             counts_M = batch.loss.cross_entropy_weight.double()
             total += torch.stack([-(logprob_M.double() * counts_M).sum(), counts_M.sum()])
         reshard_all(learner.policy)
@@ -161,7 +160,7 @@ def load_validation(
 ) -> ValidationSet | None:
     """Load the first `num_examples` validation examples. A collective.
 
-    Raise OrreryError if there are fewer examples, or if `training` contains one of the chats.
+    Raise OrreryError if there are fewer examples, or if one is also in `training`.
     """
     spec = manifest.sft.validation
     if spec is None:
@@ -178,7 +177,7 @@ def load_validation(
 
 
 def refuse_shared(validated: list[Chat], training: Chats, world: World) -> None:
-    """Raise OrreryError on every rank if `training` has a validation chat. A collective."""
+    """Raise OrreryError on every rank if `training` has a chat of `validated`. A collective."""
     held = {_digest(chat): chat.where for chat in validated}
     mine = range(world.rank, len(training), world.size)
     found = next((index for index in mine if _digest(training[index]) in held), -1)

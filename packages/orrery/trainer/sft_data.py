@@ -1,7 +1,8 @@
 """Read SFT chats by index, and tokenise them shortly before a step trains on them.
 
-- Chats come from a task's demonstrations, a JSONL file or a dataset. Changed data is refused.
-- Unknown fields of a message, call or tool are errors, and so are the row fields in REFUSED.
+- Chats come from a task's demonstrations, a JSONL file or a dataset. A file or dataset must have
+  the hash that the manifest states.
+- An unknown field of a message, tool call or tool raises OrreryError.
 - Each epoch has its own permutation of the chats, drawn from (manifest.seed, epoch).
 """
 
@@ -28,11 +29,11 @@ from orrery.wire.columns import Columns
 if TYPE_CHECKING:
     from orrery.trainer.text_data import Texts
 
-CHECKED_TOKENS = 2_000_000  # tokenised by each rank at start, to find errors
+CHECKED_TOKENS = 2_000_000  # number of tokens that each rank checks at start
 CHECKED_AT_ONCE = 64
-KEPT_TOKENS = 32_000_000  # kept for later epochs, 5 bytes each
+KEPT_TOKENS = 32_000_000  # maximum number of tokens cached for later epochs, 5 bytes each
 FORM = '{"messages": [{"role", "content"}]}'
-REFUSED = ("functions", "chat_template_kwargs")  # row fields that would change the chat
+REFUSED = ("functions", "chat_template_kwargs")  # unsupported fields that would change the prompt
 MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
     "system": ("role", "content", "name"),
     "user": ("role", "content", "name"),
@@ -57,7 +58,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Open the chats of `field`. Raise OrreryError if they are missing, changed or empty."""
+    """Open a chat data set. Raise OrreryError if it is missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")
@@ -194,7 +195,6 @@ def _check_order_of_results(entries: list[dict[str, Any]]) -> None:
 
 
 def _tool(what: str, given: Any) -> Tool:
-    """Parse a tool: `{"type": "function", "function": {…}}`, or only the inner object."""
     tool = _parsed(given)
     function = tool.get("function", tool)
     if function is not tool:
@@ -295,7 +295,7 @@ class Examples:
 def load_examples(
     manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)
 ) -> "Examples | Texts":
-    """Open `stages.sft.data`, and check a rank's examples. `share`: (rank, number of ranks)."""
+    """Open the training data, and check this rank's share of it: (rank, number of ranks)."""
     examples = open_examples(manifest, manifest.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples
@@ -329,7 +329,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield a function that returns the next item. A thread makes items in advance."""
+    """Yield a function that returns the next item. A thread prepares one item in advance."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

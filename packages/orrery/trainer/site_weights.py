@@ -1,4 +1,4 @@
-"""Give DiLoCo's outer loop access to the weights and ranks of one site."""
+"""Give DiLoCo's outer loop access to the weights and ranks of one site (DiLoCo worker)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class LearnerWeights:
-    """This rank's shard of the trained weights: f32 [n], sorted by weight name."""
+    """This rank's shard of the trained weights as one vector f32 [n], sorted by weight name."""
 
     def __init__(self, learner: Learner) -> None:
         named = sorted(learner.weights.items())
@@ -42,7 +42,6 @@ class LearnerWeights:
             weight.copy_(torch.from_numpy(values[part]).view(weight.shape))
 
     def views(self, values: Floats) -> dict[str, torch.Tensor]:
-        """Return views of `values` f32 [n] with the names and shapes of the weights."""
         names = zip(self.sizes, self._placed(), strict=True)
         return {
             name: torch.from_numpy(values[part]).view(weight.shape)
@@ -50,7 +49,6 @@ class LearnerWeights:
         }
 
     def filled(self, values: Floats, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy tensors `held` into `values` f32 [n]. Return views of the copies."""
         views = self.views(values)
         for name, tensor in held.items():
             views[name].copy_(tensor)
@@ -67,8 +65,8 @@ class LearnerWeights:
 class WorldRanks:
     """Exchange msgpack messages among the ranks of this site.
 
-    A thread may send during the trainer's collectives. The timeout `limit_s` must include waits for
-    other sites.
+    A separate process group allows calls from a thread during the trainer's collectives. Its
+    timeout `limit_s` must exceed the time that rank 0 waits for other sites.
     """
 
     def __init__(self, world: World, limit_s: float) -> None:

@@ -1,7 +1,8 @@
 """Read plain text for SFT. Each token is trained once an epoch.
 
-- A document stands between two end tokens. The first end token is not trained.
-- A long document is cut into parts. Each begins with the previous part's last token, untrained.
+- A stop token precedes and follows each document.
+- A long document is cut into parts that overlap by one token.
+- The loss excludes the first token of each part.
 """
 
 import json
@@ -30,7 +31,7 @@ CHECKED_CHARACTERS = 1_000_000
 
 
 class TextDocuments:
-    """Present documents as chats, to find validation data in training data."""
+    """Present documents as chats, to compare training data with validation data."""
 
     def __init__(self, texts: "Texts") -> None:
         self._texts = texts
@@ -43,7 +44,7 @@ class TextDocuments:
 
 
 class Texts:
-    """The documents of `data`. With `is_partial`, only the site's shard must exist."""
+    """A set of documents. With `is_partial`, files of other DiLoCo sites may be missing."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class Texts:
         return len(self.rows)
 
     def check(self, indices: Sequence[int]) -> None:
-        """Tokenise about CHECKED_CHARACTERS. Raise OrreryError if a document is malformed."""
+        """Raise OrreryError if one of the first documents of `indices` is malformed."""
         num_characters = 0
         for index in indices:
             num_characters += len(self.text(index))
@@ -114,7 +115,7 @@ class Texts:
     def documents(self, shard: int | None) -> Sequence[int]:
         """Return the indices of the documents in `shard` (None: all).
 
-        Raise OrreryError if the shard lacks a file or has no document.
+        Raise OrreryError if a file of the shard is missing, or if the shard is empty.
         """
         if shard is None:
             return range(len(self.rows))
@@ -130,7 +131,6 @@ class Texts:
         return found
 
     def _documents_of_files(self, shard: Shard) -> tuple[Sequence[int], int]:
-        """Return (indices of the shard's documents, number of files in the split)."""
         path, split = Path(self._data.path), self._data.split or ""
         try:
             check_held(path, split, shard)
@@ -147,7 +147,6 @@ class Texts:
         return found, len(files_of(names, split))
 
     def columns(self, documents: Iterable[int]) -> Columns:
-        """Tokenise documents. Raise OrreryError if a row has no text."""
         parts = [part for index in documents for part in self._parts(index)]
         offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
         trained = np.ones(offsets[-1], dtype=bool)
@@ -202,7 +201,7 @@ def text_order(documents: Sequence[int], seed: int, shard: int | None, start: in
 def text_batches(
     texts: Texts, manifest: Manifest, num_done: int, site: "SiteTraining | None"
 ) -> Iterator[Columns]:
-    """Yield the batches after step `num_done` or, with `site`, after the site's position."""
+    """Yield the batches after step `num_done`. A DiLoCo `site` has its own shard and position."""
     spec = manifest.sft
     shard, start = None, num_done * spec.examples_per_batch
     if site is not None:

@@ -41,7 +41,7 @@ from orrery.wire import checkpoints
 
 FIELD = "[roles] checkpoint_target"
 FETCHED = ".fetched"
-UPLOADING = f"{checkpoints.DISCARDED}.uploading"  # named so that the next attempt removes it
+UPLOADING = f"{checkpoints.DISCARDED}.uploading"
 
 
 class FsspecTarget:
@@ -54,7 +54,7 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Upload a checkpoint. Keep only the newest `keep`."""
+        """Upload a checkpoint, and remove all but the newest `keep` uploads."""
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
@@ -67,7 +67,7 @@ class FsspecTarget:
         self._files.pipe_file(f"{self._root}/{name}.json", msgspec.json.encode(header))
         kept: dict[str, StateSnapshot] = {}
         for path in reversed(self._headers()):
-            with suppress(msgspec.MsgspecError, ElasticError):  # partial header of a killed upload
+            with suppress(msgspec.MsgspecError, ElasticError):  # skip headers of killed uploads
                 if len(kept) < keep:
                     kept[path] = self._header(path)
             if path not in kept:
@@ -77,7 +77,6 @@ class FsspecTarget:
             self._files.rm_file(f"{self._root}/blocks/{sha}")
 
     def newest(self) -> StateSnapshot | None:
-        """Return the newest readable header, or None."""
         for path in reversed(self._headers()):
             with suppress(OSError, msgspec.MsgspecError, ElasticError):
                 return self._header(path)
@@ -143,7 +142,7 @@ def _digest(folder: Path) -> str:
 
 
 def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
-    """Upload the newest checkpoint, then any that appeared meanwhile."""
+    """Upload the newest checkpoint. Repeat until there is no newer one."""
     done = None
     while (newest := checkpoints.latest(run_dir, stage)) not in (None, done):
         assert newest is not None

@@ -25,7 +25,7 @@ from orrery.wire.weight_wire import read_weights
 from orrery.wire.weight_wire.fp8_blocks import decoded
 
 NUM_NETWORKS = 2
-ROWS = 64  # tokens whose logits exist at once
+ROWS = 64  # maximum number of tokens whose logits are in memory
 
 
 class Networks:
@@ -36,7 +36,6 @@ class Networks:
         prefer("auto")
 
     def at(self, folder: str) -> CausalLm:
-        """Return the network with the weights in `folder`. Raise OrreryError if reading fails."""
         if folder not in self._loaded:
             while len(self._loaded) >= NUM_NETWORKS:
                 self._loaded.popitem(last=False)
@@ -75,7 +74,7 @@ def recompute(network: CausalLm, request: Recompute) -> Recomputed:
 def _answer(networks: Networks, request: Recompute) -> Recomputed:
     folder = Path(request.folder)
     try:
-        # Check first, because `read_weights` waits for a missing folder.
+        # Test `is_dir` first, because `read_weights` waits for a missing folder.
         return recompute(networks.at(request.folder), request) if folder.is_dir() else Recomputed()
     except OrreryError:
         if folder.is_dir():
@@ -85,7 +84,7 @@ def _answer(networks: Networks, request: Recompute) -> Recomputed:
 
 def main() -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # keep `print` out of the answers
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr
     networks = Networks(load(Path(sys.argv[1])))
     while (request := read_frame(sys.stdin.buffer, Recompute)) is not None:
         answers.write(frame(_answer(networks, request)))

@@ -22,12 +22,12 @@ from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
-TICKETS_A_RANK = 2  # the current and the next micro-batch
+TICKETS_A_RANK = 2  # one for the current micro-batch, one for the next
 MAX_UNKNOWN = 64  # maximum number of connections without a ticket
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # reference count of a free buffer: the list and getrefcount hold one each
+_UNSHARED = 2  # reference count of an unused buffer: one from the list, one from getrefcount
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class _TicketedBatch:
 
 
 class BulkSender:
-    """Send micro-batches. `issue` needs a running event loop."""
+    """Send micro-batches to receivers that present a ticket."""
 
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0))
@@ -56,7 +56,6 @@ class BulkSender:
         self.port: int = self._listener.getsockname()[1]
         self.num_foreign = 0
         self._ticketed: dict[int, list[_TicketedBatch]] = {}
-        # Connections without a ticket, oldest first.
         self._unknown: dict[asyncio.Task[None], None] = {}
         self._streams: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
@@ -106,7 +105,7 @@ class BulkSender:
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
             task.add_done_callback(lambda task: self._unknown.pop(task, None))
-            await asyncio.sleep(0)  # let other tasks run: a busy `sock_accept` never yields
+            await asyncio.sleep(0)  # let other tasks run, even if `sock_accept` never waits
 
     async def _serve(self, connection: socket.socket) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -2,7 +2,7 @@
 
 - Attempt k of the run writes `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes
   `files.json` (the sha256 of every file) and, last, the marker.
-- Remove a folder's marker before its files.
+- The marker is removed first, so that a partly removed checkpoint is invalid.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # prefix of folders with newer orchestrator state and its own marker
-PUBLISHED = "published.json"  # digest of each published weight version
+LATER = "later"  # prefix of folders with orchestrator state newer than the checkpoint
+PUBLISHED = "published.json"  # file with the digest of each published weight version
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders in removal
 
@@ -65,12 +65,10 @@ def is_due(step: int, manifest: "Manifest", stage: str = "rl") -> bool:
 
 
 def steps(run_dir: Path, stage: str = "rl") -> list[int]:
-    """Return the steps with a complete checkpoint, ascending."""
     return sorted({one.step for one in whole_checkpoints(run_dir, stage)})
 
 
 def latest(run_dir: Path, stage: str = "rl") -> Checkpoint | None:
-    """Return the complete checkpoint of the highest step and attempt, or None."""
     return max(whole_checkpoints(run_dir, stage), default=None)
 
 
@@ -90,9 +88,9 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 
 
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
-    """Write each file's size in bytes and sha256 into `note`.
+    """Write each file's size in bytes and sha256 into the JSON file `note`.
 
-    Write the note last, because its reader may rename the folder.
+    Call this after all other writes, because the reader of the note may rename the folder.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -103,8 +101,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    Files in `notes` (paths in `folder`) are not hashed again. Raise RunFailed if such a file is
-    missing or its size differs.
+    Files listed in `notes` (see `write_note`) are not hashed again. Raise RunFailed if such a file
+    is missing or has another size.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -130,9 +128,11 @@ def verify(
     share: tuple[int, int] = (0, 1),
     each: Callable[[], object] = lambda: None,
 ) -> None:
-    """Raise OrreryError if a file is missing, damaged or not in FILES. `remedy` ends the message.
+    """Raise OrreryError if a file is missing, damaged or not in `files.json`.
 
-    `share` (i, n): hash only part i of n of the files. Threads call `each` after every CHUNK_BYTES.
+    - `remedy`: end of the error message.
+    - `share` (i, n): hash every n-th file, from file i on.
+    - `each`: called in worker threads after every CHUNK_BYTES.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
@@ -146,7 +146,6 @@ def verify(
         if name not in found:
             raise OrreryError(f"{folder / name}: is in {FILES} but missing; {remedy}")
     index, count = share
-    # Sort by suffix, so that parts have equally many large files.
     own = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]
     with ThreadPoolExecutor() as pool:
         digests = pool.map(lambda name: _sha256(folder / name, each), own)
@@ -160,7 +159,7 @@ def verify(
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
     """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
 
-    Keep checkpoints of attempts after `attempt`. Ignore failed removals.
+    Keep all checkpoints of attempts after `attempt`. Ignore failed removals.
     """
     if keep < 1:
         raise OrreryError(
@@ -179,7 +178,6 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
 
 
 def discard_all(run_dir: Path, stage: str) -> list[int]:
-    """Remove a stage's checkpoints. Return their steps."""
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
         if (one := checkpoint_named(folder.name)) is None:
@@ -195,7 +193,7 @@ def discard(run_dir: Path, folder: Path) -> None:
     aside = checkpoints_dir(run_dir) / f"{DISCARDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         folder.rename(aside)
-        sync(folder.parent)  # a power cut must not bring the marker back
+        sync(folder.parent)  # keep the marker removed after a power cut
         shutil.rmtree(aside, ignore_errors=True)
 
 

@@ -26,8 +26,8 @@ from orrery.runtime.run_directory import rollouts_dir
 TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
-    "logprob": np.dtype("float32"),  # from the engine, at the sampling temperature
-    "version": np.dtype("int32"),  # of the policy that sampled the token. −1: not sampled
+    "logprob": np.dtype("float32"),  # computed by the engine at the sampling temperature
+    "version": np.dtype("int32"),  # policy version that sampled the token. −1: not sampled
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
     "cross_entropy_weight": np.dtype("float32"),
@@ -36,7 +36,7 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # policy version at the start of the sample's group
+    "dispatch_version": np.dtype("int32"),  # policy version when the sample's group started
     "engine": np.dtype("int32"),  # index of the sampling engine. −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
@@ -46,7 +46,7 @@ SAMPLE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of some samples. Arrays are read-only."""
+    """Columns of a list of samples. Arrays are read-only."""
 
     offsets: np.ndarray  # int64 [num_samples + 1], offsets[0] == 0
     token: dict[str, np.ndarray] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable["Columns"]) -> "Columns":
-        """Raise ValueError if the parts' columns differ."""
+        """Join the samples of all parts. Raise ValueError if their columns differ."""
         parts = list(parts)
         if not parts:
             return cls(np.zeros(1, dtype=np.int64))
@@ -138,9 +138,9 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class ColumnLayout(msgspec.Struct, frozen=True):
-    """The slot of each column in a buffer, without gaps.
+    """The byte range (slot) of each column in a buffer, without gaps.
 
-    Columns are in order of falling item size, so each column is aligned.
+    Columns with larger items come first, so each column is aligned.
     """
 
     slots: tuple[Slot, ...]
@@ -168,7 +168,7 @@ def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
 
 
 def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
-    """Raise ValueError if the parts' columns differ."""
+    """Return the byte layout. Raise ValueError if the parts' columns differ."""
     parts = parts_of(micro_batch)
     num_samples = sum(part.num_samples for part in parts)
     num_tokens = sum(part.num_tokens for part in parts)
@@ -204,7 +204,6 @@ def _check_alike(kind: str, one: dict[str, np.ndarray], other: dict[str, np.ndar
 
 
 def segments(micro_batch: MicroBatch, layout: ColumnLayout) -> Iterator[memoryview]:
-    """Yield the layout's bytes in order."""
     parts = parts_of(micro_batch)
     for slot in layout.slots:
         if slot.kind == "offsets":
@@ -290,7 +289,7 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Return the JSON header and the data of a safetensors file (u8), or raise ValueError.
 
-    The safetensors library has no numpy type for bfloat16.
+    The safetensors library cannot read bfloat16 into numpy arrays.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
@@ -302,9 +301,10 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def read(path: Path) -> tuple[Columns, dict[str, Any]]:
-    """Return mapped columns and metadata. Raise OrreryError if the file is damaged or missing.
+    """Return memory-mapped columns and metadata.
 
-    Columns become invalid if another machine removes the file over NFS.
+    Raise OrreryError if the file is damaged or missing. The columns become invalid if another
+    machine removes the file over NFS.
     """
     try:
         file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))

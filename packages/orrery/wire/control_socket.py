@@ -1,7 +1,7 @@
 """Connect trainer ranks (ZeroMQ DEALER) to the orchestrator (ROUTER), with authentication.
 
 - Both ends derive their CurveZMQ keys from the run's token, so no secret is sent.
-- libzmq refuses frames that exceed MAX_ASK_BYTES or MAX_HEAD_BYTES.
+- The orchestrator accepts up to MAX_ASK_BYTES per message, a rank MAX_HEAD_BYTES.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ PROTOCOL = 3
 MAX_ASK_BYTES = 4096
 MAX_HEAD_BYTES = 64 << 20
 HANDSHAKE_S = 5.0
-# Decoding errors. RecursionError: deep nesting. ValueError: bad UTF-8.
+# Errors of malformed messages. RecursionError: deep nesting. ValueError: bad UTF-8.
 NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -64,7 +64,7 @@ def dealer(context: zmq.Context, url: str) -> zmq.Socket:
 
 
 class ControlSocket:
-    """The orchestrator's end. `num_foreign` counts refused peers and messages."""
+    """The orchestrator's ROUTER socket. `num_foreign` counts refused peers and messages."""
 
     def __init__(self, host: str, port: int) -> None:
         self.num_foreign = 0
@@ -94,12 +94,11 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Pass messages of type `kind` to `handle(peer, message)`. It returns False to refuse."""
+        """Pass messages of `kind` to `handle(peer, message)`, which returns False to refuse one."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
     def start(self, at_end: Callable[[], Awaitable[object]] | None = None) -> "asyncio.Task[None]":
-        """Start and return the serving task. It calls `at_end` when it ends."""
         self._at_end = at_end or self._at_end
         if self.server is None:
             self.server = asyncio.create_task(self._serve(), name="control socket")

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_ELEMENTS = 1 << 18  # fits a CPU core's cache
-GPU_CHUNK_ELEMENTS = 1 << 24  # hides the time of kernel launches
+GPU_CHUNK_ELEMENTS = 1 << 24  # large enough to hide the time of kernel launches
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 MASK = (1 << 64) - 1
-GROUP = 16  # consecutive elements with the same m(q)
+GROUP = 16  # number of consecutive elements with the same factor m(q)
 
 
 def _mixed(index: np.ndarray) -> np.ndarray:
@@ -43,13 +43,13 @@ FACTORS = _mixed(np.arange(1 << 63, (1 << 63) + GROUP, dtype=np.uint64))  # k(0)
 
 
 def tensor_fingerprint(tensor: "torch.Tensor") -> int:
-    """Return F of `tensor`, in [0, 2^64)."""
+    """Return the fingerprint, in [0, 2^64)."""
     shape = tuple(tensor.shape)
     return int(slice_share(tensor.detach(), shape, (0,) * len(shape)).item()) & MASK
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return F, given the elements' bits as integers. Needs no torch."""
+    """Return the fingerprint of a tensor from its bits as integers. Needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
@@ -62,7 +62,7 @@ def array_fingerprint(bits: np.ndarray) -> int:
 
 
 def digest(fingerprints: dict[str, int]) -> str:
-    """Return a hash of names and fingerprints, 16 hex digits, independent of their order."""
+    """Return a hash (16 hex digits) of names and fingerprints in any order."""
     text = "".join(f"{name}\0{fingerprints[name]:016x}\n" for name in sorted(fingerprints))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -70,9 +70,10 @@ def digest(fingerprints: dict[str, int]) -> str:
 def slice_share(
     tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]
 ) -> "torch.Tensor":
-    """Return the share, i64 [], of a slice from index `starts` of a tensor of shape `full_shape`.
+    """Return a slice's share of the fingerprint, i64 [].
 
-    Raise ValueError if the dtype has no integer view.
+    The slice starts at index `starts` of a tensor of shape `full_shape`. Raise ValueError if the
+    dtype has no integer view.
     """
     import torch
 
@@ -81,9 +82,8 @@ def slice_share(
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
-    # Whether the slice's elements are consecutive in the full tensor.
     is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]
-    if not is_run and tensor.numel() > most:  # flattening would copy the whole slice
+    if not is_run and tensor.numel() > most:  # halve the slice, because flattening copies it
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
         half = shape[dim] // 2
         after = tuple(start + half * (d == dim) for d, start in enumerate(starts))
@@ -126,7 +126,6 @@ def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
 
 
 def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
-    """Return the share of whole groups. Overwrite `index`, the groups' numbers."""
     import torch
 
     terms = bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device))
@@ -147,10 +146,6 @@ def _positions(
     run: int,
     device: "torch.device",
 ) -> "torch.Tensor":
-    """Return the positions of a slice's runs in the full tensor, i64 [runs].
-
-    A run has `run` elements. Positions count runs.
-    """
     import torch
 
     index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -169,7 +164,6 @@ def _factors(device: "torch.device") -> "torch.Tensor":
 
 
 def _mix(index: "torch.Tensor") -> "torch.Tensor":
-    """Overwrite `index` with `mix(index) | 1`. The masks make `>>` a logical shift."""
     value = index.add_(1).mul_(_signed(GOLDEN))
     value ^= (value >> 30) & ((1 << 34) - 1)
     value.mul_(_signed(FIRST))
@@ -197,9 +191,9 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """Return (row length, distance between rows, first position), or None if distances vary.
+        """Return (row length, row distance, first position), or None if the distances vary.
 
-        A row is a run of consecutive elements of the full tensor. The numbers count its elements.
+        A row is a run of consecutive elements of the full tensor. All numbers count elements.
         """
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
@@ -207,7 +201,7 @@ class SliceSpec(NamedTuple):
         while dim and self.shape[dim - 1] == self.full_shape[dim - 1]:
             dim -= 1
         if dim:
-            dim -= 1  # a row spans a part of this dimension
+            dim -= 1
         sizes = zip(self.shape[:dim], strides[:dim], strict=True)
         outer = [(size, stride) for size, stride in sizes if size > 1]
         if len(outer) > 1:
@@ -216,12 +210,12 @@ class SliceSpec(NamedTuple):
 
 
 class SliceFingerprints:
-    """Compute the shares of many slices in one buffer."""
+    """Compute the fingerprint shares of many slices in one buffer."""
 
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """Prepare the slices. `fused`: use Triton kernels (None: on a GPU, if installed)."""
+        """`fused`: use Triton kernels (None: if on a GPU and Triton is installed)."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))

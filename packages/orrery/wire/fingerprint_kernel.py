@@ -1,8 +1,8 @@
 """Compute the fingerprint shares of many slices of a buffer in one pass on a GPU (Triton).
 
-b, k, m and shares are as in `fingerprint`. A group is 16 consecutive elements with the same m.
-`_groups`, for slices whose rows are whole groups, multiplies 32-bit words. With W bits per element
-and u = b + 2^(W−1):
+Symbols are as in `fingerprint`. A group is 16 consecutive elements with the same factor m.
+If a slice's rows are whole groups, `_groups` multiplies only 32-bit integers per element. With W
+bits per element and the unsigned integer u = b + 2^(W−1):
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
     u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64   (low, high: 32-bit halves)
@@ -25,9 +25,9 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice, from element `begin` of the buffer and element `origin` of the tensor.
+    """A slice that starts at element `begin` of the buffer and `origin` of the full tensor.
 
-    Rows have `num_columns` consecutive elements, and begin `row_stride` apart in the tensor.
+    A row has `num_columns` consecutive elements. In the tensor, rows are `row_stride` apart.
     """
 
     begin: int
@@ -52,7 +52,6 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 @triton.jit
 def _position(run, columns, stride, origin):
-    """Return the tensor positions of runs (elements or groups). `stride` 0 means one row."""
     index = origin + run
     if stride:
         row = run // columns
@@ -68,7 +67,7 @@ def _groups(
     STEPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Add the shares of slices made of whole groups to `out`. Elements have BITS bits.
+    """Add to `out` the shares of slices whose rows are whole groups.
 
     `begin` counts 32-bit words and is a multiple of LOAD. Other fields of `Rows` count groups.
     """
@@ -138,11 +137,11 @@ def _elements(
 
 class KernelLaunch(NamedTuple):
     kernel: Any
-    integers: torch.dtype  # the buffer is read as this dtype
+    integers: torch.dtype  # dtype of the view of the buffer
     factors: list[torch.Tensor]
     slice_of: torch.Tensor  # i32 [programs]
-    first_of: torch.Tensor  # i32 [programs], first element or group
-    rows: list[torch.Tensor]  # [slices] for each field of `Rows`
+    first_of: torch.Tensor  # i32 [programs], index of the first element or group
+    rows: list[torch.Tensor]  # one tensor [slices] per field of `Rows`
     constants: dict[str, int]
 
 
@@ -205,9 +204,10 @@ def _of_groups(
 def _tables(
     rows: Sequence[Rows], chosen: list[int], run: int, taken: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return each program's slice and first run, and each field of `Rows` as a tensor [slices].
+    """Divide slices among Triton programs of `taken` elements each.
 
-    A run has `run` elements. A program handles `taken` elements. All fields but `begin` count runs.
+    Return `slice_of`, `first_of` and `rows` for `KernelLaunch`. All but `begin` are in units of
+    `run` elements.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

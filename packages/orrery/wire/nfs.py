@@ -1,4 +1,4 @@
-"""Read files that another node writes to NFS, which shows them late.
+"""Read files that another node writes to NFS, although NFS shows new files late.
 
 NFS clients cache for up to a minute whether a name exists. Listing the folder bypasses the cache.
 Writers must sync all files before they write the marker file that announces them.
@@ -40,7 +40,7 @@ def _if_there(look: Callable[[], T]) -> T | None:
 
 
 def appears(path: Path, within_s: float | None = None) -> bool:
-    """Return whether `path` appears within `within_s` (default: scaled VISIBLE_S) seconds."""
+    """Wait until `path` exists. Return False after `within_s` seconds (None: VISIBLE_S)."""
     end = time.monotonic() + (scaled(VISIBLE_S) if within_s is None else within_s)
     while True:
         try:

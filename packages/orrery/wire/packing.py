@@ -99,7 +99,6 @@ def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
     bins = np.empty(len(lengths), dtype=np.int64)
-    # Sorted keys: (free tokens) · stride + bin.
     rooms: list[int] = []
     stride = len(lengths)
     num_bins = 0
@@ -121,7 +120,6 @@ def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _spread(
     lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_tokens: int, num_bins: int
 ) -> np.ndarray | None:
-    """Put each sample, longest first, into the cheapest bin with space. Return None on failure."""
     bins = np.empty(len(lengths), dtype=np.int64)
     rooms = [max_tokens] * num_bins
     heap = [(0.0, bin_index) for bin_index in range(num_bins)]
@@ -147,10 +145,7 @@ def _spread(
 def _lock_step(
     bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """Return (cost, bins from costliest to cheapest, each sample's bin).
-
-    The cost is the sum over micro-steps of the costliest bin. In this order, memory peaks early.
-    """
+    """Order bins from costliest to cheapest, so that memory peaks early."""
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
     return float(loads[in_order].reshape(-1, num_ranks)[:, 0].sum()), in_order, bins
@@ -161,7 +156,7 @@ def is_padded(model: Model) -> bool:
 
 
 def quadratic_cost(model: Model) -> float:
-    """Return `quadratic` for `pack`: (attention FLOPs / n²) / (matrix FLOPs / n) for n tokens."""
+    """Return attention FLOPs per squared token count, divided by matrix FLOPs per token."""
     return model.num_layers * model.num_heads * model.head_dim / _active_matrices(model)
 
 
@@ -183,7 +178,7 @@ def _active_matrices(model: Model) -> int:
 def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
     """Return each sample's FLOPs in sparse attention, divided by one token's matrix FLOPs.
 
-    Indexers score all earlier tokens, forward only. Attention reads at most top-k tokens.
+    Indexers score all earlier tokens, without a backward pass. A token attends to at most top-k.
     """
     mla, n = model.latent, lengths.astype(np.float64)
     indexer = mla.indexer

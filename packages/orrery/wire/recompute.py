@@ -17,7 +17,7 @@ MODULE = "orrery.trainer.verifier"
 
 
 class Recompute(msgspec.Struct, frozen=True):
-    """A request: sampled `token_ids` i32 [n] after `prompt` i32 [p], and the weights' folder."""
+    """A request: recompute `token_ids` i32 [n] after `prompt` i32 [p] with weights in `folder`."""
 
     folder: str
     prompt: bytes
@@ -26,7 +26,7 @@ class Recompute(msgspec.Struct, frozen=True):
 
 
 class Recomputed(msgspec.Struct, frozen=True):
-    """The answer, per token: the log-prob, and the distribution's entropy and variance of log p.
+    """The answer: each token's log-prob, and entropy and variance of log p over the vocabulary.
 
     Fields are f32 [n], or empty if the weights no longer exist.
     """

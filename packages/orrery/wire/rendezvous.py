@@ -1,4 +1,4 @@
-"""Publish and find the addresses of a stage's roles. Define constants for requests to engines.
+"""Publish and find the addresses of a stage's processes (roles).
 
 - A role publishes its address as a file in `stages/<stage>/endpoints/`. Files of earlier attempts
   are ignored.
@@ -117,16 +117,16 @@ def await_endpoints(
 # An engine's HTTP interface
 
 ENGINE_HEADER = "X-Orrery-Engine"  # the answering engine's index
-RANK_HEADER = "X-data-parallel-rank"  # data-parallel rank to serve the request
+RANK_HEADER = "X-data-parallel-rank"  # data-parallel rank that must serve the request
 SESSION_HEADER = "X-Session-ID"  # key of vllm-router's consistent_hash policy
-# Clients close idle connections before the server does (uvicorn: after 5 s).
+# Clients close a connection after this idle time, before uvicorn does (5 s).
 KEEPALIVE_S = 3.0
 UPDATE_S = 300.0  # time limit of a weight update, times ORRERY_DEADLINE_SCALE
 NUM_CANARY_TOKENS = 32
 
 
 def request_s(manifest: "Manifest") -> float:
-    """Return an engine request's timeout in seconds. Rollout timeouts exclude weight updates."""
+    """Return an engine request's timeout in seconds. It includes a weight update."""
     return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
 
 

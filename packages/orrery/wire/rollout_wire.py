@@ -1,11 +1,11 @@
 """Send batches from the orchestrator to the trainer's ranks (the "rollout wire").
 
-- A receiver sends `BatchAsk(step, rank, micro_step)`. The sender answers once the batch exists, so
-  a rank can join or restart at any time.
-- The answer to `micro_step` −1 is the batch's head (totals and info). Other answers have a ticket,
-  to fetch the micro-batch's bytes (`bulk`).
-- A receiver repeats an ask until the answer arrives. The sender answers each ask number once per
-  connection.
+- A receiver (rank) sends `BatchAsk(step, rank, micro_step)`. The sender (orchestrator) answers
+  once the batch exists, so a rank can join or restart at any time.
+- The answer to `micro_step` −1 is the batch's head (totals and info). Other answers have a ticket
+  that lets the rank fetch the micro-batch's bytes (`bulk`).
+- A receiver repeats its ask until the answer arrives. The sender ignores repeats that it has
+  answered on the same connection.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from orrery.wire.control_socket import (
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # reconnect after this time without bytes
-NUM_HANDSHAKES = 5  # consecutive failed handshakes that raise RunFailed
+SILENCE_S = 10.0  # time without bytes after which a rank reconnects
+NUM_HANDSHAKES = 5  # number of consecutive failed handshakes that raise RunFailed
 _HEAD = -1
 
 
@@ -42,7 +42,7 @@ _HEAD = -1
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches[rank][micro_step]`: equally many per rank. Arrays must not change until all
+    - `micro_batches[rank][micro_step]`: the same number per rank. Arrays must not change until all
       ranks have acknowledged the batch.
     - `totals` (token counts for the loss) and `info`: JSON values.
     """
@@ -53,7 +53,7 @@ class Batch:
     info: dict[str, Any] = field(default_factory=dict)
 
     def check(self, num_ranks: int, after_step: int | None) -> None:
-        """Raise OrreryError if micro-batch counts are wrong, or `step` is not newer."""
+        """Raise OrreryError if the micro-batch counts are wrong, or if `step` is not newer."""
         counts = [len(of_rank) for of_rank in self.micro_batches]
         if len(counts) != num_ranks or len(set(counts)) != 1:
             raise OrreryError(
@@ -91,8 +91,6 @@ class BatchAsk(msgspec.Struct, tag="ask"):
 
 
 class Acknowledgement(msgspec.Struct, tag="done"):
-    """The rank has received all its micro-batches of `step`."""
-
     protocol: int
     rank: int
     step: int
@@ -132,10 +130,9 @@ _TURNED_AWAY = (
 
 
 class RolloutSender:
-    """The orchestrator's end, for one event loop."""
+    """The orchestrator's end. Use it in one event loop."""
 
     def __init__(self, host: str, port: int, num_ranks: int) -> None:
-        """Listen at `host`. With `port` 0, choose a free port."""
         self.num_ranks = num_ranks
         self.control = ControlSocket(host, port)
         for kind in (BatchAsk, Acknowledgement):
@@ -144,10 +141,9 @@ class RolloutSender:
         self.url = self.control.url
         self._held: dict[int, Batch] = {}
         self._missing: dict[int, set[int]] = {}
-        self._last_taken: int | None = None  # step of the latest `send`, which may still wait
+        self._last_taken: int | None = None
         self._last_held: int | None = None
         self._wanted = -1
-        # By rank: its connection, with its newest request or the number of the last answered one
         self._waiting: dict[int, tuple[bytes, BatchAsk]] = {}
         self._answered: dict[int, tuple[bytes, int]] = {}
         self._changed = asyncio.Condition()
@@ -168,7 +164,7 @@ class RolloutSender:
             await self._answer(peer, ask)
 
     async def wanted(self, at_least: int = -1) -> int:
-        """Wait until a rank asks for step `at_least` or later. Return the newest such step."""
+        """Wait until a rank asks for step `at_least` or later. Return the newest step asked for."""
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 
@@ -332,14 +328,14 @@ class RolloutReceiver:
             following = None if is_last else self._ask(step, micro_step + 1)
             columns = self._gather(ask, head, deadline_s)
             if is_last:
-                self._done(step)  # acknowledge first, because the caller may stop iterating
+                self._done(step)  # acknowledge before `yield`: the caller may stop iterating
             ask = following
             yield columns
 
     def _done(self, step: int) -> None:
         self._received = step
         done = Acknowledgement(PROTOCOL, self.rank, step)
-        with contextlib.suppress(RunFailed):  # the next ask raises RunFailed instead
+        with contextlib.suppress(RunFailed):  # ignore: the next ask raises RunFailed
             self._send(done, f"trainer rank {self.rank} has batch {step}")
 
     def _send(self, message: BatchAsk | Acknowledgement, asked: str) -> None:

@@ -2,11 +2,11 @@
 
 - Row t of the token column `routed_experts`, [tokens, layers, top_k], holds the expert ids of input
   token t: uint8 for up to 256 experts, uint16 for more.
-- If a route is missing, its ids are the dtype's largest value, and the trainer's router chooses.
+- A missing route has the dtype's largest value as ids. The trainer's router then chooses.
   A document's last token has no route. With 256 experts and top_k 1, a route to expert 255 counts
   as missing.
-- With sparse-attention indexers, unless `trainer.indexer_choice` is "own", a row is X bytes,
-  [1, X]: the routes of all layers, then each indexer's chosen keys, one bit per position.
+- With sparse-attention indexers, unless `trainer.indexer_choice` is "own", a row is uint8 [1, X]:
+  the routes of all layers, then a bit mask of the chosen keys for each indexer.
 """
 
 import io
@@ -23,7 +23,7 @@ from orrery.manifest.schema import Manifest, Model
 COLUMN = "routed_experts"
 PIECE = 1 << 20  # base64 characters decoded at once, a multiple of 4
 _FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
-_HEADER_CHARACTERS = 1024  # enough for the header of a 3-dimensional .npy
+_HEADER_CHARACTERS = 1024  # enough base64 for the header of a 3-dimensional .npy
 
 
 class RouteShape(NamedTuple):
@@ -59,7 +59,7 @@ def route_shape(model: Model) -> RouteShape | None:
 
 
 def row_shape(manifest: Manifest) -> RouteShape | None:
-    """Return the shape of a row in engine answers and batches, or None without replay."""
+    """Return the shape of a row of `routed_experts`, or None if routing is not replayed."""
     if not manifest.transport.routed_experts:
         return None
     if not manifest.choice_bytes:
@@ -89,16 +89,12 @@ def split_choices(
 
 
 def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
-    """Return a read-only column of missing routes."""
     value = np.array(shape.no_route, dtype=shape.dtype)
     return np.broadcast_to(value, (num_tokens, shape.num_layers, shape.top_k))
 
 
 def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRoutes:
-    """Return routes in the format of the network.
-
-    Raise RunFailed if their dtype, shape or an id does not fit the model.
-    """
+    """Convert routes for the trainer's network. Raise RunFailed if they do not fit the model."""
     layers = {shape.num_layers, shape.num_layers + shape.num_dense_layers}
     fits = routes.dtype == shape.dtype and routes.ndim == 3 and routes.shape[1] in layers
     if not fits or routes.shape[2] != shape.top_k:
@@ -170,10 +166,10 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Return `body` with `routed_experts` emptied, and the routes or None.
+    """Empty `routed_experts` in an engine's JSON answer. Return the answer, and the routes or None.
 
-    Call this before JSON decoding, because the field may have tens of MB. Raise ValueError if it is
-    not a .npy file of routes.
+    Call this before JSON decoding, because the field may have tens of MB. Raise ValueError if the
+    field is not a .npy file of routes.
     """
     import pybase64
 
@@ -213,7 +209,7 @@ def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.nd
                 f"experts per token, as {shape.dtype}"
             )
     rows = np.empty((num_tokens, shape.num_layers, shape.top_k), shape.dtype)
-    filled = 0  # rows before this index are done
+    filled = 0
     for part in sorted(parts, key=lambda part: part.start):
         rows[filled : max(filled, part.start)] = shape.no_route
         filled = max(filled, part.start + part.num_rows)

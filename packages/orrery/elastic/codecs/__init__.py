@@ -1,4 +1,4 @@
-"""List the codecs that encode the values of an exchange."""
+"""List the codecs. They encode the weight changes that sites exchange."""
 
 from orrery.elastic.codecs.base import Codec
 from orrery.elastic.codecs.float32 import Float32Codec

@@ -1,7 +1,7 @@
 """Build the codecs' native code with `g++` into `~/.cache/orrery`, and load it.
 
-- The file name has a hash of the processor, because hosts may share a home folder.
-- Without a compiler, the codecs use numpy, with equal bits.
+- The library's name contains a hash of the processor, because different hosts may share the cache.
+- Without a compiler, the codecs use numpy and return the same bits.
 """
 
 import ctypes
@@ -31,20 +31,19 @@ BUILD_S = 120.0
 
 
 class Library:
-    """The native functions, for blocks [`first`, `last`)."""
+    """Native functions. Each processes the blocks `first` to `last` − 1."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
 
     def encoder(self, kind: str) -> Callable[..., int]:
-        """Return `encode(x, n, wire, first, last)`. It returns an invalid value's index, or -1."""
-        call = self._library[f"{kind}_encode"]  # a new object; an attribute is shared
+        """Return `encode`, which returns the index of an invalid value or -1."""
+        call = self._library[f"{kind}_encode"]
         call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64
         return call  # type: ignore[no-any-return]
 
     def sum_encoder(self, kind: str) -> Callable[..., int]:
-        """Return `encode(x, n, share, added, wire, first, last)`. `added`: address or None."""
         call = self._library[f"{kind}_encode_sum"]
         added = (ctypes.c_float, ctypes.c_void_p)
         call.argtypes = (_READ, ctypes.c_int64, *added, _WIRE, ctypes.c_int64, ctypes.c_int64)
@@ -52,7 +51,6 @@ class Library:
         return call  # type: ignore[no-any-return]
 
     def decoder(self, kind: str) -> Callable[..., None]:
-        """Return `decode(wire, n, out, scale, adds, first, last)`. `adds`: add to `out`."""
         call = self._library[f"{kind}_decode"]
         out = (_FLOATS, ctypes.c_float, ctypes.c_int32)
         call.argtypes = (_WIRE, ctypes.c_int64, *out, ctypes.c_int64, ctypes.c_int64)
@@ -100,7 +98,7 @@ def _built(folder: Path) -> Path:
             text=True,
             timeout=BUILD_S,
         )
-        made.replace(path)  # atomic, as another process may build the same file
+        made.replace(path)
     return path
 
 

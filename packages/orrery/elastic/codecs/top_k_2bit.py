@@ -1,12 +1,12 @@
 """Keep the 64 largest magnitudes of each 4,096 values, 0.029 bytes a value.
 
 A kept value becomes plus or minus one of two levels. The high level is the mean of the kept
-magnitudes above their mean. The low level is the mean of the others. Dropped values become 0, so
-use `ErrorFeedback`. Source: SparseLoCo (arXiv 2508.15706).
+magnitudes above their mean. The low level is the mean of the others. Dropped values become 0. Use
+`ErrorFeedback` to send them in later exchanges. Source: SparseLoCo (arXiv 2508.15706).
 
-Layout of a block of m values, k = ⌈m/64⌉: 2 float32 levels, low first, then k codes of 2 bits, then
-k indices of 12 bits. Bit 0 of a code is the level, bit 1 the sign. Codes and indices are each
-padded to whole bytes.
+A block of m values keeps k = ⌈m/64⌉ of them. Layout: low and high level (float32), k codes of 2
+bits, k indices of 12 bits. Bit 0 of a code selects the level, bit 1 is the sign. The codes and the
+indices are each padded to whole bytes.
 """
 
 import numpy as np
@@ -63,7 +63,7 @@ def _records(rows: Floats) -> Bytes:
     num_rows, m = rows.shape
     k = -(-m // SHARE)
     bits = np.abs(rows).view(np.uint32).astype(np.uint64)
-    # At equal magnitudes, the lower index has the larger key.
+    # If magnitudes are equal, keep the lower index.
     keys = bits << np.uint64(12) | np.arange(LAST, LAST - m, -1).astype(np.uint64)
     best = np.partition(keys, m - k, axis=1)[:, m - k :]
     places = np.sort(LAST - (best & np.uint64(LAST)).astype(np.int64), axis=1)
@@ -74,7 +74,7 @@ def _records(rows: Floats) -> Bytes:
     to_units = np.where(is_zero, np.float32(0), UNITS / np.where(is_zero, UNITS, absmax))
     units = np.rint(magnitudes * to_units[:, None]).astype(np.int64)
     is_high = units * k > units.sum(axis=1)[:, None]
-    has_zeros = units.min(axis=1) == 0  # then the low level is 0
+    has_zeros = units.min(axis=1) == 0
     is_high[has_zeros] = units[has_zeros] > 0
     levels = np.empty((num_rows, 2), np.float32)
     for level, members in enumerate((~is_high, is_high)):
@@ -91,7 +91,7 @@ def _kept(records: Bytes, m: int) -> tuple[NDArray[np.int64], Floats]:
     split = 8 + -(-k // 4)
     levels = np.ascontiguousarray(records[:, :8]).view(np.float32)
     codes = _numbers(records[:, 8:split], k, 2)
-    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # a damaged index may exceed m
+    places = np.minimum(_numbers(records[:, split:], k, 12), m - 1)  # if data is damaged
     values = np.take_along_axis(levels, codes & 1, axis=1)
     return places, np.where(codes & 2, -values, values)
 

@@ -14,9 +14,9 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
-# Environment variable: factor on the size of vLLM's store of routed experts.
+# Environment variable: factor by which vLLM's store of routed experts is enlarged.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: tokens of the longest sequence. Engines then report indexers' choices.
+# Environment variable: maximum tokens per sequence. If set, engines report sparse attention's keys.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -25,7 +25,7 @@ class Patch(NamedTuple):
     target: str
     why: str
     until: str  # condition for removal
-    test: str  # must pass without the patch once `until` is true
+    test: str  # test file that must pass without the patch once `until` is true
     upstream: str = ""
     versions: str = "0.32"
 
@@ -246,7 +246,6 @@ PATCHES = (
 
 
 def environment(manifest: Manifest) -> dict[str, str]:
-    """Return environment variables that choose vLLM's model runner and patches."""
     if manifest.hardware.accelerator == "cpu":
         return {}
     chosen = {}
@@ -260,7 +259,7 @@ def environment(manifest: Manifest) -> dict[str, str]:
 
 
 def import_vllm(enforce_eager: bool) -> None:
-    """Raise OrreryError if vLLM is missing. If `enforce_eager`, import it without the compiler."""
+    """Raise OrreryError if vLLM is missing. If `enforce_eager`, import it without Inductor."""
     if find_spec("vllm") is None:
         raise OrreryError(
             "inference: vLLM is not installed here. Install locks/inference.cuda.txt (GPU) or "

@@ -114,7 +114,7 @@ def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def draw_again_after_a_part() -> None:
-    """Restore a request's random state after each part of its prompt."""
+    """Restore a request's random generator after each chunk of a chunked prefill."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -215,7 +215,7 @@ def _all_gatherv(
     dim: int = 0,
     sizes: list[int] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Return all ranks' rows, `sizes[i]` from rank i. Send padding, as gloo needs equal parts."""
+    """Gather `sizes[i]` rows from rank i. Pad the rows, because gloo needs equal sizes."""
     if isinstance(input_, list):
         return [_all_gatherv(self, each, dim, sizes) for each in input_]  # type: ignore[misc]
     if dim != 0:
@@ -253,7 +253,7 @@ def compute_own_experts() -> None:
 
     def apply_own(self: Any, *args: Any, **options: Any) -> None:
         expert_map = options.get("expert_map")
-        if expert_map is not None:  # maps a global to a local expert, or to -1 if none
+        if expert_map is not None:  # maps a global expert to a local expert or to -1
             local = expert_map[options["topk_ids"]]
             is_own = local >= 0
             options["topk_weights"] = options["topk_weights"] * is_own
@@ -284,7 +284,7 @@ def _store(
     if is_master and options.get("master_listen_fd") is None:
         try:
             listener = socket.create_server((host_name, port))
-        except OSError as error:  # with the errno's name in the message, vLLM tries another port
+        except OSError as error:  # vLLM tries another port if the message has errno's name
             name = errno.errorcode.get(error.errno or 0, "")
             raise DistNetworkError(f"{name} {host_name}:{port}: {error}") from error
         port = listener.getsockname()[1]
@@ -293,7 +293,7 @@ def _store(
 
 
 def name_shared_memory(name: str) -> None:
-    """Prefix the names of later shared memory with `name`."""
+    """Let the names of all new shared memory begin with `name`."""
     # Python limits these names to FreeBSD's length. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     length = len(name) + 1 + RANDOM_CHARACTERS
@@ -307,7 +307,7 @@ def name_shared_memory(name: str) -> None:
 def unlink_host_tiers(name: str) -> None:
     """Unlink the shared memory of KV offloading. Call this after all processes have opened it.
 
-    An empty file remains for vLLM to unlink.
+    An empty file remains, because vLLM unlinks it later.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with contextlib.suppress(FileNotFoundError):  # the engine may be ending
@@ -363,7 +363,7 @@ def bootstrap_on_one_address() -> None:
 
 
 def pulls_that_end_with_their_engine() -> None:
-    """Let `give_up_pulls_of` end Mooncake's KV reads."""
+    """Patch Mooncake so that `give_up_pulls_of` ends its KV reads from an engine."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
         MooncakeConnectorWorker,
     )
@@ -389,7 +389,7 @@ def pulls_that_end_with_their_engine() -> None:
 
 
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
-    """Fail current and later reads from an ended engine. Call this in Mooncake's receiver loop.
+    """Fail current and later reads from an ended engine. Call this in Mooncake's event loop.
 
     Never call this for a live engine, which could still write into the reader's freed blocks.
     """

@@ -1,7 +1,7 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
 - `write_answers`: /inference/v1/generate writes JSON without a slow pydantic object per token.
-- `stream_samples`: a streamed answer has one line of JSON per finished sample.
+- `stream_samples`: a streamed answer has one JSON line per finished sample.
 - `hold_outputs`: the engine core sends tokens in chunks, not after every step. It sends held tokens
   before a pause or weight update, so that their weight versions are exact.
 - An aborted answer may lack its last tokens.
@@ -83,7 +83,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # vLLM sends the parameters only when the first result is awaited.
+        # vLLM sends the sampling parameters to the engine when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:
@@ -216,7 +216,7 @@ def _telling(handle: Any) -> Any:
 
 @dataclass
 class Held:
-    """Outputs not sent yet. `parts`: {request id: (client index, outputs)}."""
+    """Outputs held back. `parts`: {request id: (client index, outputs)}."""
 
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
@@ -235,7 +235,7 @@ class Held:
             elif before is not None:
                 parts = before[1]
                 if output.routed_experts is not None:
-                    # Copy, because a view would keep the whole step's array alive.
+                    # Copy the routes. A view would keep the whole step's array alive.
                     output.routed_experts = output.routed_experts.copy()
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:
@@ -275,7 +275,7 @@ def merged(parts: list[Any]) -> Any:
 
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
-    """Concatenate the log-probs [positions, columns] of steps. Cut other requests' columns."""
+    """Concatenate log-probs [positions, columns] of steps. Cut all to the fewest columns."""
     width = min(one.logprobs.shape[1] for one in logprobs)
     rows = (
         (one.logprob_token_ids[:, :width], one.logprobs[:, :width], one.sampled_token_ranks)
@@ -294,7 +294,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # The API server searches tokens for stop strings, so it must get them at once.
+    # With stop strings, send each token without delay, because the API server searches it.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY

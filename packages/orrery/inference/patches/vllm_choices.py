@@ -1,7 +1,7 @@
-"""Report the keys that sparse attention's indexers chose, together with the routed experts.
+"""Make vLLM report the keys that sparse attention's indexers chose, after the routed experts.
 
-- A token's row is u8 [1, bytes]: its routed experts in all layers, then one bit per key position
-  for each indexer.
+- vLLM reports u8 [1, bytes] per token: the routed experts in all layers, then one bit per key
+  position for each indexer.
 - For a prompt of at most `top_k` tokens, vLLM attends to all keys, and no bit is set.
 """
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from orrery.inference.patches.registry import CHOICE_TOKENS
 
-CHUNK_ROWS = 1024  # maximum number of tokens packed at a time
+CHUNK_ROWS = 1024  # tokens per call of `pack_positions`, to limit memory
 
 
 def capture() -> None:
-    """Make vLLM report chosen keys. Apply before a worker creates its model."""
+    """Make vLLM report chosen keys. Call this before a worker creates its model."""
     from vllm.distributed.aux_output_connector import worker
 
     bind = worker.bind_routed_experts_capturer
@@ -53,7 +53,7 @@ def _bind_indexers(model: torch.nn.Module, capturer: Any) -> None:
 
 
 def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
-    """Return u8 [T, `num_bits` / 8] with a set bit for each position that is not negative."""
+    """Return u8 [T, `num_bits` / 8]: bit p is set if the row has position p. Skip negatives."""
     place_TK = torch.where(position_TK < 0, num_bits, position_TK).clamp(max=num_bits).long()
     is_set_TL = position_TK.new_zeros(len(place_TK), num_bits + 8, dtype=torch.uint8)
     is_set_TL.scatter_(1, place_TK, 1)

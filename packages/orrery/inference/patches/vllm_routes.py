@@ -16,13 +16,13 @@ import numpy as np
 from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
-CHANGES = "routes that came and went"  # has spaces, so it differs from the dict's request ids
+CHANGES = "routes that came and went"  # dict key next to request ids, which have no spaces
 
 _known: set[str] = set()  # hashes of KV blocks whose routes are known
 
 
 def routes_on_cpu() -> None:
-    """Make vLLM return routes on CPU. Apply in the engine's parent process."""
+    """Make vLLM return routes on CPU. Call this in the engine's parent process."""
     from vllm.config import VllmConfig
     from vllm.v1.worker import cpu_worker
 
@@ -176,7 +176,7 @@ def _num_known(block_hashes: Any) -> int:
 
 
 class _Slots(OrderedDict[str, int]):
-    """Map of block hashes to slots in vLLM's route store. It records its changes."""
+    """Slots in vLLM's route store by block hash. `changes` logs (hash, whether it was added)."""
 
     def __init__(self, unallocated: int) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class _Slots(OrderedDict[str, int]):
 
 
 def _known_routes(store: type) -> type:
-    """Return a route store that fills missing routes with 0xFF."""
+    """Return a subclass of `store` (vLLM's route store) that fills missing routes with 0xFF."""
 
     class KnownRoutes(store):
         orrery = True
@@ -206,7 +206,7 @@ def _known_routes(store: type) -> type:
             self._disk = RoutesOnDisk() if FOLDER in os.environ else None
 
         def changes(self) -> list[tuple[str, bool]]:
-            """Return the changes since the last call: (block hash, whether it was added)."""
+            """Return and clear the log of changes."""
             return [self._lru.changes.popleft() for _ in range(len(self._lru.changes))]
 
         def put(self, objects: list[Any], **keys: Any) -> None:

@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 def runs_on(q: Tensor) -> bool:
-    """Return whether cuDNN is fast for q's device and dtype, and has gradients of its head size.
+    """Return whether cuDNN supports q's device, dtype and head size in both passes.
 
     cuDNN's gradients are not reproducible bitwise, so deterministic runs do not use it.
     """
@@ -54,13 +54,12 @@ def runs_on(q: Tensor) -> bool:
 class CudnnDense(AttentionBackend):
     """Attend in documents of equal length through torch's cuDNN operator.
 
-    Torch plans a new shape for about 100 ms, so only lengths that usually recur (multiples of 256)
-    are accepted.
+    Torch needs about 100 ms to plan a new shape, so lengths must be multiples of 256.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         num_q, num_k = q.shape[0], k.shape[0]
-        # cuDNN aligns causal masks at the first key, but `Layout` at the last.
+        # cuDNN aligns causal masks at the first key, `Layout` at the last. Equal lengths agree.
         agrees = not layout.causal or num_q == num_k
         recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
         fits = agrees and recurs and layout.is_dense(num_q, num_k)
@@ -106,7 +105,7 @@ def load_library() -> Any:
         import cudnn
 
         cudnn.pygraph.sdpa_backward, cudnn.diagonal_alignment.TOP_LEFT  # noqa: B018
-    except Exception as error:  # a broken package must not stop the run
+    except Exception as error:
         log.info(
             "packed documents run without cuDNN: %s: %s (`pip install nvidia-cudnn-frontend`)",
             *(type(error).__name__, error),
@@ -118,7 +117,7 @@ def load_library() -> Any:
 class CudnnPacked(AttentionBackend):
     """Attend in packed documents of any lengths, through NVIDIA's optional `cudnn` package.
 
-    It caches cuDNN's execution plans, and rounds sizes up so that similar shapes share a plan.
+    Sizes are rounded up, so that similar shapes share a cached execution plan.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:

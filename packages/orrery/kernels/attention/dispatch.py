@@ -1,6 +1,6 @@
 """Choose attention's backend, and define its custom operators.
 
-Backends are sorted by speed, fastest first. A process does not use a failed backend again.
+Backends are tried from fastest to slowest. A process does not use a failed backend again.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -56,7 +56,7 @@ _order: list[str] = list(BACKENDS)
 def prefer(choice: str) -> None:
     """Try the backends of `choice` first. With "plain", try no others.
 
-    Raise ValueError if their package cannot be imported.
+    Raise ValueError if a needed package cannot be imported.
     """
     names = CHOICES[choice]
     if choice in PACKAGES and PACKAGES[choice][1]() is None:
@@ -79,8 +79,8 @@ def varlen_attention(
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
     q is [T, H, D]. k and v are [T, G, D]: query head h reads key head h // (H / G). Scores are
-    scaled by D^-1/2. With `documents_k`, k and v are [S, G, D], packed by these documents. A
-    document's last query sees all its keys.
+    scaled by D^-1/2. With `documents_k`, k and v are [S, G, D], packed by `documents_k`. A
+    document's last query sees all keys of the document.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
@@ -130,7 +130,7 @@ def _attend(
     return out_THD, lse_HT.t()
 
 
-# Its callers get gradients from `attention_backward`.
+# Without autograd: callers compute gradients through `attention_backward`.
 attention_forward = torch.no_grad()(_attend)
 
 
@@ -150,8 +150,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v.
 
-    In ring attention, k and v may be a part of those that gave `out` and `lse` [T, H]. The caller
-    then sums dq over the parts in float32.
+    In ring attention (arXiv 2310.01889), k and v may be a part of the keys and values, but `out`
+    and `lse` [T, H] are of all. The caller then sums dq over the parts in float32.
     """
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
     sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
@@ -271,7 +271,7 @@ def _tell_first_use(name: str, q: Tensor, k: Tensor) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether another backend may succeed. Out of memory is no refusal."""
+    """Return whether to try another backend. Return False after an out-of-memory error."""
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 
 

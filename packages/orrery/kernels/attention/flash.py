@@ -71,7 +71,7 @@ _FLASH4_PARAMETERS = {
 
 @cache
 def load_flash4() -> Any:
-    """Return FlashAttention 4's interface, or None if it is missing or incompatible."""
+    """Return FlashAttention 4's interface, or None if it is missing, broken or incompatible."""
     _set_compile_cache()
     try:
         from flash_attn.cute import interface
@@ -84,16 +84,16 @@ def load_flash4() -> Any:
         ]
         if missing:
             raise AttributeError(f"no {', '.join(missing)}")
-    except Exception as error:  # a broken package must not stop the run
+    except Exception as error:
         log.info("attention runs without FlashAttention 4: %s: %s", type(error).__name__, error)
         return None
     return interface
 
 
 def _set_compile_cache() -> None:
-    """Set a private cache folder. Call this before the package's import.
+    """Set a private cache folder for `flash-attn-4`. Call this before importing the package.
 
-    The package executes cached files, and another user could create its default folder first.
+    The package executes cached files, and another user could create the default folder first.
     """
     folder = Path(tempfile.gettempdir()) / f"orrery-flash4-{os.getuid()}"
     try:
@@ -129,8 +129,7 @@ def _documents(layout: Layout) -> dict[str, Any]:
 class Flash4(AttentionBackend):
     """Run FlashAttention 4 on Hopper.
 
-    Its gradients are not reproducible bitwise, so deterministic runs do not use it. Only the cases
-    of benchmarks/kernels/attention.json are supported.
+    Gradients are not reproducible bitwise, so deterministic runs do not use it.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:

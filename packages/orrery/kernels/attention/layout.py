@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Return whether queries and keys share one tensor of offsets, without a device sync."""
+        """Return whether queries and keys have the same offset tensor, without a device sync."""
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
         return n > 0 and full and num_q > 0 and num_k > 0
 
     def spans(self) -> list[tuple[int, int, int, int]]:
-        """Return (first query, query end, first key, key end) per document. Sync the device."""
+        """Return (first query, query end, first key, key end) per document, with a device sync."""
         pairs_q = itertools.pairwise(self.cu_seqlens_q.tolist())
         pairs_k = itertools.pairwise(self.cu_seqlens_k.tolist())
         return [(*q, *k) for q, k in zip(pairs_q, pairs_k, strict=True)]
@@ -70,11 +70,11 @@ class Layout(NamedTuple):
 
 Output = tuple[Tensor, Tensor]  # out [T, H, D] and the natural log-sum-exp [H, T]
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q [T, H, D], k, v [S, G, D], out, lse
-Gradients = tuple[Tensor, Tensor, Tensor]  # gradients of q, k and v, in their dtypes
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 class AttentionBackend(Protocol):
-    """Forward and backward pass on contiguous tensors, possibly in different backends."""
+    """Interface of a backend. Tensors are contiguous. The two passes may use different backends."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...
 
@@ -88,7 +88,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def has_signatures(signatures: dict[str, str]) -> bool:
-    """Return whether private operators of `torch.ops.aten` have these first parameters."""
+    """Return whether this torch's private operators have the expected first parameters."""
     return all(_matches(name, tuple(words.split())) for name, words in signatures.items())
 
 

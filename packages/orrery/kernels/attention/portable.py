@@ -20,9 +20,9 @@ from orrery.kernels.attention.layout import (
     lse_dtype,
 )
 
-_BLOCK_QUERIES = 512  # queries in a block of `Plain`
-_SHORTEST_SHARE = 0.75  # minimum ratio of shortest to longest document in a grid
-_MAX_LENGTH = 1024  # maximum length of a document in `Batched`
+_BLOCK_QUERIES = 512
+_SHORTEST_SHARE = 0.75  # minimum ratio of shortest to longest document in a padded grid
+_MAX_LENGTH = 1024  # maximum document length of `Batched`
 _MAX_SCORES = 1 << 26  # maximum number of scores at a time: three float32 tensors of 256 MiB
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -34,10 +34,7 @@ _SIGNATURES = {
 
 
 class Plain(AttentionBackend):
-    """Use plain matrix products, for any inputs.
-
-    The backward pass may run on a part of the keys (ring attention, arXiv 2310.01889).
-    """
+    """Use plain matrix products, for any inputs."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         return True
@@ -71,7 +68,6 @@ class Plain(AttentionBackend):
 
 
 def _blocks(layout: Layout) -> list[tuple[slice, slice, int]]:
-    """Return each block's queries, its keys, and the diagonal of its causal mask."""
     blocks = []
     for q_start, q_end, k_start, k_end in layout.spans():
         ahead = (k_end - k_start) - (q_end - q_start)
@@ -115,11 +111,10 @@ def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
 
 
 class Grids:
-    """Documents in padded grids. A row is a document, and a grid has similar lengths.
+    """Documents sorted by length into padded grids, one document a row.
 
-    `sources[b]` i64 [N_b, L_b]: the token of each cell in grid b. Padding repeats a row's last
-    token. `place` i64 [T]: each token's cell, counted over all grids. None if cells are in token
-    order.
+    `sources[b]` i64 [N_b, L_b]: the token in each cell of grid b. Padding repeats the row's last
+    token. `place` i64 [T]: each token's cell number over all grids, or None for token order.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:
@@ -215,7 +210,6 @@ class Padded(AttentionBackend):
 
 
 def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
-    """Return a grid's [N, H, L, D], with repeated key heads."""
     x_NLHD = grids.gather(x, grid)
     if x.shape[1] != num_heads:
         x_NLHD = x_NLHD.repeat_interleave(num_heads // x.shape[1], dim=2)
@@ -269,7 +263,6 @@ def _rows(grids: Grids, grid: int, q_THD: Tensor) -> int:
 def _parts(
     grids: Grids, grid: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *like_q: Tensor
 ) -> list[tuple[Tensor, ...]]:
-    """Split a grid's tensors into batches, with R query heads per key head."""
     groups = k_TGD.shape[1]
     wholes = [_grouped(grids.gather(x, grid), groups) for x in (q_THD, k_TGD, v_TGD, *like_q)]
     return list(zip(*(whole.split(_rows(grids, grid, q_THD)) for whole in wholes), strict=True))

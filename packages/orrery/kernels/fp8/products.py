@@ -2,10 +2,9 @@
 
 - y = x · wᵀ and dx = dy · w read x and dy quantized by rows. dw = dyᵀ · x reads both quantized by
   columns.
-- Backends: DeepGEMM on a Hopper GPU, whose products equal vLLM's bit for bit, or a slow reference
-  in float32.
+- Backends: DeepGEMM on a Hopper GPU, bitwise equal to vLLM, or a slow reference in float32.
 - `fp8_experts` fuses the steps of an expert layer, with bitwise equal results.
-- `parts` are a quantized weight. Without them, each pass quantizes the weight.
+- Callers may quantize a weight once and pass it as `parts`. Otherwise, each pass quantizes it.
 """
 
 import importlib
@@ -43,7 +42,7 @@ BY_CHANNEL = (1, 1, BLOCK)  # DeepGEMM's recipe for 1 × 128 blocks in both oper
 
 @cache
 def load() -> ModuleType | None:
-    """Return DeepGEMM, or None without DeepGEMM or a Hopper GPU."""
+    """Return DeepGEMM, or None without it or a Hopper GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     # Use vLLM's default folder, to share compiled kernels with the host's engines.
@@ -68,7 +67,7 @@ def load() -> ModuleType | None:
     sys.modules["deep_gemm"] = module
     try:
         spec.loader.exec_module(module)
-    except (ImportError, RuntimeError, AssertionError):  # built for another torch, or without nvcc
+    except (ImportError, RuntimeError, AssertionError):  # wrong torch version, or no nvcc
         del sys.modules["deep_gemm"]
         return None
     return module
@@ -82,7 +81,7 @@ def product(library: Any, x: Quantized, weight: Quantized, dtype: torch.dtype) -
 
 
 def weight_gradient(library: Any, grad: Quantized, x: Quantized) -> Tensor:
-    """Return gradᵀ · x [N, K] in float32, from `quantize`'s columns [N, M'] and [K, M']."""
+    """Return f32 [N, K]: gradᵀ · x. Both inputs are columns from `quantize`."""
     out_NK = grad.value.new_zeros(grad.value.shape[0], x.value.shape[0], dtype=torch.float32)
     sides = ((each.value, each.scale.T) for each in (grad, x))
     library.fp8_gemm_nt(*sides, out_NK, c=out_NK, recipe=BY_CHANNEL, disable_ue8m0_cast=True)
@@ -105,7 +104,7 @@ def grouped_product(
 def grouped_weight_gradient(
     library: Any, grad: Quantized, x: Quantized, groups: RowGroups, sides: tuple[int, int]
 ) -> Tensor:
-    """Return f32 [E, N, K]: gradᵀ · x per group, from `quantize`'s columns. Empty groups give 0."""
+    """Return f32 [E, N, K]: gradᵀ · x per group, 0 if empty. Inputs: columns from `quantize`."""
     num_groups = groups.ends_E.shape[0]
     out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
     length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
@@ -156,7 +155,7 @@ def fp8_grouped_matmul(
 def _linear(
     x_MK: Tensor, weight_NK: Tensor, parts: list[Tensor], keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, then values and scales of x quantized by columns, empty unless `keeps`."""
+    """Return y, and values and scales of x quantized by columns. Both are empty unless `keeps`."""
     weight = Quantized(*(parts or weight_parts(weight_NK))[:2])
     rows, columns = quantize(x_MK, has_columns=keeps)
     return _product(rows, weight, x_MK.dtype), *columns
@@ -230,7 +229,7 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y and x's columns as `_linear` does. `token_M` and `score_M` exclude autograd."""
+    """Return the same as `_linear`. Autograd supports neither `token_M` nor `score_M`."""
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),

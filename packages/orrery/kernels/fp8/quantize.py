@@ -20,7 +20,7 @@ from orrery.kernels.expert_rows import swiglu_rows
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
-MAX = 448.0  # largest e4m3 number
+MAX = 448.0
 MIN_AMAX_ROWS = 1e-10  # lower bound of a block's amax for activations, as in vLLM
 MIN_AMAX_WEIGHT = 1e-4  # the same for weights
 HAS_TRITON = find_spec("triton") is not None
@@ -60,8 +60,8 @@ def quantize(
 ) -> tuple[Quantized, Quantized]:
     """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
-    With `token_M`, quantize x[token] of x [T, K]. With `score_M`, quantize swiglu_rows(x, score) of
-    x [M, 2·K].
+    With `token_M`, x is [T, K]: quantize x[token]. With `score_M`, x is [M, 2·K]: quantize
+    swiglu_rows(x, score).
 
     - Rows are values [M, K] and scales [M, K/128].
     - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' = M rounded up to whole
@@ -137,7 +137,7 @@ def dequantize_rows(x: Quantized) -> Tensor:
 
 
 def dequantize_columns(x: Quantized) -> Tensor:
-    """Return float32 xᵀ [K, M'] from `quantize`'s columns without groups."""
+    """Return float32 xᵀ [K, M'] from ungrouped columns of `quantize`."""
     return dequantize_rows(Quantized(x.value, x.scale.T))
 
 

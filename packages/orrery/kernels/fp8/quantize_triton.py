@@ -14,7 +14,7 @@ from torch import Tensor
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 NUM_WARPS = 4
-SIDE = 128  # rows (or columns) of a tile in registers at a time
+SIDE = 128
 
 
 def quantize(
@@ -63,9 +63,9 @@ def quantize(
 
 
 def _tiles(groups, num_tiles: int) -> Tensor:
-    """Return i32 [tiles, 3]: a tile's number of real rows, its group's first row and row count.
+    """Return i32 [tiles, 3]: number of real rows, the group's first row, the group's length.
 
-    The row count includes padding. Tiles after the last group have −1 real rows.
+    The length includes padding. Tiles after the last group have −1 real rows.
     """
     first_T = torch.arange(num_tiles, device=groups.ends_E.device, dtype=torch.int32) * BLOCK
     group_T = torch.searchsorted(groups.ends_E, first_T, right=True)

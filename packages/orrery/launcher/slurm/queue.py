@@ -1,6 +1,6 @@
 """Read Slurm's queue: a user's jobs and their states.
 
-- `squeue` gives states. `sacct` gives lost nodes, and jobs that `squeue` does not list.
+- `squeue` gives states. `sacct` gives failed nodes, and states of jobs that `squeue` omits.
 - Job names contain a hash of the run folder's path, so they differ between checkouts.
 """
 
@@ -194,7 +194,7 @@ def hostnames(listed: str) -> list[str]:
 def cancel(ids: Sequence[str]) -> None:
     """Send SIGTERM to the launchers of running jobs, wait for their end, then cancel all jobs.
 
-    A launcher needs a Slurm step to remove scratch folders. A cancelled job starts no step.
+    The launchers remove scratch folders in a Slurm step, which a cancelled job cannot start.
     """
     if not ids:
         return

@@ -2,7 +2,6 @@
 
 - A decode step takes the maximum of memory time and compute time (roofline, arXiv 2402.16363,
   section 3), plus collectives and host work. Prefill time is only compute time.
-- Each data-parallel rank of an engine serves its own sequences.
 - GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
   `benchmarks/async/memory_h100.json`.
 """
@@ -26,10 +25,10 @@ MAX_GRAPH_TOKENS = 4096  # larger steps gain little from CUDA graphs
 CONTEXT_BYTES = 700 << 20  # CUDA context and libraries of a process
 NCCL_BYTES = 400 << 20  # NCCL buffers of a process
 LOGIT_COPIES = 4  # float32 copies of a step's logits during sampling
-GRAPH_COPIES = 5  # bytes of CUDA graphs / bytes of hidden states of sum(graph_sizes) tokens
-SEQUENCE_S = 20e-6  # host seconds per sampled token (scheduling, log-probs, response)
+GRAPH_COPIES = 5  # ratio: bytes of all CUDA graphs / bytes of their hidden states
+SEQUENCE_S = 20e-6  # host seconds per sampled token: scheduling, log-probs, response
 LAYER_S = 15e-6  # seconds of short kernels and gaps, per layer of a decode step
-PRODUCTS_SHARE = 0.7  # share of `Rates.dense_flops` that prefill reaches
+PRODUCTS_SHARE = 0.7  # share of the matrix product rate that prefill reaches
 
 Bytes = dict[str, int]
 
@@ -37,8 +36,8 @@ Bytes = dict[str, int]
 def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts of vLLM's CUDA graphs. vLLM pads steps to these counts.
 
-    vLLM's default limit is 512 tokens, but steps that also prefill exceed it. With data
-    parallelism, the limit stays, because all ranks pad to the fullest rank.
+    Steps with prefill exceed vLLM's default limit of 512 tokens, so the limit is raised. With data
+    parallelism it stays 512, because all ranks pad to the rank with most tokens.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
@@ -101,7 +100,6 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     wide = model.intermediate_size
     if (moe := model.moe) is not None:
-        # Experts of other ranks take as many rows from this rank as it takes from theirs.
         per_token = moe.num_experts_per_token * moe.expert_intermediate_size
         wide = max(per_token, model.hidden_size)
     rows = inference.max_batched_tokens * value_bytes
@@ -113,7 +111,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
     }
     if not is_gpu:
         return found
-    if inference.dtype == "bfloat16":  # engines also keep a float32 LM head
+    if inference.dtype == "bfloat16":  # vLLM also keeps a float32 LM head
         found["weights"] += 4 * model.vocab_size * model.hidden_size // tensor
     if not inference.enforce_eager:
         graphs = sum(graph_sizes(inference)) * model.hidden_size * value_bytes
@@ -125,7 +123,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 
 @dataclass(frozen=True)
 class Serving:
-    """The load of a replica.
+    """The load of one engine.
 
     `prompt`, `sampled`: mean tokens of a rollout. `in_flight`: unfinished rollouts.
     """
@@ -165,10 +163,7 @@ def decode_s(
 
 
 def _read_bytes(model: Model, inference: Inference, context: float) -> float:
-    """Return the cache bytes that a decode step reads for one sequence of `context` tokens.
-
-    Sparse attention reads all indexer keys, but only `top_k` latent keys.
-    """
+    """Return the cache bytes that a decode step reads for one sequence of `context` tokens."""
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
         return context * token_bytes(model, inference)
@@ -179,7 +174,7 @@ def _read_bytes(model: Model, inference: Inference, context: float) -> float:
 
 def prefill_s(model: Model, inference: Inference, prompt: float, rates: Rates) -> float:
     core = attention_forward(model, [int(prompt)]) / rates.attention_flops
-    # Each tensor-parallel rank scores all keys. In FP8 this takes as long as products in bfloat16.
+    # Each tensor-parallel rank computes all indexer scores, in FP8 at the rate of bfloat16.
     scores = indexers(model, [int(prompt)]) / rates.dense_flops
     dense = rates.dense_flops if inference.quantization == "none" else rates.fp8_flops
     products = 2 * prompt * active_parameters(model).total / (PRODUCTS_SHARE * dense)

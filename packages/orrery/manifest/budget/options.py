@@ -2,8 +2,8 @@
 
 - Options are tried by tier. Tier 0 costs little speed, tier 1 moves all trainer state to host
   memory, and tier 2 adds devices.
-- Only roles that certainly do not fit are reported. A trainer's planned peak is therefore lowered
-  by `LARGEST_ERROR`, and for an engine only weights, cache and CUDA context count.
+- Only roles that certainly do not fit are reported. Trainers' planned peaks are therefore lowered
+  by `LARGEST_ERROR`, and engines count only weights, cache and CUDA context.
 """
 
 import json
@@ -98,8 +98,7 @@ def choose_options(
 ) -> ChosenOptions:
     """Return the cheapest combination of options that frees `needed_bytes`.
 
-    If there is none, return the combination that frees most. `host_bytes`: a rank's free host
-    memory.
+    Else return the combination that frees most. `host_bytes`: a rank's free host memory.
     """
     base = plan_memory(model, trainer, load, device_bytes, counted)
 
@@ -140,7 +139,7 @@ def _combine(
         total, trainer, load = freed(best), best.trainer, best.load
         first = applied.pop(best.field, best)
         applied[best.field] = replace(best, instead_of=first.instead_of)
-        if best.tier == 2:  # stop, as each option of tier 2 doubles the devices
+        if best.tier == 2:  # stop, because each option of tier 2 doubles the devices
             break
     return ChosenOptions(tuple(applied.values()), total, total >= needed_bytes)
 

@@ -40,7 +40,7 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Parameter counts of an unsharded FSDP unit (weights that FSDP gathers together, as a block).
+    """Parameter counts of an unsharded FSDP unit (weights gathered together, such as a block).
 
     `trained` and `frozen` include experts. `adapted`: frozen parameters of layers with adapters.
     """
@@ -68,7 +68,7 @@ class UnitParameters:
 class ParameterCounts:
     """Parameter counts of all FSDP units, in forward order.
 
-    - `before`: embedding. `after`: last norm and LM head. With tied embeddings, `root` has all.
+    - `before`: embedding. `after`: last norm, LM head. With tied embeddings, `root` has all three.
     - `largest_in_a_layer`: parameters of the largest trained weight of a block.
     """
 
@@ -88,10 +88,10 @@ class ParameterCounts:
 
 
 def keys_per_query(model: Model, cp: int) -> float:
-    """Return the ratio of keys to queries in a rank's latent attention.
+    """Return the ratio of keys to queries that a rank's latent attention processes.
 
-    With context parallelism (cp), a rank has the queries of 2 of 2·cp pieces of a document. With
-    indexers, it reads all keys. Without, it up-projects the keys up to each piece: 2·cp + 1 pieces.
+    With context parallelism (cp), a rank has 2 of a document's 2·cp pieces. With indexers, it
+    gathers all keys. Without, each piece needs all keys up to its end: 2·cp + 1 pieces.
     """
     if cp == 1 or model.mla is None:
         return 1.0
@@ -162,7 +162,7 @@ def _feed_forward(hidden: int, width: int) -> Iterator[BlockWeight]:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Return the counts of all units. Raise OrreryError for family `hugging_face`.
+    """Return the counts of all FSDP units. Raise OrreryError for family `hugging_face`.
 
     Indexers are frozen. With `adapters`, only adapters are trained.
     """
@@ -231,15 +231,15 @@ def is_counted(model: Model) -> bool:
 
 
 def active_parameters(model: Model) -> Flops:
-    """Return the number of parameters that multiply a token, in the fields of `Flops`.
+    """Return the number of parameters that multiply each token, in the fields of `Flops`.
 
-    Raise OrreryError unless `is_counted`.
+    Raise OrreryError unless `is_counted(model)`.
     """
     if not is_counted(model):
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
     projections, experts = 0, 0
     kinds = [is_sparse(model, layer) for layer in range(model.num_layers)]
-    for kind in set(kinds):  # blocks of a kind differ only in indexers
+    for kind in set(kinds):  # MoE blocks differ only in indexers, and so do dense blocks
         for weight in block_weights(model, kinds.index(kind)):
             if weight.part == "experts":
                 moe = model.mixture
@@ -262,7 +262,7 @@ def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> F
 
 
 def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Flops:
-    """Return `model_flops` plus recomputed and repeated work, for a context-parallel group."""
+    """Return `model_flops` plus work that a context-parallel group recomputes or repeats."""
     base = model_flops(model, lengths, trainer.lora is not None)
     active, forward = active_parameters(model), 2 * sum(lengths)
     recomputed: set[str] = set()
@@ -312,7 +312,7 @@ def _repeated_parameters(model: Model, cp: int) -> float:
 
 
 def attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> float:
-    """Return the operations of the attention of all layers, without projections."""
+    """Return the forward operations of attention in all layers, without projections."""
     width, most = 2 * model.head_dim, max(lengths, default=0)
     if (mla := model.mla) is not None:
         width = model.head_dim + mla.value_head_dim

@@ -31,8 +31,8 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
 Bytes = dict[str, int]
-FRAGMENTATION = 0.065  # lost bytes / allocated bytes: median in benchmarks/trainer
-NETWORK_BYTES = 50e9  # default bytes/s of a device (400 Gb/s)
+FRAGMENTATION = 0.065  # bytes lost in the allocator / allocated bytes: median in benchmarks/trainer
+NETWORK_BYTES = 50e9  # default network bytes/s of a device (400 Gb/s)
 MEAN_SHARE = 0.25  # default mean rollout tokens / max_model_len_tokens
 COLUMN_BYTES = 17  # bytes per token of a batch: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # maximum bytes per second of an 'nccl' or 'nixl' weight update
@@ -74,13 +74,13 @@ class RunBudget:
     engines: dict[str, float]
     step_s: float
     slower: str
-    longest_step_s: float  # if all rollouts have the maximum length
+    longest_step_s: float  # `step_s` if all rollouts have the maximum length
     staleness: float
     update: dict[str, float]
-    loading: dict[str, dict[str, float]]  # bytes and seconds of reading, by role
+    loading: dict[str, dict[str, float]]  # by role: "bytes" and "seconds" of reading weights
     checkpoint: dict[str, float]
     traffic_bytes: dict[str, float]  # per step, by direction
-    collective_bytes: dict[str, dict[str, float]]  # per step, by collective and link
+    collective_bytes: dict[str, dict[str, float]]  # trainer, per step: by collective and link
     layer_gather_bytes: dict[str, int]
     other_ep: dict[str, Bytes]  # "with ep N" → change of memory by kind
     assumptions: tuple[str, ...]
@@ -222,7 +222,7 @@ class RunPlan:
 
     @cached_property
     def engines(self) -> dict[str, float]:
-        """Return the engines' speeds. Keys name the units. "step_s": seconds of a batch."""
+        """Return the speeds of all engines. "step_s": seconds in which they generate a batch."""
         inference, model = self.inference, self.model
         prefills = inference.prefill_replicas
         decoding = inference.num_replicas - prefills
@@ -234,7 +234,7 @@ class RunPlan:
         step = engine.decode_s(model, inference, batch, load.mean_context, rates, network)
         other = inference.of_engine(0)
         prefill = engine.prefill_s(model, other, self.prompt, rates)
-        decode_s = sampled * step / batch  # seconds of a rank per rollout
+        decode_s = sampled * step / batch
         here = prefill if not prefills else 0.0
         per_s = decoding * inference.data_parallel / (decode_s + here)
         if prefills:
@@ -289,7 +289,7 @@ class RunPlan:
     def loading(self) -> dict[str, dict[str, float]]:
         """Return by role the bytes of start weights that a node reads, and the seconds of reading.
 
-        A node reads each byte once into its page cache.
+        A node reads each byte once, into its page cache.
         """
         manifest, mesh, counted = self.manifest, self.trainer.mesh, self.counted
         is_whole = manifest.stage_before_rl == "init" and self.model.init.kind == "pretrained"
@@ -335,7 +335,7 @@ class RunPlan:
         }
         if self.manifest.transport.routed_experts and (moe := self.model.moe) is not None:
             layers = sum(is_sparse(self.model, layer) for layer in range(self.model.num_layers))
-            if self.manifest.choice_bytes:  # rows then hold routes of dense layers too
+            if self.manifest.choice_bytes:
                 layers = self.model.num_layers
             number = 1 if moe.num_experts <= 256 else 2
             routes = self.batch_tokens * layers * moe.num_experts_per_token * number
@@ -353,7 +353,7 @@ class RunPlan:
     def layer_gather(self) -> dict[str, int]:
         """Return the bytes that a rank gathers for the largest block.
 
-        The keys say whether experts are split over `ep` ranks (expert parallelism).
+        A key says whether `ep` ranks split the experts (expert parallelism).
         """
         if self.trainer.mesh.world_size == 1:
             return {}
@@ -365,8 +365,7 @@ class RunPlan:
     def other_ep(self) -> dict[str, Bytes]:
         """Return how another `ep` changes the trainer's peak memory, by kind of memory.
 
-        The other `ep` is 1. If `ep` is 1, the other is the largest of 8, 4 and 2 that divides the
-        ranks.
+        The other `ep` is 1, or if `ep` is 1, the largest of 8, 4 and 2 that divides the ranks.
         """
         mesh, moe = self.trainer.mesh, self.model.moe
         ranks = mesh.dp_shard * mesh.cp

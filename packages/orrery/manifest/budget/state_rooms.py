@@ -1,7 +1,7 @@
 """Plan the device memory that offloaded optimizer state may use at each moment of a step.
 
-State is copied to the device into memory that activations and gradients leave free at that moment.
-The planned peak therefore does not rise.
+State is copied into memory that activations and gradients leave free, so the planned peak does not
+rise.
 """
 
 from dataclasses import dataclass
@@ -55,10 +55,10 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # `first` plans one micro-batch, so it omits gradients that wait for later micro-batches.
+    # `first` plans a single micro-batch, where no gradients wait for later micro-batches.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
-    # Maximum memory used from each moment to the end of the step.
+    # maximum memory in use from each moment on
     most = list(accumulate((used(last, name) for name in reversed(names)), max))[::-1]
     forward, backward, arriving = [], [], []
     for layer in range(model.num_layers):

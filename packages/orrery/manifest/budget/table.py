@@ -22,7 +22,7 @@ from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
 ROOM = 0.97  # share of usable device memory that a layout may fill
-SAVINGS: tuple[dict[str, Any], ...] = (  # each row adds to the rows above
+SAVINGS: tuple[dict[str, Any], ...] = (  # memory savings to try. Each adds to those above.
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
     {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},
@@ -41,8 +41,8 @@ Changes = dict[str, Any]  # new values by field
 class Proposal:
     """A layout of the trainer or of the engines that the search proposes.
 
-    `seconds`: time of a batch. `device_bytes`: planned memory on a device. `manifest`: the run with
-    this layout. `changes`: new values of its changed fields.
+    `seconds`: time of a batch. `device_bytes`: planned memory on a device. `changes`: new values by
+    manifest field.
     """
 
     seconds: float
@@ -125,7 +125,7 @@ def _trainer_changes(run: Manifest) -> Iterator[Changes]:
         if size < longest:
             continue
         if mesh["dp_shard"] * mesh["cp"] == 1 and saving["fsdp.reduce_gradients"] == "step":
-            continue  # a single rank reduces no gradients
+            continue
         yield {
             **{f"trainer.mesh.{name}": value for name, value in mesh.items()},
             "trainer.memory.max_tokens_per_micro_batch": size,
@@ -211,7 +211,7 @@ def _differences(run: Manifest, changed: Manifest) -> Changes:
 
 
 GIB = 2**30
-PARTS = (  # parts of a trainer step's time
+PARTS = (
     "dense products", "grouped products", "attention", "lm head", "elementwise",
     "sharding copies", "copies", "communication", "optimizer", "idle",
 )  # fmt: skip

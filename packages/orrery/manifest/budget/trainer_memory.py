@@ -34,11 +34,11 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# The optimizer updates weights in buckets. Sizes are bytes of optimizer state.
-OFFLOADED_BYTES = 128 << 20  # large enough for the full rate of PCIe
-WHOLE_BYTES = 256 << 20  # for Muon with and without offload, so that results are equal
+# The optimizer updates weights in buckets. Bucket sizes are bytes of optimizer state.
+OFFLOADED_BYTES = 128 << 20  # with offload: large enough for the full rate of PCIe
+WHOLE_BYTES = 256 << 20  # Muon: the same with and without offload, so that results are equal
 NUM_SLOTS = 3  # buckets on the device at a time
-BATCH_VALUES = 1 << 27  # values that Muon orthogonalizes at a time
+BATCH_VALUES = 1 << 27  # maximum number of values that Muon orthogonalizes at a time
 MUON_COPIES = 4  # temporary bfloat16 copies of a batch of matrices in Muon
 
 Bytes = dict[str, int]
@@ -65,7 +65,7 @@ class _Results:
 
     - `named`: results that selective checkpointing can keep, by their name in `keep`.
     - `unread`: further results of these names, which no backward pass reads.
-    - `rest`: results without a name.
+    - `rest`: unnamed results.
     - `for_attention`: recomputed results that only attention's backward pass reads.
     - `of_attention`, `of_feed_forward`: results that checkpointing of kind `modules` recomputes,
       with one entry per module.
@@ -82,8 +82,7 @@ class _Results:
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes per token, with the trainer's kind of checkpointing.
 
-    Checkpointed blocks keep their input. A block compiled as one graph drops results that no
-    backward pass reads.
+    Checkpointed blocks keep their input.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -100,7 +99,6 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     again = max(0, every - kept)
     if "attention" not in trainer.kept or not is_graph:
         return ActivationBytes(kept, again + max(attention, feed_forward))
-    # Attention's inputs are recomputed after the feed-forward's backward pass.
     late = results.for_attention
     return ActivationBytes(kept, max(late + attention, again - late + feed_forward))
 
@@ -117,11 +115,7 @@ def _activation_bytes_of_blocks(model: Model, trainer: Trainer) -> list[Activati
 
 
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
-    """Return the bytes per token of a block's forward results.
-
-    A LoRA adapter adds a result of width `rank`, and in checkpointed blocks a copy of the output.
-    Frozen projections without an adapter do not keep their input.
-    """
+    """Return the bytes per token of a block's forward results."""
     c, hidden = DTYPE_BYTES[trainer.compute_dtype], model.hidden_size
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     adapted = () if trainer.lora is None else trainer.lora.targets
@@ -138,7 +132,6 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
     named = {"attention": c * h + 4 * model.num_heads, "experts": 0}
     inputs = c * (h + 2 * g) * copies("attention") + narrow("attention", 3)
-    # With context parallelism, attention keeps the inputs that ranks exchange.
     gathered, heads = 0, inputs if trainer.mesh.cp == 1 else 0
     if model.mla is not None:
         named["attention"], inputs, gathered, heads = _latent_results(model, trainer)
@@ -156,7 +149,6 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     if dense:
         named["projections"] += c * 2 * dense * copies("feed_forward") + narrow("feed_forward", 3)
         unread["projections"] += c * hidden
-        # Without the compiler, the output of silu is kept too.
         rest += c * dense * (reads_input("feed_forward") + (not trainer.compile))
     modules = trainer.memory.recomputed_modules(layer)
     of_attention = {"norms": norms, "attention_projections": heads}
@@ -187,12 +179,10 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]:
     """Return latent attention's bytes per token: (output, inputs, gathered keys, recomputed).
 
-    - Output: attention's output and float32 log-sum-exps.
-    - Inputs: latents before and after their norms, queries, and the larger of two forms. Dense
-      attention expands and pads queries, keys and values. Sparse attention has latent queries and
-      chosen indices.
-    - Gathered keys: latent keys that a rank gathers with context parallelism.
-    - Recomputed: inputs that checkpointing of module "attention_projections" recomputes.
+    - `output` includes float32 log-sum-exps.
+    - `inputs` are queries, latents before and after their norms, and either padded queries, keys
+      and values (dense), or latent queries and key indices (sparse), whichever are larger.
+    - `recomputed` are inputs that are not kept if "attention_projections" are recomputed.
     """
     mla, heads, cp = model.latent, model.num_heads, trainer.mesh.cp
     c = DTYPE_BYTES[trainer.compute_dtype]
@@ -236,7 +226,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     if not is_sparse(model, layer):
         return attention, feed_forward
     moe, lora_spec = model.mixture, trainer.lora
-    rows = 1 if trainer.mesh.ep == 1 else 3  # the exchange of ep holds two more copies of each row
+    rows = 1 if trainer.mesh.ep == 1 else 3  # expert parallelism holds two more copies of each row
     has_adapters = lora_spec is not None and "experts" in lora_spec.targets
     is_checkpointed = trainer.memory.checkpoints(layer)
     if has_adapters and is_checkpointed and "experts" not in trainer.kept:
@@ -249,8 +239,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     """Return the bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    `tokens`: number of a rank's queries. At most SPARSE_PAIRS pairs at a time hold gradients. In
-    float32, the backend has no pairs.
+    `tokens`: number of a rank's queries. The float32 backend stores no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
@@ -437,7 +426,7 @@ class _StepPlan:
                 self.moment(
                     gradients=gradients - copied,
                     gathered=self.gathered_before(layer),
-                    # On a single rank, the gradient counts here too.
+                    # With a single shard, "reduction" includes the gradient.
                     reduction=self.reducing(unit) * (3 if alone else 1),
                     activations=self.activations(layer - 1),
                     again=self.c * hidden,
@@ -536,15 +525,14 @@ class _StepPlan:
     def activations(self, last: int) -> int:
         first, memory = 0, self.trainer.memory
         if memory.activation_offload:
-            # Only the block being computed and blocks being copied hold activations on the device.
             first = max(0, last - memory.activation_offload_max_in_flight)
         return self.tokens * (self.kept_before[last + 1] - self.kept_before[first])
 
     def logits(self) -> int:
-        """Return the bytes of logits if all tokens are scored, in tiles of the vocabulary.
+        """Return the bytes of logits. The LM head computes them in tiles of the vocabulary.
 
-        A logit takes 4 bytes, and 2 more in the largest tile. All tiles count only with
-        `lm_head_keeps_logits`.
+        A logit takes 4 bytes, and 2 more in the current tile. Logits of other tiles stay in memory
+        only with `lm_head_keeps_logits`.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         chunk = auto_chunk_tokens(self.device_bytes, vocab)

@@ -23,8 +23,8 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach
 LAUNCH_S = 0.7e-3  # minimum host seconds per block and micro-batch
 IDLE_SHARE = 0.015  # share of a step without work on the device
-EAGER = 2.5  # factor of elementwise bytes without the compiler
-FORWARD_SHARE = 0.3  # share of the forward pass in computation
+EAGER = 2.5  # bytes of elementwise operations without the compiler / with it
+FORWARD_SHARE = 0.3  # share of computation that is the forward pass
 BOTH_WAYS = 0.75  # share of the host link's rate in each direction, if both are in use
 QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
 
@@ -45,11 +45,7 @@ class Links:
 
 
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
-    """Return the rates of collectives. `network`: bytes per second of a device between nodes.
-
-    A ring uses the network cards of all its ranks on a node. Ranks that shard an expert are `ep`
-    apart.
-    """
+    """Return the rates of collectives. `network`: bytes per second of a device between nodes."""
 
     def of(ranks: int) -> float:
         return rates.link_bytes if ranks <= devices_per_node else network
@@ -153,11 +149,7 @@ def _grouped_flops(model: Model, rates: Rates) -> float:
 
 
 def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
-    """Return the bytes that a rank's FSDP copies read and write in a micro-batch.
-
-    The terms of the sum: copies of gathered weights, casts of stored weights, copies of gradients,
-    casts of reduced gradients.
-    """
+    """Return the bytes that FSDP's copies and casts read and write on a rank in a micro-batch."""
     mesh, units = trainer.mesh, counted.units
     c, p = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.param_dtype]
     r, shards = DTYPE_BYTES[trainer.reduce_dtype], mesh.dp_shard * mesh.cp
@@ -250,7 +242,7 @@ def _state_copies_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return (values that Muon updates, those in matrices that ranks share, operations).
+    """Return (values that Muon updates, values in sharded matrices, operations).
 
     A Newton-Schulz iteration on an m×n matrix (m ≤ n) takes 4·m²·n + 2·m³ operations.
     """
@@ -271,7 +263,6 @@ def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
     """Return the bytes that elementwise operations move per token and layer, in bfloat16."""
     hidden = model.hidden_size
     parts = {"norms": 2 * 2 * hidden}
-    # The norms per head and the rotary embedding are fused.
     parts["attention_projections"] = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     numbers = 2 * 3 * hidden  # two residual sums
     if (moe := model.moe) is not None:

@@ -9,12 +9,12 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends.
+    """Bytes that one rank sends.
 
-    - `gather`, `reduction`: in one FSDP gather or reduction of all weights except experts.
-    - `gather_experts`, `reduction_experts`: the same for all experts.
-    - `cp`, `ep`: in a step's exchanges of context and expert parallelism.
-    - `replicas`: in a step's all-reduce of gradients over replicas.
+    - `gather`: one FSDP all-gather of all weights except experts.
+    - `reduction`: one FSDP reduce-scatter of all gradients except experts'.
+    - `cp`, `ep`: exchanges of context or expert parallelism in one step.
+    - `replicas`: all-reduce of gradients over replicas in one step.
     """
 
     gather: float
@@ -38,7 +38,7 @@ def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: fl
     in_ep = in_cp = 0.0
     if mesh.ep > 1 and model.moe is not None:
         layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
-        # Expected number of ranks with an expert of a token, if experts are chosen evenly.
+        # Expected number of ranks that hold a token's experts, if routing is uniform.
         reached = mesh.ep * (1 - (1 - 1 / mesh.ep) ** model.moe.num_experts_per_token)
         rows = tokens * reached * (mesh.ep - 1) / mesh.ep
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
@@ -65,10 +65,9 @@ def step_bytes(
     tokens: float,
     devices_per_node: int,
 ) -> dict[str, dict[str, float]]:
-    """Return the bytes that all ranks send in a step, by collective and by link.
+    """Return {collective: {link: bytes}}, the bytes that all ranks send in a step.
 
-    "links": inside nodes. "network": between nodes. In a ring, one rank of each node sends to
-    another node.
+    The link "links" is inside nodes, "network" between nodes.
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp
@@ -109,7 +108,7 @@ def step_bytes(
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return the number of values sent per token to each other rank of a cp group."""
+    """Return the number of values that a rank sends per token to each of the other cp ranks."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp

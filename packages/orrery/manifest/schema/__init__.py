@@ -2,7 +2,7 @@
 """The manifest: all settings that determine a run's result.
 
 - Every field is required, so that reviewers see every value.
-- Hosts, mounts, ports and log levels are in the site's file instead.
+- Hosts, mounts, ports and log levels are in the site file (settings of a cluster).
 - Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
 """
 

@@ -59,7 +59,7 @@ _LATENT = {
     "qk_norm": (False,),
     "moe.score": ("sigmoid",),
 }
-ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family and field
+ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by model family and field
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3 | _QWEN3_MOE,
     "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
@@ -71,7 +71,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family an
 }
 _LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
 MTP_FAMILIES = ("glm4_moe", *_LATENT_FAMILIES)  # families with multi-token prediction
-PARTS = {  # families by optional field of `model`
+PARTS = {  # optional field of `model` → families that have it
     "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
     "mla": _LATENT_FAMILIES,
     "hf_config": ("hugging_face",),
@@ -430,7 +430,7 @@ def _offload_misfits(model: Model, inference: Inference, route_bytes: int) -> It
 
 
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
-    """Check FP8 weights. Experts need whole blocks: weight updates do not fill vLLM's padding."""
+    """Check FP8 weights. Experts need whole blocks, as updates do not fill vLLM's padding."""
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator
     if inference.quantization != "fp8":

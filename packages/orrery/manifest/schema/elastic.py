@@ -1,4 +1,4 @@
-"""Fields and constraints of training at several sites, and constraints of guest (lent) engines."""
+"""Define training at several sites, and check constraints of sites and guest (lent) engines."""
 
 import json
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Manifest
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-HOST_BYTES = 12  # bytes per trained parameter: float32 weight at the round's start, momentum and Δ
+HOST_BYTES = 12  # per trained parameter: float32 weight at round start, momentum and weight change
 OFF = "or set trainer.elastic to null"
 
 
 class OuterSgd(Record):
-    """The outer optimizer: SGD with the mean Δ of all sites as gradient.
+    """The outer optimizer: SGD with the sites' mean weight change Δ as gradient.
 
     DiLoCo (arXiv 2311.08105) uses lr 0.7, momentum 0.9 and Nesterov momentum.
     """
@@ -39,19 +39,19 @@ class Elastic(Record):
     """Training of one model at several sites, each with this manifest's mesh.
 
     - Training starts when `min_sites` have joined. At most `max_sites` train at a time.
-    - After every `inner_steps` optimizer steps, sites exchange Δ, encoded by `codec`, over
-      `topology`. Δ is the weights at the start of the round minus the current weights.
+    - A round has `inner_steps` optimizer steps. Then sites exchange Δ, the weights at the start
+      of the round minus the current weights, encoded by `codec`.
     - `error_feedback`: add the codec's error of a round to the next Δ.
-    - `weights` "tokens": weight a site's Δ by its number of tokens since its last exchange.
+    - `weights` "tokens": a site's weight in the mean Δ is its tokens since the last exchange.
     - `admission` "closed": sites may join only before the first round.
-    - An exchange starts when all live members (admitted sites) have arrived, or `grace_s` after
-      `quorum` sites have arrived. A late site adds its Δ to the next round.
-    - A site sends two signs of life per `heartbeat_s`. It is dead `dead_after_s` after the last.
-    - `voters`: limit on sites that run etcd, which keeps the log of rounds.
+    - An exchange starts when all live sites have arrived, or `grace_s` after `quorum` sites have
+      arrived. A late site adds its Δ to the next round.
+    - A site sends a heartbeat every `heartbeat_s` / 2. After `dead_after_s` without one it is dead.
+    - `voters`: maximum number of sites that run etcd, which stores the log of rounds.
     - `fragments` F: layer i belongs to fragment i mod F. After every `inner_steps` / F steps, sites
       exchange one fragment, in turn (Streaming DiLoCo, arXiv 2501.18512).
-    - `delay_steps`: steps that a site takes during an exchange. Then the fragment's weights become
-      `delay_merge` · own + (1 − `delay_merge`) · common weights.
+    - `delay_steps`: steps that a site trains during an exchange. Then the fragment's weights
+      become `delay_merge` · own weights + (1 − `delay_merge`) · common weights.
     - `snapshots`: copies of a site's state in shared memory, from which other sites recover.
     """
 
@@ -78,7 +78,7 @@ class Elastic(Record):
 
 
 def host_bytes(elastic: Elastic, num_parameters: int) -> int:
-    """Return the host bytes of the outer optimizer's state and of the Δ in transit."""
+    """Return the host bytes of the outer optimizer's state and of the Δ being sent."""
     sent = 4 * num_parameters // elastic.fragments if elastic.delay_steps else 0
     return HOST_BYTES * num_parameters + sent
 

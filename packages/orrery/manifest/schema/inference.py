@@ -72,8 +72,8 @@ class NoKvOffload(Record):
 class TieredKvOffload(Record):
     """Evicted cache blocks move to host memory, then to the node's scratch disk.
 
-    Sizes are for one data-parallel rank with all its tensor-parallel devices. With `disk_bytes` 0
-    the disk is unused. A restarted engine reuses its files on the disk.
+    Sizes are for one data-parallel rank with all its tensor-parallel devices. A restarted engine
+    reuses its files on the disk.
     """
 
     kind: Literal["tiers"]
@@ -103,8 +103,6 @@ class EngineShape(Record):
 
     - A replica has `data_parallel` · `tensor_parallel` devices, divided evenly among
       `nodes_per_replica` nodes.
-    - `expert_parallel`: devices hold whole experts instead of slices of each expert.
-    - `all2all_backend`: vLLM's backend for exchanging tokens between data-parallel ranks.
     - `dual_batch_overlap`: exchange one half of a batch while the other half computes.
     - `environment`: environment variables of the engine. Orrery's own values take precedence.
     """
@@ -129,7 +127,6 @@ class EngineShape(Record):
 
     @property
     def ranks_per_node(self) -> int:
-        """Return the number of a replica's data-parallel ranks on each of its nodes."""
         return self.data_parallel // self.nodes_per_replica
 
 
@@ -142,8 +139,8 @@ class Inference(EngineShape):
     - `max_local_prefill_tokens`: a decode engine prefills a prompt itself if at most this many of
       the prompt's tokens are missing in its cache.
     - `quantization` "fp8": engines quantize dense layers and experts to FP8.
-    - `max_restarts`: limit on the restarts of all engines together within a day. The next failure
-      ends the stage.
+    - `max_restarts`: maximum number of engine restarts within a day, over all engines. The next
+      failure ends the stage.
     """
 
     num_replicas: Count
@@ -160,7 +157,6 @@ class Inference(EngineShape):
     router: Annotated[NoRouter | VllmRouter, Field(discriminator="kind")]
 
     def of_engine(self, index: int) -> "Inference":
-        """Return these settings with the shape of engine `index`."""
         if self.prefill is None or index >= self.prefill_replicas:
             return self
         return self.model_copy(update=dict(self.prefill))
@@ -189,7 +185,7 @@ def longest_blocks(inference: Inference) -> int:
 
 
 def longest_device_bytes(model: Model, inference: Inference) -> int:
-    """Return the cache bytes on one device of the longest sequence and vLLM's reserved block."""
+    """Return one device's cache bytes for the longest sequence plus vLLM's reserved block."""
     return (1 + longest_blocks(inference)) * _block_bytes(model, inference)
 
 
@@ -207,17 +203,16 @@ def on_disk_bytes(num_bytes: int) -> int:
 
 
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
-    """Return the bytes on disk of a cache block, and of the routes of the block's tokens.
+    """Return the disk bytes of a cache block, and of its tokens' routes (chosen experts).
 
-    Routes (chosen experts) get twice their size, because the disk may evict them in another order
-    than their blocks. `route_bytes`: `Manifest.route_bytes`.
+    Routes get twice their size, because the disk may evict them in another order than blocks.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)
 
 
 def shard_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:
-    """Return sharded widths as (field, width, field of the number of shards, number of shards)."""
+    """Return sharded widths as (field, width, field that sets `num_shards`, `num_shards`)."""
     moe, tensor = model.moe, ("tensor_parallel", inference.tensor_parallel)
     widths = []
     if model.family != "hugging_face" and (moe is None or moe.num_dense_layers):

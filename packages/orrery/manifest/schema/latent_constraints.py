@@ -8,9 +8,9 @@ from orrery.manifest.schema.model import EXPERT_GROUPS, MLA, Model
 if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Manifest
 
-INDEXER_BLOCK_TOKENS = 64  # block of tokens that vLLM's indexers read. Divides `kv_block_tokens`.
-CHOSEN_KEYS_BLOCK = 128  # chosen keys that FlashMLA reads at a time. Must divide `top_k`.
-MOST_CHOICE_TOKENS = 16384  # sequence length limit, so that a query's chosen-key bits take ≤ 2 KiB
+INDEXER_BLOCK_TOKENS = 64  # size of the blocks that vLLM's indexers read
+CHOSEN_KEYS_BLOCK = 128  # number of chosen keys that FlashMLA reads at a time
+MOST_CHOICE_TOKENS = 16384  # maximum sequence length: a bit per token is 2 KiB per query
 
 
 def latent_misfits(model: Model, mla: MLA) -> Iterator[str]:

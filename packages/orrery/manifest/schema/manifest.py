@@ -25,7 +25,7 @@ def _known(accelerator: str) -> str:
 
 
 class Hardware(Record):
-    """The shape of the machine, which affects results by the order of reductions.
+    """The machine. Its shape affects results, because it changes the order of reductions.
 
     - `accelerator`: "cpu", a key in `manifest/devices.py` or a name from `orrery hardware`.
     - `shared_devices`: trainer and engines run on the same GPUs of one node.
@@ -68,7 +68,7 @@ class Manifest(Record):
 
     @property
     def group_devices(self) -> dict[str, int]:
-        """Return the number of devices by node group, in the order of nodes."""
+        """Return {node group: number of devices}, in the order of nodes."""
         inference = self.inference
         prefill = inference.prefill_replicas * inference.of_engine(0).devices_per_replica
         rest = inference.num_devices - prefill
@@ -77,7 +77,7 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return the bytes per token of engines' chosen keys: one bit per position and indexer."""
+        """Return the bytes per token of the keys that engines chose: a bit per key and indexer."""
         if self.trainer.indexer_choice == "own":
             return 0
         return self.model.num_indexers * -(-self.inference.max_model_len_tokens // 8)

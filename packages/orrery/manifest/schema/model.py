@@ -14,9 +14,9 @@ from pydantic import (
 from orrery.manifest.errors import OrreryError
 
 MAX_INT = 2**53  # Jsonnet's largest exact integer
-MAX_COUNT = 2**16  # limit on ranks, devices, layers, heads and experts
+MAX_COUNT = 2**16  # maximum number of ranks, devices, layers, heads or experts
 MAX_STEPS = 10**9
-MAX_S = 365 * 86_400  # seconds. Longer times could overflow in clocks and sockets.
+MAX_S = 365 * 86_400  # maximum seconds. Longer times could overflow in clocks and sockets.
 MAX_SIZE = 2**24
 # (groups of experts, groups that a token may use), by model family
 EXPERT_GROUPS = {"deepseek_v3": (8, 4), "deepseek_v32": (8, 4)}
@@ -76,8 +76,7 @@ class PretrainedTokenizer(Record):
     - `sha256`: output of `sha256sum FILES | sha256sum`. FILES: existing files, in this order:
       `chat_template.jinja`, `generation_config.json`, `special_tokens_map.json`, `tokenizer.json`,
       `tokenizer_config.json`.
-    - `chat_template_kwargs`: arguments of the chat template, such as `enable_thinking`. Manifests
-      omit an empty dictionary.
+    - `chat_template_kwargs`: arguments of the chat template, such as `enable_thinking`.
     """
 
     kind: Literal["pretrained"]
@@ -143,7 +142,7 @@ RopeScaling = Annotated[Llama3RopeScaling | YarnRopeScaling, Field(discriminator
 
 
 class Indexer(Record):
-    """DeepSeek sparse attention: a query attends to the `top_k` tokens with the best scores.
+    """DeepSeek sparse attention: a query attends to the indexer's `top_k` best tokens.
 
     `types`: one value per layer. A "full" layer has an indexer. A "shared" layer attends to the
     same tokens as the layer before it (GLM-5.1). Null: each layer has an indexer.
@@ -186,11 +185,11 @@ class Model(Record):
     """The architecture.
 
     - `head_dim`: width of queries and keys. The share `rotary_fraction` of this width is rotated.
-    - `family` "glm5": GLM-5 (transformers' `glm_moe_dsa`). "glm4_moe": GLM-4.5. "kimi_k2":
-      DeepSeek-V3's network without groups of experts. "hugging_face": any causal language model of
-      transformers, with its `config.json` as `hf_config`.
+    - `family` "glm5": GLM-5 (transformers' `glm_moe_dsa`). "kimi_k2": DeepSeek-V3's network
+      without groups of experts. "hugging_face": any causal language model of transformers, with
+      its `config.json` as `hf_config`.
     - `num_mtp_layers`: layers for multi-token prediction, stored after the last layer. Exports copy
-      these layers from `init`, untrained. Engines can draft tokens with them.
+      these layers from `init`, untrained.
     - `fp8`: layers that trainer and engines compute in block-scaled FP8. Shared experts count as
       "feed_forward". Routers, LM head, embedding and norms are never in FP8.
     """
@@ -221,7 +220,6 @@ class Model(Record):
 
     @property
     def latent(self) -> MLA:
-        """Return `mla`. Raise OrreryError if it is null."""
         if self.mla is None:
             raise OrreryError(f"model.mla: null, but family {self.family!r} needs it; set it")
         return self.mla

@@ -1,4 +1,4 @@
-"""Check how engines span nodes and exchange tokens, and that roles fill whole nodes."""
+"""Check constraints of multi-node engines, and that roles fill whole nodes."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

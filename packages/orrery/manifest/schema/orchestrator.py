@@ -61,8 +61,6 @@ class Sampling(Record):
 
 
 class FixedAdmission(Record):
-    """A constant limit on rollouts in flight."""
-
     kind: Literal["fixed"]
     max_in_flight: PositiveInt
 
@@ -94,14 +92,13 @@ class Evaluation(Record):
 class GuestEngines(Record):
     """Engines that other sites lend (`orrery lend`). They may join and leave at any time.
 
-    - `max_sites`: limit on sites that lend engines at a time.
-    - `lease_s`: time without a request after which a site is lost.
-    - `max_versions_behind`: how many policy versions a guest engine may be behind the newest.
-    - `verified_share`: share of each guest site's rollouts whose log-probs the trainer's site
+    - `max_sites`: maximum number of sites that lend engines at a time.
+    - `lease_s`: a site that sends no request for this time is treated as failed.
+    - `max_versions_behind`: maximum number of policy versions that a guest engine may lag.
+    - `verified_share`: share of a guest site's rollouts whose log-probs the trainer's site
       recomputes. A rollout's deviation is its mean |difference of log-probs|. A guest site is
       refused if a deviation exceeds both `min_logprob_difference` and `tolerance` times the 90th
       percentile of the deviations of the trainer's own engines.
-    - `block_bytes`: size of the hashed blocks in which weights are sent.
     """
 
     max_sites: Count
@@ -116,13 +113,12 @@ class GuestEngines(Record):
 class Orchestrator(Record):
     """Sampling of rollouts, and the choice of rollouts to train on.
 
-    - `drop_zero_advantage_groups`: leave out groups whose advantages are all 0, until
-      `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled. Then such groups fill up
-      the batch.
+    - `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. Once
+      `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled, such groups fill the batch.
     - `on_timeout`: effect of `rollout_timeout_s`. "failure": drop and count the rollout. "zero":
       give it the reward 0 in evaluations and in its group's baseline. A timed-out rollout is never
       trained.
-    - `keep_batches`: number of newest batches to keep on disk (tokens, log-probs, routes).
+    - `keep_batches`: number of newest batches to keep on disk.
     """
 
     algorithm: Algorithm
@@ -152,10 +148,9 @@ class Transport(Record):
     """The transport of batches to the trainer, and of weights to the engines.
 
     - `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
-      engine its slices (CUDA IPC within a host). "nixl": engines read these slices by RDMA.
-      "adapters": files of the adapters (`trainer.lora`) only. Engines keep the initial weights.
-    - `routed_experts`: batches contain the engines' choice of experts, and the trainer uses it
-      (router replay, R3).
+      engine its weight slices (CUDA IPC within a host). "nixl": engines read their slices by RDMA.
+      "adapters": files with only the adapters (`trainer.lora`). Engines keep the initial weights.
+    - `routed_experts`: the trainer uses the experts that engines chose (router replay, R3).
     """
 
     rollouts: Literal["zmq"]
@@ -195,11 +190,11 @@ class ChatDataset(Record):
 class TextData(Record):
     """SFT data: plain text in `column` of JSONL or Parquet rows. Every token is trained.
 
-    - `path`: a file, or a folder whose files begin with `split` (`orrery fetch dataset`).
+    - `path`: a file, or a folder whose file names begin with `split` (`orrery fetch dataset`).
     - `num_shards`: document i is in shard i mod num_shards. With `trainer.elastic`, a site trains
       one shard. Otherwise all shards are trained.
-    - `shard_by` "file": instead of document i, file i of the split is in shard i mod num_shards. A
-      site needs only the files of its shard (`orrery fetch dataset NAME --shard K/N`).
+    - `shard_by` "file": file i of the split, not document i, is in shard i mod num_shards. A site
+      needs only the files of its shard (`orrery fetch dataset NAME --shard K/N`).
     - `sha256`: hash of the file, or hash of the folder as `orrery fetch dataset` prints it.
     """
 

@@ -26,10 +26,9 @@ class Mesh(Record):
     - `cp_style` "ulysses": an all-to-all exchanges tokens for heads. "ring": keys and values pass
       around a ring, with tokens in zig-zag order. "dsa": ranks gather the keys of latent attention
       (`model.mla`), also with tokens in zig-zag order.
-    - `ep_backend` "torch": an all-to-all of torch.distributed. "deepep": the library DeepEP.
     - `deepep_num_sms`: streaming multiprocessors that DeepEP occupies. Null: DeepEP's default.
-    - `deepep_token_chunk_size`: limit on a rank's tokens that DeepEP moves at a time, to save
-      memory. Null: all tokens.
+    - `deepep_token_chunk_size`: maximum number of a rank's tokens that DeepEP moves at a time.
+      Null: all tokens.
     """
 
     dp_replicate: Count
@@ -82,7 +81,7 @@ class AdamW(Record):
 
 
 class Muon(Record):
-    """Muon for the blocks' matrices (Jordan et al. 2024), `rest` for all other weights.
+    """Muon (Jordan et al. 2024) for matrices of transformer blocks, `rest` for other weights.
 
     Muon's updates are scaled to the root mean square of AdamW's updates (arXiv 2502.16982), so one
     learning rate suits both.
@@ -105,8 +104,6 @@ class Sgd(Record):
 
 
 class SignSgd(Record):
-    """w ← w − lr · sign(gradient), without state."""
-
     kind: Literal["sign_sgd"]
     lr: PositiveFloat
     weight_decay: NonNegativeFloat
@@ -127,8 +124,6 @@ class ConstantSchedule(Record):
 
 
 class LinearSchedule(Record):
-    """Warm-up, then linear decay to `final_fraction` of the rate at the last step."""
-
     kind: Literal["linear"]
     warmup_steps: NonNegativeInt
     final_fraction: Probability
@@ -223,12 +218,11 @@ class Memory(Record):
 
     - `activation_checkpointing_every` n: recompute only in blocks 0, n, 2·n, …
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
-    - `activation_offload_max_in_flight`: limit on blocks that are copied at a time.
-    - `optimizer_offload`: keep optimizer state in pinned host memory. Copies overlap with
-      computation and use device memory that activations leave free.
+    - `activation_offload_max_in_flight`: maximum number of blocks whose activations are being
+      copied at a time.
+    - `optimizer_offload`: keep optimizer state in pinned host memory.
     - `optimizer_offload_resident`: share of the optimizer state that stays on the device.
-    - `lm_head_chunk_tokens`: tokens whose logits are in memory at a time. "auto" depends on
-      vocabulary and device.
+    - `lm_head_chunk_tokens`: number of tokens whose logits are in memory at a time.
     - `lm_head_keeps_logits`: keep a micro-batch's float32 logits for the backward pass.
     """
 
@@ -260,8 +254,8 @@ class Memory(Record):
 class Lora(Record):
     """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B A, with frozen W.
 
-    `targets`: projections to adapt, all of which the model must have. "feed_forward": dense
-    feed-forwards and shared experts. "experts": routed experts, with a pair A, B per expert.
+    `targets`: projections to adapt. "feed_forward": dense feed-forwards and shared experts.
+    "experts": routed experts, with a pair A, B per expert.
     """
 
     rank: PositiveInt
@@ -292,9 +286,9 @@ class Trainer(Record):
     - `attention`: preferred kernel. "auto": the fastest kernel for device and layout.
     - `indexer` "train": indexers of sparse attention learn to predict the attention of their layers
       (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
-    - `indexer_choice` "own": the trainer's indexers choose the keys. "replay": batches contain the
-      keys that engines chose, and the trainer attends to them. "compare": batches contain these
-      keys, and the trainer counts where its own choice differs.
+    - `indexer_choice` "own": the trainer's indexers choose the keys. "replay": the trainer attends
+      to the keys that engines chose. "compare": the trainer's indexers choose, and the trainer
+      counts differences from the engines' choice.
     - `expert_bias_rate`: after each step, routers' biases move by this value towards an equal load
       of all experts (`trainer/expert_load.py`). Null: biases are frozen.
     - `elastic`: several sites train one model. Null: one site.
@@ -322,7 +316,7 @@ class Trainer(Record):
 
     @property
     def needs_fsdp(self) -> bool:
-        """Return whether FSDP wraps the weights, which needs a process group."""
+        """Return whether FSDP wraps the weights."""
         by_unit = self.param_dtype != self.compute_dtype and self.fsdp.reshard_after_forward
         return self.mesh.world_size > 1 or by_unit or self.fsdp.cpu_offload
 
@@ -331,7 +325,7 @@ class Trainer(Record):
         return not self.needs_fsdp and self.param_dtype != self.compute_dtype
 
     def is_one_graph(self, model: Model) -> bool:
-        """Return whether a block is one compiled graph of our code, with known saved tensors."""
+        """Return whether torch.compile makes one graph of a whole block of our own networks."""
         return self.compile and not self.mesh.has_exchange and model.family != "hugging_face"
 
     @property
@@ -346,7 +340,7 @@ class Trainer(Record):
     def unseen(self) -> tuple[str, ...]:
         """Return the outputs that are always recomputed, even if `keep` names them.
 
-        With `cp` or `ep` above 1, the parts of a block around an exchange are compiled. Matrix
-        products in compiled parts have no names, so `keep` cannot select them.
+        With `cp` or `ep` above 1, a block is compiled in parts. Matrix products in compiled
+        parts have no names, so `keep` cannot select them.
         """
         return ("projections",) if self.compile and self.mesh.has_exchange else ()

@@ -159,7 +159,7 @@ def block_parts(model: Model) -> list[str]:
     """Return the parts of a block that `trainer.lora.targets` may name."""
     moe = model.moe
     parts = {
-        "attention": model.mla is None,  # latent attention slices a weight, so it takes no adapters
+        "attention": model.mla is None,  # latent attention does not support adapters
         "feed_forward": moe is None or moe.num_dense_layers > 0 or moe.num_shared_experts > 0,
         "experts": moe is not None and moe.num_dense_layers < model.num_layers,
     }

@@ -2,7 +2,7 @@
 
 - If several attempts trained a step, the newest row counts.
 - Rows are stored by column, so that a run of weeks fits into memory.
-- A line of more than POINTS points is drawn as means, extremes or maxima of equal pieces.
+- Lines of more than POINTS points are thinned to means, extremes or maxima of intervals.
 """
 
 import logging
@@ -32,7 +32,7 @@ from orrery.runtime.run_directory import (
     result_path,
 )
 
-NOTHING = {"d": nan, "q": -(2**63), None: None}  # values stored for None, by array type
+NOTHING = {"d": nan, "q": -(2**63), None: None}  # array type → value that stands for None
 TYPE_CODES = {float: "d", int: "q"}
 POINTS = 1000
 
@@ -41,7 +41,7 @@ Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 
 class Table(Sequence[Row]):
-    """Rows stored by column. If `keys` is not empty, values of other keys are dropped."""
+    """If `keys` is not empty, values of other keys are dropped."""
 
     def __init__(self, keys: Collection[str] = ()):
         self._columns = {key: _Column() for key in keys}
@@ -100,7 +100,7 @@ class Table(Sequence[Row]):
 
 class _Column:
     def __init__(self) -> None:
-        self._code: str | None = None  # type code of the array. None: a list
+        self._code: str | None = None  # array type, or None for a list
         self._values: Any = []
 
     @property
@@ -220,22 +220,22 @@ class RunData:
     compared: Table  # log-probs of trainer and engine
     rounds: Table  # weight exchanges with other sites
     batches: Table
-    stopped_early: Table  # at `evaluation.stop_at`
+    stopped_early: Table  # RL ended at `evaluation.stop_at`
     evaluations: Table
     updates: Table
     engine_restarts: Table
-    refused_sites: Table  # for false answers
-    admission: Table  # rollouts in flight and their adaptive limit
+    refused_sites: Table  # sites that sent false answers
+    admission: Table
     engines: Mapping[int, Table]
     usage: Sequence[Row]
-    processors: Mapping[str, Table]  # CPU use in the RL stage
+    processors: Mapping[str, Table]
     spans: Sequence[Span]  # the RL stage's newest attempt
     result: Row
     evaluated: list[Row]
 
     @classmethod
     def load(cls, run_dir: Path) -> "RunData":
-        """Load a run. Raise OrreryError if a file is invalid."""
+        """Raise OrreryError if a file is invalid."""
         manifest = load(run_dir / MANIFEST)
         stages = [path.parent.name for path in run_dir.glob(f"{STAGES}/*/DONE")]
         return cls(
@@ -272,7 +272,7 @@ def same_weights(run: RunData) -> list[tuple[int, float]]:
 
 
 def without_signal(run: RunData) -> float | None:
-    """Return the share of rollouts in groups with zero advantages, or None without counts."""
+    """Return the share of rollouts in groups with zero advantages."""
     counts = [each for each in run.batches.each("num_without_signal", "num_sampled") if each[1]]
     return sum(num for num, _ in counts) / sum(all_ for _, all_ in counts) if counts else None
 

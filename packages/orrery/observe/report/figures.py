@@ -316,7 +316,7 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """Return the start time that leaves each role at most POINTS spans. None: draw all."""
+    """Return the time after which spans are drawn, at most POINTS a role. None: draw all."""
     newest: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         heap = newest[span.role]

@@ -49,7 +49,7 @@ SECTIONS = (
 WIDE = {figures.reward, figures.timeline, figures.agreement, figures.admission, figures.processors}
 MAX_PAIRS = 8
 MAX_ROUNDS = 500
-POOR_REWARD = 0.5  # below it, the summary gives advice
+POOR_REWARD = 0.5
 
 
 def summary(run: RunData, wall_s: float, page: Path) -> str:
@@ -160,10 +160,7 @@ def _pairs(run: RunData) -> list[dict]:
 
 
 def _rounds(run: RunData) -> list[tuple[int, str, str, int, str, str]]:
-    """Return (round, sites, tokens of each site, bytes sent, loss, seconds) for the last rounds.
-
-    In a round, sites exchange weights.
-    """
+    """Return (round, sites, tokens of each site, bytes sent, loss, seconds) of weight exchanges."""
     tables = {"sft": run.sft, "rl": run.rl}
     losses = {
         (stage, step): loss
@@ -225,10 +222,8 @@ def render(run: RunData, wall_s: float) -> str:
         )
 
 
-# Planned and measured speed and memory of the RL stage
-
 WARM = 2  # first steps left out, because they compile
-# Planned memory outside torch's peak of allocated bytes.
+# Kinds of planned memory that `torch.cuda.max_memory_allocated` does not count.
 NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
@@ -261,7 +256,7 @@ def comparison(run: RunData) -> list[tuple[str, str, str]]:
             "sampled tokens a second",
             run.manifest.orchestrator.rollouts_per_batch
             * budget.tokens["sampled"]
-            / budget.step_s,  # not the engines' time: they wait for a slower trainer
+            / budget.step_s,  # the whole step, because engines wait for a slower trainer
             _values(run.batches, "generated_tokens_per_s"),
             lambda value: f"{value:,.0f}",
         ),

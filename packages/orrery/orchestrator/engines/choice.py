@@ -13,29 +13,24 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK_TOKENS = 64
-MAX_BLOCKS = 1 << 20  # limit on remembered blocks of all ranks
+MAX_BLOCKS = 1 << 20  # maximum number of remembered blocks
 
 TokenIds = Sequence[int] | np.ndarray
 
 
 class Address(NamedTuple):
-    """A data-parallel rank of an engine."""
-
     engine: int
     rank: int
 
 
 class Chosen(NamedTuple):
     address: Address
-    cached_tokens: int  # estimated
+    cached_tokens: int
 
 
 class EngineChoice:
     def __init__(self, num_ranks: Sequence[int], is_decoding: bool = False):
-        """Take the number of ranks of each engine.
-
-        If `is_decoding`, cached tokens count as load too, because each decoding step reads them.
-        """
+        """If `is_decoding`, count cached tokens as load, because each decoding step reads them."""
         self.addresses = [Address(e, r) for e, ranks in enumerate(num_ranks) for r in range(ranks)]
         self.owed_tokens = [0] * len(self.addresses)
         self._is_decoding = is_decoding
@@ -61,7 +56,6 @@ class EngineChoice:
         return self._cached_tokens(_blocks(token_ids, salt))[self.addresses.index(address)]
 
     def holds(self, token_ids: TokenIds, salt: str, address: Address) -> None:
-        """Record that a rank caches these tokens."""
         self._hold(_blocks(token_ids, salt), self.addresses.index(address))
 
     def forget(self, engine: int) -> None:

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CONTROL_TIMEOUT_S = 120.0  # for control calls except loads and aborts, scaled
-LOAD_TIMEOUT_S = 300.0  # longer than a transfer's wait for a peer, scaled
-QUERY_TIMEOUT_S = 10.0  # for health, metrics and abort calls
+CONTROL_TIMEOUT_S = 120.0  # limit for control calls except loads and aborts, scaled
+LOAD_TIMEOUT_S = 300.0  # longer than a weight transfer waits for a peer, scaled
+QUERY_TIMEOUT_S = 10.0  # limit for health, metrics and abort calls
 # vLLM prepends this to request ids. An abort without the prefix returns 200 and has no effect.
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
@@ -61,8 +61,6 @@ SAMPLING: dict[str, Any] = {
 
 
 class EngineClient:
-    """Call one server. Use `async with`, or call `close()`."""
-
     def __init__(
         self,
         url: str,
@@ -71,7 +69,7 @@ class EngineClient:
         model: str | None = None,
         num_ranks: int = 1,
     ) -> None:
-        """Connect to `url`, without a path. `token`: the run's token, for credentials."""
+        """`url` has no path. Credentials are derived from the run's `token`."""
         self._ranks = EngineChoice([num_ranks])
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
@@ -116,7 +114,7 @@ class EngineClient:
         - `deliver`: called with each sample when it ends, in any order.
         - `cache_salt`: only requests with the same salt share prefix-cache blocks.
         - `request_id`: unique among requests in flight.
-        - `stop_token_ids`: tokens that end a sample. It includes the stop token.
+        - `stop_token_ids`: tokens that end a sample. The sample includes the stop token.
         - `routes_from`: position of the first token whose routed experts are returned, or None.
         - `session`: conversation id. A router keeps a conversation on one engine.
         - `rank`: data-parallel rank. None: the client chooses.
@@ -279,7 +277,7 @@ class EngineClient:
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return {part of the last update: maximum seconds over workers}."""
+        """Return the seconds of each part of the last update, as maxima over workers."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -287,7 +285,7 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free KV blocks kept for lost readers. `names`: request (Mooncake: transfer) ids."""
+        """Free the KV blocks of requests. `names`: request ids, or Mooncake's transfer ids."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
@@ -344,20 +342,18 @@ class EngineClient:
 
 
 class RouterClient(EngineClient):
-    """Call vllm-router. Without engines it answers 503."""
-
     async def admit(self, url: str) -> None:
         await self._control(f"/add_worker?url={quote(url, safe='')}")
 
     async def dismiss(self, url: str) -> None:
-        """Remove an engine from the router. Its running requests continue."""
+        """Remove an engine. Its running requests continue."""
         await self._control(f"/remove_worker?url={quote(url, safe='')}")
 
 
 # Updates
 
 
-CANARY_S = 120.0  # for the canary, scaled
+CANARY_S = 120.0  # limit for the canary, scaled
 
 
 @dataclass(frozen=True)
@@ -387,7 +383,7 @@ class UpdateReport:
     paused_s: float
     attested: dict[str, int]  # number of tensors by `TensorAttestation.how`
     canary_s: float = 0.0
-    canary_difference: float | None = None  # mean |difference| of log-probs. None: not checked
+    canary_difference: float | None = None
 
 
 async def update_engine(
@@ -396,7 +392,7 @@ async def update_engine(
     canary: Canary | None = None,
     proving: AbstractContextManager[object] | None = None,
 ) -> UpdateReport:
-    """Update one engine to `published`, resume the engine, and check any `canary`.
+    """Update one engine to `published`, resume the engine, and check the `canary` if given.
 
     Raise EngineGone, UpdateFailed or WeightsDiffer.
     """

@@ -7,7 +7,7 @@
   than the version in `cache_salt`.
 - No router is used, because it would drop request ids and credentials.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
-- If a request is cancelled in prefill, a decode engine still reads its blocks. This frees them.
+- After a cancelled prefill, a decode engine still reads the KV blocks, because this frees them.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Salt suffixes that record which blocks a decode engine surely caches, or has computed itself.
+# Salt suffixes in `EngineChoice`, for blocks surely cached, and blocks computed without prefill.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
-CLOSE_S = 10.0  # to free blocks, scaled
+CLOSE_S = 10.0  # limit for freeing blocks, scaled
 ABORT_AGAIN_S = 0.5
 
 TokenIds = Sequence[int] | np.ndarray
@@ -50,7 +50,7 @@ class Peer:
 
 
 async def _do_not_look() -> None:
-    """Do nothing, because without restarts the first lost engine ends the run."""
+    pass
 
 
 class DisaggregatedEngines:
@@ -78,7 +78,7 @@ class DisaggregatedEngines:
         self._decode_of = EngineChoice(ranks, is_decoding=True)
         self._prompts: dict[Any, asyncio.Future[None]] = {}
         self._prefilling: dict[str, bool] = {}
-        self._unwanted: dict[EngineClient, list[str]] = {}  # names of KV caches without a reader
+        self._unwanted: dict[EngineClient, list[str]] = {}  # requests whose blocks no engine reads
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -117,7 +117,7 @@ class DisaggregatedEngines:
                 with self._prefill_of.using(prompt, salt, self._serving(self.producers)) as prefill:
                     peers = self.peer(prefill.address), consumer
                     found = await self._generate(*peers, token_ids, routes_from, timeout_s, options)
-        # The cache does not contain the last sampled token.
+        # The KV cache does not contain the last sampled token.
         tokens = np.append(prompt, found.token_ids[:-1])
         for record in (salt, salt + ARRIVED):
             self._decode_of.holds(tokens, record, decode.address)
@@ -196,7 +196,7 @@ class DisaggregatedEngines:
             self._prefilling[request_id] = True
 
     async def close(self) -> None:
-        """Wait at most CLOSE_S until all blocks are freed. Paused engines free none."""
+        """Wait at most CLOSE_S until all blocks are freed."""
         if self._background:
             _, left = await asyncio.wait(self._background, timeout=scaled(CLOSE_S))
             for task in left:
@@ -210,7 +210,7 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that a Mooncake prefill engine's process has ended.
 
-        Readers must keep their blocks until then, because the process may write into them.
+        Until then, decode engines reserve blocks that the process may write.
         """
         if index not in self.producers:
             return

@@ -29,7 +29,7 @@ from orrery.runtime.token import Purpose, authorization
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESSION_HEADER
 from orrery.wire.routed_experts import Routes, split
 
-START_VERSION = -1  # policy version before the first update, "default" in the engine
+START_VERSION = -1  # version before the first update, which engines call "default"
 UNKNOWN_ENGINE = -1
 
 
@@ -38,7 +38,7 @@ class GenerationFailed(OrreryError):
 
 
 class OutOfConnections(RunFailed):
-    """This host could not open a connection."""
+    pass
 
 
 class EngineGone(RunFailed):
@@ -54,11 +54,11 @@ class UpdateInterrupted(UpdateFailed):
 
 
 class VersionGone(UpdateInterrupted):
-    """The trainer no longer has the version."""
+    pass
 
 
 class WeightsDiffer(UpdateFailed):
-    """An engine holds other weights than published."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Generation:
     logprobs: np.ndarray  # f32 [n], at the sampling temperature
     versions: np.ndarray  # i32 [n], policy version of each token, or START_VERSION
     finish_reason: str  # "stop" | "length" | "abort"
-    cached_tokens: int  # prompt tokens from the prefix cache
+    cached_tokens: int
     routes: tuple[Routes, ...] = ()  # routed experts of all tokens except the last
     kv_transfer: dict[str, Any] | None = None  # address of a prefill request's KV blocks
-    engine: int = UNKNOWN_ENGINE  # index of the sampling engine
+    engine: int = UNKNOWN_ENGINE
     sample: int = 0  # index of this sample in its request
 
 
@@ -81,7 +81,7 @@ class Generation:
 class TensorAttestation:
     """An engine's fingerprint of a tensor.
 
-    `how`: "resident" (of the loaded model) or "as_consumed" (of the received tensor).
+    `how`: "resident" for a tensor of the loaded model, "as_consumed" for a received tensor.
     """
 
     fingerprint: int  # 64 bits
@@ -95,7 +95,7 @@ class Attested(msgspec.Struct):
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """An engine's metrics. Totals count from its start."""
+    """Totals count from the engine's start."""
 
     running: int
     waiting: int
@@ -104,7 +104,7 @@ class EngineMetrics:
     preemptions_total: int
     generation_tokens_total: int
     loading: int = 0  # waiting requests that load KV blocks
-    external_hit_tokens_total: int = 0  # prefix hits outside GPU memory
+    external_hit_tokens_total: int = 0  # prefix tokens found outside GPU memory
 
 
 # The response of /inference/v1/generate.
@@ -240,7 +240,7 @@ def parse_metrics(page: str) -> EngineMetrics:
             num_caches += METRICS[name] == "kv_usage"
         elif name == "vllm:num_requests_waiting_by_reason" and 'reason="deferred"' in line:
             values["loading"] += float(line.rpartition(" ")[2])
-        elif name == "vllm:cache_config_info":  # this series has its numbers in labels
+        elif name == "vllm:cache_config_info":  # the sizes are label values
             sizes = {key: int(size) for key, size in _CACHE_SIZES.findall(line)}
             values["kv_tokens"] += sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
     usage = values.pop("kv_usage") / max(1, num_caches)
@@ -307,7 +307,7 @@ class HttpServer:
         rank: int | None = None,
         on_line: Callable[[bytes, int], None] | None = None,
     ) -> tuple[int, bytes, int]:
-        """Send one request. Return the answer's status and body, and its engine's index.
+        """Send one request. Return the answer's status, its body, and the engine's index.
 
         - `what`: the request's name in errors.
         - `on_timeout`: type of the error to raise after `timeout_s`.

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Time limit of a transfer after another one was interrupted, scaled.
+# Limit for the other transfers after one was interrupted, scaled.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -115,7 +115,6 @@ class EngineRegistry:
         return self.at(Phase.FENCED)
 
     def listens(self, index: int, incarnation: int) -> bool:
-        """Record that a process listens. Return whether it is new."""
         if incarnation <= self._engines[index].incarnation:
             return False
         self._engines[index] = EngineState(incarnation, Phase.STALE, self._at_start)
@@ -140,7 +139,6 @@ class EngineRegistry:
         return version == self.wanted
 
     def serves(self, index: int, incarnation: int) -> bool:
-        """Record that the engine serves. Return False unless its phase is `updated`."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase is not Phase.UPDATED:
             return False
@@ -172,12 +170,11 @@ class EnginePool:
         num_ranks: Sequence[int] = (),
         max_local_prefill_tokens: int = 0,
     ) -> None:
-        """Raise OrreryError without engines, or for several without a router or `handovers`.
+        """Raise OrreryError without engines, or if several have no router and no `handovers`.
 
         - `restarting`: this process's context if the launcher restarts engines.
-        - `handovers`: see `DisaggregatedEngines`.
-        - `canary`: prompt that checks an engine's update.
-        - `leases`: asks the trainer to keep a version during direct transfers.
+        - `canary`: prompt that checks the weights of an updated engine.
+        - `leases`: client that asks the trainer to keep a version during direct transfers.
         """
         if not engine_urls:
             raise OrreryError("engine pool: has no engine; give at least one engine address")
@@ -199,7 +196,7 @@ class EnginePool:
             self.registry.serves(index, incarnation)
         self.version = START_VERSION  # version of the newest complete update
         self.published: Published | None = None  # the version that engines must hold
-        self.is_version_gone = False  # the trainer no longer has `published`
+        self.is_version_gone = False  # whether the trainer no longer has `published`
         self.updating = asyncio.Lock()
         self.admitted = set(range(len(engine_urls)))  # engines that get requests
         self._proving: set[int] = set()
@@ -278,7 +275,7 @@ class EnginePool:
         recovery = self.recovery
         if recovery is None:
             return await ask(self._front())
-        if not self.is_serving:  # only `check` ends this wait early, not the request's timeout
+        if not self.is_serving:  # the request's timeout does not end this wait
             await self._until(lambda: self.is_serving)
         lost_before = recovery.num_lost
         try:
@@ -359,8 +356,8 @@ class EnginePool:
     ) -> dict[int, BaseException]:
         """Update these engines. Return the failures by index.
 
-        On a direct wire, a lost engine interrupts the transfers to others. They are retried while
-        the trainer keeps the version (its lease). If it stops, the engines stay paused.
+        In direct transfers, a lost engine interrupts the transfers to other engines. Those are
+        retried while the trainer keeps the version (lease).
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None
@@ -380,7 +377,7 @@ class EnginePool:
                     interrupted = UpdateInterrupted
                     return {i: e for i, e in failures.items() if not isinstance(e, interrupted)}
                 waiting = [i for i, e in failed.items() if isinstance(e, UpdateInterrupted)]
-                # Stop at the second transfer that fails without a lost engine.
+                # Stop at the second interruption without a lost engine.
                 num_blameless += len(waiting) == len(failed)
                 if not waiting or num_blameless > 1 or self.recovery is None:
                     return failures
@@ -411,7 +408,7 @@ class EnginePool:
                             limit.reschedule(end_s)
                 elif self._leases is not None:
                     self._leases.abandon(leased)
-                # Check health, because after a worker's death other workers report another error.
+                # Check health, because the error may not say that a worker has died.
                 if isinstance(error, WeightsDiffer):
                     raise
                 if (why := await self.engines[index].death()) is not None:
@@ -440,7 +437,7 @@ class EnginePool:
 
     @contextmanager
     def _prove(self, index: int) -> Iterator[None]:
-        """Mark an engine as unproven in the `with` body, and for good after WeightsDiffer."""
+        """Mark an engine as unproven in the `with` body, and permanently after WeightsDiffer."""
         self._proving.add(index)
         try:
             yield
@@ -456,7 +453,7 @@ class EnginePool:
             await self.router.admit(url)
         if not self.registry.serves(index, incarnation):
             if is_new and self.recovery is not None:
-                # The engine was fenced meanwhile, so remove it from the router again.
+                # The engine was fenced meanwhile.
                 await self.recovery.dismiss(url)
             return
         self.admitted.add(index)
@@ -467,7 +464,6 @@ class EnginePool:
     async def _every(
         self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None
     ) -> dict[int, T]:
-        """Call every listening engine. Return the results by index."""
         up = self.registry.up
         up = [index for index in up if among is None or index in among]
         results = await asyncio.gather(

@@ -1,7 +1,7 @@
 """Recover lost engines that the launcher restarts.
 
-- A lost engine is fenced: it gets no more requests, and the launcher is asked to kill it.
-- Its next process (incarnation) must prove that it holds the wanted version to get requests.
+- A lost engine is fenced: it gets no requests, and the launcher is asked to kill it.
+- Its next process (incarnation) gets requests when it holds the wanted version.
 - The run ends if a lost engine does not serve again within RETURN_S.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 TEND_S = 0.25
-RETURN_S = 600.0  # for an engine to restart and load, scaled by ORRERY_DEADLINE_SCALE
+RETURN_S = 600.0  # limit for an engine to restart and load, scaled by ORRERY_DEADLINE_SCALE
 
 
 class EngineRecovery:
@@ -33,14 +33,13 @@ class EngineRecovery:
         self.retired: list[EngineClient] = []
         self._looking, self._looked_s = asyncio.Lock(), 0.0
         self._looks: set[asyncio.Task[None]] = set()
-        self._away: dict[int, float] = {}  # engine → time of its loss
-        # Engine → start time of its clock, and its wait in the health report.
+        self._away: dict[int, float] = {}
         self._clocks: dict[int, tuple[float, ExitStack]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._tend(), name="tend")
-        # If the task fails, wake waiting calls, so that they raise its error.
+        # If `_tend` fails, wake waiting calls, so that they raise its error.
         self._task.add_done_callback(lambda _: self.pool.wake())
 
     async def close(self) -> None:
@@ -127,7 +126,7 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Run the clocks of lost engines that do not wait for the next version."""
+        """Apply the limit RETURN_S to lost engines that do not wait for the next version."""
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].is_stale

@@ -60,7 +60,6 @@ class SharedRequests:
     async def generate(
         self, share: str, token_ids: Tokens, *, request_id: str, **options: Any
     ) -> Generation:
-        """Return one sample. `request_id` must be unique among calls in flight."""
         request, loop = self._open.get(share), asyncio.get_running_loop()
         if request is None or len(request.calls) == self._max_samples:
             request = self._open[share] = _Request(token_ids, options)
@@ -72,9 +71,9 @@ class SharedRequests:
         except asyncio.CancelledError:
             sending = request.sending
             if sending is not None and not request.is_wanted:
-                request.sending = None  # so only one call aborts if several are cancelled
+                request.sending = None  # so that only one cancelled call aborts
                 sending.cancel()
-                if len(request.calls) > 1:  # a lone call's caller aborts the request
+                if len(request.calls) > 1:  # a single call is aborted by its caller
                     with suppress(OrreryError):  # an engine may be gone
                         await asyncio.shield(self._abort([request.name]))
             raise

@@ -15,11 +15,11 @@ import numpy as np
 from orrery.manifest.schema import GuestEngines
 from orrery.wire.recompute import Recomputed
 
-NUM_HONEST = 16  # minimum number of rollouts of the run's own engines for a bound
+NUM_HONEST = 16  # minimum number of the run's own rollouts to compute bounds
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # ratio of the minimum bounds on the largest and on the mean difference
-NUM_ROLLOUTS = 64  # newest rollouts of a site that are judged together
+PEAK = 10.0  # minimum bound on the largest difference / minimum bound on the mean
+NUM_ROLLOUTS = 64  # a site's newest rollouts that are judged together
 MAX_DEVIATIONS = 6.0
 
 
@@ -28,7 +28,7 @@ class RolloutScore:
     """Comparison of a rollout's log-probs with the recomputed log-probs.
 
     - `mean`, `peak`: mean and largest absolute difference.
-    - `surprise`: sum over tokens of log p + entropy. `square`: sum of the squares.
+    - `surprise`: sum over tokens of log p + entropy. `square`: sum of (log p + entropy)².
     - `variance`: sum over tokens of the variance of log p.
     """
 
@@ -67,7 +67,7 @@ class HonestSpread:
         return len(self._scores) >= NUM_HONEST
 
     @property
-    def bounds(self) -> tuple[float, float]:  # of the mean, and of the largest difference
+    def bounds(self) -> tuple[float, float]:  # on the mean and largest difference
         least, tolerance = self._spec.min_logprob_difference, self._spec.tolerance
         usual = np.quantile([(each.mean, each.peak) for each in self._scores], QUANTILE, axis=0)
         mean, peak = (tolerance * usual).tolist()
@@ -89,7 +89,7 @@ class SiteEvidence:
                     f"{found:.3g}, more than {bound:.3g}"
                 )
         sums = np.array([(s.surprise, s.variance, s.square) for s in self._scores]).sum(0)
-        # Without the squares, a few unlikely tokens of a nearly certain policy would be evidence.
+        # Without `square`, a few unlikely tokens of a nearly certain policy would be evidence.
         deviations = sums[0] / np.sqrt(max(sums[1], sums[2], 1e-9))
         if not abs(deviations) <= MAX_DEVIATIONS:
             return (

@@ -2,7 +2,6 @@
 
 - The door listens at the port P of `site.json`. Port P + 1 serves weight snapshots in blocks. Both
   accept only TLS clients with a certificate of the run's authority, which holds the site's name.
-- A snapshot holds the weights of one policy version. Sites fetch it, and the verifier reads it.
 """
 
 import asyncio
@@ -84,7 +83,7 @@ class Verifier:
     ) -> Recomputed:
         """Return recomputed log-probs, empty if no snapshot appears within PUBLISH_S.
 
-        Raise RunFailed if the process has ended.
+        Raise RunFailed if the child process has ended.
         """
         folder, end_s = snapshot_dir(self._folder, version), time.monotonic() + PUBLISH_S
         while not folder.is_dir() and version > newest_version(self._folder):
@@ -256,7 +255,7 @@ class GuestHost:
         await asyncio.gather(self._tending, return_exceptions=True)
         await self.pool.close()
         if any(site.jobs or site.num_accepted for site in self.pool.sites.values()):
-            await asyncio.sleep(2 * POLL_S)  # sites ask again and hear of the end
+            await asyncio.sleep(2 * POLL_S)  # until all sites have heard of the run's end
         await self._stack.aclose()
 
     def publish(self, version: Published) -> None:
@@ -310,4 +309,4 @@ class GuestHost:
             self._ctx.log.warning(text, site, num, why)
             write_atomic(self._refused, msgspec.json.encode(self.pool.refused))
         else:
-            self._ctx.log.warning("site %s: %r", site, why)  # %r, so no site forges log lines
+            self._ctx.log.warning("site %s: %r", site, why)  # %r escapes newlines in a site's text

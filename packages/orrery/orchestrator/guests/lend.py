@@ -1,7 +1,7 @@
 """Lend this site's engine to a run at another site: `python -m orrery.orchestrator.guests.lend`.
 
-- The run's site has an HTTPS server ("door"). It and lending sites with a `listen` address serve
-  weights in blocks.
+- The run's site has an HTTPS server ("door"). The run's site and lending sites with a `listen`
+  address serve weights in blocks.
 - The engine loads a new policy version when all its samples have ended, so each sample has one
   version.
 - TLS checks the host name only of the door. Blocks of weights are verified by their hashes.
@@ -54,7 +54,7 @@ from orrery.wire.rendezvous import request_s
 from orrery.wire.weight_wire import Published
 
 T = TypeVar("T")
-START_S = 600.0  # time limit for the engine's start
+START_S = 600.0
 AWAY_S = 120.0  # time limit for a request with all its retries
 RETRY_S = 1.0
 CALL_S = 60.0
@@ -187,7 +187,7 @@ class Lender:
                 continue
             finally:
                 self._is_asking = False
-                self._wake()  # `await` nothing before the new jobs run, or `_renew` misses them
+                self._wake()  # no `await` before the new jobs start, or `_renew` misses them
             if told.is_over:
                 self._ctx.log.info("the run is over")
                 return
@@ -215,7 +215,7 @@ class Lender:
             try:
                 await self._call("answer", Answers(self._lease, tuple(sent)), Noted)
             except LeaseOver:
-                continue  # the run repeats the jobs of an ended lease
+                continue  # the run's engines sample the jobs of an ended lease
 
     # Jobs
 
@@ -227,7 +227,7 @@ class Lender:
     async def _sample(self, job: SampleJob) -> None:
         try:
             answer = await self._answer(job)
-            self._answers.append(answer)  # no `await` in this line: `_send` may replace the list
+            self._answers.append(answer)  # without `await`, because `_send` may replace the list
         except EngineGone as error:
             self._failure = error
         finally:
@@ -286,7 +286,7 @@ class Lender:
             await update_engine(self._engine, published, Canary.of(self._ctx.manifest))
         finally:
             self._is_draining = False
-        if attempt == self._attempt:  # after a restart of the run, versions have other weights
+        if attempt == self._attempt:  # a restarted run reuses versions for other weights
             self._version, self._digest = header.round, header.digest
         self._wake()
         remove_old(self._folder, 2)

@@ -1,10 +1,9 @@
-"""Let engines of other sites draw samples, and accept only verified answers.
+"""Draw samples with engines of other sites (clusters), and accept only verified answers.
 
-- "Our engines" belong to the run itself. Their recomputed log-probs set the bounds for other
-  sites, which get no jobs before.
-- A site's answers are used only after the log-probs of a random share, at least one per weight
-  version, were recomputed.
-- Our engines sample a job anew if the site fails or loses its lease, by silence for `lease_s`.
+- The run recomputes log-probs of its own engines' samples. The differences set the bounds for
+  other sites, which get no jobs until then.
+- The run also recomputes a random share of each site's answers before it uses any of them.
+- If a site fails or sends no request for `lease_s`, the run's own engines draw its samples.
 - After a false answer, the site's rollouts that wait for a batch are dropped. The site is refused
   until its line in `refused_sites.json` is removed.
 """
@@ -44,10 +43,10 @@ from orrery.orchestrator.guests.sites import CHANCE, GuestJob, GuestSite, SiteTa
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # minimum number of jobs for a site at a time, if so many wait
-TAKE_S = 2.0  # time after which our engines sample a job that no site has taken
-MAX_OWN_CHECKS = 2  # samples of our engines to recompute at a time, after the first NUM_HONEST
-SHARE_OF_TIMEOUT = 0.5  # share of a rollout's timeout after which our engines sample a job
+LEAST = 8  # minimum number of jobs to give a site at a time, if enough jobs wait
+TAKE_S = 2.0  # time after which own engines take a job that no site has taken
+MAX_OWN_CHECKS = 2  # maximum concurrent checks of own samples, once bounds are known
+SHARE_OF_TIMEOUT = 0.5  # share of `rollout_timeout_s` after which own engines take a job
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 
@@ -62,10 +61,7 @@ class GuestPool:
         note: Note,
         refused: dict[str, str] | None = None,
     ) -> None:
-        """`check(version, prompt, tokens, temperature)` recomputes the log-probs of `tokens`.
-
-        `note(**values)` writes a metrics row.
-        """
+        """`check(version, prompt, tokens, temperature)` recomputes the log-probs of `tokens`."""
         spec = manifest.orchestrator.guests
         assert spec is not None
         self._spec, self._manifest = spec, manifest
@@ -85,7 +81,7 @@ class GuestPool:
         self._waiting: deque[GuestJob] = deque()
         self._changed = asyncio.Event()
         self._num_home = 0
-        self._last = "", False  # key `share` of the last call, and whether other sites get its jobs
+        self._last = "", False
         self._own_checks: set[asyncio.Task[None]] = set()
 
     # Calls of the orchestrator
@@ -97,7 +93,7 @@ class GuestPool:
         token_ids: Sequence[int] | np.ndarray,
         **options: Any,
     ) -> Generation:
-        """Return a sample of another site or of `here()`. Options: see `EnginePool.generate`."""
+        """Return a sample from another site, or else from `here()`."""
         found = await self.generate(share, token_ids, **options)
         if found is not None:
             return found
@@ -106,10 +102,10 @@ class GuestPool:
     async def generate(
         self, share: str, token_ids: Sequence[int] | np.ndarray, **options: Any
     ) -> Generation | None:
-        """Return a sample from another site, or None if our engines have to sample it.
+        """Return a sample from another site, or None if the run's engines must draw it.
 
         Consecutive calls with the same `share` have equal prompts. They all go to other sites or
-        all to our engines, so that few engines prefill the prompt.
+        all to the run's engines, so that few engines prefill the prompt.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
@@ -142,7 +138,7 @@ class GuestPool:
     async def draw_here(
         self, draw: Awaitable[Generation], token_ids: Sequence[int] | np.ndarray, temperature: float
     ) -> Generation:
-        """Return a sample of our engines. Recompute some to update the bounds."""
+        """Return a sample of the run's engines. Check some to update the bounds for sites."""
         self._num_home += 1
         try:
             found = await draw
@@ -184,7 +180,7 @@ class GuestPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Requests of sites. `name` comes from the site's TLS certificate
+    # Requests of sites. `name`: from the site's TLS certificate
 
     def enter(self, name: str, entry: Entry, now_s: float) -> Entered:
         self.check_allowed(name)
@@ -201,7 +197,7 @@ class GuestPool:
         return Entered(site.lease, self._attempt)
 
     async def ask(self, name: str, ask: Ask, poll_s: float) -> Told:
-        """Return jobs, the version to fetch and cancelled jobs. Wait at most `poll_s` for news."""
+        """Return new jobs, cancelled jobs and the version to fetch, after at most `poll_s`."""
         site, end_s = self._site(name, ask.lease), time.monotonic() + poll_s
         self._attest(site, ask)
         while True:
@@ -229,7 +225,7 @@ class GuestPool:
         for answer in answers.answers:
             own = site.jobs.get(answer.id)
             if own is None or own.result.done() or any(own is each for each, _ in site.arrived):
-                continue  # late, repeated, or for another site
+                continue  # the answer is late, repeated, or to another site's job
             self._take(site, own, answer)
         if site.arrived and site.checking is None:
             site.checking = asyncio.create_task(self._check_windows(site))
@@ -255,10 +251,10 @@ class GuestPool:
             self._refuse(site, f"it holds other weights than those of version {ask.version}")
         if self.registry.took(site.index, site.lease, ask.version):
             self.registry.serves(site.index, site.lease)
-        self._wake()  # other sites may now fetch the version from this site
+        self._wake()
 
     def _prefers_guests(self) -> bool:
-        """Return whether other sites have room, and are no busier than our engines."""
+        """Return whether other sites have room, and are no busier than the run's engines."""
         open_sites = self._table.open_sites()
         if not self.spread.is_known or len(self._waiting) >= sum(s.room for s in open_sites):
             return False
@@ -358,9 +354,9 @@ class GuestPool:
     async def _verify(
         self, site: GuestSite, window: Sequence[tuple[GuestJob, Generation]]
     ) -> set[int]:
-        """Recompute some answers. Refuse the site if one is false.
+        """Check a random share of the answers. Refuse the site if one is false.
 
-        Return versions whose weights were removed.
+        Return the versions that cannot be checked, because their weights were removed.
         """
         removed: set[int] = set()
         for version in {own.version for own, _ in window}:

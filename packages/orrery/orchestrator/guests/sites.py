@@ -1,4 +1,4 @@
-"""Keep the state of sites that lend engines, and decide which weights they fetch from where."""
+"""Keep the state of sites (clusters) that lend engines, and plan their weight transfers."""
 
 import asyncio
 import random
@@ -17,9 +17,9 @@ from orrery.orchestrator.engines.pool import EngineRegistry, Phase
 from orrery.orchestrator.guests.evidence import SiteEvidence
 from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused, SampleJob
 
-MAX_CANCELLED = 4096  # cancelled job ids to keep for a site
-FETCH_S = 10.0
-OPEN_S = 2.5  # time after its last request for which a site counts as open
+MAX_CANCELLED = 4096
+FETCH_S = 10.0  # assumed time of a weight transfer
+OPEN_S = 2.5  # a site is open for this time after its last request
 CHANCE = random.SystemRandom()  # sites cannot predict which answers are checked
 
 
@@ -28,7 +28,7 @@ class GuestJob:
     job: SampleJob
     prompt: np.ndarray
     result: "asyncio.Future[Generation | None]"
-    version: int = START_VERSION  # version in the site's engine when it took the job
+    version: int = START_VERSION  # the site's weight version when it took the job
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
@@ -46,7 +46,7 @@ class GuestSite:
     seen_s: float = 0.0
     told: int = START_VERSION  # newest version announced to the site
     told_s: float = 0.0
-    room: int = 0  # number of further jobs that the site can take
+    room: int = 0
     jobs: dict[str, GuestJob] = field(default_factory=dict)
     cancelled: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CANCELLED))
     arrived: list[tuple[GuestJob, Generation]] = field(default_factory=list)
@@ -94,7 +94,7 @@ class SiteTable:
         return self.is_up(site) and engine.version is not None and engine.version >= oldest
 
     def open_sites(self) -> list[GuestSite]:
-        """Return sites with recent weights that want more jobs and asked within OPEN_S."""
+        """Return sites with recent weights, room for jobs, and a request within OPEN_S."""
         since_s = time.monotonic() - OPEN_S
         sites = self.sites.values()
         return [
@@ -104,8 +104,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        At most as many sites fetch a version as serve it, including the trainer's site. A site
-        counts as fetching for FETCH_S.
+        The number of sites that fetch a version at a time is at most the number of sites that
+        serve it, including the run's own site.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:

@@ -1,7 +1,4 @@
-"""`orrery bench trainer`: measure a trainer's speed and memory on synthetic batches.
-
-This file applies options to a manifest and makes the batches.
-"""
+"""`orrery bench trainer`: measure a trainer's speed and memory on synthetic batches."""
 
 import json
 import math
@@ -30,7 +27,6 @@ from orrery.wire.columns import Columns
 from orrery.wire.packing import is_padded
 from orrery.wire.routed_experts import route_shape
 
-# options of the measurement, by run name
 SFT = {"loss": "sft"}
 ROWS: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_16k": SFT,
@@ -202,7 +198,6 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
     try:
         return Trainer.model_validate(fields)
     except ValueError:
-        # `check` validates again, and its error names the field.
         check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")
         raise
 
@@ -286,7 +281,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.options.loss == "rl":
-        # near a random network's log-probs, so that importance ratios stay finite
+        # log-probs near those of a random network keep importance ratios finite
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),
@@ -305,7 +300,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """Return expert ids [tokens, layers, K], assigned in turn to load all experts equally."""
+    """Return expert ids [tokens, layers, K], assigned round-robin to balance the load."""
     shape = route_shape(model)
     assert shape is not None
     experts = np.arange(num_tokens * shape.top_k) % shape.num_experts

@@ -1,4 +1,4 @@
-"""Measure one rank: `python -m orrery.trainer.bench.rank FOLDER`.
+"""Time training steps on one rank: `python -m orrery.trainer.bench.rank FOLDER`.
 
 Weights are random. Each rank writes its results or its error to `FOLDER/rank.<n>.json`.
 """
@@ -53,14 +53,14 @@ IDLE = "idle"
 COMMUNICATION = "communication"
 COPIES = "copies"
 _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|b)?mm_?$"
-# (kind, pattern of kernel name, pattern of a host range around the launch). First match wins.
+# (kind, regex of kernel name, regex of a profiler range around the launch). First match wins.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # precedes "optimizer": that matches FSDP's kernels too
+    ("sharding copies", None, r"FSDP::"),  # must precede "optimizer", which matches FSDP too
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
-    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # named after the fused operators
+    ("elementwise", r"^triton_(poi|red|per|fused)_", None),
     ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
     ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
     ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
@@ -151,7 +151,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
     weights.initialize_on_device(policy.network, STD, request.seed)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
-            for weight in (adapter.a, adapter.b):  # random, because products of zeros run faster
+            for weight in (adapter.a, adapter.b):  # not zeros, because their products run faster
                 local_tensor(weight).normal_(std=STD)
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
 
@@ -220,7 +220,7 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict that has the GPU's mean clocks and power after the `with` body."""
+    """Yield a dict. The end of the `with` block writes the GPU's mean clock and power to it."""
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
@@ -264,7 +264,7 @@ def mean_clocks(text: str) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one step. The times in `by_kind` add up to `step_s`."""
+    """Seconds of one profiled step. The values of `by_kind` (kind of kernel) add up to `step_s`."""
 
     step_s: float
     by_kind: dict[str, float]
@@ -290,13 +290,13 @@ class HostCopies:
     num_bytes: int
     num_copies: int
     seconds: float
-    hidden_s: float  # the part of `seconds` during computation
+    hidden_s: float  # the part of `seconds` that overlaps with computation
 
 
 def divide_step(events: list[Event], step: str) -> Phases:
-    """Divide the time of the host range named `step` by kind, by pass and by kernel.
+    """Divide the time of the profiled step `step` by kind of kernel, by pass and by kernel.
 
-    Overlapping time counts as computation, else as copies, else as communication.
+    By kind, overlapping time counts as computation, else as copies, else as communication.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]
@@ -341,7 +341,7 @@ def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
 
 
 def kind_of(name: str, around: Iterable[str]) -> str:
-    """Return a kernel's kind. `around`: host ranges around its launch."""
+    """Return the kind of kernel `name`. `around`: profiler ranges around its launch."""
     around = tuple(around)
     for kind, own, outer in _RULES:
         if own is not None and not re.search(own, name):

@@ -1,7 +1,7 @@
 """`orrery bench rates`: measure this machine's rates, for `manifest/rates/<device>.json`.
 
 - A rate is the median of several runs of a matrix product, grouped product, attention or copy.
-- Link rates need two devices. With one, the file repeats the link rates that plans use now.
+- Link rates need two devices. With one device, the file repeats the current link rates.
 """
 
 import argparse
@@ -167,7 +167,7 @@ def grouped_flops(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> flo
 
 
 def attention(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Fit attention's FLOP/s at document length L, limit · L / (L + half). Return (limit, half)."""
+    """Fit FLOP/s = limit · L / (L + half) to attention of L tokens. Return (limit, half)."""
     rates = []
     for length in sizes.lengths:
         shape = (sizes.lengths[1], sizes.heads, 64)
@@ -185,7 +185,6 @@ def attention(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[f
         flops /= seconds(both, device)
         rates.append(show(f"attention, documents of {length}", flops, "FLOP/s"))
     (short, long), (low, high) = sizes.lengths, rates
-    # Solve 1 / rate = 1 / limit + (half / limit) / length.
     slope = max(0.0, (1 / low - 1 / high) / (1 / short - 1 / long))
     limit = 1 / max(1 / high - slope / long, 0.5 / high)
     return limit, slope * limit
@@ -207,7 +206,7 @@ def host_bytes(num_bytes: int, device: torch.device) -> float:
 
 
 def link_rates(kind: str, num_bytes: int) -> tuple[float, float]:
-    """Return the bytes/s of a send, and of an all-gather during matrix products."""
+    """Return bytes/s of a send between two devices, and of an all-gather during products."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()

@@ -1,4 +1,4 @@
-"""Return a measurement as a JSON object, and print it beside the expected times.
+"""Return a benchmark's result as a JSON object, and print it beside the expected times.
 
 A step takes as long as its slowest rank. Tokens per second are the median over steps. MFU is
 relative to the data sheet's bf16 rate.
@@ -126,9 +126,9 @@ def result(
 def _work(
     request: BenchRequest, every: list[list[int]], device_s: float, device: Device | None
 ) -> dict[str, float | None]:
-    """Return FLOPs, rates and MFU of the steps, by the names in `WORK`.
+    """Return FLOPs per token, FLOP/s and MFU.
 
-    `every`: document lengths by step. `device_s`: mean seconds of a step, summed over devices.
+    `every`: each step's document lengths. `device_s`: mean seconds of a step · number of devices.
     """
     model, trainer = request.model, request.trainer
     if not is_counted(model):

@@ -43,7 +43,7 @@ class UpdateRule:
     def update(
         self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
     ) -> None:
-        """Update weights in place by gradient / divisor. May overwrite gradients."""
+        """Update weights in place with gradients / `divisor`. Gradients may be overwritten."""
         raise NotImplementedError
 
 
@@ -66,7 +66,7 @@ def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup
 
 
 def is_bias(name: str) -> bool:
-    return name.endswith("bias")  # dimensions do not tell: stacked biases have two
+    return name.endswith("bias")  # stacked biases have two dimensions, so `ndim` does not tell
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of whole shards, with the same weights on all ranks."""
+        """Yield ranges of whole shards. All ranks get the same weights in the same range."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from orrery.models.placement import local_tensor
 from orrery.trainer.parallel.world import World
 
-CPU_PART = 1 << 16  # values in a float32 sum of squares
+CPU_PART = 1 << 16  # maximum number of values in a float32 sum
 
 
 def sharding_axes(weight: Tensor) -> dict[int, int]:
@@ -22,7 +22,7 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
     if not isinstance(weight, DTensor):
         return {}
     return {
-        axis: placement.dim  # strided shards, which FSDP makes with ep, have `dim` too
+        axis: placement.dim
         for axis, placement in enumerate(weight.placements)
         if hasattr(placement, "dim")
     }
@@ -41,14 +41,14 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
                 shards.append(local_tensor(weight.grad))
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for (mesh, axes), shards in alike.items():
-        # Sums of offloaded gradients are on the CPU, but nccl needs the device.
+        # Offloaded gradients are on the CPU, but NCCL needs GPU tensors.
         square = _sum_of_squares(shards).to(world.device) if shards else torch.zeros_like(total)
         for axis in axes:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
     if (replicas := world.axis_size("dp_replicate")) > 1:
-        # Replicas' norms differ by rounding, which would let weights diverge.
+        # Average, because norms that differ by rounding would let replicas diverge.
         dist.all_reduce(total, group=world.group("dp_replicate"))
         total /= replicas
     return total.sqrt().float()
@@ -57,7 +57,7 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        # On a CPU, torch adds squares in float32, which loses 10 % of 600 M values.
+        # On a CPU, torch's float32 sum of 600 M squares is 10 % too small.
         parts = tensor.reshape(-1).split(CPU_PART) if tensor.device.type == "cpu" else [tensor]
         by_device.setdefault(tensor.device, []).extend(parts)
     sums = [

@@ -108,8 +108,8 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 def gate_up(policy: nn.Module, name: str) -> GateUp:
     """Return the layout of the weight `name`, inferred from the shape of the layer's `down_proj`.
 
-    Orrery has [E experts, 2·I, D]. Some models of transformers have [E, D, 2·I], and gpt_oss
-    interleaves its columns.
+    For E experts, MLP size I and hidden size D, Orrery has [E, 2·I, D]. Some transformers models
+    have [E, D, 2·I], and gpt_oss interleaves gate and up.
     """
     owner = policy.get_submodule(name.rpartition(".")[0])
     shape, down = policy.get_parameter(name).shape, getattr(owner, "down_proj", None)
@@ -134,7 +134,7 @@ def groups(spec: Muon, policy: nn.Module, weights: dict[str, nn.Parameter]) -> l
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """This rank's shard of the update direction of `source`, [M, N] or [B, M, N]."""
+    """This rank's shard of a weight's update direction, [M, N] or [B, M, N]."""
 
     source: nn.Parameter
     shard: Tensor
@@ -149,7 +149,7 @@ class MatrixShard:
 
     @cached_property
     def axes(self) -> dict[int, int]:
-        """Return the mesh axes that split matrices, with the matrix dimension (0 or 1)."""
+        """Return {mesh axis: matrix dimension (0 or 1)} of the axes that split matrices."""
         first = self.source.ndim - 2
         cut = sharding_axes(self.source)
         return {axis: dim - first for axis, dim in cut.items() if dim >= first}
@@ -290,7 +290,7 @@ def _orthogonalize_split(
 ) -> list[Tensor]:
     """Orthogonalize stacks [B, M, N] that ranks split along M or N.
 
-    Each matrix has an owner rank. It gathers it and returns the parts (Dion, arXiv 2504.05295).
+    One rank gathers, orthogonalizes and scatters each matrix (Dion, arXiv 2504.05295).
     """
     group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     ranks = range(num_ranks)
@@ -338,7 +338,7 @@ def _split_matrices(
 
 
 def _bounds(size: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the offsets at which DTensor's Shard cuts `size`."""
+    """Return the offsets at which DTensor's `Shard` cuts a dimension of `size`."""
     step = -(-size // num_ranks)
     return tuple(min(step * rank, size) for rank in range(num_ranks + 1))
 

@@ -1,6 +1,6 @@
 """Update groups of weights in buckets, each group by its own rule.
 
-State is sharded like its weight. It exists before the first step, so that checkpoints can load it.
+State is sharded like its weight. It exists before the first step, to load checkpoints into it.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from orrery.trainer.optim.buckets import (
 )
 from orrery.trainer.optim.state_offload import StateOffload
 
-RESIDENT_BYTES = 1 << 30  # bucket size, to bound temporary memory
+RESIDENT_BYTES = 1 << 30  # bucket size, a bound of temporary memory
 
 
 class BucketedOptimizer:

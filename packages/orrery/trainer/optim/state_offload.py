@@ -1,11 +1,11 @@
 """Keep optimizer state in pinned host memory, and copy it during computation.
 
-A bucket (range of weights) needs a slot on the device for its state during its update.
-`StateStream` copies in during a step's last backward pass, and out during the first micro-batch
-of the next step. `manifest/budget/state_rooms.py` plans the memory for slots.
+A bucket (range of weights) needs device memory (a slot) for its state during its update.
+`StateStream` copies state in during a step's last backward pass, and out during the next step's
+first micro-batch. `manifest/budget/state_rooms.py` plans the memory for slots.
 
 The GPU updates weights, because AdamW on the host would move 30 bytes per weight through host
-memory, which all GPUs of a node share. Copies of state move 16.
+memory, and copies of state move 16.
 """
 
 from collections import deque
@@ -27,10 +27,7 @@ from orrery.trainer.optim.buckets import Bucket
 
 
 class StateOffload:
-    """Optimizer state on the host, and slots for buckets on the device.
-
-    `host[id(shards)][key]`: one state tensor of a `FlatShards`.
-    """
+    """Optimizer state on the host, and slots (memory for one bucket's state) on the device."""
 
     def __init__(self, buckets: list[Bucket]):
         self._buckets = buckets
@@ -44,7 +41,7 @@ class StateOffload:
                     for key in bucket.group.rule.keys
                 }
         self._slot_bytes = max(bucket.num_bytes * len(bucket.group.rule.keys) for bucket in buckets)
-        self.drains_late = False  # whether slots stay after the step, until `drain`
+        self.drains_late = False  # whether slots stay until `drain`
         self._limit = NUM_SLOTS
         self._slots: dict[int, Tensor] = {}
         self._leaving: deque[tuple[int, Tensor]] = deque()  # (bucket, slot), the oldest first
@@ -63,13 +60,13 @@ class StateOffload:
 
     @torch.no_grad()
     def fill(self, room_bytes: int = 0) -> None:
-        """Copy the next buckets in while slots fit into `room_bytes`."""
+        """Copy the next buckets' state to the device while slots fit into `room_bytes`."""
         self._limit = max(NUM_SLOTS, room_bytes // max(1, self._slot_bytes))
         self._fetch_all()
 
     @torch.no_grad()
     def drain(self, room_bytes: int = 0) -> None:
-        """Free slots, once copied out, until the rest fits into `room_bytes`."""
+        """Free slots whose state is on the host, until the rest fits into `room_bytes`."""
         while self._leaving and self.held_bytes > room_bytes:
             index, _ = self._leaving.popleft()
             if self._cuda:
@@ -157,7 +154,7 @@ class StateOffload:
 
 
 class StateStream:
-    """Copy state during the passes of `blocks`, within the memory that a plan leaves free.
+    """Copy state while `blocks` compute, within the memory that a plan leaves free.
 
     `one` and `many`: plans of steps with one and with several micro-batches.
     """

@@ -65,6 +65,6 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     recomputed_modules.apply(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
-    # The cache reads the copies' `_version` to see that weights changed.
+    # The FP8 cache detects changed weights by the `_version` of their compute-dtype copies.
     if trainer.has_compute_copies:
         policy.network.register_forward_pre_hook(fp8.WeightCache(policy.network).refresh)

@@ -3,7 +3,7 @@
 - A checkpointed block keeps its input. With `selective` it also keeps results of named operations.
 - A compiled block is one graph with the checkpoint inside. If ranks exchange tokens or keys in
   the block, the checkpoint wraps several graphs instead.
-- `recall` returns numbers that `keep` stored, so that recomputation does not wait for the device.
+- `recall` returns numbers that `keep` stored, so that recomputation needs no device sync.
 """
 
 import textwrap
@@ -42,7 +42,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# Block kinds × (grad or not) × (routes or not) exceed torch's limit of 8 graphs per function.
+# Combinations of block kind, gradient and routes exceed torch's limit of 8 graphs a function.
 MAX_GRAPHS = 64
 
 
@@ -70,7 +70,7 @@ def _compile(policy: Policy, trainer: Trainer) -> None:
 
 @contextmanager
 def explain_compile_error(model: Model) -> Iterator[None]:
-    """Raise OrreryError if torch cannot compile a block of transformers."""
+    """Raise OrreryError if torch cannot compile a block of a transformers model."""
     try:
         yield
     except Exception as error:
@@ -102,17 +102,17 @@ def _checkpoint(policy: Policy, trainer: Trainer) -> None:
         run = block.forward
         if has_graphs_inside:
             run = partial(_call_without_views, run)
-        # Replace only the method, so that FSDP's hooks stay outside the recomputation.
+        # Replace only `forward`, so that FSDP's hooks stay outside the recomputation.
         block.forward = partial(checkpoint, run, use_reentrant=False, **options)
 
 
 def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
     """Return keyword arguments of torch's `checkpoint` that keep results of chosen operations.
 
-    In one graph, they also stop torch 2.11's partitioner from keeping experts' rows.
+    If a block is one graph, they also stop torch 2.11 from saving experts' activations.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
-    if model.mla is not None:  # keep chosen keys: they are small, and a second choice could differ
+    if model.mla is not None:  # keep chosen keys, because a second choice could differ
         kept |= {torch.ops.orrery.select_keys.default}
     if trainer.compile and not trainer.mesh.has_exchange:
         if kept or trainer.is_one_graph(model):
@@ -152,7 +152,7 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 def without_view(x: Tensor) -> Tensor:
     """Return x as a base tensor (no view) of the same memory. The gradient passes through.
 
-    Otherwise torch would compile one graph for views and one for base tensors.
+    Otherwise torch would compile another graph for views.
     """
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 
@@ -204,7 +204,7 @@ def recomputation_contexts(
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the forward and the recomputation context for `context_fn` of torch's `checkpoint`.
 
-    They keep results of `operations`, because FSDP's hooks break torch's selective checkpointing.
+    They replace torch's selective checkpointing, which FSDP's hooks break, for `operations`.
     Results of operations in `compiled` are cloned, because compiled graphs may overwrite them.
     """
     answers: list[Any] = []

@@ -57,7 +57,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
     """Call `observe` in forward passes with each attention output (or gathered keys).
 
-    A hook on that tensor gets this rank's gradient, before ranks exchange gradients.
+    A gradient hook on that tensor sees this rank's gradient before ranks exchange gradients.
     """
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore | GatheredKeys):
@@ -81,7 +81,7 @@ class TokenShard(NamedTuple):
 def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
     """Return part `rank` of `num_ranks` equal parts of the padded micro-batch.
 
-    `cu_seqlens` covers all parts. Padding is the last document.
+    `cu_seqlens` covers all parts. Padding forms a document at the end.
     """
     num_tokens = sum(lengths)
     size = -(-num_tokens // num_ranks)
@@ -120,7 +120,7 @@ def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
-    """Return the `tokens` of `batch`. Only the first rank keeps its counts."""
+    """Return the `tokens` of `batch`. Counts are 0 except on the first rank."""
     source = torch.from_numpy(tokens.source)
     place = np.full(len(batch.token_id), -1, dtype=np.int64)
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)

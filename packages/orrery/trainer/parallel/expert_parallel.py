@@ -3,7 +3,7 @@
 Expert parameters are DTensors with Shard(0) on the mesh axis `ep`. An expert's gradient covers the
 tokens of all ep ranks.
 
-    T: tokens of this rank · K: experts a token · M = T·K: rows of this rank · R: ranks
+    T: tokens of this rank · K: experts per token · M = T·K: rows of this rank · R: ranks
     E: experts · D: hidden size · N: tokens from all ranks with an expert of this rank
 """
 
@@ -78,7 +78,6 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # "meta" tensors have no data to send
             share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(
                 name, nn.Parameter(share, requires_grad=parameter.requires_grad)
@@ -89,7 +88,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         with _local_shares(experts):
             return forward(*args, **options)
 
-    # FSDP's hooks run outside `forward`, and need the DTensors.
+    # Replace only `forward`, because FSDP's hooks need the DTensors.
     experts.forward = on_local_shares
 
 
@@ -114,10 +113,7 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
 
 
 class TorchExchange(nn.Module):
-    """Send each token once to each rank with experts for it, and sum the results.
-
-    Stable sorts make results deterministic.
-    """
+    """Send each token once to each rank that has some of its experts, and sum the results."""
 
     eager = ("forward",)  # not compiled (`blocks.py`)
 
@@ -131,7 +127,6 @@ class TorchExchange(nn.Module):
         num_ranks = self.group.size()
         num_local = self.num_experts // num_ranks
         rank_TK = expert_TK // num_local
-        # Send a token to a rank once, for the first of its experts there.
         is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
         is_first_TK = ~is_same_TKK.tril(-1).any(2)
         rows = sort_by_expert(torch.where(is_first_TK, rank_TK, num_ranks), num_ranks)
@@ -162,7 +157,6 @@ class TorchExchange(nn.Module):
         return combine_rows(y_MD, rows)
 
     def _lengths(self, sent_R: Tensor, expert_TK: Tensor) -> list[list[int]]:
-        """Return numbers of tokens sent and arriving by rank, and of choices arriving by expert."""
         slots_RE = torch.zeros(self.num_experts, dtype=torch.long, device=expert_TK.device)
         slots = expert_TK.flatten()
         slots_RE = slots_RE.scatter_add_(0, slots, torch.ones_like(slots))
@@ -196,7 +190,7 @@ class HostLengths:
 
 
 class DeepEpExchange(nn.Module):
-    """Exchange in bfloat16 over NVLink and RDMA (https://github.com/deepseek-ai/DeepEP)."""
+    """Exchange tokens in bfloat16 over NVLink and RDMA (https://github.com/deepseek-ai/DeepEP)."""
 
     eager = ("forward",)  # not compiled (`blocks.py`)
 
@@ -221,7 +215,7 @@ class DeepEpExchange(nn.Module):
     ) -> Tensor:
         if (size := self.chunk_tokens) is None:
             return self._exchange(x_TD, score_TK, expert_TK, experts)
-        # A collective: ranks with fewer tokens exchange empty chunks.
+        # A collective: agree on the number of chunks. Ranks with few tokens exchange empty chunks.
         if (count := blocks.recall()) is None:
             most = torch.tensor(len(x_TD), device=x_TD.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
@@ -244,9 +238,9 @@ class DeepEpExchange(nn.Module):
 
 
 def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: int) -> RowOrder:
-    """Sort received choices by local expert. Pad each expert's rows to a multiple of `block`.
+    """Sort received tokens by local expert. Pad each expert's rows to a multiple of `block`.
 
-    `expert_NK` is −1 for experts of other ranks. `rows_of_expert`: choices by local expert.
+    `expert_NK` is −1 for experts of other ranks. `rows_of_expert`: numbers of rows.
     """
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local, block)
     last = sum((count + block - 1) // block * block for count in rows_of_expert)
@@ -256,7 +250,7 @@ def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: i
 
 @cache
 def _buffer(group: dist.ProcessGroup, row_bytes: int, num_sms: int | None) -> Any:
-    """Return the group's DeepEP buffer for all layers. A collective."""
+    """Return the DeepEP buffer of the group. All layers share it. A collective."""
     from deep_ep import Buffer
 
     if num_sms is not None:

@@ -1,6 +1,6 @@
 """FSDP2: shard weights over dp_shard · cp ranks, and replicate them over dp_replicate (HSDP).
 
-- With expert parallel, a layer's experts are sharded over the ranks with the same experts.
+- With expert parallel, a layer's experts are sharded over the ranks that hold the same experts.
 - Gradients are summed over ranks, because the loss already divides by global counts.
 - A single rank may run without FSDP (`Trainer.needs_fsdp`), with `ComputeCopies` instead.
 """
@@ -44,7 +44,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
             shard(experts, mesh=world.expert_fsdp_mesh, reshard_after_forward=reshard)
     units = fsdp_units(policy.network)
     for unit in units:
-        is_last = unit is units[-1]  # not resharded: the backward pass needs it first
+        is_last = unit is units[-1]  # stays unsharded, because the backward pass needs it first
         shard(unit, mesh=world.fsdp_mesh, reshard_after_forward=reshard and not is_last)
     shard(policy, mesh=world.fsdp_mesh, reshard_after_forward=False)
     for module in policy.modules():
@@ -68,7 +68,7 @@ def _allocate_on_host(policy: Policy, device: torch.device) -> None:
 
 
 def _prefetch(policy: Policy) -> None:
-    """Set FSDP's prefetches, because the host waits in token exchanges."""
+    """Prefetch the next layer explicitly, because the host waits in token exchanges."""
     layers = [
         [module for module in layer.modules() if isinstance(module, FSDPModule)]
         for layer in policy.network.layers

@@ -2,7 +2,7 @@
 
 - A rank's queries are an early and a late piece of each document (`context_parallel.zigzag`).
 - The padded stream is all padded documents in order.
-- Gradients of keys are summed in float32 on the keys' rank, in rank order.
+- Each rank sums the gradients of its keys in float32, in rank order.
 
 t: queries of this rank · S = R·t: keys of all ranks · K: keys that this rank reads. K is S if keys
 stay latent, and (R + ½)·t if dense attention expands them.
@@ -23,19 +23,19 @@ from orrery.trainer.parallel import blocks
 
 
 class KeyOrder(NamedTuple):
-    """Order of the keys that this rank's queries read, as rows of the all-gather's result.
+    """The keys that this rank's queries read, as rows of the all-gathered keys.
 
-    Row r·t + i is token i of rank r. If keys stay latent, both pieces read one copy of all keys.
-    If keys are expanded, each piece reads its own copy of the document's prefix. `begin_back` needs
-    that no row occurs twice in a copy.
+    Row r·t + i is the key of token i of rank r. If keys stay latent, both pieces read one copy of
+    all keys. If keys are expanded, each piece reads its own copy of the document's prefix. No copy
+    has a row twice, as `begin_back` requires.
     """
 
-    row: Tensor  # i64 [K], each key's row of the all-gather's result
-    parts: list[tuple[Tensor, Tensor | None]]  # (rows, indices in `row` or None: all) of each copy
+    row: Tensor  # i64 [K], each key's row of the all-gathered keys
+    parts: list[tuple[Tensor, Tensor | None]]  # each copy's rows, and indices in `row` (None: all)
     first: Tensor  # i32 [t], each query's first key in the padded stream
     last: Tensor  # i32 [t], each query's last key, which is its own
     queries: Documents  # early and late pieces as separate sequences
-    keys: Documents  # prefixes that pieces read, or whole documents
+    keys: Documents  # expanded: the pieces' prefixes; latent: whole documents
 
     @classmethod
     def of(cls, documents: Documents, t: int, size: int, rank: int, is_latent: bool) -> "KeyOrder":
@@ -49,9 +49,9 @@ class KeyOrder(NamedTuple):
         if is_latent:
             parts: list[tuple[Tensor, Tensor | None]] = [(row_S, None)]
             return cls(row_S, parts, first.int(), place_Rt[rank].int(), queries, documents)
-        early, late = rank + 1, 2 * size - rank  # number of pieces in each prefix
+        early, late = rank + 1, 2 * size - rank
         keys = _side(piece, (early, late), longest)
-        row = row_S.new_empty((early + late) * (t // 2))  # t / 2: one piece of each document
+        row = row_S.new_empty((early + late) * (t // 2))
         parts = []
         for turn, count in enumerate((early, late)):
             at = keys.cu_seqlens[turn:-1:2]
@@ -78,10 +78,7 @@ def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
 
 
 def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
-    """Return `Documents` with two sequences for each document: its early and its late part.
-
-    `piece`: i64 [documents], tokens in a piece, at most `longest`. `counts`: pieces in each part.
-    """
+    """Return `Documents` with two sequences for each document: its early and its late part."""
     lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
     return Documents(offsets, max(counts) * longest)
@@ -90,11 +87,7 @@ def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
 def _prefixes(
     row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each prefix key's row in the all-gather's result and in `KeyOrder.row`, i64 [total].
-
-    `start`, `length`, `at` [documents]: each prefix in the padded stream, and its first index in
-    `KeyOrder.row`.
-    """
+    """Return the prefixes' rows of the all-gathered keys, and their indices in `KeyOrder.row`."""
     before = length.cumsum(0) - length
     offset = torch.arange(total, device=start.device)
     offset = offset - before.repeat_interleave(length, output_size=total)
@@ -102,7 +95,6 @@ def _prefixes(
     return row_S[start + offset], at + offset
 
 
-# shared by all layers of a forward pass
 _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
@@ -148,7 +140,7 @@ class GatheredKeys(LocalKeys):
 class _Transfer:
     """Gather one layer's keys from all ranks, and send gradients back.
 
-    `known`: None in a forward pass, and the stored keys, if any, in a recomputation.
+    `known`: None in a forward pass. In a recomputation, the stored keys or ().
     """
 
     def __init__(
@@ -160,7 +152,6 @@ class _Transfer:
     ) -> None:
         self.group, self.order, self.known = group, order, known
         self.is_trained = [key.requires_grad for key in keys]
-        # Recomputation reuses the choice of keys, so it reads no frozen indexer's keys.
         self.read_again = [True, *self.is_trained[1:]]
         self.widths = [key.shape[1] for key in keys]
 
@@ -215,7 +206,7 @@ class _Transfer:
 
 
 class _Send(torch.autograd.Function):
-    """Begin the all-gather of the keys. Return a scalar zero, the ticket for `_Receive`.
+    """Begin the all-gather of the keys. Return a scalar zero (ticket) as input of `_Receive`.
 
     The ticket makes autograd run the backward pass of `_Receive` before this one.
     """

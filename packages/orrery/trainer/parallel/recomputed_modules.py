@@ -1,7 +1,7 @@
 """Run named modules of a block again in the backward pass (`ModuleCheckpointing`).
 
 Each call of such a module runs under torch's `checkpoint`, which keeps only the call's inputs.
-Hooks keep operations that read a result from saving it. A block that is one graph needs no hooks.
+Hooks prevent later operations from saving the result. A block compiled to one graph needs none.
 """
 
 from collections.abc import Callable, Iterator
@@ -91,7 +91,7 @@ def _save_results(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Saved(torch.autograd.Function):
-    """Return and save x. `recomputed`: x while the backward pass uses it."""
+    """Return x, and save it for recomputation. `ctx.recomputed` caches x in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

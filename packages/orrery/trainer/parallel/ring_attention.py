@@ -26,7 +26,7 @@ _KEYS, _GRADIENTS = 0, 1  # message tags
 
 class Halves(NamedTuple):
     early: Tensor  # i64 [T / 2], indices of tokens
-    late: Tensor  # i64 [T / 2], indices of tokens
+    late: Tensor  # i64 [T / 2]
     cu_whole: Tensor  # i32 [documents + 1], offsets of both halves together
     cu_half: Tensor  # i32 [documents + 1], offsets in `early`, equal to those in `late`
     max_whole: int
@@ -36,7 +36,6 @@ class Halves(NamedTuple):
     def of(cls, documents: Documents, num_places: int) -> "Halves":
         cu_half = documents.cu_seqlens // 2
         sizes, half = cu_half.diff(), num_places // 2
-        # Early and late halves of earlier documents come first.
         before = cu_half[:-1].long().repeat_interleave(sizes, output_size=half)
         early = torch.arange(half, device=cu_half.device) + before
         late = early + sizes.long().repeat_interleave(sizes, output_size=half)
@@ -60,7 +59,6 @@ class RingCore(nn.Module):
         return out_THK
 
 
-# shared by all layers of a forward pass
 _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
@@ -126,7 +124,7 @@ class _Ring(torch.autograd.Function):
             k, v = (_pick(x, pair.keys) for x in kv)
             part, part_lse = attention_forward(_pick(q_THK, pair.queries), k, v, *pair.offsets)
             if step == 0:
-                # Copy, because selective checkpointing may keep the results.
+                # Copy, because later steps change the sums, and checkpointing may keep the results.
                 total_THK, lse_TH = part.to(part_lse.dtype, copy=True), part_lse.clone()
             else:
                 before, before_lse = _pick(total_THK, pair.queries), _pick(lse_TH, pair.queries)
@@ -153,7 +151,6 @@ class _Ring(torch.autograd.Function):
         dout_THK = dout_THK.contiguous()
         kv = torch.stack((k_TGK, v_TGK))
         dq_THK = torch.zeros_like(q_THK, dtype=lse_TH.dtype)
-        # complete after a full round of the ring
         dkv = torch.zeros_like(kv, dtype=lse_TH.dtype)
         passing = None
         for step in range(size):

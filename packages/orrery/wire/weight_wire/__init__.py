@@ -2,10 +2,10 @@
 
 - A marker file announces each version, with a fingerprint of every tensor. Version numbers rise.
 - Kind `files`: rank 0 writes whole tensors to files, and engines read the files.
-- Kind `adapters`: like `files`, but only LoRA adapters, with PEFT's names. lora_B includes the
-  scale.
+- Kind `adapters`: like `files`, but only LoRA adapters, with PEFT's names. The LoRA scale is
+  multiplied into lora_B.
 - Direct kinds (`nccl`, `nixl`): trainer ranks send slices to engine ranks. The orchestrator first
-  leases the version, which delays the next optimizer step.
+  takes a lease of the version. The lease delays the next optimizer step.
 """
 
 from importlib.util import find_spec
@@ -56,7 +56,6 @@ ADAPTER = "adapter"
 
 
 def served_model(manifest: Manifest, stage: str) -> str | None:
-    """Return the model name for requests: ADAPTER, or None if the stage has no adapter."""
     return ADAPTER if manifest.transport.weights == "adapters" and stage == "rl" else None
 
 
@@ -70,7 +69,7 @@ def make_weight_sender(
     num_ranks: int,
     device: "torch.device",
 ) -> "WeightSender":
-    """Return a trainer rank's end of a direct wire. Rank 0 listens at `host`.
+    """Return a trainer rank's end of a direct wire (nccl or nixl). Rank 0 listens at `host`.
 
     Raise OrreryError if the wire's library cannot be loaded.
     """
@@ -86,7 +85,6 @@ def make_weight_sender(
 
 
 def check_library(kind: str) -> None:
-    """Raise OrreryError if the package for this kind is not installed."""
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(
             "transport.weights 'nixl': NIXL is not installed here. "

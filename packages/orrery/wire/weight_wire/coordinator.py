@@ -1,11 +1,11 @@
-"""Let trainer and engine ranks agree when a transfer on a direct wire begins and ends.
+"""Let trainer and engine ranks agree when a transfer of weights begins and ends.
 
 - Trainer rank 0 serves a TCPStore. The private file `wire.json` has its address and a secret.
 - A TCPStore has no authentication, so each value carries an HMAC-SHA256 made with the secret.
   Another program can stop the run, but not forge a value.
-- When all engine ranks ("members") have arrived, rank 0 publishes an order for the transfer. It
-  names the process group ("generation"). A new group forms only if the members change, or after a
-  failure.
+- When all engine ranks ("members") have arrived, rank 0 publishes an order for the transfer, with
+  the process group's number ("generation"). Ranks form a new group only if the members change, or
+  after a failure.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
 from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
 ADDRESS = "wire.json"  # file with the store's address
-CURRENT = "current"  # key of the current transfer's number
-MEET_S = 120.0  # limit for a value of another rank
-FOREVER_S = 10.0**7  # for waits that end when the store closes
-ARRIVAL_S = 120.0  # limit between arrivals of engine ranks
-DONE_S = 300.0  # limit for the result of a trainer rank
-LOOK_S = 0.5  # a wait first blocks this long, then polls
+CURRENT = "current"
+MEET_S = 120.0  # time limit of waits for another rank's value
+FOREVER_S = 10.0**7  # time limit of waits that end only when the store closes
+ARRIVAL_S = 120.0  # time limit between the arrivals of engine ranks
+DONE_S = 300.0  # time limit of waits for a trainer rank's result
+LOOK_S = 0.5  # time that a wait blocks before it polls
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -52,14 +52,14 @@ class WireAddress(msgspec.Struct):
 
 
 class Arrival(msgspec.Struct):
-    """An engine rank is ready. A negative `transfer` ends rank 0's sending thread."""
+    """A message: an engine rank is ready. A negative `transfer` ends rank 0's sending thread."""
 
     transfer: int
     engine: str
     rank: int
     world_size: int
     member: str
-    generation: int  # of the rank's process group, or −1
+    generation: int  # number of the rank's process group, or −1
 
 
 class TransferOrder(msgspec.Struct):
@@ -87,7 +87,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """A connection to the store for one thread, because a wait blocks the connection."""
+    """A connection to the store. Each thread needs its own, because waits block it."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -95,7 +95,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def during(self, transfer: int | None) -> Iterator[None]:
-        """Let waits in the `with` body raise WireFailed once `transfer` is over."""
+        """Make waits in the `with` body raise WireFailed once `transfer` is over."""
         before, self._transfer = self._transfer, transfer
         try:
             yield
@@ -193,10 +193,10 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Serve the store on `host`, and write its address into `folder`. Keep the store alive."""
+    """Serve the store on `host` while the result exists. Write the address into `folder`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # By default the store would listen on all interfaces.
+    # Pass a listening socket, because the store would listen on all interfaces.
     store = dist.TCPStore(
         host,
         port,
@@ -214,7 +214,7 @@ def serve_store(
 
 
 def find_wire(folder: Path, within_s: float = MEET_S) -> WireAddress:
-    """Wait for the address in `folder`. Raise WireFailed after `scaled(within_s)` seconds."""
+    """Wait for `wire.json` in `folder`. Raise WireFailed after `scaled(within_s)` seconds."""
     end = time.monotonic() + scaled(within_s)
     while (content := nfs.read(folder / ADDRESS)) is None:
         if time.monotonic() > end:
@@ -241,7 +241,7 @@ def connect(address: WireAddress) -> StoreConnection:
 
 
 def fail_transfer(folder: Path, transfer: int) -> None:
-    """End all waits of the transfer. Raise WireFailed or RuntimeError if the store is gone."""
+    """Fail all waits of the transfer. Raise WireFailed or RuntimeError if the store is gone."""
     connect(find_wire(folder, LOOK_S)).put(f"failed/{transfer}", True)
 
 
@@ -259,7 +259,7 @@ class Coordinator:
         self._member: dict[tuple[str, int], str] = {}
 
     def next(self) -> TransferOrder:
-        """Wait for all engine ranks of a transfer. Publish and return its order."""
+        """Wait for all engine ranks of a transfer. Publish and return an order."""
         arrived: dict[tuple[str, int], Arrival] = {}
         transfer: Transfer | None = None
         while True:

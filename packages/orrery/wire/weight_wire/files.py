@@ -1,6 +1,6 @@
-"""Send weights as safetensors files: the trainer writes the files, every engine maps them.
+"""Send weights as safetensors files: the trainer writes the files, every engine memory-maps them.
 
-- On one node the versions' folder is in shared memory, else in the run's folder. Its mode is 0700.
+- On one node the files are in shared memory, else in the run's folder. Their folder has mode 0700.
 - `version_<n>/00000.safetensors …`: shards of at most SHARD_BYTES. A larger tensor is one shard.
 - `version_<n>.json`: the marker, written last and removed first.
 - The publisher keeps the newest `keep` versions. A file that an engine maps stays readable.
@@ -32,7 +32,6 @@ SHARD_BYTES = 1 << 30
 
 
 def weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> Path:
-    """Return the folder of this attempt's versions."""
     if num_nodes > 1:
         return weights_path(run_dir, WIRE) / f"attempt{attempt}"
     return SHARED_MEMORY / f"{memory_prefix(Path(run_dir))}attempt{attempt}"
@@ -50,7 +49,7 @@ def own(folder: Path) -> None:
             f"{folder}: is a link or another user's folder, so weights cannot be written there. "
             "Remove it, or ask its owner to, and run again"
         )
-    folder.chmod(0o700)  # an existing folder may be open to others
+    folder.chmod(0o700)
 
 
 def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> int:
@@ -187,11 +186,8 @@ def _tensor_bits(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class WeightWatch:
-    """Find published versions. Needs no torch."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        # (`nfs.identity`, content) of the newest marker
         self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:
@@ -222,7 +218,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
-    # NFS may show the folder late. If a newer version exists, the folder may be removed.
+    # Wait, because NFS may show a new version's folder late.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))

@@ -1,9 +1,10 @@
 """Send weights in FP8: values in e4m3, and a float32 scale for each block of 128 × 128.
 
 - Matrix `x` is sent as tensors `x` and `x` + SCALE.
-- The engine decodes them to bfloat16, and its model quantizes the result to exactly the sent
-  tensors. Rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, less than half a step of
-  e4m3 (at least 2⁻⁵). 448 · scale rounds to the block's largest bfloat16 magnitude.
+- The engine decodes them to bfloat16, and its model quantizes the result to FP8 again. This
+  restores the sent values exactly, because rounding to bfloat16 changes a value by at most 2⁻⁸ of
+  itself, less than half a step of e4m3 (at least 2⁻⁵). It restores the scale, because 448 · scale
+  rounds to the block's largest magnitude in bfloat16.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,7 +47,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return values [N, K] times their blocks' scales [N/128, K/128], in bfloat16."""
-    # 448 · LEAST_SCALE rounds above 1e-4, which would raise the engine's scale.
+    # Shrink minimum scales: 448 · LEAST_SCALE rounds above 1e-4, the engine's minimum.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):
@@ -80,7 +81,7 @@ def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 def plain_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """Return the tensors of the engine's model: FP8 as bfloat16, and no scales."""
+    """Return the tensors of the engine's model: bfloat16 instead of FP8, without scales."""
     return [
         TensorInfo(each.name, each.shape, "bfloat16") if _is_fp8(each) else each
         for each in tensors
@@ -91,7 +92,7 @@ def plain_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
 def with_scales(
     needs: Mapping[str, tuple[Box, ...]], tensors: Iterable[TensorInfo]
 ) -> dict[str, tuple[Box, ...]]:
-    """Return the boxes in `needs` and of their scales, in the order of `tensors`."""
+    """Add the boxes of scales to `needs`, in the order of `tensors`."""
     found: dict[str, tuple[Box, ...]] = {}
     for each in tensors:
         plain = each.name.removesuffix(SCALE)
@@ -102,7 +103,7 @@ def with_scales(
 
 
 class SliceDecoder:
-    """Decode FP8 slices. No scale may arrive in a later bucket than its values."""
+    """Decode FP8 slices from buckets (buffers). Scales must not arrive after their values."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
@@ -124,7 +125,6 @@ class SliceDecoder:
 
     @staticmethod
     def widened(values: Iterable[Slice]) -> list[Slice]:
-        """Return the slices with their offsets in the result of `decode`."""
         found, offset = [], 0
         for each in values:
             found.append(each._replace(offset=offset))
@@ -155,7 +155,6 @@ class SliceDecoder:
 
 
 def _decode_part(value: Tensor, scale: Tensor, starts: tuple[int, ...]) -> Tensor:
-    """Decode a slice at index `starts` of its tensor. The slice may cut blocks."""
     first_row, first_column = starts
     rows, columns = value.shape
     above, left = first_row % FP8_BLOCK, first_column % FP8_BLOCK

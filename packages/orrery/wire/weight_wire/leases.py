@@ -3,8 +3,8 @@
 A direct wire sends the trainer's parameters, so a version exists only until the next optimizer
 step. A lease delays that step until it is released or the version is sent.
 
-- `LeaseRequest`: the orchestrator wants a version (None: no lease) sent to engines (empty: none).
-- `LeaseReport`: trainer rank 0's answer to the newest request, a transfer or a refusal.
+- `LeaseRequest`: the orchestrator leases a version (None: releases it) and names target engines.
+- `LeaseReport`: trainer rank 0's answer, a transfer's number or the reason for refusal.
 - Both ends repeat their messages, so a message may be lost, late or doubled.
 """
 
@@ -23,11 +23,11 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
 from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-# These phrases identify an error, because vLLM passes on only its text.
+# vLLM passes on only the text of errors, so these phrases identify an error.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
 ROUND_S = 60.0  # time limit of one round of messages, times ORRERY_DEADLINE_SCALE
-LEASE_S = 120.0  # time limit of the trainer's answer, times ORRERY_DEADLINE_SCALE
+LEASE_S = 120.0  # time limit of an answer to a lease request, times ORRERY_DEADLINE_SCALE
 REPEAT_S = 1.0
 STOP_S = 0.2
 
@@ -37,14 +37,14 @@ class WireFailed(RunFailed):
 
 
 class TransferFailed(WireFailed):
-    """A transfer that another process made fail. A retry without it may succeed."""
+    """A transfer that failed because of another process. A retry may succeed."""
 
     def __init__(self, transfer: int, why: object) -> None:
         super().__init__(f"transfer {transfer} {ELSEWHERE}: {why}")
 
 
 class Published(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A readable policy version.
+    """A policy version that engines can read.
 
     - `fingerprints`: by Hugging Face's tensor name. `digest` is their hash.
     - `canary`: the log-probs of a test prompt, without its first token, or empty.
@@ -86,7 +86,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class LeaseTable:
-    """Trainer rank 0's single lease and its transfer, guarded by the condition `changed`."""
+    """Trainer rank 0's single lease and its transfer. Thread-safe."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -135,7 +135,7 @@ class LeaseTable:
             return Transfer(number, request.version, request.engines)
 
     def admit(self, transfer: Transfer) -> str:
-        """Return "" and make `settle` wait for `finish`, or return the reason for refusal."""
+        """Start a transfer and return "", or return the reason for refusal."""
         with self.changed:
             if transfer.version != self._open:
                 return f"version {transfer.version} {GONE}"
@@ -214,7 +214,6 @@ class LeaseListener:
 
 class LeaseClient:
     def __init__(self, send: Callable[[LeaseRequest], object]) -> None:
-        """`send` passes a request to the trainer, and may lose it."""
         self._send = send
         self._request = LeaseRequest(secrets.token_hex(8), 0)
         self._report = LeaseReport()
@@ -261,7 +260,6 @@ class LeaseClient:
         return msgspec.structs.replace(published, transfer=self._report.transfer)
 
     def abandon(self, leased: Published) -> None:
-        """End the transfer, but keep the lease."""
         is_newest = self._report.number == self._request.number
         if is_newest and leased.transfer == self._report.transfer:
             self._want(leased.version)

@@ -29,9 +29,9 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.plan import Location, TransferPlan
 
-FORM_S = 30.0  # limit for a group's ranks to connect, times ORRERY_DEADLINE_SCALE
+FORM_S = 30.0  # time limit for a group's ranks to connect, times ORRERY_DEADLINE_SCALE
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # nccl's timeout, after which its watchdog would end the process
+NEVER = timedelta(days=30)  # timeout for nccl, so that its watchdog never ends the process
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class GroupLink:
     def __init__(
         self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device
     ) -> None:
-        """Join process group `generation`. With gloo, wait for all ranks or raise WireFailed."""
+        """Join group number `generation`. With gloo, raise WireFailed if a rank is missing."""
         self._names, self._device = names, device
         self._met: set[int] = set()
         store = dist.PrefixStore(f"group/{generation}", store)
@@ -152,7 +152,7 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:200] if text else type(error).__name__
 
 
-# Messages that a target reads from a source's bucket
+# Pull: a target reads messages from a source's bucket
 
 
 class MessageReady(msgspec.Struct):
@@ -163,7 +163,7 @@ class MessageReady(msgspec.Struct):
 
 class Reader(Protocol):
     def read(self, side: int, offset: int, into: Tensor, free: torch.cuda.Event | None) -> None:
-        """Fill `into` (u8) from byte `offset` of bucket `side` (0 or 1), after event `free`."""
+        """Fill `into` (u8) from byte `offset` of bucket `side` (0 or 1) after event `free`."""
 
     def close(self) -> None: ...
 
@@ -190,7 +190,7 @@ class PullSender:
 
     def send(self, side: int, target: int, offset: int, num_bytes: int) -> Wait:
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # wait for copies into the bucket
+            torch.cuda.current_stream().synchronize()
         key = f"{self._key}.{target}/{self._count[target]}"
         self._count[target] += 1
         self._announced.add(key)
@@ -288,8 +288,6 @@ def open_handle(handle: IpcHandle, num_bytes: int, device: torch.device) -> Tens
 
 
 class IpcReader:
-    """Read buckets by CUDA IPC. `device` is the reader's."""
-
     def __init__(
         self, store: StoreConnection, generation: int, source: int, device: torch.device
     ) -> None:
@@ -441,7 +439,7 @@ class NixlReader:
 
 
 class SenderLink:
-    """A source's end. Targets in `pulling` read its buckets. Others use the process group."""
+    """A source's links. Targets in `pulling` read its buckets. Others use the process group."""
 
     def __init__(
         self,
@@ -465,7 +463,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """A target's end. It reads buckets of `pulled` sources. Others use the process group."""
+    """A target's links. It reads buckets of `pulled` sources. Others use the process group."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
@@ -474,7 +472,7 @@ class ReceiverLink:
         self.close = opened.close
 
     def receive(self, number: int, source: int, into: Tensor) -> Wait:
-        """Receive into `into` (u8), after the device's earlier work on that buffer."""
+        """Receive into `into` (u8) after the GPU's earlier work on that buffer."""
         if source in self._pulled:
             return self._pull.receive(source, into)
         assert self._group is not None
@@ -553,7 +551,6 @@ def _group(
     plan: TransferPlan,
     device: torch.device,
 ) -> GroupLink | None:
-    """Return the process group, or None on all ranks if no pair needs it."""
     pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
     if kind == "nixl" or all(is_shared(*pair) for pair in pairs):
         return None

@@ -24,7 +24,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # so that any dtype can view a slice
+ALIGNMENT_BYTES = 16  # slices start at multiples of this, so that any dtype can view them
 PIECES_A_BUCKET = 4  # a slice fills at most 1/4 bucket, so little space is wasted
 
 
@@ -59,7 +59,7 @@ class Move(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """`box` of tensor `name`, dense and row-major from byte `offset` on."""
+    """`box` of tensor `name`, dense and row-major from byte `offset` of a bucket on."""
 
     name: str
     box: Box
@@ -79,7 +79,7 @@ Rounds = list[dict[tuple[int, int], SliceMessage]]  # per round: (source, target
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The rounds of a process group. Source i is `holdings[i]`, target i is `members[i]`."""
+    """The schedule of a transfer. Source i is `holdings[i]`, target i is `members[i]`."""
 
     tensors: Sequence[TensorInfo]
     holdings: Sequence[Holding]
@@ -178,7 +178,6 @@ def plan_moves(
 
 
 def cut(box: Box, itemsize: int, max_bytes: int) -> Iterator[Box]:
-    """Split `box` in row-major order into parts of at most `max_bytes`."""
     if volume(box) * itemsize <= max_bytes:
         yield box
         return
@@ -337,7 +336,7 @@ class _Bucketful:
 
 
 class RankFingerprints:
-    """Compute a trainer rank's shares of the tensors' fingerprints, in the sent dtype.
+    """Compute a trainer rank's shares (summands) of the fingerprints of the sent tensors.
 
     If several ranks hold a box, only the lowest rank counts it.
     """
@@ -350,7 +349,6 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before`: the boxes of each lower rank."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0

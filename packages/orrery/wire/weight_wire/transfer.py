@@ -94,7 +94,7 @@ class WeightSender:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Connect to the TCPStore named in `folder`. Rank 0 first serves it at `host`."""
+        """Connect to the TCPStore whose address is in `folder`. Rank 0 starts it on `host`."""
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
         self._server = None
         if rank == 0:
@@ -118,7 +118,7 @@ class WeightSender:
         self._listener = LeaseListener(url, self.apply, self.leases.report)
 
     def apply(self, request: LeaseRequest) -> LeaseReport:
-        """Apply a lease request. Not thread-safe."""
+        """Answer a lease request. Not thread-safe."""
         before, report = self.leases.report, self.leases.apply(request)
         if report.transfer != before.transfer:
             self._lease_store.put(CURRENT, report.transfer)
@@ -134,14 +134,13 @@ class WeightSender:
         report: Report = lambda *_: None,
         canary: Sequence[float] = (),
     ) -> Published | None:
-        """Announce `version`. Return it at rank 0.
+        """Announce `version` to engines. Return its announcement on rank 0.
 
         All ranks call this, but never between `settle` and the optimizer step.
 
         - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part.
           It is called again only after a weight in `standing` changed its storage.
-        - `report` gets the version, an error or "", and seconds by phase, at rank 0 after each
-          transfer.
+        - After each transfer, rank 0 calls `report(version, error or "", seconds by phase)`.
         """
         self.check()
         if self._version is not None and version <= self._version:
@@ -375,7 +374,7 @@ class Round:
     messages: dict[int, SliceMessage]
     slices: list[Slice]
     fingerprints: SliceFingerprints
-    piece: torch.Tensor  # i64 [slices], index of the rank's box
+    piece: torch.Tensor  # i64 [slices], index of the needed box
 
 
 @dataclass
@@ -410,7 +409,7 @@ class WeightReceiver:
         self.tensors: dict[str, TensorInfo] = {}
 
     def join(self, folder: Path, needs: Callable[[list[TensorInfo]], Needs]) -> None:
-        """Connect to the wire in `folder` if needed. `needs` returns the boxes to receive."""
+        """Connect to the trainer, unless connected. `needs` returns the boxes to receive."""
         address = find_wire(folder)
         if address == self._address:
             return
@@ -455,15 +454,16 @@ class WeightReceiver:
             raise
 
     def fail(self) -> None:
-        """Close the link, and make `attest` fail at the engine's other ranks."""
+        """Close the link, and make `attest` fail on the engine's other ranks."""
         self.drop()
         with contextlib.suppress(RuntimeError):
             self._store.put_raw(f"{self._attested}/{self.rank}", b"")
 
     def attest(self) -> dict[str, int]:
-        """Return the fingerprints of the engine's whole tensors, by name.
+        """Add up the shares of the engine's ranks. Return each whole tensor's fingerprint by name.
 
-        Raise TransferFailed if another rank misses slices, WireFailed if two ranks' bits differ.
+        Raise TransferFailed if another rank misses slices. Raise WireFailed if two ranks received
+        different bits.
         """
         shares = self._shares.cpu().numpy().tobytes()
         self._store.put_raw(f"{self._attested}/{self.rank}", shares)
@@ -498,7 +498,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Messages in flight would keep connections open and peers waiting.
+        # Forget messages in flight, because they keep connections open and peers waiting.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
