@@ -68,7 +68,7 @@ def test_a_folder_is_served_wherever_it_is(tmp_path, monkeypatch):
     [
         ({"config": False}, None, "no config.json, so no Hugging Face folder"),
         ({"weights": False}, None, "it has no model.safetensors, hence no weights"),
-        ({}, {"peft_type": "LORA"}, "it has no architectures"),
+        ({}, {"peft_type": "LORA"}, "names no architectures"),
         ({}, [], "config.json"),
     ],
 )

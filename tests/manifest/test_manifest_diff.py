@@ -86,7 +86,11 @@ def test_a_stage_that_only_one_run_has_is_absent_in_the_other():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "run": {"id": "0"}, "stages": []}']
+    "text",
+    [
+        *("", "[]", "{}", '{"schema": 1}', '{"schema": 1, "run": {"id": "0"}, "stages": []}'),
+        '{"schema": 1, "run": {"id": 0}, "stages": {}}',
+    ],
 )
 def test_what_is_not_a_receipt_is_one_sentence(tmp_path, text):
     (tmp_path / "receipt.json").write_text(text)

@@ -565,7 +565,8 @@ def test_a_rank_that_runs_out_beside_torchs_allocator_says_so_too(tmp_path, monk
                 bench_rank.measure(asked, 0, tmp_path)
         else:
             said = bench_rank.measure(asked, 0, tmp_path)["out_of_memory"]
-            assert said.startswith("rank 0 ran out of device memory while it was being built; ")
+            head = "rank 0 ran out of device memory while its model was being built; "
+            assert said.startswith(head)
 
 
 def test_what_a_cpu_cannot_hold_is_refused_before_any_rank_starts(monkeypatch):

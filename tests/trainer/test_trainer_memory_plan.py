@@ -774,7 +774,7 @@ def test_an_error_without_numbers_is_still_a_sentence():
     said = describe_device_error(
         "CUDA out of memory.", 1, None, spec.model, *stage_workload(spec, "rl")
     )
-    assert said.startswith("rank 1 ran out of device memory while it was being built; ")
+    assert said.startswith("rank 1 ran out of device memory while its model was being built; ")
 
 
 def test_a_stage_that_will_run_out_says_so_before_it_begins_and_one_that_fits_says_nothing():

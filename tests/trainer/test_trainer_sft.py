@@ -746,7 +746,7 @@ def test_an_example_that_is_trained_too_is_named(tmp_path, tokenizer):
 def test_too_few_validation_examples_are_refused(tokenizer):
     spec = sft_spec(validation=validated(num_examples=9))
     with pytest.raises(
-        OrreryError, match=r"stages\.sft\.validation\.num_examples: 9 are asked for and data has 8"
+        OrreryError, match=r"stages\.sft\.validation\.num_examples: 9 exceeds the 8 examples"
     ):
         load_validation(spec, tokenizer, load_examples(spec, tokenizer).chats, ALONE)
 

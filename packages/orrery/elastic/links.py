@@ -241,9 +241,11 @@ class PeerLinks:
     def admit(self, peer: PeerConnection, header: Header) -> bool:
         """Return whether to keep the frame's payload. Raise BadFrame if its header is wrong."""
         with self._changed:
-            mine = (self._run, self.epoch, peer.rank, self._shard)
-            if (header.run, header.epoch, header.source, header.shard) != mine:
-                raise BadFrame(f"a frame of epoch {header.epoch} in epoch {self.epoch}")
+            due = (self.epoch, peer.rank, self._shard)
+            if header.run != self._run:
+                raise BadFrame("a frame of another run")
+            if (found := (header.epoch, header.source, header.shard)) != due:
+                raise BadFrame(f"a frame of (epoch, rank, shard) {found}, not {due}")
             if header.kind == Kind.BROKEN and header.piece >= (num := len(self._backlogs)):
                 raise BadFrame(f"a report of rank {header.piece} of {num}")
             if header.kind != Kind.DATA:

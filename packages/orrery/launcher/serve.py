@@ -120,7 +120,7 @@ def check_folder(folder: Path) -> Path:
     remedy = "copy the folder again"
     if not read_object(folder / CONFIG, remedy).get("architectures"):
         raise OrreryError(
-            f"{folder / CONFIG}: it has no architectures, so it is of no language model; {remedy}"
+            f"{folder / CONFIG}: names no architectures, as a language model does; {remedy}"
         )
     if not any(folder.glob("*.safetensors")):
         raise OrreryError(f"{folder}: it has no model.safetensors, hence no weights; {remedy}")

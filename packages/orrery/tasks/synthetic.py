@@ -86,8 +86,8 @@ class ReverseWords(_Reverse):
         def numbers_rise(self) -> "ReverseWords.Args":
             if not self.min_words <= self.max_words <= len(WORDS):
                 raise ValueError(
-                    f"min_words {self.min_words} and max_words {self.max_words} do not rise, "
-                    f"up to {len(WORDS)} at most"
+                    f"min_words {self.min_words} must be at most max_words {self.max_words}, and "
+                    f"max_words at most {len(WORDS)}"
                 )
             return self
 

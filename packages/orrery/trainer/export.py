@@ -136,7 +136,7 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
     steps = checkpoints.steps(run_dir, stage)
     if not steps:
         other = {"rl": "sft", "sft": "rl"}[stage]
-        hint = "trainer.checkpoint.interval_steps says when it has"
+        hint = "it writes one every trainer.checkpoint.interval_steps steps"
         if checkpoints.steps(run_dir, other):
             hint = f"its {other} stage has: add --stage {other}"
         result = weights_path(run_dir, "sft")

@@ -177,7 +177,7 @@ def _line(error: RuntimeError) -> str:
 
 
 def _when(step: int | None) -> str:
-    return "while it was being built" if step is None else f"in step {step}"
+    return "while its model was being built" if step is None else f"in step {step}"
 
 
 def _bytes(text: str, before: str, after: str = "") -> int | None:

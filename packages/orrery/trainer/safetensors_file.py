@@ -22,7 +22,7 @@ from orrery.trainer.parallel.world import World
 
 REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
-    "or free some (as trainer.memory.optimizer_offload)"
+    "or turn off an option that uses it (such as trainer.memory.optimizer_offload)"
 )
 # The safetensors library writes tensors by dtype, in the reverse of this order.
 _NAMES = {

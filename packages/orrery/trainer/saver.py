@@ -137,7 +137,7 @@ def _complete(job: SaveJob, completion: Completion, folder: Path, is_new: bool) 
     beside, run_dir = completion.beside, Path(completion.run_dir)
     if beside is not None and not nfs.appears(folder / beside):
         raise RunFailed(
-            f"{folder}: the {beside} sent the batch without its half of the checkpoint; read "
+            f"{folder}: the {beside} did not write its part of the checkpoint; read "
             f"logs/{beside}.0.log"
         )
     if is_new or not _is_listed(folder / checkpoints.MARKER):

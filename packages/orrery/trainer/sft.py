@@ -168,8 +168,8 @@ def load_validation(
     examples = open_examples(manifest, spec.data, f"{VALIDATION}.data", tokenizer)
     if len(examples) < spec.num_examples:
         raise OrreryError(
-            f"{VALIDATION}.num_examples: {spec.num_examples} are asked for "
-            f"and data has {len(examples)}"
+            f"{VALIDATION}.num_examples: {spec.num_examples} exceeds the {len(examples)} "
+            "examples of the data; lower it"
         )
     refuse_shared([examples.chats[index] for index in range(spec.num_examples)], training, world)
     columns = examples.columns(range(spec.num_examples))

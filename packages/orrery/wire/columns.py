@@ -159,8 +159,10 @@ class ColumnLayout(msgspec.Struct, frozen=True):
                     f"not at {start}, the end of the slot before it"
                 )
             start += slot.num_bytes
-        if start != self.num_bytes or not any(slot.kind == "offsets" for slot in self.slots):
-            raise ValueError(f"the slots cover {start} of {self.num_bytes} bytes, or lack offsets")
+        if start != self.num_bytes:
+            raise ValueError(f"the slots cover {start} of {self.num_bytes} bytes")
+        if not any(slot.kind == "offsets" for slot in self.slots):
+            raise ValueError("no slot has the offsets")
 
 
 def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:

@@ -150,7 +150,7 @@ def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
     """Build the meshes. A collective. Raise RunFailed if `mesh` needs more or fewer ranks."""
     if (found := dist.get_world_size()) != mesh.world_size:
         size = f"dp_replicate·dp_shard·cp = {mesh.world_size}"
-        raise RunFailed(f"trainer.mesh: {size}, but {found} ranks are here")
+        raise RunFailed(f"trainer.mesh: {size}, but this stage has {found} ranks")
     sharded, replicas = mesh.dp_shard * mesh.cp, mesh.dp_replicate
 
     def axes(**sizes: int) -> DeviceMesh:
