@@ -54,7 +54,8 @@ REFUSED = [
             inference__kv_offload=STORE,
             **APART | {"inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"}},
         ),
-        "inference.kv_offload.kind 'mooncake': engines that hand caches over use no store. Set "
+        "inference.kv_offload.kind 'mooncake': prefill engines send caches to decode engines, "
+        "not to a store. Set "
         "inference.kv_offload.kind to 'tiers' or 'none', or inference.prefill_replicas to 0",
     ),
     (

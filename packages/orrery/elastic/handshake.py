@@ -156,7 +156,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack BBR
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        sock.getpeername()  # raise if the peer has gone, when `wrap_socket` would leak the socket
+        sock.getpeername()  # raises if the peer has gone. `wrap_socket` would then leak the socket.
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:
         sock.close()

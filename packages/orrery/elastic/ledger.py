@@ -167,7 +167,7 @@ def is_complete(ledger: Ledger, live: Set[str]) -> bool:
 
 
 def start(ledger: Ledger, live: Set[str]) -> Ledger:
-    """Begin the exchange between arrived live sites."""
+    """Begin the exchange between the live sites that have arrived at this round."""
     if ledger.is_exchanging or not ledger.tokens.keys() & live:
         return ledger
     known = {m.id: m for m in (*(each.member for each in ledger.joining), *ledger.members)}

@@ -77,7 +77,7 @@ class PeerLinks:
     # Epochs and rounds
 
     def begin(self, epoch: Epoch, rank: int, number: int, connect_s: float = CONNECT_S) -> None:
-        """Connect to all members, and wait until they begin. Raise LinkBroken on failure."""
+        """Connect to all members, and wait until they begin too. Raise LinkBroken on failure."""
         with self._changed:
             if epoch.number < self.epoch or (epoch.number, number) <= (self.epoch, self.round):
                 raise ElasticError(

@@ -36,7 +36,7 @@ class SnapshotPart(msgspec.Struct, frozen=True):
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """The header of a snapshot after `round`. `digest`: digest of the state in the ledger."""
+    """The header of a snapshot after `round`. `digest`: that of the state, as the ledger has it."""
 
     round: int
     digest: str

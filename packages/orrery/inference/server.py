@@ -219,7 +219,7 @@ def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
 
 
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
-    """Return an event that vLLM's shutdown sets. After STOP_S, end all processes."""
+    """Return an event that vLLM's shutdown sets. STOP_S later, a thread ends all processes."""
     stopping = threading.Event()
     shutdown = engine.shutdown
 

@@ -96,7 +96,7 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
     if id12(manifest) != folder["id12"]:
         raise OrreryError(
             f"run {word!r}: {workspace.shown(path)} does not exist, and "
-            f"{workspace.shown(checked_in)} is {manifest.name}-{id12(manifest)} now. "
+            f"{workspace.shown(checked_in)} now makes the run {manifest.name}-{id12(manifest)}. "
             f"Type `orrery run {manifest.name} …` for that run"
         )
     return Run(manifest, path)

@@ -219,8 +219,9 @@ def check_built(manifest: Manifest) -> None:
     _check_adapters(manifest)
     if inference.prefill_replicas and inference.kv_offload.kind == "mooncake":
         raise OrreryError(
-            "inference.kv_offload.kind 'mooncake': engines that hand caches over use no store. Set "
-            "inference.kv_offload.kind to 'tiers' or 'none', or inference.prefill_replicas to 0"
+            "inference.kv_offload.kind 'mooncake': prefill engines send caches to decode engines, "
+            "not to a store. Set inference.kv_offload.kind to 'tiers' or 'none', or "
+            "inference.prefill_replicas to 0"
         )
     if manifest.transport.routed_experts and inference.kv_offload.kind == "mooncake":
         raise OrreryError(

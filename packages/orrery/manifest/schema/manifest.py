@@ -77,7 +77,7 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return the bytes per token of the keys that engines chose: a bit per key and indexer."""
+        """Return the bytes per token of the engines' choice of keys: a bit per key and indexer."""
         if self.trainer.indexer_choice == "own":
             return 0
         return self.model.num_indexers * -(-self.inference.max_model_len_tokens // 8)

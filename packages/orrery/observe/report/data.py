@@ -412,8 +412,8 @@ class Shares:
     """Shares of time in RL's newest attempt, from the first busy moment to the end of training."""
 
     window_s: float
-    trainer_busy: float  # share in which `trainer.0` runs forward, backward or optimizer
-    engine_busy: float  # share in which an engine has a request in flight
+    trainer_busy: float  # share of time in which `trainer.0` runs forward, backward or optimizer
+    engine_busy: float  # share of time in which an engine has a request in flight
     overlapped: float  # share of `trainer.0`'s busy time in which an engine is busy
 
 

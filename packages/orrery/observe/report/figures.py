@@ -316,7 +316,7 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """Return the time after which spans are drawn, at most POINTS a role. None: draw all."""
+    """Return a time, so that no role has more than POINTS later spans. None: draw all."""
     newest: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         heap = newest[span.role]
