@@ -199,7 +199,7 @@ def test_a_folder_of_other_constants_is_neither_loaded_nor_written_again(make_mo
         ("[]", r"config\.json: holds a list, and an object is expected; copy the directory again"),
         (
             '{"rope_scaling": {"rope_type": "yarn"}}',
-            r"config\.json: transformers refuses the config \(.*factor.*\)\. Mend",
+            r"config\.json: transformers refuses the config \(.*factor.*\)\. Correct",
         ),
     ],
 )
