@@ -133,7 +133,7 @@ def test_an_old_run_folder_goes_on_by_its_own_manifest(checkout):
     assert job(made.run_dir.name, "rl").resume == f"orrery run {made.run_dir.name} rl"
     assert find("reverse_text").path != made.run_dir
     shutil.rmtree(made.run_dir)
-    with pytest.raises(OrreryError, match=r"is reverse_text-[0-9a-f]{12} now"):
+    with pytest.raises(OrreryError, match=r"now makes the run reverse_text-[0-9a-f]{12}\."):
         find(made.run_dir.name)
 
 
