@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
@@ -23,10 +23,10 @@ from orrery.elastic.membership import LogMembership, RoundPace
 from orrery.elastic.types import ElasticError
 from orrery.manifest.publish import make_folder, write_atomic
 from orrery.runtime.parent_watch import die_with_parent
+from orrery.runtime.timing import HAND_OVER_S
 
 REMOVE_S = 30.0
 STOP_S = 5.0
-HAND_OVER_S = 30.0  # maximum time that a leaving site waits for another coordinator
 ELECTION_MS = round(ELECTION_S * 250)  # etcd's election timeout; a vote takes 1 to 2 times as long
 LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # from `locks/system.sh elastic`
 
@@ -222,8 +222,7 @@ class EtcdSite:
                 members = self._members()
                 if self._name not in members:
                     return True
-                voters = {name for name, (_, is_learner) in members.items() if not is_learner}
-                if voters - {self._name}:
+                if _voters(members) - {self._name}:
                     self._remove(members[self._name])
                     return True
                 if not self._live() - {self._name}:
@@ -257,8 +256,8 @@ class EtcdSite:
         if self.server is not None and self.server.data.exists() and not self.server.is_running:
             self.server.start()  # needed by the calls below if no other coordinator exists
         members = self._members()
-        voters = [name for name, (_, is_learner) in members.items() if not is_learner]
-        if set(voters) != set(self.client.endpoints):
+        voters = _voters(members)
+        if voters != set(self.client.endpoints):
             self.client.use(sorted(voters))
             write_atomic(self._known_file, json.dumps(sorted(voters)).encode())
         if self.server is None:
@@ -284,7 +283,7 @@ class EtcdSite:
             added = {"peerURLs": [peer_url(self._name)], "isLearner": True}
             self.client.call("/v3/cluster/member/add", added, self._heartbeat_s)
             self.server.start({*members, self._name})
-        elif change.kind == "remove" and set(voters) - {change.name}:
+        elif change.kind == "remove" and voters - {change.name}:
             self._remove(members[change.name])
 
     def _keep_own(self, member_id: str, is_learner: bool, names: Iterable[str]) -> None:
@@ -305,6 +304,10 @@ class EtcdSite:
 
     def _remove(self, member: tuple[str, bool]) -> None:
         self.client.call("/v3/cluster/member/remove", {"ID": member[0]}, self._heartbeat_s)
+
+
+def _voters(members: Mapping[str, tuple[str, bool]]) -> set[str]:
+    return {name for name, (_, is_learner) in members.items() if not is_learner}
 
 
 def _name_of(url: str) -> str:

@@ -44,9 +44,10 @@ class SpeedProbe:
 
     def arrived(self, header: Header, payload: Bytes) -> int | None:
         now_s, at = time.monotonic(), (header.epoch, header.round)
-        if self._arrivals.get(header.source, (None,))[0] != at:  # an earlier one was interrupted
-            self._arrivals[header.source] = at, []
-        found = self._arrivals[header.source][1]
+        begun_at, found = self._arrivals.get(header.source, (at, []))
+        if begun_at != at:  # that measurement was interrupted
+            found = []
+        self._arrivals[header.source] = at, found
         found.append((now_s, len(payload)))
         if header.hop == 0:
             return None

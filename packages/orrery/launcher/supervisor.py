@@ -68,12 +68,12 @@ from orrery.runtime.run_directory import (
     no_requeue_path,
     request_path,
 )
-from orrery.runtime.timing import Pace, duration
+from orrery.runtime.timing import HAND_OVER_S, Pace, duration
 
 POLL_S, LOOK_S = 0.1, 0.5
 HUNG_S = 5.0  # maximum wait for the end of a failed process
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
-SITE_END_S = 40.0  # a site that ends may wait 30 s until another site has an etcd server
+SITE_END_S = STOPPED_END_S + HAND_OVER_S  # for a site of an elastic run
 SAVES_S = 3.0  # wait before telling the user about unsaved checkpoints
 RESTART_LOCK_S = 90.0  # maximum wait until a file system frees a dead node's lock
 

@@ -56,13 +56,13 @@ def read_receipt(path: Path) -> Receipt:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise OrreryError(f"{path}: not a receipt ({error!r}); {remedy}") from None
-    if schema == RECEIPT_SCHEMA and not whole:
-        raise OrreryError(f"{path}: not a receipt (it lacks the run's id or attempts); {remedy}")
     if schema != RECEIPT_SCHEMA:
         raise OrreryError(
             f"{path}: the receipt's format is {schema}, and this Orrery reads {RECEIPT_SCHEMA}. "
             "Read it with the Orrery that wrote it"
         )
+    if not whole:
+        raise OrreryError(f"{path}: not a receipt (it lacks the run's id or attempts); {remedy}")
     return receipt
 
 

@@ -10,6 +10,7 @@ from orrery.manifest.errors import OrreryError
 
 SCALE = "ORRERY_DEADLINE_SCALE"
 LONGEST_S = 60.0
+HAND_OVER_S = 30.0  # maximum time that a leaving site waits for another coordinator
 SHARE_OF_AGE = 1e-3
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from orrery.manifest.budget import engine, trainer_time
 from orrery.manifest.budget.engine import CONTEXT_BYTES, NCCL_BYTES, Serving
 from orrery.manifest.budget.options import memory_misfits
-from orrery.manifest.budget.parameters import ParameterCounts, count_parameters, is_sparse
+from orrery.manifest.budget.parameters import ParameterCounts, count_parameters
 from orrery.manifest.budget.trainer_memory import (
     MemoryPlan,
     num_states,
@@ -334,12 +334,11 @@ class RunPlan:
             "batches to trainer": self.batch_tokens * COLUMN_BYTES,
         }
         if self.manifest.transport.routed_experts and (moe := self.model.moe) is not None:
-            layers = sum(is_sparse(self.model, layer) for layer in range(self.model.num_layers))
-            if self.manifest.choice_bytes:
-                layers = self.model.num_layers
-            number = 1 if moe.num_experts <= 256 else 2
-            routes = self.batch_tokens * layers * moe.num_experts_per_token * number
-            found["routed experts to trainer"] = routes
+            layers, choice = self.model.num_layers, self.manifest.choice_bytes
+            layer_bytes = (self.manifest.route_bytes - choice) // layers
+            if not choice:  # rows with chosen keys hold routes of dense layers too
+                layers -= moe.num_dense_layers
+            found["routed experts to trainer"] = self.batch_tokens * layers * layer_bytes
         if self.manifest.choice_bytes:
             found["chosen keys to trainer"] = self.batch_tokens * self.manifest.choice_bytes
         return found
