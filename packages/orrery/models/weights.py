@@ -69,18 +69,22 @@ def _seed(init: RandomInit, name: str) -> int:
 
 
 @torch.no_grad()
-def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
-    """Draw shards on their device. The values depend on the mesh."""
+def initialize_on_device(
+    module: CausalLm, std: float, seed: int, device: torch.device | None = None
+) -> None:
+    """Draw shards on `device`, or on their own. The values depend on it and on the mesh."""
     _allocate(module)
-    device = local_tensor(next(module.parameters())).device
+    device = device or local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
     generator = torch.Generator(device).manual_seed(seed + rank)
     for name, tensor in module.state_dict().items():
         local = local_tensor(tensor.detach())
         if tensor.ndim == 1:
             local.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
+        elif local.device == device:
             local.normal_(std=std, generator=generator)
+        else:
+            local.copy_(torch.empty_like(local, device=device).normal_(std=std, generator=generator))
 
 
 def write_initial(

@@ -148,7 +148,8 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
 def make_learner(request: BenchRequest, world: World) -> Learner:
     trainer = request.trainer
     policy = build_policy(request.model, trainer, world)
-    weights.initialize_on_device(policy.network, STD, request.seed)
+    # Offloaded weights get the values of others, so that losses and norms can be compared.
+    weights.initialize_on_device(policy.network, STD, request.seed, world.device)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
             for weight in (adapter.a, adapter.b):  # not zeros, because their products run faster
