@@ -84,7 +84,9 @@ def initialize_on_device(
         elif local.device == device:
             local.normal_(std=std, generator=generator)
         else:
-            local.copy_(torch.empty_like(local, device=device).normal_(std=std, generator=generator))
+            local.copy_(
+                torch.empty_like(local, device=device).normal_(std=std, generator=generator)
+            )
 
 
 def write_initial(
