@@ -90,6 +90,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("async/memory_h100", "… smallest card, SmolLM2", "smollm2_problems_seed_1"),
             Line("async/memory_h100", "… Qwen3-0.6B with LoRA", "gsm8k_qwen3_0_6b_lora"),
             Line("async/memory_h100", "… Qwen3-4B with LoRA", "gsm8k_qwen3_4b"),
+            Line("async/memory_h200", "… Qwen3-0.6B in full, on an H200", "gsm8k_qwen3_0_6b"),
             Line("async/trl_h100", "SmolLM2 on a file of problems, relative to TRL 1.16, one H100"),
             Line("async/trl_h100", "… trained tokens/s", "orrery", "TRL 1.16", "TRL"),
             Line("async/trl_h200", "The same with one request a group, one H200"),

@@ -19,7 +19,7 @@ from pods import (
     weights_volume,
 )
 
-MOST_COMPONENTS = 25  # including the frontend
+MAX_COMPONENTS = 25  # including the frontend
 # Flags of vLLM's API server → number of values.
 SERVER_FLAGS = {
     "--host": 1, "--port": 1, "--middleware": 1, "--uvicorn-log-level": 1, "--tokens-only": 0,
@@ -38,11 +38,11 @@ TYPES = {"whole": "worker", "prefill": "prefill", "decode": "decode"}
 
 def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
     made = engines(manifest, place, behind_proxy=False)
-    if len(made) + 1 > MOST_COMPONENTS:
+    if len(made) + 1 > MAX_COMPONENTS:
         raise OrreryError(
             f"inference.num_replicas {len(made)}: a DynamoGraphDeployment has at most "
-            f"{MOST_COMPONENTS} components, one of them the frontend. Set it to at most "
-            f"{MOST_COMPONENTS - 1}"
+            f"{MAX_COMPONENTS} components, one of them the frontend. Set it to at most "
+            f"{MAX_COMPONENTS - 1}"
         )
     graph = {
         "apiVersion": "nvidia.com/v1beta1",

@@ -486,9 +486,11 @@ def test_an_orchestrator_whose_event_loop_is_blocked_ends_the_stage_by_its_name(
     for folder in launchers:
         pid = ready(folder, "orchestrator.0")["orchestrator.0"]
         file = folder / "stages/rl/health/orchestrator.0.json"
-        turned = wait_for(lambda file=file: json.loads(text(file))["turns"], 30)["count"]
+        turned = wait_for(lambda file=file: json.loads(text(file))["loop_beats"], 30)["count"]
         wait_for(
-            lambda file=file, turned=turned: json.loads(text(file))["turns"]["count"] > turned + 2,
+            lambda file=file, turned=turned: (
+                json.loads(text(file))["loop_beats"]["count"] > turned + 2
+            ),
             30,
         )
         begun_s[folder] = time.monotonic()

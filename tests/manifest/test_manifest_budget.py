@@ -13,8 +13,7 @@ from orrery.manifest.budget.parameters import count_parameters
 from orrery.manifest.budget.run import plan_run
 from orrery.manifest.budget.table import engine_layouts, trainer_layouts
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory, sparse_backward_bytes
-from orrery.manifest.budget.trainer_time import links
-from orrery.manifest.budget.trainer_traffic import step_bytes
+from orrery.manifest.budget.trainer_time import links, step_bytes
 from orrery.manifest.check import with_values
 from orrery.manifest.devices import DEVICES, SPARSE_PAIRS, rates_of, usable_bytes
 from orrery.manifest.errors import OrreryError

@@ -333,7 +333,7 @@ class StateMachine(RuleBasedStateMachine):
             in_open_groups + scheduler.buffer.num_queued
             < (self.bound + 1) * scheduler.rollouts_per_batch + 4
         )
-        assert sum(len(group) for group in scheduler.buffer.spare) < scheduler.buffer.most_spare + 4
+        assert sum(len(group) for group in scheduler.buffer.spare) < scheduler.buffer.max_spare + 4
 
 
 TestState = StateMachine.TestCase

@@ -3,7 +3,8 @@
 - Speeds are in Mb/s; 0 is unmeasured. All sites use the same speeds, so their choices agree.
 - A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
   faster. A relayed path counts with half its speed, as a relay also carries its own frames.
-- The order maximises the speed of the slowest edge. Above MOST_EXACT sites, the search is greedy.
+- The order maximises the speed of the slowest edge. It is exact up to MAX_EXACT_SITES sites, and
+  greedy above.
 """
 
 from functools import cache
@@ -11,7 +12,7 @@ from functools import cache
 from orrery.elastic.types import Epoch
 
 GAIN = 1.25  # minimum speed ratio for which a path changes
-MOST_EXACT = 10
+MAX_EXACT_SITES = 10
 
 
 @cache
@@ -40,7 +41,7 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
     most = max(map(max, rows))
     # Assume that unmeasured pairs are as fast as the fastest pair.
     rows = [[each or most for each in row] for row in rows]
-    return _exact(rows) if num <= MOST_EXACT else _greedy(rows)
+    return _exact(rows) if num <= MAX_EXACT_SITES else _greedy(rows)
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:

@@ -40,10 +40,10 @@ def _chunk(bits: Tensor, own: Tensor, first: Tensor, last: Tensor) -> tuple[Tens
     is_set_TL = ((bits[..., None] >> shift_8) & 1).flatten(1).bool()
     position_L = torch.arange(is_set_TL.shape[1], dtype=torch.int32, device=own.device)
     own_position_TK = own - first[:, None]
-    most_T = last - first
-    is_seen_TL = position_L <= most_T[:, None]
+    max_T = last - first
+    is_seen_TL = position_L <= max_T[:, None]
     is_known_T = is_set_TL.sum(dim=1) == num_keys
-    is_known_T &= ((is_set_TL & is_seen_TL) == is_set_TL).all(dim=1) & (most_T >= num_keys)
+    is_known_T &= ((is_set_TL & is_seen_TL) == is_set_TL).all(dim=1) & (max_T >= num_keys)
     place_TL = torch.where(is_set_TL, is_set_TL.cumsum(dim=1) - 1, num_keys).clamp_(max=num_keys)
     chosen_TK = own.new_empty(len(own), num_keys + 1)  # the last column is a sink for unset keys
     chosen_TK.scatter_(1, place_TL, first[:, None].int() + position_L)

@@ -20,7 +20,7 @@ from orrery.kernels.fp8.quantize import DTYPE, MAX
 HEADS, WIDTH = (32, 64), 128  # values of H and D that DeepGEMM accepts
 MIN_AMAX = 1e-4  # lower bound of the amax of a query's head or a key, as in vLLM
 SCALE_BYTES = 4
-MOST_CHOSEN = 2048  # largest top_k that cuDNN accepts
+MAX_CUDNN_TOP_K = 2048  # largest top_k that cuDNN accepts
 CHUNK_ELEMENTS = 2**26  # maximum number of scores per chunk: 256 MiB
 CHOICES = 3  # top-k calls per chunk, because cuDNN's buffer takes 8 bytes per score of a call
 QUANTIZED = 2**24  # maximum number of elements quantized at a time: 64 MiB in float32
@@ -83,7 +83,7 @@ def select_keys(
         return index_TK
     begin_T = first_T.clamp(0, num_keys).int()
     end_T = torch.maximum(last_T.clamp(max=num_keys - 1).int() + 1, begin_T)
-    choose = top_keys or (cudnn_top_keys() if top_k <= MOST_CHOSEN else None) or triton_top_keys
+    choose = top_keys or (cudnn_top_keys() if top_k <= MAX_CUDNN_TOP_K else None) or triton_top_keys
     library: Any = load()
     step = max(4, CHUNK_ELEMENTS // num_keys // 4 * 4)  # DeepGEMM scores blocks of 4 or 2 queries
     for start in range(0, num_queries, step):

@@ -29,7 +29,7 @@ class RolloutBuffer:
         self.drop_zero = settings.drop_zero_advantage_groups
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
         # Keep as many spare rollouts as generation may be ahead of the trainer.
-        self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
+        self.max_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
         self.queue: deque[list[Rollout]] = deque()
         self.spare: deque[list[Rollout]] = deque()
         self.num_sampled = 0  # each taken batch subtracts `budget`
@@ -71,7 +71,7 @@ class RolloutBuffer:
             self.queue.append(rollouts)
         else:
             self.spare.append(rollouts)
-            while _size(self.spare) - len(self.spare[0]) >= self.most_spare:
+            while _size(self.spare) - len(self.spare[0]) >= self.max_spare:
                 self.count("zero_advantage", len(self.spare.popleft()))
         self._barren.clear()
         return has_signal

@@ -282,8 +282,8 @@ class Scheduler:
         if self.tally.since_s is None:
             self.tally.since_s = now_s
         self.buffer.sweep(self.clock.oldest_useful)
-        most_ahead = self.newest_allowed_batch + 1 - self.clock.next_batch + 1
-        num_batches = min(self.clock.batches_open_to(self.clock.version), most_ahead)
+        max_ahead = self.newest_allowed_batch + 1 - self.clock.next_batch + 1
+        num_batches = min(self.clock.batches_open_to(self.clock.version), max_ahead)
         room = self.buffer.room(num_batches) - self._open_train_rollouts
         spare = self.dispatch.admission.free - self.dispatch.num_waiting
         while room > 0 and spare > 0:

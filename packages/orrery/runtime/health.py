@@ -253,10 +253,10 @@ def as_row(health: Health) -> dict[str, Any]:
         "error": health.error,
         "was": health.was,
         "still_s": health.still_s,
-        "pulse": None if health.heartbeat is None else asdict(health.heartbeat),
+        "heartbeat": None if health.heartbeat is None else asdict(health.heartbeat),
         "clock_s": health.clock_s,
         "boot": health.boot,
-        "turns": None if health.loop_beats is None else asdict(health.loop_beats),
+        "loop_beats": None if health.loop_beats is None else asdict(health.loop_beats),
         "waits": [[w.what, w.since_s, w.deadline_s, w.behind_s] for w in health.waits],
     }
 
@@ -273,8 +273,8 @@ def from_row(row: dict[str, Any]) -> Health:
         since_s=row["doing_since_s"],
         deadline_s=None if waits else row["deadline_s"],
         waits=waits,
-        heartbeat=Heartbeat(**row["pulse"]) if row["pulse"] else None,
-        loop_beats=LoopBeats(**row["turns"]) if row["turns"] else None,
+        heartbeat=Heartbeat(**row["heartbeat"]) if row["heartbeat"] else None,
+        loop_beats=LoopBeats(**row["loop_beats"]) if row["loop_beats"] else None,
         **{key: row[key] for key in SAME},
     )
 

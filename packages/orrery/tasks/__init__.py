@@ -134,9 +134,9 @@ class FewShot:
     def _after_examples(self, problem: Problem) -> Problem:
         return msgspec.structs.replace(problem, messages=(*self.before, *problem.messages))
 
-    def _check_rows(self, tokens: Callable[[Problem], int] | None, most_tokens: int) -> int:
+    def _check_rows(self, tokens: Callable[[Problem], int] | None, max_tokens: int) -> int:
         count = None if tokens is None else lambda problem: tokens(self._after_examples(problem))
-        return self.task.check_rows(count, most_tokens)
+        return self.task.check_rows(count, max_tokens)
 
     def reply(
         self, problem: Problem, messages: Sequence[Message]

@@ -89,7 +89,7 @@ def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequ
 
 
 def _checked_rows(
-    path: str, use: TaskUse, renderer: Renderer | None, most_tokens: int
+    path: str, use: TaskUse, renderer: Renderer | None, max_tokens: int
 ) -> int | None:
     check_rows = getattr(_task(use.model_dump_json()), "check_rows", None)
     if check_rows is None:
@@ -103,7 +103,7 @@ def _checked_rows(
             return len(prompt(problem.messages, problem.tools))
 
     try:
-        return check_rows(tokens, most_tokens)
+        return check_rows(tokens, max_tokens)
     except OrreryError as error:
         raise OrreryError(f"{path}: task {use.name!r}: args.{error}") from error
 

@@ -243,21 +243,21 @@ class Dataset(SingleTurn):
         row = self._row(self._place(index))
         return [*self._messages(row), Message("assistant", filled(self.args.answer, row))]
 
-    def check_rows(self, tokens: Callable[[Problem], int] | None, most_tokens: int) -> int:
+    def check_rows(self, tokens: Callable[[Problem], int] | None, max_tokens: int) -> int:
         """Check all rows of the side. Return the number of rows.
 
         Raise OrreryError if:
 
         - a prompt or answer is empty, or a prompt has two answers,
         - the verdict refuses the row's own answer,
-        - a prompt is on both sides, or longer than `most_tokens`, counted by `tokens`.
+        - a prompt is on both sides, or longer than `max_tokens`, counted by `tokens`.
         """
         found: dict[str, list[int]] = {}
         reasons: dict[str, str] = {}
         kept = self._kept.tolist()
         answers: dict[tuple[str, ...], str] = {}
         try:
-            misfits = watched(lambda at: self._misfit(at, tokens, most_tokens, answers), kept)
+            misfits = watched(lambda at: self._misfit(at, tokens, max_tokens, answers), kept)
         except RowFailed as error:
             raise OrreryError(
                 f"source: {self._rows.place(error.row)}: checking the row {error}; correct its "
@@ -277,7 +277,7 @@ class Dataset(SingleTurn):
         self,
         at: int,
         tokens: Callable[[Problem], int] | None,
-        most_tokens: int,
+        max_tokens: int,
         answers: dict[tuple[str, ...], str],
     ) -> tuple[str, str] | None:
         """Return (kind of error, advice), or None for a valid row."""
@@ -300,10 +300,10 @@ class Dataset(SingleTurn):
                 return f"fail in the reward function ({len(self._tried)} rows were tried)", reason
         elif (reason := self._self_judged(at, problem.answer)) is not None:
             return "have an answer that the verdict calls wrong", reason
-        if tokens is not None and (length := tokens(problem)) > most_tokens:
+        if tokens is not None and (length := tokens(problem)) > max_tokens:
             return (
                 "have a prompt that is too long",
-                f"the first has {length} tokens, and {most_tokens} fit beside a turn; "
+                f"the first has {length} tokens, and {max_tokens} fit beside a turn; "
                 "raise context_tokens, or leave these rows out by `where`",
             )
         return None

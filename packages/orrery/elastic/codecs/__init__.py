@@ -1,10 +1,12 @@
 """List the codecs. They encode the weight changes that sites exchange."""
 
 from orrery.elastic.codecs.base import Codec
-from orrery.elastic.codecs.float32 import Float32Codec
-from orrery.elastic.codecs.int4_block import Int4BlockCodec
-from orrery.elastic.codecs.int8_block import Int8BlockCodec
-from orrery.elastic.codecs.int8_codebook import Int8CodebookCodec
+from orrery.elastic.codecs.dense import (
+    Float32Codec,
+    Int4BlockCodec,
+    Int8BlockCodec,
+    Int8CodebookCodec,
+)
 from orrery.elastic.codecs.top_k_2bit import TopK2BitCodec
 from orrery.elastic.types import ElasticError
 

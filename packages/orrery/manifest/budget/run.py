@@ -23,7 +23,6 @@ from orrery.manifest.budget.trainer_memory import (
     plan_memory,
     stage_workload,
 )
-from orrery.manifest.budget.trainer_traffic import step_bytes
 from orrery.manifest.devices import Rates, rates_of, usable_bytes
 from orrery.manifest.schema import Inference, Manifest
 from orrery.manifest.schema.inference import token_bytes
@@ -347,7 +346,9 @@ class RunPlan:
         micro_batches, lengths = self.work
         per_node = self.manifest.hardware.devices_per_node
         tokens = sum(lengths) / self.trainer.mesh.cp
-        return step_bytes(self.model, self.trainer, self.counted, micro_batches, tokens, per_node)
+        return trainer_time.step_bytes(
+            self.model, self.trainer, self.counted, micro_batches, tokens, per_node
+        )
 
     def layer_gather(self) -> dict[str, int]:
         """Return the bytes that a rank gathers for the largest block.

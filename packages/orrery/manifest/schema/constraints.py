@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from orrery.manifest.devices import find_device
 from orrery.manifest.schema.elastic import elastic_misfits, guest_misfits
+from orrery.manifest.schema.engine_constraints import (
+    choice_misfits,
+    group_misfits,
+    latent_misfits,
+    span_misfits,
+    sparse_engine_misfits,
+)
 from orrery.manifest.schema.inference import (
     EngineShape,
     Inference,
@@ -18,13 +25,7 @@ from orrery.manifest.schema.inference import (
     longest_host_bytes,
     shard_widths,
 )
-from orrery.manifest.schema.latent_constraints import (
-    choice_misfits,
-    latent_misfits,
-    sparse_engine_misfits,
-)
 from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, Model
-from orrery.manifest.schema.node_constraints import group_misfits, span_misfits
 from orrery.manifest.schema.orchestrator import Orchestrator, Tasks
 from orrery.manifest.schema.trainer import has_state
 from orrery.manifest.schema.trainer_constraints import (

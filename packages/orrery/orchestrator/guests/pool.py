@@ -123,10 +123,10 @@ class GuestPool:
         own = GuestJob(job, prompt, asyncio.get_running_loop().create_future())
         self._waiting.append(own)
         self._wake()
-        loop, most_s = asyncio.get_running_loop(), self._manifest.orchestrator.rollout_timeout_s
+        loop, max_s = asyncio.get_running_loop(), self._manifest.orchestrator.rollout_timeout_s
         timers = (
             loop.call_later(TAKE_S, self._take_back, own),
-            loop.call_later(SHARE_OF_TIMEOUT * most_s, own.give_back),
+            loop.call_later(SHARE_OF_TIMEOUT * max_s, own.give_back),
         )
         try:
             return await own.result
