@@ -298,7 +298,7 @@ def test_tiles_cover_every_logit_once(num_tokens, vocab, chunk, backend):
 
 def test_shapes_that_do_not_go_together_are_refused():
     hidden, weight, target, temperature, *_ = example()
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match=r"must be \[T, D\] and \[V, D\]"):
         token_logprob(hidden.float(), weight, target, temperature, 8)
     with pytest.raises(ValueError, match=r"must be \[37\]"):
         token_logprob(hidden, weight, target[:-1], temperature, 8)

@@ -45,7 +45,7 @@ def select_keys(
     if key_width != width or weights_TH.shape != (num_queries, num_heads):
         raise ValueError(
             f"q {list(q_THD.shape)}, k {list(k_SD.shape)} and weights {list(weights_TH.shape)} "
-            "do not go together"
+            f"must be [T, H, D], [S, {'bytes' if is_fp8 else 'D'}] and [T, H]"
         )
     if first_T.shape != (num_queries,) or last_T.shape != (num_queries,):
         raise ValueError(

@@ -26,7 +26,7 @@ def chosen_scores(q_TJI: Tensor, k_SI: Tensor, weights_TJ: Tensor, chosen_TK: Te
     if k_SI.shape[1:] != (width,) or weights_TJ.shape != (num_queries, num_heads):
         raise ValueError(
             f"q {list(q_TJI.shape)}, k {list(k_SI.shape)} and weights {list(weights_TJ.shape)} "
-            "do not go together"
+            "must be [T, J, I], [S, I] and [T, J]"
         )
     return torch.ops.orrery.chosen_scores(q_TJI, k_SI, weights_TJ, chosen_TK)
 

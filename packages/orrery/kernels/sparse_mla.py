@@ -43,7 +43,7 @@ def sparse_mla(
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
         raise ValueError(
             f"q {q_THD.dtype} {list(q_THD.shape)}, kv {kv_SD.dtype} {list(kv_SD.shape)} "
-            f"and value_width {value_width} do not go together"
+            f"and value_width {value_width} must be [T, H, D], [S, D] of one dtype, and at most D"
         )
     if indices_TK.dtype != torch.int32 or indices_TK.shape[:1] != q_THD.shape[:1]:
         raise ValueError(

@@ -108,7 +108,8 @@ def _file_chats(data: ChatFile, field: str) -> Chats:
         raise OrreryError(f"{field}.path: {error}") from error
     if rows.sha256 != data.sha256:
         raise OrreryError(
-            f"{field}.sha256: {data.path} has {rows.sha256}, the manifest says {data.sha256}"
+            f"{field}.sha256: {data.path} has {rows.sha256}, the manifest says {data.sha256}; "
+            "restore the file, or write the new one into the spec"
         )
     return RowChats(rows)
 
@@ -119,7 +120,8 @@ def _dataset_chats(data: ChatDataset, field: str) -> Chats:
         state = saved_state(folder)
         if (found := state["_fingerprint"]) != data.fingerprint:
             raise OrreryError(
-                f"fingerprint: {folder} has {found}, the manifest says {data.fingerprint}"
+                f"fingerprint: {folder} has {found}, the manifest says {data.fingerprint}; "
+                "restore the folder, or write the new one into the spec"
             )
         files = saved_files(folder, state)
         return RowChats(Tables(folder, files, data.column, ("tools", *REFUSED)), data.column)

@@ -71,7 +71,7 @@ class Texts:
         if found != data.sha256:
             raise OrreryError(
                 f"{field}.sha256: {data.path} has {found}, the manifest says {data.sha256}; "
-                f"restore the file, or write the new one into the spec"
+                "restore the file, or write the new one into the spec"
             )
 
     @cached_property
