@@ -48,8 +48,8 @@ def token_logprob(
         raise ValueError(f"chunk_tokens must be at least 1, or auto, got {chunk_tokens}")
     if hidden_TD.dtype != weight_VD.dtype or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
-            f"hidden {hidden_TD.dtype} {list(hidden_TD.shape)} and "
-            f"weight {weight_VD.dtype} {list(weight_VD.shape)} must be [T, D] and [V, D] of one dtype"
+            f"hidden {hidden_TD.dtype} {list(hidden_TD.shape)} and weight {weight_VD.dtype} "
+            f"{list(weight_VD.shape)} must be [T, D] and [V, D] of one dtype"
         )
     if target_T.shape != (num_tokens,) or temperature_T.shape != (num_tokens,):
         raise ValueError(
