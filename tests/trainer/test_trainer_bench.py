@@ -505,20 +505,20 @@ def test_a_manifest_for_other_hardware_and_a_rank_that_fails_are_one_sentence(tm
         ),
         (
             ["--json", "/proc/x/result.json"],
-            r"--json: nothing can be written in /proc/x \(.+\); name a file in a folder of yours",
+            r"--json: nothing can be written in /proc/x \(.+\); name a file in a writable folder",
         ),
         (
             ["--json", "/proc/result.json"],
-            r"--json: nothing can be written in /proc \(.+\); name a file in a folder of yours",
+            r"--json: nothing can be written in /proc \(.+\); name a file in a writable folder",
         ),
         (
             ["--profile", "/proc/x"],
-            r"--profile: nothing can be written in /proc/x \(.+\); name a folder of yours",
+            r"--profile: nothing can be written in /proc/x \(.+\); name a writable folder",
         ),
         (
             ["--profile", "{tmp}/manifest.json"],
             r"--profile: nothing can be written in {tmp}/manifest\.json \(.+\); "
-            "name a folder of yours",
+            "name a writable folder",
         ),
     ],
 )

@@ -98,7 +98,7 @@ def exchange(
 
 
 def layer_buckets(sizes: Mapping[str, int]) -> list[slice]:
-    """Return a slice per layer: a series of tensors whose names contain the same first number."""
+    """Return a slice per layer: adjacent tensors whose names have the same first number."""
     buckets: list[slice] = []
     last: object = object()
     end = 0

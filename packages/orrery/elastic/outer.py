@@ -73,7 +73,7 @@ class OuterState:
         self._digests = [""] * len(self.fragments)
 
     def digest(self, step: Step, fragment: int = 0) -> str:
-        """Return the sha256 that θ and m would have after `step` of a fragment."""
+        """Return the digest of θ and m as if `step` had updated `fragment`."""
         for other, known in enumerate(self._digests):
             if not known and other != fragment:
                 self._digests[other] = self._digest(no_step, other)

@@ -3,8 +3,8 @@
 - Speeds are in Mb/s; 0 is unmeasured. All sites use the same speeds, so their choices agree.
 - A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
   faster. A relayed path counts with half its speed, as a relay also carries its own frames.
-- The order maximises the speed of the slowest edge. It is exact up to MAX_EXACT_SITES sites, and
-  greedy above.
+- The order maximises the speed of the slowest edge. The search is exact up to
+  MAX_EXACT_SITES sites, and greedy for more.
 """
 
 from functools import cache

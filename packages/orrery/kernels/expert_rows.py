@@ -29,7 +29,7 @@ HAS_TRITON = find_spec("triton") is not None
 class RowOrder(NamedTuple):
     """Slot t·K + k is the k-th expert choice of token t. Rows are the slots sorted by expert."""
 
-    row_M: Tensor  # i64: each row's slot, 0 in padding
+    row_M: Tensor  # i64: slot of each row (padding: 0)
     place_TK: Tensor  # i64: each slot's row, the inverse of row_M
     ends_E: Tensor  # i32: the end of each expert's rows, rising
     counts_E: Tensor  # i32: each expert's number of slots

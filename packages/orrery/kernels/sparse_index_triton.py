@@ -83,9 +83,9 @@ def score(
 def choose(
     score_CS: Tensor, first_C: Tensor, last_C: Tensor, indices_CK: Tensor, tiles: IndexTiles
 ) -> None:
-    """Write each query's K best keys in [first_c, last_c] to `indices_CK`, in rising order.
+    """Write each query's K best keys in [first_c, last_c] to `indices_CK`, sorted by index.
 
-    With fewer than K keys, the row's last entries keep their content.
+    With fewer than K keys, the rest of the row is unchanged.
     """
     num_queries, top_k = indices_CK.shape
     size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))

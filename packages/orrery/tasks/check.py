@@ -112,7 +112,7 @@ def _long_answers(
     path: str, use: TaskUse, renderer: Renderer, turn: int, num_rows: int
 ) -> Iterator[str]:
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    # For these verdicts, the answer is no reply.
+    # These verdicts' answers are not replies.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]

@@ -100,7 +100,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return the judgement for `score`. None: the reply cannot be scored and gets reward 0."""
+    """Return the judgement for `score`. A reply without a score (None) gets reward 0."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)

@@ -41,7 +41,7 @@ class MicroBatch:
     routes_missing: int = 0  # tokens without a route, except a sample's last token
     routes_replayed: int = 0  # number of expert choices in `routed_experts`
     engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys that engines' indexers chose
-    is_padding: torch.Tensor | None = None  # bool [T]: padding for cp, or an empty rank's token
+    is_padding: torch.Tensor | None = None  # bool [T]: tokens added for cp or to an empty batch
     choices_sent: int = 0  # number of choices in `engine_keys` that leave keys out
 
 

@@ -100,7 +100,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
 
 def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
     if (partial / (note := checksum_file(job.rank))).exists():
-        return  # an earlier saver wrote the files, and rank 0 may rename `partial` now
+        return  # an earlier saver wrote the files; rank 0 may be renaming `partial`
     tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
     with copy.open("rb") as file:
         mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)

@@ -210,7 +210,7 @@ class SliceSpec(NamedTuple):
 
 
 class SliceFingerprints:
-    """Compute the fingerprint shares of many slices in one buffer."""
+    """Compute the fingerprint share of each slice in a buffer."""
 
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None

@@ -80,8 +80,8 @@ def split_choices(
     if not is_bytes or rows.shape[2] <= num_bytes or (rows.shape[2] - num_bytes) % num_indexers:
         raise RunFailed(
             f"{what}: {COLUMN} is {rows.dtype} [tokens, {', '.join(map(str, rows.shape[1:]))}]; "
-            f"with trainer.indexer_choice it is uint8 [tokens, 1, {num_bytes} + bytes of "
-            f"{num_indexers} indexers]; does the engine serve another model?"
+            f"replayed indexer choices need uint8 [tokens, 1, {num_bytes} + a multiple of "
+            f"{num_indexers}]; does the engine serve another model?"
         )
     routes = np.ascontiguousarray(rows[:, 0, :num_bytes]).view(shape.dtype)
     choices = rows[:, 0, num_bytes:].reshape(len(rows), num_indexers, -1)

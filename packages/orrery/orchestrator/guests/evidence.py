@@ -18,7 +18,7 @@ from orrery.wire.recompute import Recomputed
 NUM_HONEST = 16  # minimum number of the run's own rollouts to compute bounds
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # minimum bound on the largest difference / minimum bound on the mean
+PEAK = 10.0  # ratio of the minimum bounds: largest difference to mean difference
 NUM_ROLLOUTS = 64  # a site's newest rollouts that are judged together
 MAX_DEVIATIONS = 6.0
 

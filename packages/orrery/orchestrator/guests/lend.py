@@ -4,7 +4,7 @@
   address serve weights in blocks.
 - The engine loads a new policy version when all its samples have ended, so each sample has one
   version.
-- TLS checks the host name only of the door. Blocks of weights are verified by their hashes.
+- Only the door's host name is checked by TLS. Blocks of weights are verified by hash.
 """
 
 import asyncio
@@ -227,7 +227,7 @@ class Lender:
     async def _sample(self, job: SampleJob) -> None:
         try:
             answer = await self._answer(job)
-            self._answers.append(answer)  # without `await`, because `_send` may replace the list
+            self._answers.append(answer)  # no `await` here, as `_send` may replace `_answers`
         except EngineGone as error:
             self._failure = error
         finally:

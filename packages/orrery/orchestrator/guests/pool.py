@@ -45,7 +45,7 @@ from orrery.wire.weight_wire import Published
 
 LEAST = 8  # minimum number of jobs to give a site at a time, if enough jobs wait
 TAKE_S = 2.0  # time after which own engines take a job that no site has taken
-MAX_OWN_CHECKS = 2  # maximum concurrent checks of own samples, once bounds are known
+MAX_OWN_CHECKS = 2  # concurrent checks of the run's own samples, after NUM_HONEST
 SHARE_OF_TIMEOUT = 0.5  # share of `rollout_timeout_s` after which own engines take a job
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]

@@ -138,11 +138,11 @@ def check_outputs(file: Path | None, folder: Path | None) -> None:
             example = file / "result.json"
             raise OrreryError(f"--json: {file} is a folder; name a file in it, such as {example}")
         if not file.exists():
-            check_folder("--json", file.parent, "name a file in a folder of yours")
+            check_folder("--json", file.parent, "name a file in a writable folder")
         elif not os.access(file, os.W_OK):
-            raise OrreryError(f"--json: {file} cannot be written; name a file of yours")
+            raise OrreryError(f"--json: {file} cannot be written; name a writable file")
     if folder is not None:
-        check_folder("--profile", folder, "name a folder of yours")
+        check_folder("--profile", folder, "name a writable folder")
 
 
 def check_folder(option: str, folder: Path, instead: str) -> None:

@@ -418,7 +418,7 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
-        edges.sort(key=lambda edge: edge[:3])  # at equal times: ends first, inner before outer
+        edges.sort(key=lambda edge: edge[:3])  # ties: ends (inner first), begins (outer first)
         open_ranges: list[Event] = []
         clock = 0.0
         for at, opens, _, event in edges:

@@ -116,7 +116,7 @@ def write(path: Path, rates: Rates) -> None:
         path.write_text(json.dumps(asdict(rates), indent=2) + "\n")
     except OSError as error:
         raise OrreryError(
-            f"--out: {path} cannot be written ({error.strerror}); name a file of yours"
+            f"--out: {path} cannot be written ({error.strerror}); name a writable file"
         ) from None
     print(f"wrote {path}; plans read packages/orrery/manifest/rates/{path.name}")
 

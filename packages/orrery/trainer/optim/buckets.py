@@ -18,7 +18,7 @@ ALIGNMENT = 128  # alignment of shards in values, for vectorised kernels
 class WeightPart:
     """A part of one weight, with its gradient and state on the device.
 
-    Tensors are flat slices of the local shard, or all of it if the rule `needs_whole_shards`.
+    Tensors are flat slices of the local shard, or the whole shard if the rule needs it.
     """
 
     source: nn.Parameter

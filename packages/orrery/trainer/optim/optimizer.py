@@ -161,7 +161,7 @@ class BucketedOptimizer:
 def named_state(
     optimizer: BucketedOptimizer, weights: dict[str, nn.Parameter]
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
-    """Yield (key, weight name, local tensor, box) in the order of `weights`, with keys sorted.
+    """Yield (state key, weight name, local tensor, box) in `weights` order, with sorted keys.
 
     `box`: the local region of the full tensor, or () for a scalar that all ranks share. To load a
     tensor, fill it in place.

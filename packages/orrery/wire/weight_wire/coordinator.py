@@ -196,7 +196,7 @@ def serve_store(
     """Serve the store on `host` while the result exists. Write the address into `folder`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # Pass a listening socket, because the store would listen on all interfaces.
+    # Pass a socket bound to `host`: the store itself would bind all interfaces.
     store = dist.TCPStore(
         host,
         port,
