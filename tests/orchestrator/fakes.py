@@ -252,13 +252,14 @@ class FakePool:
         assert not self.paused, "an abort while engines are paused"
         self.aborted.extend(request_ids)
 
-    async def update(self, published: Any) -> Any:
+    async def update(self, published: Any, on_resumed: Any = lambda: None) -> Any:
         self.paused = True
         await asyncio.sleep(0)
         self.version = published.version
         self.updates.append(published.version)
         await asyncio.sleep(0)
         self.paused = False
+        on_resumed()
         return SimpleNamespace(
             paused_s=0.0,
             update_s=0.0,

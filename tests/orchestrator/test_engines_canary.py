@@ -55,6 +55,18 @@ async def test_each_engine_is_asked_itself_after_it_has_resumed():
         assert engine.asked[-1][1] == ASKED
 
 
+async def test_rollouts_may_start_once_all_engines_have_resumed_and_before_the_canary():
+    engines, seen = [StandIn(canary=list(KNOWN)), StandIn(canary=list(KNOWN))], []
+
+    def on_resumed():
+        seen.append([engine.paths()[-1] for engine in engines])
+
+    async with served(engines) as urls, EnginePool(urls, urls[0], canary=CANARY) as fleet:
+        await fleet.update(PUBLISHED, on_resumed)
+    [paths] = seen
+    assert "/resume" in paths and set(paths) <= {"/resume", "/inference/v1/generate"}
+
+
 async def test_an_engine_that_computes_something_else_ends_the_run_and_is_paused_again():
     # Both pass attestation.
     engines = [StandIn(canary=list(KNOWN)), StandIn(canary=[-1.0, -2.0, -4.0])]

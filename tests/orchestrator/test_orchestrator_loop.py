@@ -346,11 +346,11 @@ def test_while_engines_load_a_version_the_trainer_makes_no_more_versions_than_ar
     newer = []
 
     class Slow(fakes.FakePool):
-        async def update(self, published):
+        async def update(self, published, on_resumed):
             # While engines are paused, the trainer gets only batches made before.
             await asyncio.sleep(0.1)
             newer.append(trainer.version - published.version)
-            return await super().update(published)
+            return await super().update(published, on_resumed)
 
     class Trainer(fakes.FakeTrainer):
         async def send(self, batch):
@@ -563,13 +563,13 @@ def test_a_wall_clock_that_is_set_expires_no_rollout_and_keeps_none(
 
 def test_what_no_batch_to_come_may_hold_is_aborted_before_the_engines_are_updated(tmp_path):
     class Noting(fakes.FakePool):
-        async def update(self, published):
+        async def update(self, published, on_resumed):
             known = {group.key for group in scheduler.dispatch.open_train_groups()}
             others = {name for name in self.in_flight if name.rsplit("-", 2)[0] not in known}
             left.append(
                 (scheduler.buffer.dropped["stale_in_flight"], "train-0-3-0" in self.aborted, others)
             )
-            return await super().update(published)
+            return await super().update(published, on_resumed)
 
     left, manifest = [], fakes.manifest(max_off_policy_steps=1)
     scheduler = Scheduler(manifest)
@@ -643,12 +643,12 @@ def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
 
 def test_an_engine_that_does_not_attest_ends_the_run_by_its_sentence(tmp_path):
     class Corrupt(fakes.FakePool):
-        async def update(self, published):
+        async def update(self, published, on_resumed):
             if published.version >= 2:
                 raise RunFailed(
                     "engine 0: tensor 'lm_head.weight' differs from published version 2"
                 )
-            return await super().update(published)
+            return await super().update(published, on_resumed)
 
     with pytest.raises(RunFailed, match=r"lm_head\.weight"):
         run(tmp_path, fakes.manifest(), Corrupt())
@@ -928,6 +928,7 @@ def test_an_update_that_comes_too_late_forgets_no_digest_that_queued_rollouts_ha
         may_update=lambda _: True,
         drain=list,
         updating=False,
+        dispatch=SimpleNamespace(num_in_flight=0),
     )
     watch = SimpleNamespace(
         latest=lambda: SimpleNamespace(version=3, digest="of before the resume")
@@ -938,6 +939,7 @@ def test_an_update_that_comes_too_late_forgets_no_digest_that_queued_rollouts_ha
         SimpleNamespace(cancel=none),
         gone_on,
         watch,
+        Notifier(),
     )
     assert not asyncio.run(updated)
     assert (scheduler.digests, scheduler.updating) == ({3: "of before the resume"}, False)

@@ -88,6 +88,39 @@ async def test_an_answer_that_never_ends_is_worth_nothing_and_the_loop_goes_on(t
     assert (await said(task, "RIGHT")).metrics == {"exact": 1.0, "unscorable": 0.0}
 
 
+COMPARES = [
+    ({"kind": "exact", "ignore_case": False, "pattern": "(-?[0-9]+)"}, "4"),
+    ({"kind": "pattern", "pattern": "= {answer}$"}, "4"),
+    ({"kind": "choice", "num_choices": 4}, "D"),
+]
+
+
+@pytest.mark.parametrize(("verdict", "answer"), COMPARES)
+async def test_a_verdict_that_compares_text_needs_no_fork(kept, verdict, answer):
+    request = {"verdict": verdict, "answer": answer, "row": None}
+    assert await kept.score("verdict", request, f"so it = {answer}") == 1.0
+    [scorer] = kept._idle
+    before = _faults_of_children(scorer)
+    assert await kept.score("verdict", request, "so it = B 17") == 0.0
+    assert await kept.score("verdict", request, f"it = {answer}") == 1.0
+    assert _faults_of_children(scorer) == before
+
+
+def _faults_of_children(scorer) -> int:
+    """Return the page faults of the children that a scorer has waited for."""
+    with open(f"/proc/{scorer.process.pid}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[8])
+
+
+async def test_a_search_that_does_not_end_is_worth_nothing_and_ends_no_scorer(kept):
+    verdict = {"kind": "exact", "ignore_case": False, "pattern": "(a+)+$"}
+    request = {"verdict": verdict, "answer": "a", "row": None}
+    assert await kept.score("verdict", request, "a") == 1.0
+    [scorer] = kept._idle
+    assert await kept.score("verdict", request, 40 * "a" + "b") is None
+    assert await kept.score("verdict", request, "a") == 1.0 and kept._idle == [scorer]
+
+
 @pytest.mark.parametrize("leaves", ["exit(0)", "__import__('os')._exit(0)"])
 async def test_an_answer_that_exits_ends_nobody_but_its_own_scorer(task, leaves):
     assert (await said(task, leaves)).metrics == {"exact": 0.0, "unscorable": 1.0}

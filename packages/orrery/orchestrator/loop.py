@@ -65,11 +65,18 @@ async def stop_trainer(ctx: RoleContext, wire: RolloutSender, step: int) -> NoRe
 
 
 async def update_engines(
-    ctx: RoleContext, scheduler: Scheduler, runner: RolloutRunner, pool: Any, watch: Any
+    ctx: RoleContext,
+    scheduler: Scheduler,
+    runner: RolloutRunner,
+    pool: Any,
+    watch: Any,
+    changed: Notifier,
 ) -> bool:
     """Load the newest version into all engines. Return whether a version was loaded.
 
-    Cancel stale rollouts before the update, because a paused engine handles no aborts.
+    - Cancel stale rollouts before the update, because a paused engine handles no aborts.
+    - Rollouts start when the engines resume. `pool.is_proving` holds batches back until the engines
+      have answered the canary.
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -82,20 +89,25 @@ async def update_engines(
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())
-    drained_s = time.time()
+    drained_s, in_flight = time.time(), scheduler.dispatch.num_in_flight
+
+    def resume() -> None:
+        if scheduler.updating:
+            scheduler.updated(version)
+            scheduler.updating = False
+            changed.notify_all()
+
     manifest = ctx.manifest
     return_s = RETURN_S if manifest.inference.max_restarts else 0.0
     with ctx.health.waiting(
         f"engines to take version {version} (inference)",
         deadline_s=manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S + return_s),
     ):
-        report = await pool.update(published)
+        report = await pool.update(published, resume)
     if report is None:
         scheduler.updating = False
         return False
-    scheduler.updated(version)
-    scheduler.updating = False
-    in_flight = scheduler.dispatch.num_in_flight
+    resume()
     end_s = time.time()
     ctx.metrics.add_span("update", start_s, end_s, version, num_in_flight=in_flight)
     ctx.metrics.write(
@@ -205,9 +217,8 @@ class Loop:
 
     async def follow(self) -> None:
         while not self.scheduler.done:
-            updating = self.ctx, self.scheduler, self.runner, self.pool, self.watch
-            if await update_engines(*updating):
-                self.changed.notify_all()
+            updating = self.ctx, self.scheduler, self.runner, self.pool, self.watch, self.changed
+            await update_engines(*updating)
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
             await asyncio.sleep(POLL_S)  # each pass reads files

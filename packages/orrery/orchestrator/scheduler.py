@@ -3,7 +3,8 @@
 - A group (rollouts of one problem) starts only if an open batch has room for it. A batch is open if
   tokens of the engines' policy version may enter it, and if it is at most `max_batches_ahead` + 1
   batches after the newest batch that the trainer has requested.
-- No rollout starts during a weight update. Weight updates wait for the end of an evaluation.
+- No rollout starts while a weight update pauses the engines. Weight updates wait for the end of an
+  evaluation.
 - `start` and `expired` take monotonic times. Other functions take wall-clock times.
 """
 

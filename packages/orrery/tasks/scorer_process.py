@@ -1,11 +1,13 @@
-"""Score answers, each in its own fork: `python -m orrery.tasks.scorer_process`.
+"""Score answers in this process or in forks: `python -m orrery.tasks.scorer_process`.
 
 - In: a line `[number, kind, request, text, limit_s]` per answer.
 - Out: an empty line when ready, then a line `[number, score, note]` per answer. The score is null
   if the scorer fails, and a message if the request is invalid. The note is the exception of a
   user's reward function, or null.
-- Only forks interpret answers. A fork has no secrets or capabilities, and cannot write data to
-  files. It has MEMORY_BYTES of address space and `limit_s` seconds.
+- A verdict that only compares text is scored in this process, in at most `limit_s` seconds.
+- Every other answer gets its own fork, because its scorer may execute the answer. A fork has no
+  secrets or capabilities, and cannot write data to files. It has MEMORY_BYTES of address space and
+  `limit_s` seconds.
 """
 
 import gc
@@ -29,6 +31,7 @@ KINDS = {  # kind -> module:function that returns the scorer of a request
     "reasoning_gym": "orrery.tasks.reasoning_gym:scorer_of",
     "verdict": "orrery.tasks.verdicts:scorer_of",
 }
+COMPARE_TEXT = ("exact", "pattern", "choice")  # kinds of verdicts that execute no answer
 LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
 MAX_BYTES = 256
@@ -49,6 +52,7 @@ def main() -> None:
     import orrery.tasks.reasoning_gym  # noqa: F401 (after stdout is closed, as imports may print)
 
     _warm_up()
+    signal.signal(signal.SIGALRM, _raise_timeout)
     folder = tempfile.mkdtemp()
     os.chdir(folder)
     os.rmdir(folder)
@@ -83,11 +87,13 @@ def _score(
         scorer = _scorer(kind, json.dumps(request))
     except Exception as error:
         return f"{error or type(error).__name__}"[:MAX_SENTENCE], None
+    verdict = request["verdict"]["kind"] if kind == "verdict" else None
+    if verdict in COMPARE_TEXT:
+        return _score_here(scorer, text.strip(), limit_s), None
     reader, writer = os.pipe()
     if os.fork() == 0:
         try:
-            is_users = kind == "verdict" and request["verdict"]["kind"] == "python"
-            _answer(scorer, text.strip(), limit_s, writer, is_users)
+            _answer(scorer, text.strip(), limit_s, writer, is_users=verdict == "python")
         finally:
             os._exit(1)
     os.close(writer)
@@ -103,6 +109,22 @@ def _score(
     except ValueError:
         return None, None
     return score if math.isfinite(score) else None, None
+
+
+def _score_here(scorer: Callable[[str], float], text: str, limit_s: float) -> float | None:
+    """Return the score, or None after `limit_s`. Python's `re` lets a signal end a search."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        score = scorer(text)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Exception:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return None
+    return score
+
+
+def _raise_timeout(_signal: int, _frame: object) -> None:
+    raise TimeoutError
 
 
 def _answer(

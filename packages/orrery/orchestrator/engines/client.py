@@ -391,10 +391,11 @@ async def update_engine(
     published: "Published",
     canary: Canary | None = None,
     proving: AbstractContextManager[object] | None = None,
+    on_resumed: Callable[[], None] = lambda: None,
 ) -> UpdateReport:
     """Update one engine to `published`, resume the engine, and check the `canary` if given.
 
-    Raise EngineGone, UpdateFailed or WeightsDiffer.
+    `on_resumed` is called before the check. Raise EngineGone, UpdateFailed or WeightsDiffer.
     """
     begin = time.perf_counter()
     await engine.pause()
@@ -413,6 +414,7 @@ async def update_engine(
     with nullcontext() if proving is None else proving:
         await engine.resume()
         resumed = time.perf_counter()
+        on_resumed()
         if canary is not None and published.canary:
             difference = await check_canary(engine, canary, published.version, published.canary)
             canary_s = time.perf_counter() - resumed

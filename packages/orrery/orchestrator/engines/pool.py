@@ -200,6 +200,8 @@ class EnginePool:
         self.updating = asyncio.Lock()
         self.admitted = set(range(len(engine_urls)))  # engines that get requests
         self._proving: set[int] = set()
+        self._not_resumed: set[int] = set()  # engines that the update has not resumed yet
+        self._on_resumed: Callable[[], None] = lambda: None
         self._reports: dict[int, UpdateReport] = {}
         self._changed = asyncio.Event()
         self.recovery = None if restarting is None else EngineRecovery(self, restarting)
@@ -313,10 +315,13 @@ class EnginePool:
     async def fingerprints(self) -> dict[int, dict[str, TensorAttestation]]:
         return await self._every(EngineClient.fingerprints)
 
-    async def update(self, published: "Published") -> UpdateReport | None:
+    async def update(
+        self, published: "Published", on_resumed: Callable[[], None] = lambda: None
+    ) -> UpdateReport | None:
         """Update every engine while requests are in flight. Return the slowest engine's report.
 
-        Return None if the trainer no longer has this version. A failed engine stays paused.
+        `on_resumed` is called when all engines have resumed, before they answer the canary. Return
+        None if the trainer no longer has this version. A failed engine stays paused.
         """
         async with self.updating:
             self.registry.want(published.version)
@@ -325,8 +330,10 @@ class EnginePool:
             if self.recovery is not None:
                 self.recovery.set_deadlines()
             stale = self.registry.stale
+            self._not_resumed, self._on_resumed = set(stale), on_resumed
             incarnations = {index: self.registry[index].incarnation for index in stale}
             failures = await self.transfer(published, stale)
+            self._not_resumed.clear()
             self._raise_if_fatal(failures, len(stale))
             for index, error in failures.items():
                 why = f"update to version {published.version}: {error}"
@@ -428,12 +435,19 @@ class EnginePool:
     async def _update_one(self, index: int, published: "Published", begin: float) -> None:
         engine, incarnation = self.engines[index], self.registry[index].incarnation
         started = time.perf_counter()
-        report = await update_engine(engine, published, self._canary, self._prove(index))
+        checks = self._canary, self._prove(index), partial(self._resumed, index)
+        report = await update_engine(engine, published, *checks)
         report = replace(report, paused_s=report.paused_s + started - begin)
         if self.registry.took(index, incarnation, published.version):
             await self.admit(index, incarnation)
             self._reports[index] = report
             self.wake()
+
+    def _resumed(self, index: int) -> None:
+        if self._not_resumed:
+            self._not_resumed.discard(index)
+            if not self._not_resumed:
+                self._on_resumed()
 
     @contextmanager
     def _prove(self, index: int) -> Iterator[None]:
