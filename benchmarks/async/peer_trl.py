@@ -1,13 +1,15 @@
 """Measure trained tokens/s of a run beside TRL's GRPO on the same model and prompts, on one GPU.
 
-    python benchmarks/async/peer_trl.py smollm2_problems_seed_1 --runs runs --micro-batch 64 128
+    python benchmarks/async/peer_trl.py smollm2_problems_all_groups \
+        --beside smollm2_problems_seed_1 --runs runs --micro-batch 64 128
 
 - TRL starts from the weights at which RL began. Prompts, lengths, stop tokens, sizes of group and
   batch, learning rate and steps are the manifest's. Its reward is the task's verdict.
 - Weights are float32, computed in bf16. vLLM is in TRL's process (colocate).
 - Each micro-batch gets a pass in a separate process. The fastest pass gives TRL's figure.
-- Both sides count sampled tokens that enter the loss, and omit the first WARM_STEPS steps. TRL
-  trains groups without signal too, so its tokens in groups with signal are counted apart.
+- Both sides count sampled tokens that enter the loss, and omit the first WARM_STEPS steps.
+- TRL trains groups without signal too, and so does `smollm2_problems_all_groups`. A run that drops
+  them (`--beside`) is compared with TRL's tokens in groups with signal.
 - `trl_<device>.json`: the ratio, and a row per side with its seconds by activity.
 - The peer needs trl, datasets and multiprocess, which no lock names (`gpu_host.sh extra`).
 """
@@ -276,7 +278,10 @@ def passes(
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("name", metavar="RUN", help="one task of one turn")
-    parser.add_argument("--runs", type=Path, metavar="DIR", help="where that run trained already")
+    parser.add_argument(
+        "--beside", metavar="RUN", help="the same run, but without groups that have no signal"
+    )
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="where the runs trained already")
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[64], metavar="ROLLOUTS")
     parser.add_argument("--steps", type=int, metavar="N", help="of TRL, instead of the run's")
     parser.add_argument("--no-vllm", action="store_true", help="generate by transformers")
@@ -303,6 +308,11 @@ def main() -> None:
         return
     best = max(rows, key=lambda each: each["value"])
     measured = numbers(ours, float("inf"))
+    shown = [measured.row("orrery")]
+    if options.beside is not None:
+        other = numbers(load_run(options.beside, options.runs), float("inf"))
+        ratio = other.tokens_per_s / best["with_signal_per_s"]
+        shown.append(other.row("orrery, groups with signal") | {"over_tokens_with_signal": ratio})
     record(
         options.out / f"trl_{device()}.json",
         figure=f"trained tokens/s of the loop over TRL's GRPO, one GPU ({device()})",
@@ -310,11 +320,10 @@ def main() -> None:
         unit="times",
         goal=None if device() == "cpu" else GOAL,
         better="higher",
-        rows=[measured.row("orrery"), {**best, "variant": "TRL"}, *rows],
+        rows=[*shown, {**best, "variant": "TRL"}, *rows],
         details={
             "run": ours.run_dir.name,
             "fastest": best["variant"],
-            "over_tokens_with_signal": measured.tokens_per_s / best["with_signal_per_s"],
             "vllm": not options.no_vllm,
             "versions": ran_with(ours),
         },

@@ -40,5 +40,9 @@ local smoke = run + (import 'hardware/cpu.libsonnet') + {
 };
 (import 'lib/named.libsonnet')(
   { ['smollm2_problems_seed_%d' % seed]: gpu { seed: seed } for seed in std.range(1, 3) } +
-  { smollm2_problems_smoke: smoke { seed: 1 } }
+  {
+    // TRL trains groups without signal too. benchmarks/async/peer_trl.py compares this run with TRL.
+    smollm2_problems_all_groups: gpu { seed: 1, orchestrator+: { drop_zero_advantage_groups: false } },
+    smollm2_problems_smoke: smoke { seed: 1 },
+  }
 )

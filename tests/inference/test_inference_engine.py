@@ -146,7 +146,7 @@ def test_a_canary_proves_an_engine_and_names_one_that_computes_another_policy(se
         with pytest.raises(WeightsDiffer, match=says):
             await fleet.update(structs.replace(published, canary=known(policies.start())))
         assert fleet.is_proving
-        await fleet.resume()
+        await fleet.engines[0].resume()
 
     with_fleet(scenario, [server[1]], canary=canary)
 

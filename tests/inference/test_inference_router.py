@@ -136,7 +136,7 @@ def test_engines_serve_nobody_without_the_runs_token_by_the_router_or_directly(s
     async def scenario(fleet):
         assert await fleet.health() == [True, True] and len(await fleet.metrics()) == 2
         with pytest.raises(RunFailed, match="missing or belongs to another run"):
-            await fleet.pause()
+            await asyncio.gather(*(engine.pause() for engine in fleet.engines))
         for client in (fleet.router, fleet.engines[0]):
             with pytest.raises(GenerationFailed, match="missing or belongs to another run"):
                 await client.generate(

@@ -1,6 +1,7 @@
 """Run the orchestrator: `python -m orrery.orchestrator --run-dir R --stage rl|evaluate …`."""
 
 import asyncio
+import gc
 
 from orrery.manifest.errors import OrreryError
 from orrery.orchestrator import assemble, evaluate
@@ -19,6 +20,7 @@ async def rl(ctx: RoleContext) -> None:
             await stop_trainer(ctx, wire, preempted.step)
         async with pool as engines, assemble.guests(ctx, pool):
             loop = await assemble.loop(ctx, engines, wire)
+            gc.freeze()  # tasks and modules stay, so a collection need not visit them
             if pool.guests is not None:
                 pool.guests.on_refused = loop.scheduler.drop_engine
             await loop.run()

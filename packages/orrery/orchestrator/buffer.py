@@ -99,6 +99,8 @@ class RolloutBuffer:
         return num_dropped
 
     def take_batch(self, oldest_version: int) -> list[Rollout] | None:
+        if not self.has_batch:
+            return None
         self.sweep(oldest_version)
         if not self.has_batch:
             return None

@@ -299,12 +299,6 @@ class EnginePool:
             among = self.disaggregated.consumers
         await self._every(lambda engine: engine.abort(request_ids), among)
 
-    async def pause(self) -> None:
-        await self._every(EngineClient.pause)
-
-    async def resume(self) -> None:
-        await self._every(EngineClient.resume)
-
     async def metrics(self) -> dict[int, EngineMetrics]:
         every = await self._every(EngineClient.metrics)
         return {index: metrics for index, metrics in every.items() if index in self.admitted}
