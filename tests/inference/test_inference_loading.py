@@ -13,7 +13,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from orrery.inference import loading
 from orrery.inference.loading import WORD, Destination, Loading, Needs, runs
-from orrery.inference.patches.vllm import has_stale_head, say_nothing_of_unloaded
+from orrery.inference.patches.vllm import (
+    has_stale_head,
+    say_nothing_of_rounding,
+    say_nothing_of_unloaded,
+)
 from orrery.wire.weight_wire.plan import Slice, TensorInfo, in_bucket, shape_of
 
 
@@ -133,6 +137,20 @@ def test_a_head_is_stale_where_it_does_not_share_the_embeddings_weight():
     assert has_stale_head(model)
     head.weight = embedding.weight
     assert not has_stale_head(model)
+
+
+def test_vllm_does_not_warn_of_float32_weights_that_it_rounds(caplog):
+    log = logging.getLogger("vllm.model_executor.models.utils")
+    before, text = list(log.filters), "Attempted to load weight %s with dtype %s into %s"
+    say_nothing_of_rounding()
+    try:
+        log.warning(text, "a", torch.float32, torch.bfloat16)
+        log.warning(text, "b", torch.int8, torch.bfloat16)
+        log.warning("another matter")
+    finally:
+        log.filters[:] = before
+    said = ["Attempted to load weight b with dtype torch.int8 into torch.bfloat16"]
+    assert caplog.messages == [*said, "another matter"]
 
 
 @pytest.mark.parametrize(

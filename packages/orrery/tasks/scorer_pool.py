@@ -55,6 +55,8 @@ class ScorerPool:
             scoring.add_done_callback(partial(self._forget_failure, key))
             if len(self._scores) > KEPT_SCORES:
                 del self._scores[next(iter(self._scores))]
+        if scoring.done():
+            return scoring.result()
         # Equal calls share one task, so cancelling one call must not cancel the task.
         return await asyncio.shield(scoring)
 

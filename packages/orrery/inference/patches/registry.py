@@ -82,6 +82,13 @@ PATCHES = (
         "test_inference_engine.py",
     ),
     Patch(
+        "vllm.say_nothing_of_rounding",
+        "model_executor.models.utils",
+        "loading warns of each float32 tensor, and trainers save float32 weights",
+        "vLLM warns once of all rounded tensors",
+        "test_inference_loading.py",
+    ),
+    Patch(
         "vllm.draw_again_after_a_part",
         "CPUModelRunner._sample and _bookkeeping_sync",
         "a seeded request with chunked prefill ends the engine: CPU generators have no offset",
@@ -298,6 +305,7 @@ def correct_engine(shared_memory_name: str | None) -> None:
         _apply("vllm.name_shared_memory", shared_memory_name)
     _apply("vllm.meet_at_one_address")
     _apply("vllm.sleep_for_messages")
+    _apply("vllm.say_nothing_of_rounding")
     if KEPT in os.environ:
         _apply("vllm_routes.keep")
         _apply("vllm_routes.beside_transfer")

@@ -73,6 +73,15 @@ def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[N
         log.removeFilter(is_news)
 
 
+def say_nothing_of_rounding() -> None:
+    def is_news(record: logging.LogRecord) -> bool:
+        arguments = record.args if isinstance(record.args, tuple) else ()
+        is_cast = str(record.msg).startswith("Attempted to load weight %s with dtype")
+        return not (is_cast and arguments[1:2] == (torch.float32,))
+
+    logging.getLogger("vllm.model_executor.models.utils").addFilter(is_news)
+
+
 def has_stale_head(model: torch.nn.Module) -> bool:
     """Return whether a tied output head has its own parameter, which no weight update reaches."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
