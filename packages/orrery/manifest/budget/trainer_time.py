@@ -27,6 +27,9 @@ EAGER = 2.5  # bytes of elementwise operations without the compiler / with it
 FORWARD_SHARE = 0.3  # share of computation that is the forward pass
 BOTH_WAYS = 0.75  # share of the host link's rate in each direction, if both are in use
 QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
+MUON_SHARE = 0.7  # share of the dense rate that products of Newton-Schulz steps reach
+HOST_GRADIENTS = 2.7e9  # bytes/s of gradients that `fsdp.cpu_offload` copies to the host
+HOST_OPTIMIZER = 32e9  # bytes/s of the optimizer and of gradient sums on the host
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ def step_s(
         sharding = micro_batches * _sharding_bytes(trainer, counted)
     seconds["sharding copies"] = sharding / (SHARDING_SHARE * rates.memory_bytes)
     seconds["copies"] = _offload_s(model, trainer, tokens, sum(seconds.values()), rates)
+    if trainer.fsdp.cpu_offload:
+        seconds["copies"] += _cpu_offload_s(trainer, counted, micro_batches, rates)
     computing = sum(seconds.values())
     in_all, exposed = _communication(
         model, trainer, counted, micro_batches, tokens, computing, link
@@ -98,9 +103,8 @@ def step_s(
         window = computing / micro_batches, micro_batches > 1
         num_bytes = 4 * num_states * (1 - trainer.memory.optimizer_offload_resident)
         offloaded_s = _state_copies_s(num_bytes, rooms.arriving[0], *window, rates)
-    seconds["optimizer"] = max(computing_s, offloaded_s)
-    # Muon's all-to-alls overlap with copies of offloaded states.
-    exposed += max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
+    seconds["optimizer"] = computing_s + offloaded_s
+    exposed += exchange_s
     busy = sum(seconds.values()) + exposed
     least = LAUNCH_S * model.num_layers * micro_batches
     idle = max(IDLE_SHARE * busy, least - busy)
@@ -173,6 +177,19 @@ def _offload_s(
     return max(0.0, one_way - forward) + max(0.0, one_way - (computing - forward))
 
 
+def _cpu_offload_s(
+    trainer: Trainer, counted: ParameterCounts, micro_batches: int, rates: Rates
+) -> float:
+    """Return the seconds in which a rank's weights and gradients move between host and device."""
+    shards = trainer.mesh.dp_shard * trainer.mesh.cp
+    gathers = micro_batches * (2 if trainer.fsdp.reshard_after_forward else 1)
+    weights = DTYPE_BYTES[trainer.param_dtype] * counted.total / shards
+    reductions = micro_batches if trainer.fsdp.reduce_gradients == "micro_batch" else 1
+    trained = sum(unit.trained for unit in counted.units) / shards
+    gradients = DTYPE_BYTES[trainer.reduce_dtype] * trained
+    return gathers * weights / rates.host_link_bytes + reductions * gradients / HOST_GRADIENTS
+
+
 def _communication(
     model: Model,
     trainer: Trainer,
@@ -214,7 +231,8 @@ def _optimizer_s(
         exchanged_bytes = 2 * 2 * split / shards * (shards - 1) / shards
         in_blocks = values / shards
         rest = max(trained - in_blocks, 0.0)
-        products_s = optimizer.num_newton_schulz_steps * operations / shards / rates.dense_flops
+        operations *= optimizer.num_newton_schulz_steps / shards
+        products_s = operations / (MUON_SHARE * rates.dense_flops)
         num_bytes = in_blocks * (60 if optimizer.nesterov else 48) + rest * 40
         num_states = in_blocks + 2 * rest
     elif optimizer.kind == "adamw":
@@ -224,7 +242,8 @@ def _optimizer_s(
         num_states = trained if optimizer.momentum else 0.0
     else:
         num_bytes, num_states = trained * (32 if optimizer.weight_decay else 24), 0.0
-    computing_s = num_bytes / rates.memory_bytes + products_s
+    on_host = trainer.fsdp.cpu_offload
+    computing_s = num_bytes / (HOST_OPTIMIZER if on_host else rates.memory_bytes) + products_s
     return computing_s, num_states, exchanged_bytes / link.all
 
 
