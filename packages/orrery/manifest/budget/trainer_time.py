@@ -28,6 +28,7 @@ FORWARD_SHARE = 0.3  # share of computation that is the forward pass
 BOTH_WAYS = 0.75  # share of the host link's rate in each direction, if both are in use
 QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
 MUON_SHARE = 0.7  # share of the dense rate that products of Newton-Schulz steps reach
+EXPERT_WAIT_S = 7e-3  # per MoE block and micro-batch: the host waits for the counts of tokens
 HOST_GRADIENTS = 2.7e9  # bytes/s of gradients that `fsdp.cpu_offload` copies to the host
 HOST_OPTIMIZER = 32e9  # bytes/s of the optimizer and of gradient sums on the host
 
@@ -108,6 +109,9 @@ def step_s(
     busy = sum(seconds.values()) + exposed
     least = LAUNCH_S * model.num_layers * micro_batches
     idle = max(IDLE_SHARE * busy, least - busy)
+    if mesh.ep > 1:
+        blocks = sum(is_sparse(model, layer) for layer in range(model.num_layers))
+        idle += EXPERT_WAIT_S * blocks * micro_batches
     return {
         **seconds,
         "communication": exposed,
