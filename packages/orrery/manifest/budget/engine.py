@@ -26,8 +26,8 @@ CONTEXT_BYTES = 700 << 20  # CUDA context and libraries of a process
 NCCL_BYTES = 400 << 20  # NCCL buffers of a process
 LOGIT_COPIES = 4  # float32 copies of a step's logits during sampling
 GRAPH_COPIES = 5  # ratio: bytes of all CUDA graphs / bytes of their hidden states
-SEQUENCE_S = 20e-6  # host seconds per sampled token: scheduling, log-probs, response
-LAYER_S = 15e-6  # seconds of short kernels and gaps, per layer of a decode step
+SEQUENCE_S = 19e-6  # host seconds per sampled token: scheduling, log-probs, response
+LAYER_S = 36e-6  # seconds of short kernels and gaps, per layer of a decode step
 PRODUCTS_SHARE = 0.7  # share of the matrix product rate that prefill reaches
 
 Bytes = dict[str, int]
