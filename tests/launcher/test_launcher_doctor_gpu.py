@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from orrery.launcher import process
 from orrery.launcher.doctor import NEEDS_DRIVER, PROBE, _ask, examine_gpus, judge_gpus
 from orrery.launcher.doctor_judge import GIB, Answer, Finding
 from orrery.launcher.process import check_packages
@@ -108,10 +109,30 @@ def test_a_run_for_other_hardware_than_the_packages_are_for_is_refused(tmp_path,
     for needs_gpus in (True, False):
         check_packages("demo", needs_gpus)  # carried packages have no marker
     (tmp_path / "hardware").write_text("cuda\n")
+    monkeypatch.setattr(process, "missing_gpu", lambda: None)
     check_packages("demo", needs_gpus=True)
     said = r"for hardware cpu, .*`make setup HARDWARE=cpu`.*`orrery render demo --on-this-machine`"
     with pytest.raises(OrreryError, match=said):
         check_packages("demo", needs_gpus=False)
+
+
+@pytest.mark.parametrize("needs_gpus", [True, False])
+def test_packages_for_gpus_on_a_machine_without_a_driver_are_refused(
+    needs_gpus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "hardware").write_text("cuda\n")
+    said = r"this machine has no NVIDIA driver \(no `nvidia-smi`\). Type `orrery doctor`"
+    with pytest.raises(OrreryError, match=said):
+        check_packages("demo", needs_gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(OrreryError, match="CUDA_VISIBLE_DEVICES is empty"):
+        check_packages("demo", needs_gpus)
+    (tmp_path / "hardware").write_text("cpu\n")
+    if not needs_gpus:
+        check_packages("demo", needs_gpus)
 
 
 def test_the_probe_prints_json_where_torch_finds_no_device():

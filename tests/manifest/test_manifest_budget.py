@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orrery.manifest.budget import engine, table
-from orrery.manifest.budget.options import memory_misfits
+from orrery.manifest.budget.options import fitting_fields, memory_doubts, memory_misfits
 from orrery.manifest.budget.parameters import count_parameters
 from orrery.manifest.budget.run import plan_run
 from orrery.manifest.budget.table import engine_layouts, trainer_layouts
@@ -18,7 +18,7 @@ from orrery.manifest.check import with_values
 from orrery.manifest.devices import DEVICES, SPARSE_PAIRS, rates_of, usable_bytes
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
-from orrery.manifest.plan import check_supported
+from orrery.manifest.plan import check_supported, notes
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = sorted((ROOT / "manifests").glob("*.json"))
@@ -92,6 +92,21 @@ def test_roles_on_one_device_must_fit_together():
     both = run("smollm2_problems_seed_1", inference__kv_cache_bytes=74 << 30)
     (text,) = memory_misfits(both)
     assert text.startswith("trainer of stage") and "beside the engine" in text
+
+
+def test_a_run_whose_plan_exceeds_the_device_but_may_fit_gets_a_note():
+    sure = run("smollm2_problems_seed_1", inference__kv_cache_bytes=40 << 30)
+    assert not list(memory_doubts(sure)) and not fitting_fields(sure)
+    for cache in range(60, 74):
+        doubtful = run("smollm2_problems_seed_1", inference__kv_cache_bytes=cache << 30)
+        if doubts := list(memory_doubts(doubtful)):
+            break
+    (text,) = doubts
+    assert "by its plan needs" in text and "so it may run out of memory" in text
+    check_supported(doubtful)
+    assert f"  note: {text}" in notes(doubtful)
+    changed = with_values(doubtful, fitting_fields(doubtful))
+    assert not list(memory_doubts(changed))
 
 
 def test_the_engines_memory_is_within_a_tenth_of_the_measured_process():

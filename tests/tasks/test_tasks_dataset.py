@@ -316,7 +316,9 @@ def test_a_run_takes_several_files_with_weights_and_checks_every_row(tmp_path, m
     two = write(tmp_path / "two.csv", [{"q": f"{n}?", "a": str(n)} for n in range(50)])
     given = args(two, prompt="{q}", answer="{a}")
     lines = checked(monkeypatch, (args(one), 1.0), (given, 3.0))
+    *lines, note = lines
     assert len(lines) == 4 and all(" rows, prompts not counted" in line for line in lines)
+    assert "tasks.train[0]: the lengths of prompts and answers are unchecked" in note
     write(one, [*ROWS, *({"question": f"{n}!", "answer": ""} for n in range(20))])
     with pytest.raises(OrreryError, match=r"tasks.train\[0\]: .* have an empty answer"):
         checked(monkeypatch, (args(one), 1.0), (given, 3.0))

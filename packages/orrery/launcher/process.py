@@ -20,6 +20,7 @@ from pathlib import Path
 
 from orrery.launcher.site import Site
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.machine import missing_gpu
 from orrery.manifest.plan import ENGINE_ROLES, ProcessPlan
 from orrery.runtime.network import INTERFACE, free_ports
 from orrery.runtime.parent_watch import LAUNCHER_PID, START
@@ -187,13 +188,24 @@ def installed_hardware() -> str | None:
 
 
 def check_packages(name: str, needs_gpus: bool) -> None:
-    """Raise OrreryError if the packages in .venv are not for the run's hardware."""
+    """Raise OrreryError if the packages in .venv, or this machine, are not for the run's hardware.
+
+    Packages that were not installed by `make setup` are not checked.
+    """
     needed, found = "cuda" if needs_gpus else "cpu", installed_hardware()
-    if found in (None, needed):
+    reason = missing_gpu() if found == "cuda" else None
+    if found is None or (found == needed and reason is None):
         return
+    if reason is not None:
+        raise OrreryError(
+            f"the run is for hardware {needed}, .venv has the packages of cuda, and {reason}. Type "
+            "`orrery doctor` to check the driver. To run without a GPU, type `make setup "
+            f"HARDWARE=cpu`, then `orrery render {name} --on-this-machine`, and start the run that "
+            "it names"
+        )
     raise OrreryError(
         f"the run is for hardware {needed}, and .venv has the packages of {found}. If this machine "
-        f"fits the run, type `make setup HARDWARE={needed}`; if not, "
+        f"has such hardware, type `make setup HARDWARE={needed}`. If not, type "
         f"`orrery render {name} --on-this-machine`, and start the run that it names"
     )
 

@@ -165,6 +165,8 @@ def render(
     if on_this_machine:
         machine = this_machine()
         adapted = [adapt(workspace, name, machine) for name in dict.fromkeys(names or [])]
+        for one in adapted:
+            _must_start(f"{one.run.manifest.name}, not written", one.run.manifest)
     else:
         adapted = [Adapted(run, None, {}) for run in _chosen(names)]
     runs = [one.run for one in adapted]
@@ -179,22 +181,8 @@ def render(
     if names:
         for note in [*(note for run in runs for note in notes(run.manifest)), *said]:
             print(note)
-    if on_this_machine:
-        _say_start(names or [], runs)
-
-
-def _say_start(names: list[str], runs: list[Rendered]) -> None:
-    refused = []
-    for name, run in zip(dict.fromkeys(names), runs, strict=True):
-        if refusal(run.manifest) is None:
-            print(f"start with `make demo RUN={run.manifest.name}`")
-        else:
-            refused.append(name)
-    if refused:
-        raise OrreryError(
-            f"{', '.join(refused)}: it cannot start on this machine, as the note above says. "
-            "Change its fields and type the command again"
-        )
+    for run in runs if on_this_machine else ():
+        print(f"start with `make demo RUN={run.manifest.name}`")
 
 
 AXIS = "The file of the axis. Default: jsonnet/hardware/this_machine.libsonnet."

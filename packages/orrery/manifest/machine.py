@@ -110,6 +110,16 @@ def _told(found: Sequence[Gpu]) -> str:
     return told_accelerator(name, capability, min(memory))
 
 
+def missing_gpu() -> str | None:
+    """Return why no GPU is visible, or None. Raise OrreryError if `nvidia-smi` fails."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "CUDA_VISIBLE_DEVICES is empty, so no GPU is visible"
+    if shutil.which(QUERY[0]) is None and not DEVICE_FILE.exists():
+        return "this machine has no NVIDIA driver (no `nvidia-smi`)"
+    gpus()
+    return None
+
+
 def gpus() -> dict[str, Gpu]:
     """Return the visible GPUs by index. Raise OrreryError if types differ or `nvidia-smi` fails."""
     if shutil.which(QUERY[0]) is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from orrery.manifest.budget.options import memory_misfits
+from orrery.manifest.budget.options import memory_doubts, memory_misfits
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
 
@@ -274,6 +274,8 @@ def notes(manifest: Manifest) -> list[str]:
     if told is not None:
         more = (text for text in memory_misfits(manifest) if text not in told)
         said += [f"  note: it does not fit either: {text}" for text in more]
+    else:
+        said += [f"  note: {text}" for text in memory_doubts(manifest)]
     trainer, mesh = manifest.trainer, manifest.trainer.mesh
     keep = getattr(trainer.memory.activation_checkpointing, "keep", ())
     lost = [name for name in keep if name in trainer.unseen]

@@ -69,6 +69,11 @@ def check(manifest: Manifest) -> list[str]:
         lines.append(f"{path}: {use.kind} {use.name!r},{rows} prompts {length}")
         if num_rows is not None and path.startswith("tasks.train") and renderer is not None:
             notes += _long_answers(path, use, renderer, turn, num_rows)
+        if num_rows is not None and path == "tasks.train[0]" and renderer is None:
+            notes.append(
+                f"{NOTE}{path}: the lengths of prompts and answers are unchecked, because the "
+                "tokenizer (model.tokenizer.path) is not here. The init stage checks them"
+            )
         if num_rows is not None and path == "tasks.evaluation[0]":
             notes += _repeated_problems(manifest, num_rows)
     _check_sides(manifest)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from orrery.manifest.budget import engine
 from orrery.manifest.budget.engine import CONTEXT_BYTES, weight_bytes
 from orrery.manifest.budget.parameters import ParameterCounts, count_parameters, is_sparse
 from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory, stage_workload
@@ -95,6 +96,7 @@ def choose_options(
     needed_bytes: int,
     counted: ParameterCounts,
     host_bytes: int = sys.maxsize,
+    max_tier: int = 2,
 ) -> ChosenOptions:
     """Return the cheapest combination of options that frees `needed_bytes`.
 
@@ -108,7 +110,7 @@ def choose_options(
         return base.peak_bytes - after.peak_bytes if fits else -sys.maxsize
 
     best = ChosenOptions((), 0, False)
-    for tier in (0, 1, 2):
+    for tier in range(max_tier + 1):
         for option in memory_options(model, trainer, load, base):
             if option.tier == tier and (num_bytes := freed(option)) >= needed_bytes:
                 return ChosenOptions((option,), num_bytes, True)
@@ -343,6 +345,7 @@ def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
     return f"{text}. That is less than the {needed} that are missing: it takes more devices too"
 
 
+FRAGMENTATION = 0.065  # bytes lost in the allocator / allocated bytes: median in benchmarks/trainer
 LARGEST_ERROR = 0.08  # largest relative error of planned peaks in benchmarks/trainer/planned.json
 GIB = 2**30
 
@@ -363,28 +366,47 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
         if (least := _least_engine_bytes(one)) > capacity:
             yield _prefill_sentence(one, least, capacity)
     if (found := _trainer_misfit(run, capacity)) is not None:
-        beside = " beside the engine" if found.room_bytes < capacity else ""
+        yield _trainer_sentence(found, capacity, "needs", "")
+
+
+def memory_doubts(run: Manifest) -> Iterator[str]:
+    """Yield a sentence for each role whose planned memory exceeds a device, but which may fit."""
+    capacity = usable_bytes(run.hardware.accelerator)
+    if capacity is None or run.model.family == "hugging_face" or any(memory_misfits(run)):
+        return
+    if (planned := _engine_bytes(run)) > capacity:
         yield (
-            f"trainer of stage {found.stage}: a device needs {_gib(found.needed_bytes)} and has "
-            f"{_gib(found.room_bytes)}{beside}; {advice(found.chosen, found.missing_bytes)}"
+            f"inference: by its plan a device needs {_gib(planned)} and has {_gib(capacity)}, so "
+            "it may run out of memory; set inference.kv_cache_bytes to less"
         )
+    elif (found := _trainer_misfit(run, capacity, is_certain=False)) is not None:
+        doubt = ", so it may run out of memory"
+        yield _trainer_sentence(found, capacity, "by its plan needs", doubt)
+
+
+def _trainer_sentence(found: "_TrainerMisfit", capacity: int, needs: str, doubt: str) -> str:
+    beside = " beside the engine" if found.room_bytes < capacity else ""
+    return (
+        f"trainer of stage {found.stage}: a device {needs} {_gib(found.needed_bytes)} and has "
+        f"{_gib(found.room_bytes)}{beside}{doubt}; {advice(found.chosen, found.missing_bytes)}"
+    )
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
     """Return new values by manifest field that make the engines fit in memory.
 
-    If the engines fit already, the values make the trainer fit. Return {} if the run fits or no
-    change suffices.
+    If the engines fit already, the values make the trainer fit on as many devices. Return {} if the
+    run fits or no change suffices.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return {}
-    if (missing := _least_engine_bytes(run) - capacity) > 0:
+    if (missing := _engine_bytes(run) - capacity) > 0:
         changes = {"kv_cache_bytes": run.inference.kv_cache_bytes - missing >> 30 << 30}
         changed = _changed(run, changes)
-        fits = changed is not None and _least_engine_bytes(changed) <= capacity
+        fits = changed is not None and _engine_bytes(changed) <= capacity
         return {"inference.kv_cache_bytes": changes["kv_cache_bytes"]} if fits else {}
-    found = _trainer_misfit(run, capacity)
+    found = _trainer_misfit(run, capacity, is_certain=False, max_tier=1)
     return found.chosen.fields if found is not None and found.chosen.is_enough else {}
 
 
@@ -397,20 +419,25 @@ class _TrainerMisfit:
     chosen: ChosenOptions
 
 
-def _trainer_misfit(run: Manifest, capacity: int) -> _TrainerMisfit | None:
-    least_engine = _least_engine_bytes(run)
+def _trainer_misfit(
+    run: Manifest, capacity: int, is_certain: bool = True, max_tier: int = 2
+) -> _TrainerMisfit | None:
+    """Return the first stage whose trainer does not fit, for certain or by its plan."""
+    engine_bytes = _least_engine_bytes(run) if is_certain else _engine_bytes(run)
     stages = ["rl"] if run.stages.sft is None else ["sft", "rl"]
     counted = count_parameters(run.model, run.trainer.lora)
     for stage in stages:
         trainer, load = stage_workload(run, stage)
         room = capacity
         if run.hardware.shared_devices and stage == "rl":
-            room = max(0, capacity - least_engine)
+            room = max(0, capacity - engine_bytes)
         plan = plan_memory(run.model, trainer, load, capacity, counted)
-        least = int((1 - LARGEST_ERROR) * plan.peak_bytes) + CONTEXT_BYTES
-        if least > room:
-            missing = plan.peak_bytes + CONTEXT_BYTES - room
-            chosen = choose_options(run.model, trainer, load, capacity, missing, counted)
+        share = 1 - LARGEST_ERROR if is_certain else 1 + FRAGMENTATION
+        if int(share * plan.peak_bytes) + CONTEXT_BYTES > room:
+            missing = int(max(1, share) * plan.peak_bytes) + CONTEXT_BYTES - room
+            chosen = choose_options(
+                run.model, trainer, load, capacity, missing, counted, max_tier=max_tier
+            )
             return _TrainerMisfit(stage, plan.peak_bytes, room, missing, chosen)
     return None
 
@@ -418,6 +445,11 @@ def _trainer_misfit(run: Manifest, capacity: int) -> _TrainerMisfit | None:
 def _least_engine_bytes(run: Manifest) -> int:
     weights, _ = weight_bytes(run.model, run.inference)
     return weights + run.inference.kv_cache_bytes + CONTEXT_BYTES
+
+
+def _engine_bytes(run: Manifest) -> int:
+    has_adapters = run.transport.weights == "adapters"
+    return sum(engine.memory(run.model, run.inference, True, has_adapters).values())
 
 
 def _engine_sentence(run: Manifest, needed: int, capacity: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from orrery.manifest.budget import engine, trainer_time
 from orrery.manifest.budget.engine import CONTEXT_BYTES, NCCL_BYTES, Serving
-from orrery.manifest.budget.options import memory_misfits
+from orrery.manifest.budget.options import FRAGMENTATION, memory_misfits
 from orrery.manifest.budget.parameters import ParameterCounts, count_parameters
 from orrery.manifest.budget.trainer_memory import (
     MemoryPlan,
@@ -30,7 +30,6 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
 Bytes = dict[str, int]
-FRAGMENTATION = 0.065  # bytes lost in the allocator / allocated bytes: median in benchmarks/trainer
 NETWORK_BYTES = 50e9  # default network bytes/s of a device (400 Gb/s)
 MEAN_SHARE = 0.25  # default mean rollout tokens / max_model_len_tokens
 COLUMN_BYTES = 17  # bytes per token of a batch: id, mask, log-prob, version, advantage
