@@ -1,1 +1,1 @@
-"""Run vLLM engines, which load new weights during requests and report their weights' digests."""
+"""Run vLLM engines that load new weights during requests and report weight digests."""

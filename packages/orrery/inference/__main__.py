@@ -30,9 +30,9 @@ def main() -> None:
 
 
 def run(role: str) -> None:
-    gc.disable()  # garbage collections would slow the imports
+    gc.disable()  # collections would slow the imports
     with role_process(role) as ctx:
-        run_token()  # check the access token before vLLM's long start
+        run_token()  # check the token before vLLM's long start
         ctx.health.doing("loading vLLM")
         engine, part = engine_and_part(ctx)
         inference = ctx.manifest.inference.of_engine(engine)

@@ -29,14 +29,14 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 from orrery.wire.weight_wire import check_library, served_model
 
-PLUGIN = "orrery"  # our entry point in `vllm.general_plugins`
-BACKEND = "orrery"  # our weight receiver in vLLM
+PLUGIN = "orrery"
+BACKEND = "orrery"
 ADAPTER_BACKEND = "orrery_adapters"
 # The full name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-ENGINE_READY_S = 600  # time limit for loading and compiling the model
-HEAD, MEET_S = "engine_head", 0.1  # role that publishes an engine's address; poll interval in s
-KEEP_ALIVE_S = 600  # idle seconds until the server closes a connection; clients close earlier
+ENGINE_READY_S = 600
+HEAD, MEET_S = "engine_head", 0.1  # role that publishes an engine's address
+KEEP_ALIVE_S = 600  # longer than clients keep an idle connection
 # vLLM's LoRA kernels for experts need a GPU, so adapters never target experts.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -90,8 +90,8 @@ def server_arguments(
         "--uvicorn-log-level": "warning",
     }
     flags = [
-        "--tokens-only",  # no tokenizer, because the orchestrator turns chats into tokens
-        "--enable-prompt-tokens-details",  # answers report cached_tokens
+        "--tokens-only",  # the orchestrator tokenizes chats
+        "--enable-prompt-tokens-details",
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
         "--disable-fastapi-docs",
@@ -111,7 +111,7 @@ def server_arguments(
     else:
         arguments |= _spread(manifest)
         if inference.dtype == "bfloat16":
-            # As in the trainer, the output head computes float32 logits.
+            # The trainer's output head computes float32 logits too.
             arguments["--hf-overrides"] = json.dumps({"head_dtype": "float32"})
         if not inference.enforce_eager:
             flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
@@ -141,7 +141,7 @@ _NOT_FP8 = {
     "feed_forward": r"re:.*\.(mlp|shared_experts?)\.(gate|up|down|gate_up)_proj$",
     "experts": r"re:.*\.mlp\.experts(\..*)?$",
 }
-# vLLM's latent-attention layers that stay in bfloat16 under `model.fp8`.
+# Latent-attention layers that stay in bfloat16 under `model.fp8`.
 _NARROW = r"re:.*\.self_attn\.(fused_qkv_a_proj|q_a_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\..*)$"
 
 
@@ -157,7 +157,7 @@ def _spread(manifest: Manifest) -> dict[str, str]:
         arguments |= {
             # One scale per 128 × 128 block, as in DeepGEMM and the trainer
             "--quantization": "fp8_per_block",
-            # Routers stay unquantized, because fp8 routers would choose other experts.
+            # FP8 routers would choose other experts.
             "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$", *others]}),
         }
     return arguments
@@ -206,7 +206,7 @@ def node_arguments(inference: Inference, part: int, host: str, port: int) -> lis
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> Path | None:
     """Return a folder with a LoRA adapter of zeros in PEFT's format, or None without LoRA.
 
-    All engines of a stage share the folder, because its path is part of a cached KV block's key.
+    All engines of a stage share the folder, because a KV block's hash includes its path.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -217,7 +217,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
     aside = folder.with_name(f".{folder.name}.{name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    # The trainer publishes factors that contain LoRA's scale, so alpha / r must be 1.
+    # Published factors contain LoRA's scale, so alpha / r must be 1.
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
     config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))
@@ -243,7 +243,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
 def engine_variables(manifest: Manifest) -> dict[str, str]:
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",  # enable /pause, /resume, /collective_rpc, weight updates
-        "VLLM_PLUGINS": PLUGIN,  # load no other plugin
+        "VLLM_PLUGINS": PLUGIN,
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -254,13 +254,13 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
     if manifest.inference.quantization == "fp8":
         variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # with 1, Hopper engines round weights twice
     if manifest.inference.enforce_eager:
-        # Otherwise, vLLM compiles the log-prob ranking, which needs a C++ compiler.
+        # Otherwise vLLM compiles the log-prob ranking, and needs a C++ compiler.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set vLLM's environment variables. Keep the user's timeout, log level and CPU options."""
+    """Set environment variables for vLLM. Keep the user's timeout, log level and CPU options."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()
@@ -276,7 +276,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
             name_ucx_devices()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())
     if manifest.hardware.accelerator == "cpu":
-        # Otherwise, vLLM pins every server to the same core.
+        # Otherwise vLLM pins every server to the same core.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # overrides --kv-cache-memory-bytes

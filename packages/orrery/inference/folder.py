@@ -1,7 +1,7 @@
 """Serve a Hugging Face folder for `orrery serve`: `python -m orrery.inference.folder`.
 
-The run directory has no manifest, but a link `weights/serve` to the folder. On a CPU, `--dtype` is
-set from config.json, because vLLM would not choose float32 itself.
+The run directory links to the folder as `weights/serve`, and has no manifest. On a CPU, `--dtype`
+is from config.json, because vLLM would not choose float32.
 """
 
 import gc

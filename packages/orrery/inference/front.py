@@ -1,8 +1,6 @@
-"""Check credentials in front of vllm-router. Without this check, any caller could add engines.
+"""Check credentials in front of vllm-router. Otherwise any caller could add engines.
 
-- Only `ROUTES` are forwarded, with the headers in `ASKED`.
-- The credential is checked before the body is read.
-- vllm-router checks keys by a request to our path `AUTHORIZED`, so it refuses other users.
+vllm-router checks keys by a request to `AUTHORIZED`, so it also refuses direct callers.
 """
 
 import asyncio
@@ -22,7 +20,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.token import Purpose, authorization, credential, run_token
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
 
-AUTHORIZED = "/authorized"  # path that answers 200 to the credential `generate`
+AUTHORIZED = "/authorized"  # answers 200 to the credential `generate`
 ROUTES = {
     ("GET", AUTHORIZED): Purpose.GENERATE,
     ("POST", "/inference/v1/generate"): Purpose.GENERATE,
@@ -36,7 +34,7 @@ PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
 MAX_HEAD_BYTES = 1 << 14
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens takes 8 MB of JSON
 BACKLOG = 1024  # the orchestrator opens hundreds of connections at once
-KEPT_S = 600.0  # idle seconds until a connection is closed; callers close earlier
+KEPT_S = 600.0  # longer than callers keep an idle connection
 SWEEP_S = 10.0
 LINGER_S = 1.0
 
@@ -45,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class Front:
-    """A proxy of vllm-router. With an empty token, every request is accepted."""
+    """An empty token accepts every request."""
 
     def __init__(self, token: str, router_url: str) -> None:
         address = urlsplit(router_url)
@@ -85,7 +83,7 @@ class Front:
         return "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
 
     def allows(self, method: str, path: str, given: bytes) -> bool:
-        """Return whether credential `given` permits a route. Unknown routes need `administer`."""
+        """Return whether the credential permits a route. Unknown routes need `administer`."""
         purpose = ROUTES.get((method, path), Purpose.ADMINISTER)
         return hmac.compare_digest(given, self._wanted[purpose]) or not self._has_token
 
@@ -249,7 +247,7 @@ class _Caller(asyncio.Protocol):
             self.transport.close()
 
     def fail(self, error: Exception) -> None:
-        """Answer 502, or disconnect after a partial answer, so that the caller sees an error."""
+        """Answer 502. After a partial answer, disconnect, so that the caller sees an error."""
         self.upstream = None
         if self.is_answered:
             return self.transport.abort()
@@ -362,7 +360,7 @@ def _answer(status: int, text: str, more: str = "") -> bytes:
     return f"{head}Content-Length: {len(text.encode())}\r\n{more}\r\n{text}".encode()
 
 
-OPEN = ("/health", "/metrics")  # paths without a credential
+OPEN = ("/health", "/metrics")  # need no credential
 GENERATE = "/inference/v1/generate"
 UNAUTHORIZED = "this engine serves one run only: its token is missing or belongs to another run\n"
 UNKNOWN_KEY = "the token that `orrery serve` printed is missing or wrong\n"
@@ -370,11 +368,11 @@ INDEX = "ORRERY_ENGINE"
 
 
 class RequireToken:
-    """ASGI middleware: answer 401 without the path's credential, before the body is read.
+    """ASGI middleware: answer 401 without the path's credential, before reading the body.
 
-    GENERATE needs the credential `generate`. Paths in OPEN need none. Others need `administer`.
+    GENERATE needs the credential `generate`, paths in OPEN need none, and others need `administer`.
     Without a token, an engine refuses all requests if a launcher started it, and accepts all
-    requests if it was started by hand.
+    otherwise.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -406,7 +404,7 @@ class RequireToken:
 
 
 class RequireKey:
-    """ASGI middleware of `orrery serve`: answer 401 without the token, before the body is read.
+    """ASGI middleware of `orrery serve`: answer 401 without the token.
 
     vLLM's own `--api-key` leaves some paths open.
     """

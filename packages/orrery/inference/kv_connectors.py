@@ -1,11 +1,8 @@
 """Configure vLLM's KV transfers and KV tiers from the manifest, without importing vLLM.
 
-- Transfer: the first `prefill_replicas` engines prefill, and the others read their KV blocks. A
-  block's lease (time until its reuse) outlasts any request, because NIXL could otherwise send the
-  cache of another request.
-- Tiers: KV blocks and routes (chosen experts) on disk take at most `disk_bytes` together.
-- A block's hash includes the policy version. A resumed run repeats versions, so the files of its
-  earlier attempts are removed.
+- The first `prefill_replicas` engines prefill, and the others read their KV blocks. A block's lease
+  (time until reuse) outlasts any request. Otherwise NIXL could send another request's cache.
+- A resumed run repeats block hashes, so it removes the files of earlier attempts.
 """
 
 import json
@@ -33,9 +30,9 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-LEASE_MARGIN_S = 300.0  # added to a client's request timeout
+LEASE_MARGIN_S = 300.0
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
-HASH_SEED = "0"  # gives all engines equal block hashes, also after restarts
+HASH_SEED = "0"  # equal block hashes in all engines and after restarts
 STORE_DEADLINE_S = 120.0
 DISK_TIER = "orrery_disk"
 
@@ -45,7 +42,6 @@ def lease_s(manifest: Manifest) -> int:
 
 
 def connector_config(manifest: Manifest, index: int, disk: Path) -> dict[str, Any] | None:
-    """Return vLLM's KV connector config, or None. `disk`: folder of the disk tier."""
     transfer, tiers = _transfer_config(manifest, index), _offload_config(manifest, disk)
     if transfer is None or tiers is None:
         return transfer or tiers
@@ -65,7 +61,7 @@ def _transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if index < inference.prefill_replicas else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "engine_id": f"{index}-{uuid.uuid4()}",  # new id per start, because a restart loses blocks
+        "engine_id": f"{index}-{uuid.uuid4()}",  # new per start, because a restart loses blocks
     }
     if transfer.kind == "nixl":
         return config | {
@@ -94,7 +90,7 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 
 def handover(config: Any, host: str) -> dict[str, str]:
     if config is None or "VLLM_MOONCAKE_BOOTSTRAP_PORT" not in os.environ:
-        return {}  # NIXL itself adds its id and address to each answer
+        return {}  # NIXL adds its id and address to each answer
     return {
         "kv_engine_id": config.engine_id,
         "kv_bootstrap": f"http://{host}:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}",
@@ -102,7 +98,7 @@ def handover(config: Any, host: str) -> dict[str, str]:
 
 
 def disk_folder(ctx: RoleContext) -> Path:
-    """Return an engine's folder on the scratch disk, kept over restarts within an attempt."""
+    """Return the engine's folder on the scratch disk, kept over restarts within an attempt."""
     name = str(ctx.index) if ctx.role == "inference" else ctx.name
     folder = run_directory.disk_folder(ctx.run_dir, ctx.stage)
     return folder / f"attempt_{ctx.attempt}" / name
@@ -200,7 +196,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write the config file of Mooncake's client. Return the variable with its path."""
+    """Write Mooncake's client config. Return the variable with its path."""
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
     share = offload.segment_bytes // manifest.inference.devices_per_replica
@@ -252,7 +248,7 @@ FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
 
 
 class BoundedFolder:
-    """Evict old files of a folder above a size limit. Readers must accept missing files."""
+    """Evict old files above a size limit. Readers must accept missing files."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
@@ -264,7 +260,7 @@ class BoundedFolder:
 
     @contextmanager
     def writing(self, paths: Sequence[str], num_bytes: int) -> Iterator[None]:
-        """Evict old files, so that the `with` body can write `paths` of `num_bytes` each."""
+        """Make room for the `with` body to write `paths` of `num_bytes` each."""
         _remove(self._enter(paths, num_bytes))
         try:
             yield

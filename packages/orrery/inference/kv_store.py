@@ -14,7 +14,7 @@ from orrery.runtime.parent_watch import die_with_parent
 from orrery.runtime.role_context import role_process
 from orrery.wire import rendezvous
 
-# Mooncake's system libraries → their Debian packages
+# Library → Debian package
 LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4"}
 
 

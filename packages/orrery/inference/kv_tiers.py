@@ -1,8 +1,7 @@
 """Limit the size of vLLM's disk tier for KV blocks, and make all tiers work on CPU.
 
-vLLM recomputes the blocks of missing files. vLLM 0.32 refuses to offload on CPU, so `_stand_in`
-replaces device copies by memory copies. Remove this module when vLLM limits the tier and offloads
-on CPU.
+vLLM recomputes blocks of missing files. vLLM 0.32 refuses to offload on CPU, so `_stand_in`
+replaces device copies by memory copies. Remove this module when vLLM does both.
 """
 
 import contextlib
@@ -107,7 +106,7 @@ class _Torch:
 
 
 class _OnDevice(torch.Tensor):
-    """A CPU tensor that passes vLLM's assertion that the KV cache is on a device."""
+    """A CPU tensor that passes vLLM's check for a device tensor."""
 
     is_xpu = True  # type: ignore[assignment]
 

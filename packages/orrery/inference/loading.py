@@ -1,9 +1,9 @@
 """Find the weight slices that this engine rank needs, and copy them into vLLM's layers.
 
-- `learn` records which boxes the model's `load_weights` copies. A box is a (start, stop) per
+- `learn` records the boxes that the model's `load_weights` copies. A box is a (start, stop) per
   dimension.
-- `Loading` passes each complete layer to vLLM's layerwise reload, which repacks or quantizes it
-  without changing the addresses that CUDA graphs use.
+- `Loading` passes complete layers to vLLM's layerwise reload. It keeps the addresses that CUDA
+  graphs use.
 """
 
 import math
@@ -75,8 +75,8 @@ class Needs:
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
     """Return the slices that `model` loads. Leave the model unchanged.
 
-    Raise ValueError if a layer gets only a part of its elements, or if its loader does more than
-    copy slices.
+    Raise ValueError if a layer gets only some of its elements, or if a loader does more than copy
+    slices.
     """
     with _without_storage(model) as owners:
         recorder = _Recorder(owners)
@@ -134,7 +134,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # Key: storage address. The tensor is kept so that its address is not reused.
+        # By storage address. Keep the tensor, so that its address is not reused.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:
@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the box that `of` covers in a dense tensor of `shape`, and `into`'s stride per dim.
+    """Return the box of `of` in a dense tensor of `shape`, and the stride of `into` per dimension.
 
     Raise ValueError if the view is not a box.
     """
@@ -338,7 +338,7 @@ class Loading:
 
     @torch.no_grad()
     def load(self, copies: list[Run], bucket: torch.Tensor) -> None:
-        """Copy from `bucket`, u8[bytes]. Let vLLM process each layer that is then complete."""
+        """Copy from `bucket`, u8[bytes]. Let vLLM process each completed layer."""
         for run in copies:
             layer = self._layers[run.layer]
             if run.layer not in self._begun:

@@ -11,14 +11,13 @@ from orrery.inference.patches import registry
 from orrery.runtime.parent_watch import die_with_parent
 from orrery.wire.fingerprint import digest
 
-# Environment variable that holds the prefix of the engine's shared memory names.
+# Environment variable: prefix of the engine's shared memory names.
 SHARED = "ORRERY_SHARED_MEMORY"
 
 _registered = False
 
 
 def register() -> None:
-    """Register the weight receivers and apply the patches, once per process."""
     global _registered
     if _registered:
         return
@@ -40,7 +39,7 @@ class AttestingWorker:
     finish_weight_update: Any
 
     def untaken(self) -> str | None:
-        """Return the error of this worker's last weight update, or None."""
+        """Return the last weight update's error, if any."""
         failure: str | None = self.weight_transfer_engine.failure
         return failure
 
@@ -86,7 +85,7 @@ class AttestingWorker:
         asyncio.run_coroutine_threadsafe(expire(), worker.sender_loop).result()
 
     def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail KV reads from an ended engine. Do nothing with NIXL, which detects lost engines."""
+        """Fail KV reads from an ended engine. NIXL detects lost engines itself."""
         from orrery.inference.patches.vllm import give_up_pulls_of
 
         worker = _connector_worker()

@@ -1,10 +1,10 @@
 """Load a published weight version into the running model, and fingerprint its tensors.
 
-- A version arrives in files, as whole tensors or LoRA factors, or by direct transfer, as slices.
-- A fingerprint of kind "resident" is taken from the loaded model. If the engine repacks or slices
-  the tensor, the fingerprint is taken on arrival ("as_consumed").
-- An update fails if it lacks a tensor of the engine's first checkpoint.
-- Workers never raise, because vLLM 0.32 would mix up their results. If any worker failed, all
+- A version comes in files (whole tensors or LoRA factors) or by direct transfer (slices).
+- Fingerprints are of the loaded model ("resident"). If the engine repacks or slices a tensor, its
+  fingerprint is taken on arrival ("as_consumed").
+- An update must have all tensors of the engine's first checkpoint.
+- Workers never raise, because vLLM 0.32 would mix up their results. If any worker fails, all
   discard the update.
 """
 
@@ -54,13 +54,13 @@ from orrery.wire.weight_wire.transfer import Round, WeightReceiver
 log = logging.getLogger(__name__)
 
 RESIDENT, AS_CONSUMED = "resident", "as_consumed"
-# vLLM does not repack the weights of these modules.
+# vLLM does not repack these modules' weights.
 UNCHANGED = (RMSNorm, VocabParallelEmbedding)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    num_ranks: int | None = None  # data-parallel × tensor-parallel ranks of the engine
+    num_ranks: int | None = None  # data-parallel × tensor-parallel ranks
 
 
 @dataclass
@@ -68,7 +68,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     path: str
     version: int
     engine: str = "engine"
-    transfer: int = 0  # transfer number, 0 if `path` holds files
+    transfer: int = 0  # 0 if `path` holds files
 
 
 class Consumed(NamedTuple):
@@ -80,7 +80,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """How to load one transfer round: FP8 slices to decode, and copies into the model."""
+    """A transfer round's FP8 slices to decode, and copies into the model."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -89,7 +89,7 @@ class RoundRuns(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The loaded model's parameter that holds a published tensor unchanged."""
+    """The model parameter that holds a published tensor unchanged."""
 
     module: torch.nn.Module
     parameter: str
@@ -117,7 +117,6 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
                     fail_transfer(Path(update_info.path), update_info.transfer)
 
     def finish_weight_update(self) -> None:
-        """Set `held` to the tensors' fingerprints, or to {} after a failure."""
         self.held = self._finish(self.failure is None)
 
     @abc.abstractmethod
@@ -126,7 +125,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _receive(self, update: UpdateInfo) -> None:
-        """Receive a whole weight version, or raise."""
+        """Receive a whole version, or raise."""
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
@@ -288,7 +287,7 @@ class Receiver(Backend):
                 )
 
     def _expected_names(self) -> set[str]:
-        """Return the tensor names of the engine's first checkpoint, without a tied output head."""
+        """Return the tensor names of the engine's first checkpoint, without a tied head."""
         from safetensors import safe_open
 
         names: set[str] = set()
@@ -334,8 +333,8 @@ class Receiver(Backend):
 class AdapterReceiver(Backend):
     """vLLM's weight-transfer backend for the engine's one adapter.
 
-    An update overwrites the adapter's factors while the engine is paused. With vLLM's
-    `load_inplace`, requests from before the update would load the old files again.
+    Overwrite the adapter's factors in the paused engine. With vLLM's `load_inplace`, requests from
+    before the update would load the old files again.
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

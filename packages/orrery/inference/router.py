@@ -30,8 +30,8 @@ from orrery.runtime.token import Purpose, authorization, run_token
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-ENGINES_DEADLINE_S = 600.0  # maximum wait for all engines
-CLIENT_FIRST_S = 60.0  # added to the router's timeout, so that clients time out first
+ENGINES_DEADLINE_S = 600.0
+CLIENT_FIRST_S = 60.0  # so that clients time out before the router
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_program as run; run()")
@@ -40,7 +40,7 @@ PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_pro
 def router_arguments(
     manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int
 ) -> list[str]:
-    """Return vllm-router's command line. Raise OrreryError if the run has no router."""
+    """Raise OrreryError if the run has no router."""
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
@@ -68,7 +68,7 @@ def router_arguments(
 
 
 def router_program() -> None:
-    """Run vllm-router. The first command-line argument is the URL that validates API keys.
+    """Run vllm-router. The first argument is the URL that validates API keys.
 
     vllm-router 0.1.17 has no option for this URL. An empty URL accepts every call.
     """
@@ -102,7 +102,7 @@ async def _serve(ctx: RoleContext, token: str) -> None:
         is_left.set()
     urls = [engine.url for engine in engines]
     without_proxy([ctx.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
-    port, metrics_port = free_ports(2)  # vllm-router would not report a port of its own choice
+    port, metrics_port = free_ports(2)  # vllm-router does not report a port that it chooses
     inner = f"http://{LOOPBACK}:{port}"
     async with Front(token, inner) as front, beating_loop(ctx.health):
         url = await front.listen(ctx.host, ctx.port)

@@ -1,7 +1,6 @@
 """Run one vLLM server in this process: start it, publish its address, end its processes.
 
-- The address is published once /health answers.
-- vLLM's processes end with this process, which ends within WATCH_S of an engine core's death.
+- vLLM's processes end with this process, at most WATCH_S after an engine core's death.
 - In the role `headless`, it runs engine cores for a server on another node.
 - SIGTERM ends all processes within STOP_S and deletes KV blocks on disk. Failures keep the blocks.
 """
@@ -39,16 +38,16 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 
 WATCH_S = 0.25
-STOP_S = 2.0  # time from SIGTERM to SIGKILL
-HANG_UP_S = 0.3  # time to send answers after the engine has stopped
+STOP_S = 2.0  # from SIGTERM to SIGKILL
+HANG_UP_S = 0.3  # to send answers after the engine has stopped
 START_DEADLINE_S = 300.0
 
-POINTER = "root cause"  # vLLM's error "See root cause above." means that the log has the cause
+POINTER = "root cause"  # vLLM's error "See root cause above." refers to its log
 HANDLED = "During handling of the above exception, another exception occurred:"
 END_BYTES = 1 << 18
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
 EXCEPTION = re.compile(r"([\w.]+)(?:: \S.*)?")
-CONSEQUENCE = re.compile(  # errors that result from another process's end
+CONSEQUENCE = re.compile(  # errors caused by another process's end
     r"(?:DistNetwork|Cancelled|EOF|BrokenPipe|ConnectionReset)Error|KeyboardInterrupt|SystemExit"
     r"|: cancelled$"
     r"|Connection (?:closed|reset) by peer|remote process exit"
@@ -63,8 +62,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM, then remove `disk`, the folder of KV blocks.
 
-    Raise RunFailed if the engine dies or does not start. If `explain` returns a message for the
-    cause of a failed start, raise OutOfMemory.
+    Raise RunFailed if the engine dies or does not start, or OutOfMemory if `explain` has a message
+    for the cause.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -107,8 +106,8 @@ class Left:
     scratch: Path
     start: str
     shared: str
-    disk: Path | None  # folder of KV blocks
-    pid: int  # server process, because forks must not remove files
+    disk: Path | None  # of KV blocks
+    pid: int  # the server's, because forks must not remove files
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
@@ -149,7 +148,7 @@ async def _serve(
     args.port = socket.getsockname()[1]
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
-    gc.freeze()  # shorten vLLM's gc.collect() calls
+    gc.freeze()
     # Building the client blocks the event loop, so start the heartbeat afterwards.
     async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
@@ -288,8 +287,8 @@ async def _healthy(host: str, port: int) -> bool:
 def root_cause(error: Exception, log: Path, begin: int) -> str:
     """Return the cause of a failed start: an exception in `log` after byte `begin`, or `error`.
 
-    Order of preference: exceptions logged as ERROR, other, handled, and consequences of another
-    process's end.
+    Avoid consequences of another process's end, and handled exceptions. Prefer exceptions logged
+    as ERROR.
     """
     if POINTER not in str(error):
         return str(error)

@@ -1,1 +1,1 @@
-"""Generate rollouts and send batches within the staleness bound. `loop.py` is the algorithm."""
+"""Generate rollouts and send training batches. `loop.py` is the algorithm."""

@@ -20,7 +20,7 @@ async def rl(ctx: RoleContext) -> None:
             await stop_trainer(ctx, wire, preempted.step)
         async with pool as engines, assemble.guests(ctx, pool):
             loop = await assemble.loop(ctx, engines, wire)
-            gc.freeze()  # tasks and modules stay, so a collection need not visit them
+            gc.freeze()
             if pool.guests is not None:
                 pool.guests.on_refused = loop.scheduler.drop_engine
             await loop.run()

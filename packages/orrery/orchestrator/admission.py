@@ -1,12 +1,10 @@
-"""Limit the rollouts in flight by the engines' load. A permit allows one rollout in flight.
+"""Limit the rollouts in flight. Each rollout in flight takes one permit.
 
-- Lowering the limit cancels no rollout.
 - The adaptive limit is the number of engines / `share`. `share` estimates the part of one engine's
-  KV cache that a rollout in flight uses.
-- `share` rises at once but falls slowly. Otherwise young rollouts, which use little cache, would
-  raise the limit.
-- Each preemption in an engine lowers the limit by 1. All preemptions between two polls lower it by
-  at most max(1, BACKOFF · limit).
+  KV cache that a rollout uses. It rises at once but falls slowly, because young rollouts use little
+  cache.
+- Each request that an engine preempts lowers the limit by 1. Preemptions lower it by at most
+  max(1, BACKOFF · limit) per poll.
 """
 
 import math
@@ -43,17 +41,17 @@ class AdaptiveLimit:
     def observe(
         self, loads: Mapping[int, EngineMetrics], in_flight: int, num_ended: int, was_full: bool
     ) -> None:
-        """Update share and limit from the loads of the decode engines.
+        """Update `share` and `limit`.
 
-        `num_ended`: rollouts that ended since the last poll. `was_full`: whether all permits were
-        ever taken since that poll.
+        `num_ended`: rollouts that ended since the last poll. `was_full`: all permits were taken at
+        some time since then.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
             return
         if self.share is None:
             self.share = self._first_share(loads)
-        # vLLM counts a request that loads its cache as waiting, although the request holds blocks.
+        # vLLM counts requests that load their cache as waiting, although they hold blocks.
         holding = sum(load.running + load.loading for load in loads.values())
         waiting = sum(load.waiting - load.loading for load in loads.values())
         if holding and in_flight:
@@ -82,7 +80,7 @@ class AdaptiveLimit:
         return min(1.0, self.max_model_len_tokens / kv_tokens)
 
     def _newly_preempted(self, loads: Mapping[int, EngineMetrics]) -> int:
-        """A restarted engine counts its preemptions from 0 again."""
+        """Return new preemptions. A restarted engine counts from 0 again."""
         before = self._preemptions
         totals = {index: load.preemptions_total for index, load in loads.items()}
         self._preemptions = before | totals
@@ -147,7 +145,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # Skip prefill engines, because rollouts in flight fill only decode engines' caches.
+    # Skip prefill engines, because rollouts only fill decode engines' caches.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})
@@ -162,7 +160,7 @@ async def poll_engines(
 
 
 class EngineActivity:
-    """Write `generate` spans for the times in which an engine has requests."""
+    """Write `generate` spans while an engine has requests."""
 
     def __init__(self, add_span: Callable[..., None]):
         self._add_span = add_span

@@ -1,4 +1,4 @@
-"""Collect the rollouts of a group, which answer one problem, and compute their advantages.
+"""Collect groups (rollouts of one problem), and compute their advantages.
 
 - Equal rewards give advantages of exactly 0.
 - Timeouts with a reward of 0 count in the group's mean reward, but are not trained.
@@ -56,12 +56,11 @@ def advantages(rewards: np.ndarray, algorithm: Algorithm) -> np.ndarray:
 class Group:
     request: GroupRequest
     survivors: list[Rollout] = field(default_factory=list)
-    num_zeros: int = 0  # failed rollouts with a reward of 0
+    num_zeros: int = 0
     num_ended: int = 0
 
 
 def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
-    """Return the finished rollouts with their advantages. A group needs at least two rewards."""
     rewards = [*(rollout.reward for rollout in group.survivors), *[0.0] * group.num_zeros]
     gained = advantages(np.asarray(rewards, dtype=np.float32), algorithm)
     return [
@@ -90,7 +89,7 @@ class Groups:
         if group.num_ended < request.group.size:
             return None
         del self._groups[request.group.key]
-        # Sort, so that the batch does not depend on the order of arrival.
+        # Make the batch independent of the order of arrival.
         group.survivors.sort(key=lambda rollout: rollout.member)
         return group
 

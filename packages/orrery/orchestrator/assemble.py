@@ -1,4 +1,4 @@
-"""Build the parts of a stage from the manifest and the addresses of the other roles."""
+"""Build the parts of a stage."""
 
 import asyncio
 import threading
@@ -31,14 +31,14 @@ from orrery.wire.weight_wire.leases import LeaseClient
 
 T = TypeVar("T")
 
-READ_S = 1800.0  # limit for reading tasks and checkpoints, scaled by ORRERY_DEADLINE_SCALE
-SERVERS_START_S = 600.0  # limit for engines to import vLLM and compile, scaled
+READ_S = 1800.0
+SERVERS_START_S = 600.0
 
 
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
-    """Wait until all engines and any router listen. Return their pool.
+    """Wait until all engines and the router (if any) listen. Return their pool.
 
-    If the stage is preempted, raise Preempted with the newest checkpoint's step, or 0 without one.
+    Raise Preempted with the newest checkpoint's step, or 0, if the stage is preempted.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -120,11 +120,11 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """Return a scheduler with the state of the newest checkpoint, if any.
+    """Return a scheduler, resumed from the newest checkpoint if there is one.
 
-    Remove incomplete checkpoints, and the checkpoints of SFT.
+    Remove incomplete checkpoints and SFT's checkpoints.
     """
-    # The trainer is writing no checkpoint, because it has no batch yet.
+    # This is safe, because the trainer writes no checkpoint before its first batch.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))
@@ -142,7 +142,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 def _first_problem(ctx: RoleContext) -> int:
-    """Return a hash of the site's name in elastic runs, so that sites draw different problems."""
+    """Return the first problem's index. It differs between the sites of an elastic run."""
     if ctx.manifest.trainer.elastic is None:
         return 0
     return zlib.crc32(read_place(ctx.run_dir).name.encode()) << 20

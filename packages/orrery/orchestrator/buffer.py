@@ -1,10 +1,9 @@
 """Collect complete groups, and return batches of their rollouts.
 
 - A group with fewer than two rewards is dropped (`too_few_survivors`).
-- With `drop_zero_advantage_groups`, groups whose advantages are all zero become spare. A batch
-  uses spare groups after `max_sampled_ratio` · `rollouts_per_batch` sampled rollouts.
-- A batch has exactly `rollouts_per_batch` rollouts, oldest group first.
-- Groups with a stale rollout are dropped before each batch. This guarantees the staleness bound.
+- With `drop_zero_advantage_groups`, a group with only zero advantages is spare. A batch uses spare
+  groups only after `max_sampled_ratio` · `rollouts_per_batch` sampled rollouts.
+- A batch has exactly `rollouts_per_batch` rollouts, oldest group first, and no stale group.
 """
 
 import math
@@ -15,8 +14,8 @@ from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.advantages import Group, with_advantages
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = 10  # untrainable rollouts in a row that end the run, in batches
-RAISE = {  # reason of a drop → setting that the error advises to raise
+BARREN_BATCHES = 10  # the run ends after this many batches of consecutive untrainable rollouts
+RAISE = {  # drop reason → setting to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",
     "stale_in_queue": "max_off_policy_steps",
@@ -28,11 +27,10 @@ class RolloutBuffer:
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
-        # Keep as many spare rollouts as generation may be ahead of the trainer.
         self.max_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
         self.queue: deque[list[Rollout]] = deque()
         self.spare: deque[list[Rollout]] = deque()
-        self.num_sampled = 0  # each taken batch subtracts `budget`
+        self.num_sampled = 0
         self.dropped: Counter[str] = Counter()
         self._barren: Counter[str] = Counter()
         self._details: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """Turn groups (rollouts of one problem) into requests in flight, and end slow rollouts.
 
-- The next group comes from the task that is furthest below its share of all groups.
-- Every request leaves exactly once: finished, failed, or in a `GroupDropped(reason)`.
-- Evaluation goes first, then started groups, whose prompt is cached, then new groups.
+- The next group comes from the task furthest below its share of all groups.
+- Every request leaves exactly once: finished, failed, or in a `GroupDropped`.
+- Order: evaluation, started groups (their prompt is cached), new groups.
 - Failed rollouts are not retried, except evaluation rollouts of a lost engine.
 """
 
@@ -20,7 +20,7 @@ from orrery.runtime.timing import scaled
 Purpose = Literal["train", "evaluation"]
 
 TIMEOUT = "timeout"
-PROOF_S = 30.0  # limit for a busy engine's next token, scaled by ORRERY_DEADLINE_SCALE
+PROOF_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class GroupRequest:
 
     purpose: Purpose
     group_id: int
-    task_index: int  # position in manifest.tasks.train or manifest.tasks.evaluation
+    task_index: int  # index in manifest.tasks.train or manifest.tasks.evaluation
     problem_index: int
     size: int
 
@@ -65,12 +65,12 @@ class Request:
 class GroupDropped:
     group: GroupRequest
     reason: str
-    in_flight: tuple[Request, ...]  # to cancel
+    in_flight: tuple[Request, ...]
     num_undispatched: int
 
 
 class Source:
-    """Give `unfinished` groups, then new ones. Problem indices start at `first_problem`."""
+    """Return `unfinished` groups, then new groups. Problem indices start at `first_problem`."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Dispatch:
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
         """Return the requests in flight for longer than `timeout_s`. They stay in flight.
 
-        Time in which no engine serves (`is_served` is False) does not count.
+        Time without a serving engine (`is_served` is False) does not count.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
@@ -229,7 +229,7 @@ class Dispatch:
 
 @dataclass
 class _Expired:
-    """A rollout past its timeout. `tokens`: engine → token count at the first poll afterwards."""
+    """A rollout past its timeout. `tokens`: {engine: its token count at the next poll}."""
 
     since_s: float
     tokens: dict[int, int] = field(default_factory=dict)
@@ -237,9 +237,9 @@ class _Expired:
 
 
 class TimeoutClassifier:
-    """Find why rollouts took longer than `timeout_s`.
+    """Classify rollouts that took longer than `timeout_s`.
 
-    - `timeout`: every engine with requests still makes tokens, so the rollout itself is slow.
+    - `timeout`: every engine with requests makes tokens, so the rollout is slow.
     - `engine_still`: an engine with requests made no tokens for PROOF_S.
     - `no_answer`: the rollout's task or judge did not answer.
 

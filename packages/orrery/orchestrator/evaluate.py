@@ -41,7 +41,7 @@ async def run(ctx: RoleContext) -> None:
 
 
 async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, EvaluationResult]:
-    # RL may have ended early, so take the step of its last checkpoint.
+    # RL may have ended early.
     after = max(checkpoints.steps(ctx.run_dir), default=ctx.manifest.stages.rl.num_steps)
     policies = {
         "before": (0, assemble.policy_dir(ctx, "sft", "init")),
@@ -79,9 +79,9 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 
 
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
-    """Raise RunFailed if the weights in `folder` differ from those that the trainer published.
+    """Raise RunFailed if `folder` does not hold the last weights that the trainer published.
 
-    Only the weight transport `files` without FP8 has comparable digests.
+    Check only the weight transport `files` without FP8. Other digests are not comparable.
     """
     newest = checkpoints.latest(ctx.run_dir)
     comparable = ctx.manifest.transport.weights == "files" and not ctx.manifest.model.fp8
@@ -169,7 +169,7 @@ class EvaluationLoop:
 
 
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
-    """Return the content of `result.json`: rewards of each policy, over all tasks and by task.
+    """Return the content of `result.json`: rewards by policy and task.
 
     Means exclude failed rollouts, but include timeouts with a reward of 0. The mean over all tasks
     weights each task by its requested rollouts.

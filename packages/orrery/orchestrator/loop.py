@@ -1,12 +1,11 @@
-"""Run the RL stage as four asyncio tasks, which share only the scheduler's state.
+"""Run the RL stage as four asyncio tasks that share one `Scheduler`.
 
-    generate       start rollouts, and end slow rollouts
+    generate       start rollouts and end slow rollouts
     train          pack batches of rollouts and send them to the trainer
-    follow         load new policy versions into the engines, and start evaluations
+    follow         load new policy versions into the engines and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-At a preemption (the job must end soon), `train` makes the orchestrator and all trainer ranks write
-a checkpoint of the same step.
+At a preemption, `train` makes the orchestrator and all trainer ranks checkpoint the same step.
 """
 
 import asyncio
@@ -37,9 +36,9 @@ POLL_S = 0.03
 GATHER_S = 0.01  # pause between starts, so that rollouts of a group start together
 FIRST_VERSION_S = 600.0
 NUM_SAMPLES = 4
-MANY_TRUNCATED = 0.5  # share of truncated replies from which a warning advises higher limits
+MANY_TRUNCATED = 0.5
 PREEMPTION_POLL_S = 1.0
-TAKE_S = 900.0  # time limit for the trainer to stop at a preemption
+TAKE_S = 900.0
 
 
 class PreemptionWatch:
@@ -72,11 +71,9 @@ async def update_engines(
     watch: Any,
     changed: Notifier,
 ) -> bool:
-    """Load the newest version into all engines. Return whether a version was loaded.
+    """Load the newest policy version into all engines. Return whether a version was loaded.
 
-    - Cancel stale rollouts before the update, because a paused engine handles no aborts.
-    - Rollouts start when the engines resume. `pool.is_proving` holds batches back until the engines
-      have answered the canary.
+    Cancel stale rollouts first, because a paused engine handles no aborts.
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -158,7 +155,7 @@ class Loop:
         self._first_step = scheduler.clock.next_batch - 1
 
     async def run(self) -> None:
-        """Run until the last batch is trained and evaluated. Raise Preempted at a preemption."""
+        """Run until the last batch is trained and evaluated, or raise Preempted."""
         activities = [
             asyncio.create_task(each(), name=each.__name__)
             for each in (self.generate, self.train, self.follow, self.watch_engines)
@@ -199,7 +196,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # Log-probs may be wrong until the engines pass a check with test prompts.
+            # Log-probs may be wrong until all engines have passed the canary check.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)
@@ -221,7 +218,7 @@ class Loop:
             await update_engines(*updating)
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # each pass reads files
+            await asyncio.sleep(POLL_S)  # pause, because each pass reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler
@@ -235,8 +232,6 @@ class Loop:
             for index, load in loads.items() if self._is_routed else ():
                 self.activity.observe(index, load.running + load.waiting, time.time())
             self.changed.notify_all()
-
-    # Ends of rollouts
 
     def _ended(self, request: Request, outcome: Rollout | Failed) -> None:
         if isinstance(outcome, Failed):
@@ -264,8 +259,6 @@ class Loop:
         digest = self.scheduler.digests[version]
         record(self.ctx, result, f"evaluation of version {version}", digest=digest)
 
-    # Sending
-
     async def _send(self, batch: TrainBatch, row: dict) -> None:
         step, scheduler = batch.step, self.scheduler
         documents = [batching.document(rollout, self.temperature) for rollout in batch.rollouts]
@@ -273,7 +266,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write metrics before sending: a run that resumes after this batch would lack them.
+        # Write metrics before sending. A run that resumes after this batch does not write them.
         self.ctx.metrics.write(
             step,
             **row,
@@ -384,8 +377,6 @@ class Loop:
             for rollout in batch.rollouts[:NUM_SAMPLES]
         ]
         batching.append_samples(rollouts_dir(run_dir) / "samples.jsonl", lines)
-
-    # Health
 
     @property
     def _is_routed(self) -> bool:

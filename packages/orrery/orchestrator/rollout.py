@@ -1,6 +1,6 @@
-"""Run one episode of a task and return it as a `Rollout` of arrays.
+"""Run one episode of a task, and return it as a `Rollout`.
 
-- Prompt tokens and tool results are untrained. Their policy version is NO_VERSION.
+- Prompt tokens and tool results are not trained. Their policy version is NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, but still judged.
 - A failure of the engine, task or judge raises `RolloutFailed`. `JudgeBroken` ends the run.
 """
@@ -31,7 +31,7 @@ ENGINE_GONE = "engine_gone"
 
 
 class WorkerThread:
-    """Run blocking calls in order in a daemon thread. A cancelled call in the queue never runs."""
+    """Run blocking calls in order in one daemon thread. Skip calls cancelled before their turn."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
@@ -61,7 +61,7 @@ PROBLEMS = WorkerThread("problems")  # some problems take seconds to create
 
 @dataclass(frozen=True)
 class Failed:
-    """A failed rollout. If `is_zero`, mean rewards include it as 0."""
+    """If `is_zero`, mean rewards include this rollout as 0."""
 
     reason: str
     detail: str
@@ -89,7 +89,7 @@ NOT_THE_TASKS = (
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished episode. The arrays have one entry per token of the conversation.
+    """The arrays have one entry per token of the conversation.
 
     `advantage` is None until all rollouts of the group have ended.
     """
@@ -196,12 +196,11 @@ async def run_episode(
     routes: RouteShape | None = None,
     share: str | None = None,
 ) -> Rollout:
-    """Sample and judge a rollout. Raise RolloutFailed if task, renderer or engine fails.
+    """Sample and judge a rollout, or raise RolloutFailed.
 
-    - `name`: unique among rollouts in flight.
     - `seed`: turn t is sampled with `seed + t`.
-    - `routes`: shape of the routed experts (MoE) that the engine returns, for replay in training.
-    - `share`: key of single-turn rollouts that may share an engine request.
+    - `routes`: shape of the routed experts (MoE) that training replays.
+    - `share`: single-turn rollouts with equal `share` may become one engine request.
     """
     problem, messages = opening.problem, list(opening.problem.messages)
     tokens = _Tokens(opening.prompt)
@@ -238,7 +237,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # the context has no room for another turn
+            truncated = True
             break
         messages.extend(reply)
         tokens.append(turn_tokens)
@@ -268,7 +267,7 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # Checkpoints store these numbers as JSON, which has neither infinity nor NaN.
+    # Checkpoints store these numbers as JSON, but JSON has no infinity or NaN.
     if not np.isfinite([reward, *metrics.values()]).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
         raise RolloutFailed("judge", detail + "rewards and metrics are finite numbers")
@@ -279,7 +278,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     try:
         generation = await engine.generate(token_ids, request_id=request_id, **options)
     except asyncio.CancelledError:
-        # A router does not tell the engine that the client has disconnected.
+        # Abort explicitly, because a router does not report the disconnect to the engine.
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:

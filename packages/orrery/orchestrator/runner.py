@@ -1,8 +1,7 @@
-"""Run and cancel rollouts. Each rollout is one asyncio task.
+"""Run each rollout as an asyncio task, and cancel rollouts.
 
-- Single-turn training rollouts of a group that start together share an engine request.
-- Every request ends in one call of `on_ended`, unless it is cancelled.
-- An exception of a rollout other than `RolloutFailed` ends the run: `check` raises it.
+- `on_ended` is called once per request, except for cancelled requests.
+- A rollout's unexpected exception ends the run: `check` raises it.
 """
 
 import asyncio
@@ -30,12 +29,12 @@ from orrery.orchestrator.rollout import (
 from orrery.wire.rendezvous import request_s
 from orrery.wire.routed_experts import row_shape
 
-# Pause after an engine is lost. Otherwise, new rollouts fail in a tight loop.
+# Pause after a lost engine, because new rollouts would fail in a tight loop.
 GONE_PAUSE_S = 1.0
 
 
 class Notifier:
-    """Wake all waiting tasks. An `await` between a check and `wait` may miss an event."""
+    """Wake all waiting tasks. Callers must not `await` between checking a condition and `wait`."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -61,11 +60,7 @@ class RolloutRunner:
         on_ended: Callable[[Request, Rollout | Failed], None],
         is_compared: Callable[[int], bool] = lambda version: False,
     ):
-        """`tasks`: lists of tasks by purpose, "train" or "evaluation".
-
-        `is_compared(version)`: whether the trainer may recompute log-probs of the version's
-        evaluation rollouts.
-        """
+        """`is_compared(version)`: whether the trainer may recompute the version's log-probs."""
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_ended = on_ended
         self._routes = row_shape(manifest)
@@ -108,7 +103,7 @@ class RolloutRunner:
     def _opened(self, opening: "asyncio.Future[Opening]") -> None:
         self._openings.discard(opening)
         if not opening.cancelled():
-            opening.exception()  # asyncio logs exceptions that are never read
+            opening.exception()  # mark as read, because asyncio logs unread exceptions
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)
@@ -178,7 +173,7 @@ class RolloutRunner:
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """Return the seed of an evaluation rollout, equal for all policy versions."""
+    """Return the same seed for all policy versions."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

@@ -1,10 +1,9 @@
 """Make all decisions of the RL loop, without calling engines, clocks or asyncio.
 
-- A group (rollouts of one problem) starts only if an open batch has room for it. A batch is open if
-  tokens of the engines' policy version may enter it, and if it is at most `max_batches_ahead` + 1
-  batches after the newest batch that the trainer has requested.
-- No rollout starts while a weight update pauses the engines. Weight updates wait for the end of an
-  evaluation.
+- A group (rollouts of one problem) starts only if an open batch has room for it.
+- A batch is open if it accepts tokens of the engines' policy version, and is at most
+  `max_batches_ahead` + 1 batches after the newest batch that the trainer has requested.
+- No rollout starts during a weight update. No update starts during an evaluation.
 - `start` and `expired` take monotonic times. Other functions take wall-clock times.
 """
 
@@ -97,10 +96,9 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Add a rollout. Return the evaluation's result if this is its last rollout.
+        """Add a rollout. Return the evaluation's result after its last rollout.
 
-        Raise RunFailed if a token is not of the evaluated version, or if all rollouts of a task
-        failed.
+        Raise RunFailed if a token has another policy version, or if all rollouts of a task failed.
         """
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
@@ -184,7 +182,7 @@ class Clock:
     max_off_policy_steps: int
     num_batches: int
     next_batch: int = 1
-    version: int = NO_VERSION  # policy version in the engines
+    version: int = NO_VERSION  # in the engines
 
     def oldest_version(self, batch: int) -> int:
         return batch - 1 - self.max_off_policy_steps
@@ -223,7 +221,7 @@ class Snapshot:
     cursors: list[int]
     in_flight: list[GroupRequest]
     queue: list[list[Rollout]]
-    spare: list[list[Rollout]]  # groups whose advantages are zero
+    spare: list[list[Rollout]]  # groups with only zero advantages
     num_sampled: int
     evaluated: int
     num_evaluation_groups: int
@@ -275,8 +273,6 @@ class Scheduler:
             self.buffer.spare.extend(snapshot.spare)
             self.buffer.num_sampled = snapshot.num_sampled
 
-    # Actions
-
     def start(self, now_s: float) -> list[Request]:
         if self.updating or self.clock.version == NO_VERSION:
             return []
@@ -299,7 +295,7 @@ class Scheduler:
         return self.dispatch.expired(now_s, timeout_s, is_served and not self.updating)
 
     def drain(self) -> list[Request]:
-        """Drop groups that are too stale to train. Return the requests to cancel."""
+        """Drop stale groups. Return the requests to cancel."""
         return self._give_up(self.dispatch.drop_stale(self.clock.oldest_useful))
 
     def end_training(self) -> list[Request]:
@@ -331,7 +327,7 @@ class Scheduler:
         return True
 
     def stop_early(self, result: EvaluationResult) -> bool:
-        """If `result` reached `evaluation.stop_at`, take no more batches and return True."""
+        """Return whether `result` reaches `evaluation.stop_at`. If so, take no more batches."""
         stop_at = self.manifest.orchestrator.evaluation.stop_at
         if stop_at is None or result.reward_mean < stop_at or self.clock.all_batches_taken:
             return False
@@ -347,8 +343,6 @@ class Scheduler:
         num_batches = self.clock.num_batches
         is_trained = self.clock.all_batches_taken and self.clock.version >= num_batches
         return is_trained and self.evaluations.last >= num_batches
-
-    # Events
 
     def updated(self, version: int) -> None:
         pinned = self.evaluations.pinned

@@ -1,9 +1,9 @@
-"""Write and read the orchestrator's half of a checkpoint, `…/step_<n>.attempt_<k>/orchestrator/`.
+"""Write and read the orchestrator's part of a checkpoint, `step_<n>.attempt_<k>/orchestrator/`.
 
-- `queue.safetensors` has the finished groups that wait for a batch. `state.json` has the rest.
-- Step n's files are written before batch n is sent, so every trainer checkpoint has them.
-- If step n's files exist at a preemption, the newer state goes to the checkpoint's folder
-  `later.attempt_<k>/orchestrator/`. A resumed run prefers it.
+- `queue.safetensors` has the finished groups that wait for a batch, `state.json` the rest.
+- Step n is written before batch n is sent, so every trainer checkpoint has these files.
+- At a later preemption, the newer state goes to `later.attempt_<k>/orchestrator/` in the
+  checkpoint's folder. A resumed run prefers it.
 """
 
 import shutil
@@ -27,7 +27,7 @@ FORMAT = 4
 
 
 class _QueuedRollout(msgspec.Struct):
-    group: int  # index: queued groups, then spare groups (zero advantages)
+    group: int  # index in the queued groups, followed by the spare groups
     member: int
     advantage: float
     reward: float
@@ -63,7 +63,7 @@ def write(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperatur
 def write_now(
     run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float, is_resumed: bool
 ) -> Path:
-    """Write the state when batch `step` is the last batch sent.
+    """Write the state after batch `step`, the last batch sent.
 
     `is_resumed`: whether this attempt resumed from `step` and has sent no batch since.
     """
@@ -78,7 +78,7 @@ def write_now(
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # If the process is killed between these calls, a run can resume from the older state.
+    # If the process is killed between these calls, the older state remains.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"

@@ -1,4 +1,4 @@
-"""List the runtime patches of vLLM, each with its target, reason and test, and apply them.
+"""List the runtime patches of vLLM, and apply them.
 
 `python -m orrery.inference.patches.registry` prints one line of JSON per patch.
 """
@@ -14,9 +14,9 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
-# Environment variable: factor by which vLLM's store of routed experts is enlarged.
+# Environment variable: factor that enlarges vLLM's store of routed experts.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: maximum tokens per sequence. If set, engines report sparse attention's keys.
+# Environment variable: maximum tokens per sequence, if engines report sparse attention's keys.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -25,7 +25,7 @@ class Patch(NamedTuple):
     target: str
     why: str
     until: str  # condition for removal
-    test: str  # test file that must pass without the patch once `until` is true
+    test: str  # must pass without the patch once `until` is true
     upstream: str = ""
     versions: str = "0.32"
 
@@ -277,7 +277,7 @@ def import_vllm(enforce_eager: bool) -> None:
 
 
 def correct_server(manifest: Manifest) -> None:
-    """Patch the API server. Call this before vLLM parses its arguments."""
+    """Patch the API server, before vLLM parses its arguments."""
     if manifest.hardware.accelerator == "cpu":
         correct_cpu_server()
         if manifest.transport.routed_experts:
@@ -300,7 +300,7 @@ def correct_cpu_server() -> None:
 
 
 def correct_engine(shared_memory_name: str | None) -> None:
-    """Patch an engine's process. Call this at its start, before vLLM makes an engine core."""
+    """Patch an engine's process, before vLLM makes an engine core."""
     if shared_memory_name is not None:
         _apply("vllm.name_shared_memory", shared_memory_name)
     _apply("vllm.meet_at_one_address")

@@ -1,4 +1,4 @@
-"""Patch vLLM. `registry.py` gives the target and the reason of each patch."""
+"""Patch vLLM. `registry.py` gives each patch's target and reason."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,6 @@ MESSAGE_S = 2e-4
 
 
 def import_without_compiler() -> None:
-    """Import vLLM without torch's compiler. Later imports of the compiler still work."""
     if "vllm" in sys.modules or "torch._inductor" in sys.modules:
         return
     # None makes `import torch._inductor` raise ImportError.
@@ -38,7 +37,7 @@ def import_without_compiler() -> None:
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> None:
-    """Make MoE layers prepack their new weights. Call before each weight reload on CPU."""
+    """Make MoE layers prepack new weights. Call this before each weight reload on CPU."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -46,7 +45,7 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Prepack a tied output head's new weights. Call after each weight reload on CPU."""
+    """Prepack new weights of a tied head. Call this after each weight reload on CPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -83,7 +82,7 @@ def say_nothing_of_rounding() -> None:
 
 
 def has_stale_head(model: torch.nn.Module) -> bool:
-    """Return whether a tied output head has its own parameter, which no weight update reaches."""
+    """Return whether a tied output head has its own parameter."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
@@ -262,7 +261,7 @@ def compute_own_experts() -> None:
 
     def apply_own(self: Any, *args: Any, **options: Any) -> None:
         expert_map = options.get("expert_map")
-        if expert_map is not None:  # maps a global expert to a local expert or to -1
+        if expert_map is not None:  # global expert → local expert or −1
             local = expert_map[options["topk_ids"]]
             is_own = local >= 0
             options["topk_weights"] = options["topk_weights"] * is_own
@@ -274,7 +273,6 @@ def compute_own_experts() -> None:
 
 
 def meet_at_one_address() -> None:
-    """Make torch's TCP stores listen only at their host's address."""
     import vllm.distributed.utils as vllm_stores
 
     vllm_stores.TCPStore = _store  # type: ignore[attr-defined,assignment,misc]
@@ -302,7 +300,6 @@ def _store(
 
 
 def name_shared_memory(name: str) -> None:
-    """Let the names of all new shared memory begin with `name`."""
     # Python limits these names to FreeBSD's length. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     length = len(name) + 1 + RANDOM_CHARACTERS
@@ -314,7 +311,7 @@ def name_shared_memory(name: str) -> None:
 
 
 def unlink_host_tiers(name: str) -> None:
-    """Unlink the shared memory of KV offloading. Call this after all processes have opened it.
+    """Unlink the shared memory of KV offloading, after all processes have opened it.
 
     An empty file remains, because vLLM unlinks it later.
     """
@@ -372,7 +369,7 @@ def bootstrap_on_one_address() -> None:
 
 
 def pulls_that_end_with_their_engine() -> None:
-    """Patch Mooncake so that `give_up_pulls_of` ends its KV reads from an engine."""
+    """Let `give_up_pulls_of` end Mooncake's KV reads from an engine."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
         MooncakeConnectorWorker,
     )
@@ -400,7 +397,7 @@ def pulls_that_end_with_their_engine() -> None:
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
     """Fail current and later reads from an ended engine. Call this in Mooncake's event loop.
 
-    Never call this for a live engine, which could still write into the reader's freed blocks.
+    Never call this for a live engine, because it could write into freed blocks.
     """
     _end_of(worker, engine_id).set()
 

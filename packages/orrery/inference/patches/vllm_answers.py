@@ -2,9 +2,8 @@
 
 - `write_answers`: /inference/v1/generate writes JSON without a slow pydantic object per token.
 - `stream_samples`: a streamed answer has one JSON line per finished sample.
-- `hold_outputs`: the engine core sends tokens in chunks, not after every step. It sends held tokens
-  before a pause or weight update, so that their weight versions are exact.
-- An aborted answer may lack its last tokens.
+- `hold_outputs`: the engine core sends tokens in chunks. It sends held tokens before a pause or
+  weight update, so that their weight versions are exact.
 """
 
 import asyncio
@@ -91,7 +90,7 @@ def stream_samples() -> None:
                 for output in result.outputs:
                     self._raise_if_error(output.finish_reason, request_id)
                     yield written(result, request_id, [output], *rest[:1]) + b"\n"
-        except Exception as error:  # status 200 is already sent, so send the error as a line
+        except Exception as error:  # after status 200, send the error as a line
             yield msgspec.json.encode({"error": {"message": str(error)}}) + b"\n"
         finally:
             streamed.discard(request_id)
@@ -121,7 +120,7 @@ def is_plain(request: Any) -> bool:
 
 
 def written(last: Any, request_id: str, outputs: list[Any], model: str | None = None) -> bytes:
-    """Return the JSON answer that vLLM's pydantic models would give. `last`: a `RequestOutput`."""
+    """Return the JSON of vLLM's pydantic models. `last`: a `RequestOutput`."""
     encoder_ids = getattr(last, "encoder_prompt_token_ids", None) or ()
     num_prompt = len(last.prompt_token_ids) + len(encoder_ids)
     num_sampled = sum(len(output.token_ids) for output in outputs)
@@ -235,7 +234,7 @@ class Held:
             elif before is not None:
                 parts = before[1]
                 if output.routed_experts is not None:
-                    # Copy the routes. A view would keep the whole step's array alive.
+                    # A view would keep the whole step's array alive.
                     output.routed_experts = output.routed_experts.copy()
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:
@@ -294,7 +293,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # With stop strings, send each token without delay, because the API server searches it.
+    # Do not delay tokens with stop strings, because the API server searches them.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY

@@ -1,6 +1,6 @@
 """Make vLLM report the keys that sparse attention's indexers chose, after the routed experts.
 
-- vLLM reports u8 [1, bytes] per token: the routed experts in all layers, then one bit per key
+- vLLM reports u8 [1, bytes] per token: the routed experts of all layers, then one bit per key
   position for each indexer.
 - For a prompt of at most `top_k` tokens, vLLM attends to all keys, and no bit is set.
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from orrery.inference.patches.registry import CHOICE_TOKENS
 
-CHUNK_ROWS = 1024  # tokens per call of `pack_positions`, to limit memory
+CHUNK_ROWS = 1024  # tokens per call of `pack_positions`
 
 
 def capture() -> None:
-    """Make vLLM report chosen keys. Call this before a worker creates its model."""
+    """Call this before a worker creates its model."""
     from vllm.distributed.aux_output_connector import worker
 
     bind = worker.bind_routed_experts_capturer

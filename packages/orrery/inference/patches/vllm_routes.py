@@ -1,9 +1,8 @@
 """Make vLLM return routed experts (routes) on CPU, with KV offloading and with KV transfers.
 
-- On CPU, speculative decoding is not supported.
+- Speculative decoding on CPU is not supported.
 - The scheduler loads an offloaded KV block only if its routes are known.
 - After a KV transfer, a decode engine knows routes only from the prompt's last token on.
-- An unknown route consists of bytes 0xFF.
 """
 
 import os
@@ -16,13 +15,13 @@ import numpy as np
 from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
-CHANGES = "routes that came and went"  # dict key next to request ids, which have no spaces
+CHANGES = "routes that came and went"  # dict key beside request ids. They have no spaces
 
-_known: set[str] = set()  # hashes of KV blocks whose routes are known
+_known: set[str] = set()  # hashes of KV blocks with known routes
 
 
 def routes_on_cpu() -> None:
-    """Make vLLM return routes on CPU. Call this in the engine's parent process."""
+    """Call this in the engine's parent process."""
     from vllm.config import VllmConfig
     from vllm.v1.worker import cpu_worker
 
@@ -99,7 +98,6 @@ def _routed(runner: type) -> type:
 
 
 def keep() -> None:
-    """Keep routes of offloaded KV blocks."""
     from vllm.distributed.aux_output_connector import worker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
@@ -141,7 +139,6 @@ def keep() -> None:
 
 
 def beside_transfer() -> None:
-    """Allow routes with KV transfers."""
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
 
@@ -194,7 +191,7 @@ class _Slots(OrderedDict[str, int]):
 
 
 def _known_routes(store: type) -> type:
-    """Return a subclass of `store` (vLLM's route store) that fills missing routes with 0xFF."""
+    """Return a subclass of vLLM's route store that fills missing routes with 0xFF."""
 
     class KnownRoutes(store):
         orrery = True
@@ -206,7 +203,6 @@ def _known_routes(store: type) -> type:
             self._disk = RoutesOnDisk() if FOLDER in os.environ else None
 
         def changes(self) -> list[tuple[str, bool]]:
-            """Return and clear the log of changes."""
             return [self._lru.changes.popleft() for _ in range(len(self._lru.changes))]
 
         def put(self, objects: list[Any], **keys: Any) -> None:

@@ -1,1 +1,1 @@
-"""Call, update and recover the engines of a stage."""
+"""Call, update and recover a stage's engines."""

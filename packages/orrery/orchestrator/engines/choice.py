@@ -1,7 +1,7 @@
-"""Choose an engine's data-parallel rank for a request by cached prefix and load.
+"""Choose the data-parallel rank with the lowest cost for a request.
 
-- A rank's cost is the number of prompt tokens missing from its cache, plus the number of tokens
-  still to process for its requests in flight. The rank with the lowest cost gets the request.
+- Cost: prompt tokens that the rank must compute, for this request and the rank's requests in
+  flight.
 - Cache contents are estimated from the requests sent to each rank.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK_TOKENS = 64
-MAX_BLOCKS = 1 << 20  # maximum number of remembered blocks
+MAX_BLOCKS = 1 << 20
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -38,7 +38,7 @@ class EngineChoice:
 
     @contextmanager
     def using(self, token_ids: TokenIds, salt: str, among: Collection[int]) -> Iterator[Chosen]:
-        """Choose a rank. In the `with` body, its load includes the request."""
+        """Choose a rank. In the `with` body, the rank's load includes the request."""
         blocks = _blocks(token_ids, salt)
         cached = self._cached_tokens(blocks)
         lacking = [len(token_ids) - tokens for tokens in cached]
@@ -82,7 +82,7 @@ class EngineChoice:
 
 
 def _blocks(token_ids: TokenIds, salt: str) -> list[int]:
-    """Return one hash per whole block, of the cache salt and all tokens up to the block's end."""
+    """Return one hash per whole block, over the salt and all tokens up to the block's end."""
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     key, keys = hash(salt), []
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

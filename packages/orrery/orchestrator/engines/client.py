@@ -1,11 +1,9 @@
-"""Call a vLLM server or a router of several servers, and update a server's weights.
+"""Call a vLLM server or a router, and update a server's weights.
 
-- Every call has a deadline. No request is retried once it was sent.
-- Control calls, such as a pause, go to each engine directly, because a router forwards them to one
-  engine only.
-- In an update, requests in flight wait, and continue with new weights on their old KV cache.
-- An engine resumes only after its weights have the published digest. After a failure before that,
-  it stays paused, so that no token is sampled from unknown weights.
+- Every call has a deadline. A sent request is never retried.
+- Control calls, such as a pause, bypass the router, because it forwards them to only one engine.
+- In an update, requests in flight wait, then continue with new weights on their old KV cache.
+- An engine stays paused until its weights have the published digest.
 """
 
 import time
@@ -47,9 +45,9 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CONTROL_TIMEOUT_S = 120.0  # limit for control calls except loads and aborts, scaled
-LOAD_TIMEOUT_S = 300.0  # longer than a weight transfer waits for a peer, scaled
-QUERY_TIMEOUT_S = 10.0  # limit for health, metrics and abort calls
+CONTROL_TIMEOUT_S = 120.0  # except for loads and aborts
+LOAD_TIMEOUT_S = 300.0  # longer than a weight transfer waits for a peer
+QUERY_TIMEOUT_S = 10.0
 # vLLM prepends this to request ids. An abort without the prefix returns 200 and has no effect.
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
@@ -69,7 +67,6 @@ class EngineClient:
         model: str | None = None,
         num_ranks: int = 1,
     ) -> None:
-        """`url` has no path. Credentials are derived from the run's `token`."""
         self._ranks = EngineChoice([num_ranks])
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
@@ -115,12 +112,12 @@ class EngineClient:
         - `cache_salt`: only requests with the same salt share prefix-cache blocks.
         - `request_id`: unique among requests in flight.
         - `stop_token_ids`: tokens that end a sample. The sample includes the stop token.
-        - `routes_from`: position of the first token whose routed experts are returned, or None.
+        - `routes_from`: position of the first token whose routed experts are returned.
         - `session`: conversation id. A router keeps a conversation on one engine.
-        - `rank`: data-parallel rank. None: the client chooses.
+        - `rank`: data-parallel rank, by default the client's choice.
 
-        Raise EngineGone if the engine was lost, GenerationFailed after other failures. Samples that
-        ended before are delivered. Cancelling aborts the request.
+        Raise EngineGone for a lost engine, otherwise GenerationFailed, after delivering earlier
+        samples. Cancelling aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
         if stop_token_ids:
@@ -184,7 +181,7 @@ class EngineClient:
     ) -> np.ndarray:
         """Return the log-prob of each token after the first, f32 [n − 1], at temperature 1.
 
-        The prefix cache is not used. Raise GenerationFailed or EngineGone.
+        Use no prefix cache. Raise GenerationFailed or EngineGone.
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2}
         sampling["detokenize"] = False
@@ -229,9 +226,9 @@ class EngineClient:
         await self._control("/resume")
 
     async def update_weights(self, published: "Published") -> None:
-        """Make all workers load the published weights. If a worker fails, all discard the weights.
+        """Load the published weights in all workers.
 
-        Raise UpdateFailed for a damaged or missing tensor.
+        If a worker fails, all workers discard the weights. Raise UpdateFailed.
         """
         version = published.version
         await self._control("/start_weight_update", error=UpdateFailed)
@@ -258,7 +255,7 @@ class EngineClient:
         raise kind(f"{self.name} did not take version {version}: {shortened(reason)}")
 
     async def fingerprints(self) -> dict[str, TensorAttestation]:
-        """Return fingerprints by tensor name. Raise WeightsDiffer if the workers disagree."""
+        """Raise WeightsDiffer if the workers disagree."""
         first, *others = await self._ask_workers("fingerprints")
         for other in others:
             names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
@@ -272,12 +269,12 @@ class EngineClient:
         }
 
     async def attested(self) -> Attested | None:
-        """Return the digest of all tensors, or None if the workers disagree."""
+        """Return the workers' digest, or None if they disagree."""
         workers = msgspec.convert(await self._ask_workers("attested"), list[Attested])
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return the seconds of each part of the last update, as maxima over workers."""
+        """Return {part of the last update: seconds}, as maxima over workers."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -285,11 +282,11 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free the KV blocks of requests. `names`: request ids, or Mooncake's transfer ids."""
+        """Free KV blocks kept for transfer. `names`: request (NIXL) or transfer (Mooncake) ids."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail all requests that read KV blocks of an engine that has ended."""
+        """Fail all requests that read KV blocks of an ended engine."""
         await self._ask_workers("read_no_more", kv_engine_id)
 
     async def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
@@ -310,7 +307,7 @@ class EngineClient:
         return status == 200
 
     async def death(self) -> str | None:
-        """Return why the server is unreachable or unhealthy, or None if it is healthy or slow."""
+        """Return why the server is gone or unhealthy, or None if it is healthy or slow."""
         try:
             status, *_ = await self._get("/health", GenerationFailed)
         except EngineGone as error:
@@ -350,18 +347,15 @@ class RouterClient(EngineClient):
         await self._control(f"/remove_worker?url={quote(url, safe='')}")
 
 
-# Updates
-
-
-CANARY_S = 120.0  # limit for the canary, scaled
+CANARY_S = 120.0
 
 
 @dataclass(frozen=True)
 class Canary:
     """A fixed prompt that shows whether an engine computes with the published weights.
 
-    `bound` limits the mean |difference| of log-probs between engine and trainer. The tokens are
-    random, because log-probs of unlikely text react to any change of the weights.
+    `bound` limits the mean |difference| of log-probs between engine and trainer. Tokens are random,
+    because log-probs of unlikely text react to any change of weights.
     """
 
     token_ids: tuple[int, ...]
@@ -381,7 +375,7 @@ class UpdateReport:
     update_s: float
     attest_s: float
     paused_s: float
-    attested: dict[str, int]  # number of tensors by `TensorAttestation.how`
+    attested: dict[str, int]  # {`TensorAttestation.how`: number of tensors}
     canary_s: float = 0.0
     canary_difference: float | None = None
 
@@ -393,7 +387,7 @@ async def update_engine(
     proving: AbstractContextManager[object] | None = None,
     on_resumed: Callable[[], None] = lambda: None,
 ) -> UpdateReport:
-    """Update one engine to `published`, resume the engine, and check the `canary` if given.
+    """Update one engine, resume it, and check the `canary` if given.
 
     `on_resumed` is called before the check. Raise EngineGone, UpdateFailed or WeightsDiffer.
     """
@@ -434,10 +428,10 @@ async def update_engine(
 async def check_canary(
     engine: EngineClient, canary: Canary, version: int, known: Sequence[float]
 ) -> float:
-    """Return the mean |difference| of an engine's canary log-probs from the trainer's (`known`).
+    """Return the mean |difference| of the engine's canary log-probs from `known` (the trainer's).
 
-    Above the bound, pause the engine and raise WeightsDiffer. Without an answer, raise
-    UpdateFailed or EngineGone.
+    Above the bound, pause the engine and raise WeightsDiffer. Without an answer, raise UpdateFailed
+    or EngineGone.
     """
     try:
         found = await engine.prompt_logprobs(

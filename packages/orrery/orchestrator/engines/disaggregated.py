@@ -3,11 +3,11 @@
     prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ address of its KV blocks
     prompt, address ──▶ decode engine: reads the blocks, recomputes the last token, samples
 
-- The prompt's KV cache may be of an older policy version than the sampled tokens, but not older
-  than the version in `cache_salt`.
+- The prompt's KV cache may be older than the sampled tokens' policy version, but not older than the
+  version in `cache_salt`.
 - No router is used, because it would drop request ids and credentials.
 - A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
-- After a cancelled prefill, a decode engine still reads the KV blocks, because this frees them.
+- A decode engine also reads the KV blocks of a cancelled prefill, because this frees them.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Salt suffixes in `EngineChoice`, for blocks surely cached, and blocks computed without prefill.
+# Salt suffixes: blocks surely in a decode engine's cache, and blocks that it computed itself.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
-CLOSE_S = 10.0  # limit for freeing blocks, scaled
+CLOSE_S = 10.0
 ABORT_AGAIN_S = 0.5
 
 TokenIds = Sequence[int] | np.ndarray
@@ -63,11 +63,10 @@ class DisaggregatedEngines:
         num_ranks: Sequence[int] = (),
         max_local_prefill_tokens: int = 0,
     ):
-        """Share `engines` and `admitted` with the pool. The pool changes them.
+        """Keep references to `engines` and `admitted`, because the pool changes them.
 
         - `engines`: the prefill engines, in the order of `handovers`, then the decode engines.
         - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap`. {} with NIXL.
-        - `admitted`: indices of engines that get requests.
         """
         self.engines, self.handovers = engines, list(handovers)
         self._admitted = range(len(engines)) if admitted is None else admitted
@@ -98,8 +97,7 @@ class DisaggregatedEngines:
     ) -> Generation:
         """Run `EngineClient.generate` on two engines, or on one if it caches most of the prompt.
 
-        `cached_tokens` counts tokens cached in the engine that computes the prompt. `session` is
-        ignored.
+        `cached_tokens` is from the engine that computes the prompt. `session` is ignored.
         """
         if not self.is_serving:
             raise EngineGone(
@@ -196,7 +194,6 @@ class DisaggregatedEngines:
             self._prefilling[request_id] = True
 
     async def close(self) -> None:
-        """Wait at most CLOSE_S until all blocks are freed."""
         if self._background:
             _, left = await asyncio.wait(self._background, timeout=scaled(CLOSE_S))
             for task in left:
@@ -210,7 +207,7 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that a Mooncake prefill engine's process has ended.
 
-        Until then, decode engines reserve blocks that the process may write.
+        Until then, they reserve blocks that the process may write.
         """
         if index not in self.producers:
             return
@@ -281,9 +278,9 @@ class DisaggregatedEngines:
     async def _once_computed(
         self, key: Any, generate: Callable[..., Awaitable[Generation]], *args: Any, **options: Any
     ) -> Generation:
-        """Wait for a running call with the same prompt, then return the result of `generate`.
+        """Call `generate` after any running call with an equal `key` (prompt).
 
-        Otherwise vLLM would compute the prompt again for each call.
+        Otherwise vLLM would compute the prompt for each call.
         """
         if (first := self._prompts.get(key)) is not None:
             await asyncio.wait({first})
@@ -357,7 +354,7 @@ class DisaggregatedEngines:
         self._run_in_background(give_back(), f"give back {request_id}")
 
     def _abort_decode(self, consumer: Peer, decoding: "asyncio.Task[Any]", request_id: str) -> None:
-        """Repeat the abort until the request ends, because an abort may come before the request."""
+        """Repeat the abort until the request ends, because an abort may overtake the request."""
 
         async def abort() -> None:
             while not decoding.done():

@@ -1,14 +1,14 @@
 """HTTP requests to engines, their answers and their errors.
 
 OrreryError
-├── GenerationFailed            the engine is up and did not finish this request
+├── GenerationFailed            the engine is up, but did not finish this request
 └── RunFailed
-    ├── OutOfConnections        this host cannot open a connection for a control call
-    ├── EngineGone              no answer, a broken connection, a control timeout
-    └── UpdateFailed            the engine is up and did not load the weights
+    ├── OutOfConnections        this host cannot connect for a control call
+    ├── EngineGone              no answer, broken connection, or control timeout
+    └── UpdateFailed            the engine is up, but did not load the weights
         ├── UpdateInterrupted   another process of the transfer was lost
-        │   └── VersionGone     the trainer has stepped past the version
-        └── WeightsDiffer       the engine reports success and holds other weights
+        │   └── VersionGone     the trainer has dropped the version
+        └── WeightsDiffer       the engine reports success, but holds other weights
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from orrery.runtime.token import Purpose, authorization
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESSION_HEADER
 from orrery.wire.routed_experts import Routes, split
 
-START_VERSION = -1  # version before the first update, which engines call "default"
+START_VERSION = -1  # before the first update. Engines call it "default"
 UNKNOWN_ENGINE = -1
 
 
@@ -63,7 +63,7 @@ class WeightsDiffer(UpdateFailed):
 
 @dataclass(frozen=True)
 class Generation:
-    """The result of one request. Arrays have one entry per generated token."""
+    """The result of a request. Arrays have one entry per generated token."""
 
     request_id: str
     token_ids: np.ndarray  # i32 [n]
@@ -74,14 +74,14 @@ class Generation:
     routes: tuple[Routes, ...] = ()  # routed experts of all tokens except the last
     kv_transfer: dict[str, Any] | None = None  # address of a prefill request's KV blocks
     engine: int = UNKNOWN_ENGINE
-    sample: int = 0  # index of this sample in its request
+    sample: int = 0  # index in its request
 
 
 @dataclass(frozen=True)
 class TensorAttestation:
-    """An engine's fingerprint of a tensor.
+    """A tensor's fingerprint.
 
-    `how`: "resident" for a tensor of the loaded model, "as_consumed" for a received tensor.
+    `how`: "resident" if taken from the loaded model, "as_consumed" if taken on arrival.
     """
 
     fingerprint: int  # 64 bits
@@ -99,7 +99,7 @@ class EngineMetrics:
 
     running: int
     waiting: int
-    kv_usage: float  # used share of KV blocks, 0 to 1
+    kv_usage: float  # share of KV blocks in use, 0 to 1
     kv_tokens: int  # capacity of all KV caches, 0 if unknown
     preemptions_total: int
     generation_tokens_total: int
@@ -107,7 +107,7 @@ class EngineMetrics:
     external_hit_tokens_total: int = 0  # prefix tokens found outside GPU memory
 
 
-# The response of /inference/v1/generate.
+# Response of /inference/v1/generate.
 class _Cached(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -159,7 +159,7 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 def parse_generation(
     request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None
 ) -> Generation:
-    """Parse a response. Raise GenerationFailed if it is malformed or incomplete."""
+    """Raise GenerationFailed if the answer is malformed or incomplete."""
     try:
         answer, routes = split(answer, routes_from or 0)
         generated = _decode_generated(answer)
@@ -266,7 +266,7 @@ def shortened(text: str) -> str:
 
 
 CONNECT_TIMEOUT_S = 10.0
-# Errors if this host lacks file descriptors, memory or ports. A retry is safe: no byte was sent.
+# This host lacks file descriptors, memory or ports. Retrying is safe: no byte was sent.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
@@ -281,10 +281,7 @@ class HttpServer:
             await self._sessions.popitem()[1].close()
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return the session for generation (`keep_connection`) or for control calls.
-
-        A control call opens a new connection, because the server might be closing a kept one.
-        """
+        """Return a session. Control calls never reuse a connection, because it may be closing."""
         if keep_connection not in self._sessions:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             purpose = Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
@@ -311,11 +308,11 @@ class HttpServer:
 
         - `what`: the request's name in errors.
         - `on_timeout`: type of the error to raise after `timeout_s`.
-        - `on_line`: called as `on_line(line, engine)` for each line of an answer with status 200.
-          The returned body is then empty.
+        - `on_line`: called with each line and the engine's index if the status is 200. The returned
+          body is then empty.
 
-        Raise EngineGone if no server answers, and OutOfConnections if this host cannot connect to a
-        server and `on_timeout` is EngineGone.
+        Raise EngineGone if the server does not answer. If this host has no free socket until the
+        timeout, OutOfConnections replaces EngineGone.
         """
         http = self._session(keep_connection)
         data = None if body is None else msgspec.json.encode(body)
@@ -369,7 +366,7 @@ class HttpServer:
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield each non-empty line, of any length, without its newline."""
+    """Yield non-empty lines of any length, without newlines."""
     pieces: list[bytes] = []
     async for data in content.iter_any():
         *ends, rest = data.split(b"\n")

@@ -1,11 +1,10 @@
-"""Generate through the router, and update every engine of a stage.
+"""Generate on a stage's engines, and update their weights.
 
 - No engine stays paused to wait for a slow or lost engine.
 - Without restarts, the first engine failure ends the run.
 - With restarts, a failed engine is fenced: it gets no requests until its next process (incarnation)
   is up to date. While no engine serves, requests and updates wait.
-- The run still ends if an engine holds wrong weights or does not return, or if every engine refuses
-  an update.
+- Wrong weights, an engine that does not return, or a version that all engines refuse end any run.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Limit for the other transfers after one was interrupted, scaled.
+# Time limit for the other transfers after an interrupted transfer.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -65,7 +64,7 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """One engine. `incarnation` counts its restarts, and is −1 before any process listens."""
+    """`incarnation` counts an engine's restarts. It is −1 until a process listens."""
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING
@@ -84,8 +83,7 @@ class EngineRegistry:
            stale, updated or healthy ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
            healthy or updated, another version wanted ──▶ stale
 
-    - A healthy engine serves the wanted version, and has proved it by a digest (attested).
-    - Events of older incarnations are ignored. The wanted version never falls.
+    Events of older incarnations are ignored. The wanted version never falls.
     """
 
     def __init__(self, num_engines: int, version: int):
@@ -129,7 +127,7 @@ class EngineRegistry:
         self.wanted = version
 
     def took(self, index: int, incarnation: int, version: int) -> bool:
-        """Record that the engine has attested `version`. Return whether the engine may serve."""
+        """Record that the engine has attested `version`. Return whether it may serve."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase is not Phase.STALE:
             return False
@@ -194,13 +192,13 @@ class EnginePool:
             self.registry.listens(index, incarnation)
             self.registry.took(index, incarnation, START_VERSION)
             self.registry.serves(index, incarnation)
-        self.version = START_VERSION  # version of the newest complete update
-        self.published: Published | None = None  # the version that engines must hold
-        self.is_version_gone = False  # whether the trainer no longer has `published`
+        self.version = START_VERSION  # newest complete update
+        self.published: Published | None = None  # version that engines must hold
+        self.is_version_gone = False
         self.updating = asyncio.Lock()
         self.admitted = set(range(len(engine_urls)))  # engines that get requests
         self._proving: set[int] = set()
-        self._not_resumed: set[int] = set()  # engines that the update has not resumed yet
+        self._not_resumed: set[int] = set()  # engines that the running update still pauses
         self._on_resumed: Callable[[], None] = lambda: None
         self._reports: dict[int, UpdateReport] = {}
         self._changed = asyncio.Event()
@@ -255,10 +253,10 @@ class EnginePool:
     async def generate(
         self, token_ids: Sequence[int] | np.ndarray, *, share: str | None = None, **options: Any
     ) -> Generation:
-        """Run `EngineClient.generate` on an engine that the router picks.
+        """Run `EngineClient.generate` on one engine. Raise EngineGone if the engine was lost.
 
-        Calls with an equal `share` may become one engine request, so they may differ in
-        `request_id` and `session` only. Raise EngineGone if the engine was lost.
+        Calls with equal `share` may become one engine request. Only their `request_id` and
+        `session` may differ.
         """
         if share is None or self.disaggregated is not None:
             return await self._asked(lambda front: front.generate(token_ids, **options))
@@ -268,7 +266,6 @@ class EnginePool:
         return await self.guests.draw(here, share, token_ids, **options)
 
     async def generate_each(self, *request: Any, **options: Any) -> None:
-        """Run `EngineClient.generate_each`. Disaggregated engines do not support it."""
         await self._asked(
             lambda _: (self.router or self.engines[0]).generate_each(*request, **options)
         )
@@ -315,7 +312,7 @@ class EnginePool:
         """Update every engine while requests are in flight. Return the slowest engine's report.
 
         `on_resumed` is called when all engines have resumed, before they answer the canary. Return
-        None if the trainer no longer has this version. A failed engine stays paused.
+        None if the trainer has dropped this version.
         """
         async with self.updating:
             self.registry.want(published.version)
@@ -350,15 +347,15 @@ class EnginePool:
                 raise error
         refused = [error for error in errors if isinstance(error, UpdateFailed)]
         if refused and len(refused) == len(errors) == num_engines:
-            raise errors[0]  # all engines refuse the version, so it is bad
+            raise errors[0]  # the version is bad
 
     async def transfer(
         self, published: "Published", indices: list[int]
     ) -> dict[int, BaseException]:
         """Update these engines. Return the failures by index.
 
-        In direct transfers, a lost engine interrupts the transfers to other engines. Those are
-        retried while the trainer keeps the version (lease).
+        A lost engine interrupts direct transfers to other engines. Retry these transfers while the
+        trainer keeps the version (lease).
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None
@@ -461,7 +458,6 @@ class EnginePool:
             await self.router.admit(url)
         if not self.registry.serves(index, incarnation):
             if is_new and self.recovery is not None:
-                # The engine was fenced meanwhile.
                 await self.recovery.dismiss(url)
             return
         self.admitted.add(index)

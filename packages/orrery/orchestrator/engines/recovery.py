@@ -1,8 +1,7 @@
 """Recover lost engines that the launcher restarts.
 
-- A lost engine is fenced: it gets no requests, and the launcher is asked to kill it.
-- Its next process (incarnation) gets requests when it holds the wanted version.
-- The run ends if a lost engine does not serve again within RETURN_S.
+A lost engine is fenced: it gets no requests, and the launcher kills it. Its next process
+(incarnation) gets requests when it holds the wanted version.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 TEND_S = 0.25
-RETURN_S = 600.0  # limit for an engine to restart and load, scaled by ORRERY_DEADLINE_SCALE
+RETURN_S = 600.0
 
 
 class EngineRecovery:
@@ -126,7 +125,7 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Apply the limit RETURN_S to lost engines that do not wait for the next version."""
+        """Apply RETURN_S to lost engines, except engines that wait for the next version."""
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].is_stale
@@ -136,7 +135,7 @@ class EngineRecovery:
                 self._start_clock(index)
 
     async def _tend(self) -> None:
-        """Bring lost engines back. Raise RunFailed if one stays away for more than RETURN_S."""
+        """Bring lost engines back. Raise RunFailed if an engine does not serve within RETURN_S."""
         while True:
             await asyncio.sleep(TEND_S)
             if not self._away:

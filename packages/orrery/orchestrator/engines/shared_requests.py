@@ -1,7 +1,7 @@
-"""Send equal generation calls as one engine request for several samples, to save processor time.
+"""Merge equal generation calls into one engine request for several samples, to save CPU time.
 
-- Calls with the same `share` must have equal prompts and sampling options. They become one request
-  if they begin in one pass of the event loop.
+- Calls with equal `share` must have equal prompts and sampling options. They are merged if they
+  begin in one pass of the event loop.
 - The request is aborted once no call waits for it.
 """
 
@@ -73,8 +73,8 @@ class SharedRequests:
             if sending is not None and not request.is_wanted:
                 request.sending = None  # so that only one cancelled call aborts
                 sending.cancel()
-                if len(request.calls) > 1:  # a single call is aborted by its caller
-                    with suppress(OrreryError):  # an engine may be gone
+                if len(request.calls) > 1:  # the caller aborts a single call
+                    with suppress(OrreryError):
                         await asyncio.shield(self._abort([request.name]))
             raise
 

@@ -1,1 +1,1 @@
-"""Sample on engines that other sites lend, and refuse sites that send false answers."""
+"""Sample on engines of other sites, and refuse sites that send false answers."""

@@ -1,10 +1,9 @@
 """Judge from recomputed log-probs whether a site sampled with the weights that it names.
 
-- A rollout's mean and largest absolute difference from the recomputed log-probs are bounded. Each
-  bound is a multiple of the 90th percentile over rollouts of the run's own engines, but at least a
-  configured minimum.
-- Honestly sampled tokens have E[log p] = −entropy. Hence the sum of log p + entropy over a site's
-  rollouts must be at most MAX_DEVIATIONS standard deviations from 0.
+- A rollout's mean and largest |log-prob difference| have upper bounds: a multiple of the 90th
+  percentile over the run's own rollouts, but at least a configured minimum.
+- Tokens drawn from the policy have E[log p] = −entropy. So the sum of log p + entropy over a site's
+  rollouts must be within MAX_DEVIATIONS standard deviations of 0.
 """
 
 from collections import deque
@@ -15,21 +14,21 @@ import numpy as np
 from orrery.manifest.schema import GuestEngines
 from orrery.wire.recompute import Recomputed
 
-NUM_HONEST = 16  # minimum number of the run's own rollouts to compute bounds
+NUM_HONEST = 16  # own rollouts needed to compute bounds
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # ratio of the minimum bounds: largest difference to mean difference
-NUM_ROLLOUTS = 64  # a site's newest rollouts that are judged together
+PEAK = 10.0  # ratio of the minimum bounds: largest to mean difference
+NUM_ROLLOUTS = 64  # newest rollouts of a site, judged together
 MAX_DEVIATIONS = 6.0
 
 
 @dataclass(frozen=True)
 class RolloutScore:
-    """Comparison of a rollout's log-probs with the recomputed log-probs.
+    """A rollout's log-probs compared with the recomputed log-probs.
 
     - `mean`, `peak`: mean and largest absolute difference.
-    - `surprise`: sum over tokens of log p + entropy. `square`: sum of (log p + entropy)².
-    - `variance`: sum over tokens of the variance of log p.
+    - `surprise`, `square`, `variance`: sums over tokens of log p + entropy, its square, and the
+      variance of log p.
     """
 
     mean: float
@@ -53,7 +52,7 @@ class RolloutScore:
 
 
 class HonestSpread:
-    """The log-prob differences of the newest rollouts of the run's own engines."""
+    """Log-prob differences of the run's own newest rollouts."""
 
     def __init__(self, spec: GuestEngines) -> None:
         self._spec = spec
@@ -67,7 +66,7 @@ class HonestSpread:
         return len(self._scores) >= NUM_HONEST
 
     @property
-    def bounds(self) -> tuple[float, float]:  # on the mean and largest difference
+    def bounds(self) -> tuple[float, float]:  # mean, largest difference
         least, tolerance = self._spec.min_logprob_difference, self._spec.tolerance
         usual = np.quantile([(each.mean, each.peak) for each in self._scores], QUANTILE, axis=0)
         mean, peak = (tolerance * usual).tolist()

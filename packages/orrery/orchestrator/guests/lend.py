@@ -1,10 +1,7 @@
 """Lend this site's engine to a run at another site: `python -m orrery.orchestrator.guests.lend`.
 
-- The run's site has an HTTPS server ("door"). The run's site and lending sites with a `listen`
-  address serve weights in blocks.
-- The engine loads a new policy version when all its samples have ended, so each sample has one
-  version.
-- Only the door's host name is checked by TLS. Blocks of weights are verified by hash.
+- The engine loads a new policy version only between samples, so each sample has one version.
+- Weights come in blocks from the run's site and other lending sites. Hashes verify the blocks.
 """
 
 import asyncio
@@ -55,7 +52,7 @@ from orrery.wire.weight_wire import Published
 
 T = TypeVar("T")
 START_S = 600.0
-AWAY_S = 120.0  # time limit for a request with all its retries
+AWAY_S = 120.0
 RETRY_S = 1.0
 CALL_S = 60.0
 
@@ -78,7 +75,6 @@ class Lender:
         self._failure: EngineGone | None = None
 
     async def run(self) -> None:
-        """Lend the engine until the run is over, or raise OrreryError."""
         async with aiohttp.ClientSession() as self._http:
             with ExitStack() as stack:
                 self._serve(stack)
@@ -107,8 +103,6 @@ class Lender:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         stack.callback(server.server_close)
         stack.callback(server.shutdown)
-
-    # The door
 
     async def _call(self, call: str, message: msgspec.Struct, kind: type[T]) -> T:
         body = await self._request("POST", f"/{call}", msgspec.msgpack.encode(message))
@@ -217,8 +211,6 @@ class Lender:
             except LeaseOver:
                 continue  # the run's engines sample the jobs of an ended lease
 
-    # Jobs
-
     def _cancel(self, ids: Sequence[str]) -> None:
         for each in ids:
             if (task := self._running.get(each)) is not None:
@@ -260,8 +252,6 @@ class Lender:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    # Weights
 
     async def _renew(self, peers: Sequence[str]) -> None:
         attempt = self._attempt

@@ -1,7 +1,7 @@
-"""Messages between a run and another site (cluster) that lends it an engine, in msgpack over HTTPS.
+"""Messages between a run and a site (cluster) that lends it an engine, in msgpack over HTTPS.
 
-The lending site sends all requests. `Entry` begins its lease (membership), `Ask` gets jobs, and
-`Answers` returns samples. The lease ends if the site sends no request for `lease_s`.
+The site sends all requests: `Entry` begins its lease (membership), `Ask` gets jobs, `Answers`
+returns samples. The lease ends if the site sends no request for `lease_s`.
 """
 
 import msgspec
@@ -12,8 +12,8 @@ from orrery.manifest.errors import OrreryError
 
 MAX_ANSWERS = 32
 MAX_REASON = 300
-POLL_S = 1.0  # maximum time until an `Ask` is answered
-LEAST_LOGPROB = -50.0  # minimum accepted. Lower log-probs have a probability below 1e-16
+POLL_S = 1.0  # until an `Ask` is answered
+LEAST_LOGPROB = -50.0  # minimum accepted, a probability of 2e-22
 
 
 class GuestRefused(OrreryError):
@@ -25,23 +25,23 @@ class LeaseOver(Exception):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """`listen`: ADDRESS:PORT where the lending site serves weights to other sites, or ""."""
+    """`listen`: ADDRESS:PORT where the site serves weights to other sites, or ""."""
 
     terms: Terms
-    release: dict[str, str]  # versions of the engine's packages
+    release: dict[str, str]  # of the engine's packages
     num_slots: int  # maximum number of concurrent samples
     listen: str = ""
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """`attempt`: id of the run's start. Weight versions of an earlier start are invalid."""
+    """`attempt`: id of the run's start. Weight versions of earlier starts are invalid."""
 
     lease: int
     attempt: str
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """`version`, `digest`: of the engine's weights. `room`: maximum number of jobs to get."""
+    """`version`, `digest`: the engine's weights. `room`: maximum number of jobs to get."""
 
     lease: int
     version: int
@@ -50,7 +50,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class SampleJob(msgspec.Struct, frozen=True):
-    """A request for one sample. `prompt`: token ids, i32 [p]."""
+    """`prompt`: token ids, i32 [p]."""
 
     id: str
     prompt: bytes
@@ -99,8 +99,8 @@ def check_answer(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the answer's tokens i32 [n] and log-probs f32 [n].
 
-    Raise GuestRefused if a correct engine cannot give this answer. `version`: the site's weight
-    version when it took the job.
+    Raise GuestRefused if no correct engine gives this answer. `version`: the site's weight version
+    when it took the job.
     """
     tokens, logprobs = _array(answer.token_ids, np.int32), _array(answer.logprobs, np.float32)
     num, stops = len(tokens), np.isin(tokens, job.stop_token_ids)

@@ -1,11 +1,11 @@
-"""Draw samples with engines of other sites (clusters), and accept only verified answers.
+"""Draw samples on engines of other sites (clusters), and check a random share of the answers.
 
-- The run recomputes log-probs of its own engines' samples. The differences set the bounds for
-  other sites, which get no jobs until then.
-- The run also recomputes a random share of each site's answers before it uses any of them.
+- Log-prob differences of the run's own samples set the bounds for other sites. Sites get no jobs
+  until the bounds are known.
+- No answer is used before the check.
 - If a site fails or sends no request for `lease_s`, the run's own engines draw its samples.
-- After a false answer, the site's rollouts that wait for a batch are dropped. The site is refused
-  until its line in `refused_sites.json` is removed.
+- After a false answer, the site's queued rollouts are dropped. The site is refused until its line
+  in `refused_sites.json` is removed.
 """
 
 import asyncio
@@ -43,10 +43,10 @@ from orrery.orchestrator.guests.sites import CHANCE, GuestJob, GuestSite, SiteTa
 from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
-LEAST = 8  # minimum number of jobs to give a site at a time, if enough jobs wait
-TAKE_S = 2.0  # time after which own engines take a job that no site has taken
-MAX_OWN_CHECKS = 2  # concurrent checks of the run's own samples, after NUM_HONEST
-SHARE_OF_TIMEOUT = 0.5  # share of `rollout_timeout_s` after which own engines take a job
+LEAST = 8  # minimum jobs to give a site, if enough wait
+TAKE_S = 2.0  # own engines take a job that no site takes within this time
+MAX_OWN_CHECKS = 2  # concurrent checks of own samples once the bounds are known
+SHARE_OF_TIMEOUT = 0.5  # own engines take a job after this share of `rollout_timeout_s`
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 
@@ -84,8 +84,6 @@ class GuestPool:
         self._last = "", False
         self._own_checks: set[asyncio.Task[None]] = set()
 
-    # Calls of the orchestrator
-
     async def draw(
         self,
         here: Callable[[], Awaitable[Generation]],
@@ -93,7 +91,6 @@ class GuestPool:
         token_ids: Sequence[int] | np.ndarray,
         **options: Any,
     ) -> Generation:
-        """Return a sample from another site, or else from `here()`."""
         found = await self.generate(share, token_ids, **options)
         if found is not None:
             return found
@@ -104,8 +101,8 @@ class GuestPool:
     ) -> Generation | None:
         """Return a sample from another site, or None if the run's engines must draw it.
 
-        Consecutive calls with the same `share` have equal prompts. They all go to other sites or
-        all to the run's engines, so that few engines prefill the prompt.
+        Consecutive calls with equal `share` have equal prompts. All go to other sites, or all to
+        the run's engines, so that few engines prefill the prompt.
         """
         if share != self._last[0]:
             self._last = share, self._prefers_guests()
@@ -138,7 +135,7 @@ class GuestPool:
     async def draw_here(
         self, draw: Awaitable[Generation], token_ids: Sequence[int] | np.ndarray, temperature: float
     ) -> Generation:
-        """Return a sample of the run's engines. Check some to update the bounds for sites."""
+        """Return a sample of the run's engines. Check some samples to update the bounds."""
         self._num_home += 1
         try:
             found = await draw
@@ -180,7 +177,7 @@ class GuestPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Requests of sites. `name`: from the site's TLS certificate
+    # Requests of sites. `name` is from the site's TLS certificate.
 
     def enter(self, name: str, entry: Entry, now_s: float) -> Entered:
         self.check_allowed(name)
@@ -197,7 +194,6 @@ class GuestPool:
         return Entered(site.lease, self._attempt)
 
     async def ask(self, name: str, ask: Ask, poll_s: float) -> Told:
-        """Return new jobs, cancelled jobs and the version to fetch, after at most `poll_s`."""
         site, end_s = self._site(name, ask.lease), time.monotonic() + poll_s
         self._attest(site, ask)
         while True:
@@ -225,7 +221,7 @@ class GuestPool:
         for answer in answers.answers:
             own = site.jobs.get(answer.id)
             if own is None or own.result.done() or any(own is each for each, _ in site.arrived):
-                continue  # the answer is late, repeated, or to another site's job
+                continue  # late, repeated, or to another site's job
             self._take(site, own, answer)
         if site.arrived and site.checking is None:
             site.checking = asyncio.create_task(self._check_windows(site))
@@ -233,8 +229,6 @@ class GuestPool:
     def check_allowed(self, name: str) -> None:
         if (why := self.refused.get(name)) is not None:
             raise GuestRefused(f"site {name} is refused: {why}")
-
-    # A site's state
 
     def _site(self, name: str, lease: int) -> GuestSite:
         self.check_allowed(name)
@@ -254,7 +248,7 @@ class GuestPool:
         self._wake()
 
     def _prefers_guests(self) -> bool:
-        """Return whether other sites have room, and are no busier than the run's engines."""
+        """Return whether other sites have room and are no busier than the run's engines."""
         open_sites = self._table.open_sites()
         if not self.spread.is_known or len(self._waiting) >= sum(s.room for s in open_sites):
             return False
@@ -328,8 +322,6 @@ class GuestPool:
         self._note(event="guest_refused", site=site.name, why=why, **dropped)
         self.check_allowed(site.name)
 
-    # Verification
-
     async def _check_windows(self, site: GuestSite) -> None:
         try:
             while site.arrived:
@@ -354,7 +346,7 @@ class GuestPool:
     async def _verify(
         self, site: GuestSite, window: Sequence[tuple[GuestJob, Generation]]
     ) -> set[int]:
-        """Check a random share of the answers. Refuse the site if one is false.
+        """Check a random share of the answers. Refuse the site after a false answer.
 
         Return the versions that cannot be checked, because their weights were removed.
         """

@@ -19,7 +19,7 @@ from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused,
 
 MAX_CANCELLED = 4096
 FETCH_S = 10.0  # assumed time of a weight transfer
-OPEN_S = 2.5  # a site is open for this time after its last request
+OPEN_S = 2.5
 CHANCE = random.SystemRandom()  # sites cannot predict which answers are checked
 
 
@@ -28,7 +28,7 @@ class GuestJob:
     job: SampleJob
     prompt: np.ndarray
     result: "asyncio.Future[Generation | None]"
-    version: int = START_VERSION  # the site's weight version when it took the job
+    version: int = START_VERSION  # the site's weights when it took the job
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
@@ -104,8 +104,7 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        The number of sites that fetch a version at a time is at most the number of sites that
-        serve it, including the run's own site.
+        At most as many sites fetch a version as serve it, including the run's own site.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:
