@@ -565,6 +565,15 @@ def test_answers_at_the_end_of_a_text_name_the_pattern(tmp_path, verdict, mark):
     assert f"such as answer_pattern: '{mark}(.+)'" in said
 
 
+def test_answers_that_their_pattern_refuses_name_both_fields(tmp_path):
+    verdict = {"kind": "pattern", "pattern": "#### {answer}$"}
+    said = bad(tmp_path, [], verdict=verdict)
+    assert "set `answer` to a right reply, such as '#### {answer}'" in said
+    marked = {"answer": "#### {answer}", "answer_pattern": "#### (.+)"}
+    path = write(tmp_path / "good.jsonl")
+    assert task(**args(path, verdict=verdict, **marked)).check_rows(None, 99) > 20
+
+
 def test_rows_without_a_column_are_counted_and_the_columns_are_listed(tmp_path):
     path = write(tmp_path / "rows.jsonl", [*ROWS, {"qestion": "?", "answer": "1"}] * 2)
     with pytest.raises(OrreryError) as error:

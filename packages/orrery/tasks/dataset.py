@@ -316,14 +316,21 @@ class Dataset(SingleTurn):
                 scorer_of(self._request(at, answer))
                 return None
             reply = f"\\boxed{{{answer}}}" if verdict.kind == "math" else answer
-            if verdict.kind in ("exact", "pattern") and verdict.pattern is not None:
+            has_pattern = verdict.kind in ("exact", "pattern") and verdict.pattern is not None
+            if has_pattern:
                 reply = filled(self.args.answer, self._row(at))
             right = _is_right(verdict, answer, reply)
         except OrreryError:
             raise
         except Exception as error:
             return f"{error}; {self._cut(answer) or 'correct the answer or the verdict'}"
-        remedy = self._cut(answer) or "correct it, or choose another verdict"
+        remedy = self._cut(answer)
+        if remedy is None and has_pattern and self.args.answer_pattern is None:
+            remedy = (
+                "set `answer` to a right reply, such as '#### {answer}', and `answer_pattern` to "
+                "the expression that extracts the answer from it, such as '#### (.+)'"
+            )
+        remedy = remedy or "correct it, or choose another verdict"
         return None if right else f"the first is {answer[-60:]!r}; {remedy}"
 
     def _cut(self, answer: str) -> str | None:
