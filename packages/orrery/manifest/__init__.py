@@ -1,1 +1,1 @@
-"""The manifest of a run: schema, identity, rendering, plan, explanation and comparison."""
+"""The manifest of a run."""

@@ -1,4 +1,4 @@
-"""Check plain data against the schema and return a `Manifest`, or explain the first bad field."""
+"""Check data against the schema, and explain the first bad field."""
 
 import difflib
 import json
@@ -39,7 +39,7 @@ def some_of(name: str, among: list[str]) -> str:
 
 
 def sentence(error: ValidationError) -> str:
-    """Describe one error, by priority: unknown fields, invalid values, missing fields."""
+    """Describe one error. Unknown fields precede invalid values, and these missing fields."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
@@ -88,7 +88,7 @@ def _short(value: Any) -> str:
 
 
 def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
-    """Return a copy with new values ({dotted path: value}). Raise ValidationError if invalid."""
+    """Return a copy with `values` ({dotted path: value}). Raise ValidationError if invalid."""
     data = manifest.model_dump(mode="json")
     for path, value in values.items():
         *parents, name = path.split(".")

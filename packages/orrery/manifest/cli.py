@@ -1,4 +1,4 @@
-"""The commands `render | check | show | diff | explain | hardware`."""
+"""The commands `render`, `check`, `show`, `diff`, `explain` and `hardware`."""
 
 import json
 import subprocess
@@ -44,9 +44,9 @@ app = typer.Typer(
 
 # `orrery.tasks.check` prints a line with this prefix per correct manifest.
 FIRST_LINE = "tasks.train[0]: "
-# `orrery.tasks.check` imports these packages, which a login node may lack.
+# Imports of `orrery.tasks.check` that a login node may lack.
 TASK_PACKAGES = ("numpy", "pyarrow", "reasoning_gym", "tokenizers")
-NOTE = "  note: "  # `orrery.tasks.check` prints notes with this prefix
+NOTE = "  note: "  # prefix of notes of `orrery.tasks.check`
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
@@ -105,9 +105,9 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
-    """Run `orrery.tasks.check` on (name, manifest) pairs. Return the notes that it prints.
+    """Run `orrery.tasks.check` on (name, manifest) pairs, and return its notes.
 
-    Raise OrreryError for the first wrong task. If `TASK_PACKAGES` are missing, check nothing.
+    Raise OrreryError for the first wrong task. Skip the check if `TASK_PACKAGES` are missing.
     """
     if not manifests:
         return []
@@ -319,7 +319,7 @@ def explain(
 
 
 def run_app(program: Callable[[], object]) -> int:
-    """Run a command line, print an OrreryError, and return the exit code."""
+    """Run `program`, print an OrreryError, and return the exit code."""
     try:
         program()
     except OrreryError as error:

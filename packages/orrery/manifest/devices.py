@@ -1,9 +1,9 @@
 """List the devices that `hardware.accelerator` may name, and their rates.
 
-- A device outside `DEVICES` has a name such as `l40g_sm89_44gb`: an L40G of compute capability
-  8.9 with 44 GiB. It gets the lowest rates in `DEVICES` of the same or next lower capability.
-- `rates/` holds measured rates. Other devices are assumed to reach the same share of their data
-  sheet's rates as an H200.
+A device outside `DEVICES` has a name such as `l40g_sm89_44gb`: an L40G of compute capability 8.9
+with 44 GiB. It gets the lowest rates in `DEVICES` of the same or next lower capability.
+
+`rates/` holds measured rates. Without them, a device gets the H200's share of data sheet rates.
 """
 
 import re
@@ -19,12 +19,12 @@ GB, T = 10**9, 10**12
 
 @dataclass(frozen=True)
 class Device:
-    """One type of device, with its data sheet's rates per second.
+    """A type of device, with its data sheet's rates per second.
 
-    - `names`: the driver's names. `capability`: compute capability (major, minor).
-    - `memory_bytes`: excludes memory that error correction takes from GDDR6.
-    - `bf16_flops`, `fp8_flops`: dense operations. Without FP8 support, `fp8_flops` is 0.
-    - `link_bytes_per_s`: one direction. `is_estimated`: the type is not in `DEVICES`.
+    `names`: the driver's names. `capability`: compute capability (major, minor).
+    `memory_bytes`: without GDDR6's memory for error correction.
+    `bf16_flops`, `fp8_flops`: dense operations. Without FP8 support, `fp8_flops` is 0.
+    `link_bytes_per_s`: one direction. `is_estimated`: the type is not in `DEVICES`.
     """
 
     names: tuple[str, ...]
@@ -134,7 +134,7 @@ def _short(name: str) -> str:
 
 @cache
 def find_device(accelerator: str) -> Device | None:
-    """Return the device for a key of `DEVICES` or a name from `told_accelerator`, else None."""
+    """Return the device of a key of `DEVICES` or a name from `told_accelerator`, or None."""
     if accelerator in DEVICES:
         return DEVICES[accelerator]
     if (told := TOLD.fullmatch(accelerator)) is None:
@@ -171,8 +171,8 @@ def is_named(accelerator: str, name: str) -> bool:
 
 
 SPARSE_PAIRS = 2**22  # maximum (query, key) pairs per chunk of sparse attention's backward pass
-AUTO_SHARE = 16  # with `lm_head_chunk_tokens` "auto", logits take 1/16 of device memory
-ALIGNMENT = 128  # sizes of slices are multiples of this tile size
+AUTO_SHARE = 16  # `lm_head_chunk_tokens` "auto": logits take 1/16 of device memory
+ALIGNMENT = 128  # slice sizes are multiples of this tile size
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
@@ -191,19 +191,18 @@ def blocks(length: int, longest: int) -> list[slice]:
 
 FOLDER = Path(__file__).with_name("rates")
 MEASURED_ON = "h200"
-USABLE = 0.99  # share of device memory that a process can allocate
-PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5, one way
+USABLE = 0.99  # allocatable share of device memory
+PCIE_BYTES = 50e9  # bytes/s of pinned copies over PCIe 5, one way
 
 
 @dataclass(frozen=True)
 class Rates:
     """Operations and bytes per second of a device.
 
-    - `dense_flops`: bfloat16 products. `grouped_flops`: bfloat16 products of routed experts.
-    - `attention_flops`: limit for long documents. Documents of `attention_half_tokens` tokens
-      reach half of this rate.
-    - `link_bytes`, `host_link_bytes`: one way to another device, or to pinned host memory.
-    - `collective_bytes`: all-gathers and reduce-scatters during computation.
+    `dense_flops`, `grouped_flops`: bfloat16 products, in general and of routed experts.
+    `attention_flops`: limit for long documents. At `attention_half_tokens`, half of it is reached.
+    `link_bytes`, `host_link_bytes`: one way to another device, or to pinned host memory.
+    `collective_bytes`: all-gathers and reduce-scatters during computation.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Compare two manifests, or the receipts of two runs, field by field.
+"""Compare two manifests or receipts field by field.
 
 A receipt (`receipt.json`) records each attempt of a run's stages. By default, only last attempts
 are compared, without times, job ids and messages.
@@ -26,7 +26,7 @@ Leaf = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Difference:
-    """A field and its two values as JSON. A missing value is "absent"."""
+    """A field and its two values as JSON, or "absent"."""
 
     field: str
     before: str
@@ -73,9 +73,9 @@ def _has_attempts(stage: Any) -> bool:
 
 
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
-    """Return the differences, with fields named `receipt.<kind>.<stage>.<field>`.
+    """Return the differences. Fields are named `receipt.<kind>.<stage>.<field>`.
 
-    A change that is equal in all stages appears once, without the stage.
+    A change that all stages share appears once, without the stage.
     """
     a, b = (_facts(receipt, everything) for receipt in (before, after))
     stages = list(dict.fromkeys([*before["stages"], *after["stages"]]))

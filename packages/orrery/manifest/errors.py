@@ -1,4 +1,4 @@
-"""Errors for users: the field or file, the wrong value, the rule, and the remedy.
+"""Errors for users: field or file, wrong value, rule and remedy.
 
 A command prints `error: <message>` and exits with `exit_code`.
 """

@@ -1,8 +1,8 @@
 """Explain which file and axis gave a field its value.
 
-- An axis is a Jsonnet file for one aspect of a run, such as its model. Run files override axes.
-- `lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if removing
-  the axis changes the value.
+An axis is a Jsonnet file for one aspect of a run, such as its model. Run files override axes.
+`lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if its
+removal changes the value.
 """
 
 import json
@@ -42,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The origin of one scalar field.
+    """The origin of a scalar field.
 
     `sources`: files that a derived value depends on, or the axis that a run file overrides.
     """
@@ -66,10 +66,7 @@ class Explanation:
 
 
 def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
-    """Return the origin of each scalar at or below `field`.
-
-    Raise OrreryError if the run has no such field.
-    """
+    """Explain each scalar at or below `field`. Raise OrreryError if the run lacks it."""
     run = render(workspace, name)
     path = fields.parse(field)
     found = fields.lookup(run.manifest.model_dump(mode="json"), path, name)
@@ -132,9 +129,9 @@ class _Case:
 
 
 def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | None:
-    """Return the number of the line that sets a field, or None.
+    """Return the number of the line that sets `path`, or None.
 
-    With `under_key`, a top-level key, such as a run's name, may precede `path`.
+    With `under_key`, a top-level key (a run's name) may precede `path`.
     """
     stack: list[str | None] = []
     key: str | None = None

@@ -1,4 +1,4 @@
-"""Field paths such as `tasks.train[0].args.min_length`, and the leaves of plain JSON data."""
+"""Field paths such as `tasks.train[0].args.min_length`, and leaves of JSON data."""
 
 import re
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""Compute the id of a run, and find a checkout of Orrery and its commit.
+"""Compute a run's id, and find a checkout of Orrery and its commit.
 
-The id is the sha256 of the manifest as canonical JSON: ASCII, sorted keys, no spaces, no NaN.
+The id is the sha256 of the manifest's canonical JSON.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ class Workspace:
 
 
 def find_workspace(start: Path | None = None) -> Workspace:
-    """Return the checkout that contains `start` (default: working directory), else this file."""
+    """Return the checkout that contains `start` (default: working directory) or this file."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents, *Path(__file__).resolve().parents):
         if (folder / "jsonnet" / "runs").is_dir():
@@ -90,10 +90,9 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def commit(folder: Path, *paths: str) -> str:
-    """Return the commit of the checkout that contains `folder`, or "unknown".
+    """Return ORRERY_COMMIT (environment), or the commit of `folder`'s checkout, or "unknown".
 
-    Append `-dirty` if tracked files below `paths` have changed. The environment variable
-    ORRERY_COMMIT overrides the result.
+    Append `-dirty` to the checkout's commit if tracked files below `paths` have changed.
     """
     if named := os.environ.get("ORRERY_COMMIT"):
         return named

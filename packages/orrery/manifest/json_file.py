@@ -1,8 +1,7 @@
 """Read JSON from users and other processes.
 
-- Only regular files are opened, so a reader never waits for a pipe.
-- A file is refused if it exceeds `MAX_BYTES` or `MAX_DEPTH`, or contains NaN, an infinity, NUL or
-  half of a surrogate pair.
+Only regular files are opened, so a reader never waits for a pipe. A file is refused if it exceeds
+`MAX_BYTES` or `MAX_DEPTH`, or contains NaN, an infinity, NUL or half of a surrogate pair.
 """
 
 import errno
@@ -25,7 +24,7 @@ MAX_DEPTH = 64
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """Return a file's JSON value. Raise OrreryError with `remedy` if this fails."""
+    """Raise OrreryError with `remedy` if the file is unreadable or not JSON."""
     try:
         return parse_json(read_regular(path))
     except OSError as error:
@@ -119,7 +118,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return a file's content. Raise OSError if it is not regular or exceeds `MAX_BYTES`."""
+    """Raise OSError if the file is not regular or exceeds `MAX_BYTES`."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise OSError(

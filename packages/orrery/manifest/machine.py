@@ -1,7 +1,7 @@
 """Adapt runs to the GPUs of this machine.
 
-- `nvidia-smi` lists the GPUs, so a login node needs no torch.
-- An adapted run is a new file in `jsonnet/runs` that imports the original run and changes fields.
+`nvidia-smi` lists the GPUs, so a login node needs no torch. An adapted run is a new file in
+`jsonnet/runs` that imports the original and changes fields.
 """
 
 import os
@@ -39,10 +39,10 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-WRITTEN = "Written by `orrery "  # Orrery overwrites a file only if line 1 has this text
+WRITTEN = "Written by `orrery "  # Orrery overwrites only files with this text in line 1
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
-MAX_FITS = 3  # maximum number of attempts to make a run fit into memory
-# The KV cache's share of GPU memory. Key: whether the GPU also trains.
+MAX_FITS = 3  # maximum attempts to make a run fit into memory
+# The KV cache's share of GPU memory, by whether the GPU also trains.
 CACHE_SHARE = {True: 0.25, False: 0.5}
 
 
@@ -66,7 +66,7 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return the use of the GPUs: half train, half run engines. A single GPU does both."""
+        """Use half of the GPUs to train, half for engines. A single GPU does both."""
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,
@@ -80,7 +80,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return this machine. Raise OrreryError if its GPUs lack bfloat16."""
+    """Raise OrreryError if the GPUs lack bfloat16."""
     if DEVICE_FILE.exists() and shutil.which(QUERY[0]) is None:
         raise OrreryError(
             f"{DEVICE_FILE} is a GPU, and `nvidia-smi` is not installed to tell its type. Give the "
@@ -121,7 +121,7 @@ def missing_gpu() -> str | None:
 
 
 def gpus() -> dict[str, Gpu]:
-    """Return the visible GPUs by index. Raise OrreryError if types differ or `nvidia-smi` fails."""
+    """Return visible GPUs by index. Raise OrreryError if types differ or `nvidia-smi` fails."""
     if shutil.which(QUERY[0]) is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return {}
     try:
@@ -203,7 +203,7 @@ def describe(machine: Machine) -> str:
 
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
-    """Write a Jsonnet hardware axis. Raise OrreryError if `path` is a file of the user."""
+    """Raise OrreryError if `path` is a user's file."""
     _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n")
 
 
@@ -256,8 +256,8 @@ def _object(fields: Mapping[str, object]) -> str:
 class Adapted(NamedTuple):
     """A run, adapted to a machine.
 
-    - `text`: content of the new run file, or None if the original run suits the machine.
-    - `fitting`: {field: value}, changes that make the run fit into device memory.
+    `text`: the new run file, or None if the original suits the machine. `fitting`: {field: value}
+    that make the run fit into device memory.
     """
 
     run: Rendered
@@ -266,7 +266,7 @@ class Adapted(NamedTuple):
 
 
 def adapt(workspace: Workspace, name: str, machine: Machine) -> Adapted:
-    """Return run `name`, adapted to `machine` as `<name>_on_<accelerator>`."""
+    """Adapt run `name` as `<name>_on_<accelerator>`."""
     run = render_run(workspace, name)
     changes = _changes(run.manifest, machine)
     found = (

@@ -1,8 +1,9 @@
-"""List the processes of each stage of a run, and check whether Orrery can start them.
+"""List the processes of each stage, and check whether Orrery can start them.
 
-- `ends` "itself": the process exits after its work. "with_stage": the process is a server. The
-  launcher stops it when all "itself" processes of the stage have exited with 0.
-- Multiple nodes are divided into groups, in this order: inference (or prefill, decode), trainer.
+`ends` "itself": the process exits after its work. "with_stage": a server, stopped once all "itself"
+processes have exited with 0.
+
+Multiple nodes form groups, in this order: inference (or prefill, decode), trainer.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
 
 WEIGHT_WIRES = ("files", "adapters", "nccl", "nixl")
-SERVED_RANK = 512  # largest adapter rank that vLLM serves
+SERVED_RANK = 512  # vLLM's largest adapter rank
 ROUTED_EXPERTS = (False, True)
 QUANTIZATIONS = ("none", "fp8")
 KV_TRANSFERS = ("none", "nixl", "mooncake")
@@ -23,15 +24,14 @@ ADMISSIONS = ("fixed", "adaptive")
 
 StageName = Literal["init", "sft", "rl", "evaluate", "report"]
 Role = Literal["trainer", "inference", "headless", "kv_store", "router", "orchestrator", "report"]
-# "headless": process of a multi-node engine on a node other than the engine's first.
 ENGINE_ROLES = ("inference", "headless")
 
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process, `python -m <module>`. `index`: number among the processes of its role.
+    """A process `python -m <module>`. `index`: number within its role.
 
-    A "headless" process runs on node number `part` of engine number `engine`.
+    A "headless" process runs on node number `part` > 0 of multi-node engine number `engine`.
     """
 
     role: Role
@@ -46,7 +46,7 @@ class ProcessPlan:
 
     @property
     def whole(self) -> str:
-        """Return a name that processes share if they must restart together."""
+        """Return a name that is equal for processes that must restart together."""
         return (
             f"inference.{self.engine}" if self.role == "headless" else f"{self.role}.{self.index}"
         )
@@ -86,10 +86,7 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Assign each node's devices to the node's processes, in order.
-
-    With `shared`, all roles use the same devices.
-    """
+    """Assign each node's devices to its processes, in order. With `shared`, roles overlap."""
     used: dict[object, int] = {}
     placed = []
     for process in stage.processes:
@@ -128,7 +125,7 @@ def stage(manifest: Manifest, name: str) -> StagePlan:
 
 
 def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
-    """Assign processes to nodes. The schema ensures that each group fills whole nodes."""
+    """Assign processes to nodes. The schema ensures that groups fill whole nodes."""
     if manifest.hardware.num_nodes == 1:
         return stage
     per_node = manifest.hardware.devices_per_node
@@ -188,7 +185,7 @@ def _engines(manifest: Manifest) -> Iterator[ProcessPlan]:
             device += num_devices
 
 
-# An unsupported manifest can be rendered and planned, but not started.
+# Unsupported manifests can be rendered and planned, but not started.
 
 
 def check_supported(manifest: Manifest, stage: StagePlan | None = None) -> None:

@@ -1,7 +1,4 @@
-"""Write files and folders durably, so that they survive a power cut, and hash files.
-
-A file is written under a temporary name, synced and renamed. Then its folder is synced.
-"""
+"""Write files and folders durably, so that they survive a power cut, and hash files."""
 
 import hashlib
 import os
@@ -21,14 +18,14 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def publish_file(temporary: Path, path: Path) -> None:
-    """Rename `temporary` to `path` in the same folder, durably."""
+    """Rename `temporary` to `path` in the same folder."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
-    """Rename the folder `temporary` to `folder`, durably. Remove the old `folder`."""
+    """Rename `temporary` to `folder`. Remove the old `folder`."""
     sync_tree(temporary)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
@@ -44,9 +41,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Make the names of all files below `folder` durable, but not their content."""
+    """Sync the names of all files below `folder`, but not their content."""
     for parent, _, _ in os.walk(folder, topdown=False):
-        with suppress(FileNotFoundError):  # another process may have removed the folder
+        with suppress(FileNotFoundError):  # another process may remove it
             sync(Path(parent))
 
 
@@ -67,7 +64,7 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(files: Sequence[Path]) -> str:
-    """Return the sha256 of one file. For several files, hash the output of `sha256sum`."""
+    """Return a file's sha256. For several files, hash the output of `sha256sum`."""
     files = sorted(files, key=lambda path: path.name)
     with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:
         digests = list(pool.map(sha256, files))

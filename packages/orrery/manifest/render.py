@@ -1,4 +1,4 @@
-"""Render Jsonnet run files to checked manifests. If a run is wrong, no manifest is written.
+"""Render Jsonnet run files to checked manifests, or write none if a run is wrong.
 
 Each key of a run file is a run. Import paths are relative to `jsonnet/` or to the checkout.
 """
@@ -24,7 +24,7 @@ PRETRAINED = "_pretrained.libsonnet"
 FETCHED = "_fetched.libsonnet"
 # `_import` returns failing code, because the Jsonnet binding garbles exceptions.
 _FAILS = b"error 'import'"
-_MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # error of lib/run.libsonnet
+_MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # lib/run.libsonnet's error
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
 
 
@@ -35,7 +35,7 @@ class Rendered:
 
 
 class Evaluator:
-    """Evaluate Jsonnet. `closure`: imported files. `instead`: {path: replacement content}."""
+    """Evaluate Jsonnet. `closure`: imported files. `instead`: {path: replacement}."""
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -44,7 +44,7 @@ class Evaluator:
         self._lost: str | None = None
 
     def __call__(self, expression: str) -> Any:
-        """Return an expression's value. Raise OrreryError with Jsonnet's message and line."""
+        """Raise OrreryError with Jsonnet's message and line."""
         import _gojsonnet
 
         try:
@@ -57,7 +57,7 @@ class Evaluator:
             raise OrreryError(
                 f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})"
             ) from None
-        if self._lost:  # an import failed, but Jsonnet is lazy and did not use it
+        if self._lost:  # a failed import that lazy Jsonnet did not use
             raise OrreryError(self._lost)
         return value
 
@@ -100,7 +100,7 @@ class Evaluator:
     def _sentence(self, text: str) -> str:
         head = text.splitlines()[0]
         message = self._lost or head.removeprefix("RUNTIME ERROR: ")
-        if found := _FRAME.match(message):  # messages of syntax errors begin with file and line
+        if found := _FRAME.match(message):  # syntax errors begin with file and line
             place = f"{self.workspace.shown(found['file'])}:{found['line']}"
             return f"{place}: {message.split(' ', 1)[-1]}"
         for frame in _FRAME.finditer(text.split("\n", 1)[-1]):
@@ -158,7 +158,7 @@ def _of_all_files(
 
 
 def file_of(workspace: Workspace, name: str) -> Path | None:
-    """Return the file that defines a run, or None. Ignore broken files."""
+    """Return the file that defines run `name`, or None. Ignore broken files."""
 
     def of_file(path: Path) -> dict[str, Path]:
         with suppress(OrreryError):
@@ -174,7 +174,7 @@ def locate(workspace: Workspace, name: str) -> Path:
         return likely
     if (found := file_of(workspace, name)) is not None:
         return found
-    names = list(run_files(workspace))  # raises if a file is broken, because it may define the run
+    names = list(run_files(workspace))  # raises for broken files, as they may define the run
     if likely in workspace.run_files:
         has = ", ".join(_names(workspace, likely))
         raise OrreryError(f"run {name!r}: {workspace.shown(likely)} has the runs {has}; name one")
@@ -229,7 +229,7 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If a field is missing, evaluate the runs one by one, so that the error names the run."""
+    """If a field is missing, evaluate runs one by one, so that the error names the run."""
     try:
         yield
     except OrreryError as error:

@@ -1,8 +1,9 @@
-"""Divide the files of a fetched dataset into shards, for `orrery fetch dataset` and the trainer.
+"""Divide the files of a fetched dataset into shards.
 
-- File i of a split, in the order of paths, is in shard i mod num_shards.
-- A folder with only some shards has a file DATA_SUMS with the sha256 of all data files. The
-  manifest contains the sha256 of DATA_SUMS, so sites with different shards share a manifest.
+File i of a split, ordered by path, is in shard i mod num_shards.
+
+A folder with only some shards has a file DATA_SUMS with the sha256 of all data files. The manifest
+has DATA_SUMS's sha256, so sites with different shards share a manifest.
 """
 
 import re
@@ -12,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import data_files, sha256, sha256_of_data
 
-SUMS = "SHA256SUMS"  # first line: source of the fetched folder. Then: sha256 of its files.
+SUMS = "SHA256SUMS"  # source of the fetched folder, then sha256 of its files
 DATA_SUMS = "DATA_SHA256SUMS"
 Shard = tuple[int, int]  # (K, N) of shard K/N
 
@@ -79,7 +80,7 @@ def data_names(folder: Path) -> list[str]:
 
 
 def checked_sha256(path: Path, num_shards: int = 1) -> str:
-    """Return the sha256 of DATA_SUMS if the folder has it, else the sha256 of the data.
+    """Return the sha256 of DATA_SUMS or, without it, of the data.
 
     Raise OrreryError if a file differs from DATA_SUMS.
     """
@@ -99,7 +100,7 @@ def checked_sha256(path: Path, num_shards: int = 1) -> str:
 
 
 def check_held(path: Path, split: str | None, shard: Shard | None = None) -> None:
-    """Raise OrreryError if `path` lacks a file of this split and shard. None: of all."""
+    """Raise OrreryError if `path` lacks a file of this split and shard. None means all."""
     if shard and not path.is_dir():
         raise OrreryError(f"path: {path} is no folder. Type `{fetch_command(path, shard)}`")
     names = files_of(data_sums(path), split, shard or (0, 1)) if split else data_sums(path)

@@ -1,1 +1,1 @@
-"""Watch a run: hang detector, progress, metric sinks and the report."""
+"""Hang detector, progress, metric sinks and report of a run."""

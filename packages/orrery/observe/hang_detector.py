@@ -1,11 +1,11 @@
 """Find stalls: processes that will make no more progress.
 
-The text of a wait must name the roles or processes that it waits for, if any. Stalls are:
+The text of a wait must name the awaited roles or processes. Stalls are:
 
 - hung: an event loop sent no heartbeat within its limit.
 - overdue: a wait or activity is GRACE_S past its deadline.
-- deadlock: processes wait only for one another, without a change for DEADLOCK_S.
-- abandoned: a process waits only for done processes, without a change for DEADLOCK_S.
+- deadlock: processes wait only for one another, unchanged for DEADLOCK_S.
+- abandoned: a process waits only for done processes, unchanged for DEADLOCK_S.
 """
 
 import math
@@ -25,8 +25,8 @@ from orrery.runtime.health import (
 )
 
 GRACE_S = 10.0
-DEADLOCK_S = 120.0  # high, because messages may arrive long after their sender has ended
-STILL_S = 40.0  # low, so that a stalled stage ends within a minute
+DEADLOCK_S = 120.0  # high, because messages may arrive long after their sender's end
+STILL_S = 40.0  # so that a stalled stage ends within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
@@ -39,9 +39,6 @@ class Stall:
 
 def _living(processes: Mapping[str, Health]) -> dict[str, Health]:
     return {name: health for name, health in processes.items() if health.doing not in ENDED}
-
-
-# Event loops, deadlines and deadlocks
 
 
 def find_stall(
@@ -174,12 +171,9 @@ def _clause(health: Health, now_s: float) -> str:
     return f"{health.name} has been at {health.sentence(now_s)}{late}"
 
 
-# Ranks in lock-step
-
-
 @dataclass
 class _SeenRank:
-    """A rank's health, and times of its last progress (`moved_s`) and last change (`heard_s`)."""
+    """A rank's health, with times of its last progress (`moved_s`) and change (`heard_s`)."""
 
     health: Health
     moved_s: float
@@ -189,16 +183,16 @@ class _SeenRank:
 class RankStallDetector:
     """Find the ranks that delay their role.
 
-    A role has stalled when each of its ranks is in one of these states. A rank may report its own
-    limit (`still_s`). Progress is any change of health except heartbeats.
+    A role has stalled when each rank is in one of these states. A rank may report its own limit
+    (`still_s`). Progress is any change of health except heartbeats.
 
     - silent: no expected heartbeat within the limit.
     - held: no progress within the limit, in a collective.
     - still: no progress within the rank's own limit, outside collectives.
-    - late: waits for data while another rank is held, and the role had no progress for `behind_s`.
+    - late: waits for data while another rank is held, without progress of the role for `behind_s`.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
-    silent for `hang_s` are blamed even without a stall of their role.
+    silent for `hang_s` are blamed without a stall too.
     """
 
     def __init__(self, still_s: float = STILL_S, hang_s: float = HANG_S):
@@ -291,12 +285,9 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
     return [name for name, count in begun.items() if count == min(begun.values())]
 
 
-# Times on the reader's clock
-
-
 @dataclass(frozen=True)
 class _SeenHealth:
-    """A health report as received (`said`), and with times of the reader's clock (`stamped`)."""
+    """A report as received (`said`), and in the reader's time (`stamped`)."""
 
     said: Health
     stamped: Health
@@ -305,19 +296,18 @@ class _SeenHealth:
 class HealthView:
     """Convert health reports to the reader's monotonic clock, because hosts' wall clocks differ.
 
-    - A change gets the time when the reader first saw it. Deadlines shift by the same amount.
-    - A gap of more than AWAY_S between two calls of `look` counts as AWAY_S.
-    - Results of `changed_s` are comparable across hosts.
+    A change gets the time when the reader first saw it. Deadlines shift by the same amount. A gap
+    between calls of `look` counts as at most AWAY_S. `changed_s` is comparable across hosts.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, _SeenHealth] = {}
         self._looked_s: float | None = None
-        self._behind_s: dict[str, float] = {}  # a host's boot id → its smallest seen clock offset
+        self._behind_s: dict[str, float] = {}  # boot id of a host → smallest clock offset seen
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:
-        """Return the reports `said` in the reader's time. `clock_s`: monotonic time now."""
+        """Return `said` with times of the reader's clock. `clock_s`: monotonic time now."""
         self.now_s += 0.0 if self._looked_s is None else min(clock_s - self._looked_s, AWAY_S)
         self._looked_s = clock_s
         for name, one in said.items():

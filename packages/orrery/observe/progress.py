@@ -1,8 +1,7 @@
-"""Show a running stage as a live panel or one line, and pass its metric rows to sinks.
+"""Show a running stage as a panel or a line, and send metric rows to TensorBoard and W&B.
 
-- TensorBoard files lie in `metrics/tensorboard/<stage>/<process>`.
-- A value's name starts with the row's event, or else the role: `evaluation/<task>/reward_mean`.
-- TensorBoard's step is the row's `step`, else its `version`, else seconds since the first row.
+Metric names start with the row's event, as in `evaluation/<task>/reward_mean`, or with its role.
+TensorBoard's step is `step`, `version` or, without both, seconds since the first row.
 """
 
 import os
@@ -79,7 +78,7 @@ class Progress:
 
 
 def line(progress: Progress, health: Mapping[str, Health], now_s: float) -> str:
-    """Return a log line: `rl 12/40 · reward 0.43 · … · trainer.0 waiting 1 s for batch 13 …`."""
+    """Return a log line: `rl 12/40 · reward 0.43 · … · trainer.0 waiting 1 s …`."""
     parts = [f"{progress.stage} {_steps(progress)}"]
     parts += [f"{name} {value}" for name, value in _numbers(progress)]
     talking = {name: one for name, one in health.items() if one.role != "router"}
@@ -222,7 +221,7 @@ def configured() -> bool:
 class WandbSink:
     """One W&B run per run directory, resumed over stages and attempts.
 
-    `<stage>/step` is a separate value, because W&B's own step must never decrease.
+    `<stage>/step` is a separate value, because W&B's step must never decrease.
     """
 
     def __init__(self, run_dir: Path):

@@ -1,1 +1,1 @@
-"""Plan the memory and time of a run from its manifest, before it starts and without torch."""
+"""Plan a run's memory and time from its manifest, without torch."""

@@ -1,9 +1,10 @@
-"""Plan the memory and the speed of one vLLM engine from the manifest.
+"""Plan the memory and speed of one vLLM engine.
 
-- A decode step takes the maximum of memory time and compute time (roofline, arXiv 2402.16363,
-  section 3), plus collectives and host work. Prefill time is only compute time.
-- GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
-  `benchmarks/async/memory_h100.json`.
+A decode step takes the maximum of memory time and compute time (roofline, arXiv 2402.16363,
+section 3), plus collectives and host work. Prefill takes only compute time.
+
+GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
+`benchmarks/async/memory_h100.json`.
 """
 
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ Bytes = dict[str, int]
 def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts of vLLM's CUDA graphs. vLLM pads steps to these counts.
 
-    Steps with prefill exceed vLLM's default limit of 512 tokens, so the limit is raised. With data
-    parallelism it stays 512, because all ranks pad to the rank with most tokens.
+    Orrery raises vLLM's limit of 512 tokens, because steps with prefill exceed it. With data
+    parallelism the limit stays, because all ranks pad to the largest step.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
@@ -50,7 +51,7 @@ def graph_sizes(inference: Inference) -> list[int]:
 def weight_bytes(model: Model, inference: Inference) -> tuple[int, int]:
     """Return one device's bytes: (all weights, routed experts).
 
-    Norms, routers, indexers and down-projections of latent attention are replicated on each device.
+    Norms, routers, indexers and down-projections of latent attention are replicated.
     """
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     kinds: dict[tuple[bool, str], tuple[float, float]] = {}
@@ -123,7 +124,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 
 @dataclass(frozen=True)
 class Serving:
-    """The load of one engine.
+    """An engine's load.
 
     `prompt`, `sampled`: mean tokens of a rollout. `in_flight`: unfinished rollouts.
     """
@@ -148,7 +149,7 @@ def decode_s(
 ) -> float:
     """Return the seconds of a step in which each data-parallel rank samples `batch` tokens.
 
-    `context`: mean tokens of a sequence. `network`: bytes per second of a device between nodes.
+    `context`: mean tokens of a sequence. `network`: bytes/s of a device between nodes.
     """
     weights, experts = weight_bytes(model, inference)
     tokens = batch * inference.data_parallel
@@ -163,7 +164,7 @@ def decode_s(
 
 
 def _read_bytes(model: Model, inference: Inference, context: float) -> float:
-    """Return the cache bytes that a decode step reads for one sequence of `context` tokens."""
+    """Return the cache bytes that a decode step reads for a sequence of `context` tokens."""
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
         return context * token_bytes(model, inference)

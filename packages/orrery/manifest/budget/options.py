@@ -1,9 +1,10 @@
-"""Find roles that exceed device memory, and manifest options that make these roles fit.
+"""Find roles that exceed device memory, and options that make them fit.
 
-- Options are tried by tier. Tier 0 costs little speed, tier 1 moves all trainer state to host
-  memory, and tier 2 adds devices.
-- Only roles that certainly do not fit are reported. Trainers' planned peaks are therefore lowered
-  by `LARGEST_ERROR`, and engines count only weights, cache and CUDA context.
+Options are tried by tier: 0 costs little speed, 1 moves all trainer state to host memory, 2 adds
+devices.
+
+Only roles that certainly do not fit are reported. The trainer's planned peak is therefore lowered
+by `LARGEST_ERROR`, and engines count only weights, cache and CUDA context.
 """
 
 import json
@@ -98,9 +99,9 @@ def choose_options(
     host_bytes: int = sys.maxsize,
     max_tier: int = 2,
 ) -> ChosenOptions:
-    """Return the cheapest combination of options that frees `needed_bytes`.
+    """Return the cheapest options that free `needed_bytes`, or the options that free most.
 
-    Else return the combination that frees most. `host_bytes`: a rank's free host memory.
+    `host_bytes`: a rank's free host memory.
     """
     base = plan_memory(model, trainer, load, device_bytes, counted)
 
@@ -141,7 +142,7 @@ def _combine(
         total, trainer, load = freed(best), best.trainer, best.load
         first = applied.pop(best.field, best)
         applied[best.field] = replace(best, instead_of=first.instead_of)
-        if best.tier == 2:  # stop, because each option of tier 2 doubles the devices
+        if best.tier == 2:  # each option of tier 2 doubles the devices
             break
     return ChosenOptions(tuple(applied.values()), total, total >= needed_bytes)
 
@@ -279,7 +280,7 @@ def _checkpointing(
 
 
 def module_choices(model: Model) -> list[tuple[RecomputedModule, ...]]:
-    """Return two choices of modules to recompute: modules without matrix products, all modules."""
+    """Return two choices of modules to recompute: without matrix products, and all."""
     every = tuple(recomputable_modules(model))
     cheap = tuple(name for name in every if name in ("norms", "experts_activation"))
     return [cheap, every]
@@ -351,10 +352,7 @@ GIB = 2**30
 
 
 def memory_misfits(run: Manifest) -> Iterator[str]:
-    """Yield a sentence for each role that exceeds device memory.
-
-    Skip the check on a CPU and for family `hugging_face`.
-    """
+    """Yield a sentence per role that exceeds device memory. Skip CPUs and family `hugging_face`."""
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return
@@ -393,7 +391,7 @@ def _trainer_sentence(found: "_TrainerMisfit", capacity: int, needs: str, doubt:
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
-    """Return new values by manifest field that make the engines fit in memory.
+    """Return new values by manifest field, so that the engines fit or, if they do, the trainer.
 
     If the engines fit already, the values make the trainer fit on as many devices. Return {} if the
     run fits or no change suffices.

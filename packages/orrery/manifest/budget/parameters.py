@@ -1,11 +1,11 @@
-"""Count parameters and floating-point operations (FLOPs) of Orrery's own networks.
+"""Count parameters and FLOPs of Orrery's own networks.
 
-- `model_flops` counts 6 FLOPs per token and active weight, or 4 if weights are frozen. Attention
-  adds 12 · L · H · K · n² / 2 per document of n tokens, with L layers and H query heads of size K
-  (PaLM, arXiv 2204.02311, app. B).
-- Sparse attention adds 6 · L · H · (2C + R) per query and chosen key, with C the latent width and R
-  the rotary width of keys.
-- `hardware_flops` adds recomputed work. FLOPs of adapters are not counted.
+`model_flops` counts 6 FLOPs per token and active weight, or 4 if weights are frozen. Attention adds
+12 · L · H · K · n² / 2 per document of n tokens, with L layers and H query heads of size K (PaLM,
+arXiv 2204.02311, app. B). Sparse attention adds 6 · L · H · (2C + R) per query and chosen key, with
+latent width C and rotary width R of keys.
+
+`hardware_flops` adds recomputed work. Adapters are not counted.
 """
 
 import math
@@ -23,9 +23,9 @@ Part = Literal["norm", "attention", "indexer", "feed_forward", "router", "expert
 class BlockWeight:
     """A weight of a transformer block.
 
-    - `shape`: (rows, columns). Stacked experts: (experts, rows, columns). A vector: (size,).
-    - `num_matrices`: matrices stacked along the rows, such as 2 for an expert's gate and up.
-    - `has_fp8`: whether this weight's product may run in FP8.
+    `shape`: (rows, columns). Stacked experts: (experts, rows, columns). A vector: (size,).
+    `num_matrices`: matrices stacked along the rows, such as 2 for gate and up.
+    `has_fp8`: whether products with it may run in FP8.
     """
 
     part: Part
@@ -40,9 +40,9 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Parameter counts of an unsharded FSDP unit (weights gathered together, such as a block).
+    """Parameter counts of an unsharded FSDP unit, such as a block.
 
-    `trained` and `frozen` include experts. `adapted`: frozen parameters of layers with adapters.
+    `trained` and `frozen` include experts. `adapted`: frozen parameters with adapters.
     """
 
     trained: int = 0
@@ -56,7 +56,7 @@ class UnitParameters:
         return self.trained + self.frozen
 
     def gathered(self, ep: int) -> int:
-        """Return the number of parameters that a rank gathers, with only 1/ep of the experts."""
+        """Return the number of parameters that a rank gathers, with 1/ep of the experts."""
         experts = self.trained_experts + self.frozen_experts
         return self.total - experts + experts // ep
 
@@ -68,8 +68,8 @@ class UnitParameters:
 class ParameterCounts:
     """Parameter counts of all FSDP units, in forward order.
 
-    - `before`: embedding. `after`: last norm, LM head. With tied embeddings, `root` has all three.
-    - `largest_in_a_layer`: parameters of the largest trained weight of a block.
+    `before`: embedding. `after`: last norm, LM head. With tied embeddings, `root` has all three.
+    `largest_in_a_layer`: size of the largest trained weight of a block.
     """
 
     before: UnitParameters
@@ -88,10 +88,10 @@ class ParameterCounts:
 
 
 def keys_per_query(model: Model, cp: int) -> float:
-    """Return the ratio of keys to queries that a rank's latent attention processes.
+    """Return the ratio of keys to queries in a rank's latent attention.
 
-    With context parallelism (cp), a rank has 2 of a document's 2·cp pieces. With indexers, it
-    gathers all keys. Without, each piece needs all keys up to its end: 2·cp + 1 pieces.
+    A rank has 2 of a document's 2·cp pieces. With indexers, it gathers all keys. Without, each
+    piece needs all keys up to its end: 2·cp + 1 pieces.
     """
     if cp == 1 or model.mla is None:
         return 1.0
@@ -103,7 +103,7 @@ def is_sparse(model: Model, layer: int) -> bool:
 
 
 def block_weights(model: Model, layer: int) -> Iterator[BlockWeight]:
-    """Yield the weights of a block. Raise OrreryError for family `hugging_face`."""
+    """Raise OrreryError for family `hugging_face`."""
     if model.family == "hugging_face":
         raise OrreryError(
             "model.family 'hugging_face': the manifest does not say what its weights are"
@@ -162,9 +162,9 @@ def _feed_forward(hidden: int, width: int) -> Iterator[BlockWeight]:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Return the counts of all FSDP units. Raise OrreryError for family `hugging_face`.
+    """Raise OrreryError for family `hugging_face`.
 
-    Indexers are frozen. With `adapters`, only adapters are trained.
+    Indexers count as frozen. With `adapters`, only adapters are trained.
     """
     kinds: dict[tuple[bool, str], tuple[UnitParameters, int]] = {}
     layers: list[UnitParameters] = []
@@ -231,7 +231,7 @@ def is_counted(model: Model) -> bool:
 
 
 def active_parameters(model: Model) -> Flops:
-    """Return the number of parameters that multiply each token, in the fields of `Flops`.
+    """Return the number of parameters that multiply each token, by field of `Flops`.
 
     Raise OrreryError unless `is_counted(model)`.
     """
@@ -239,7 +239,7 @@ def active_parameters(model: Model) -> Flops:
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
     projections, experts = 0, 0
     kinds = [is_sparse(model, layer) for layer in range(model.num_layers)]
-    for kind in set(kinds):  # MoE blocks differ only in indexers, and so do dense blocks
+    for kind in set(kinds):  # blocks of a kind differ only in indexers
         for weight in block_weights(model, kinds.index(kind)):
             if weight.part == "experts":
                 moe = model.mixture
@@ -253,7 +253,7 @@ def active_parameters(model: Model) -> Flops:
 def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> Flops:
     """Return the FLOPs of a forward and backward pass over documents of `lengths` tokens.
 
-    The LM head scores every token. `frozen`: whether weights are frozen (LoRA).
+    `frozen`: whether weights are frozen (LoRA).
     """
     each = (4 if frozen else 6) * sum(lengths)
     active = active_parameters(model)
@@ -312,7 +312,7 @@ def _repeated_parameters(model: Model, cp: int) -> float:
 
 
 def attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> float:
-    """Return the forward operations of attention in all layers, without projections."""
+    """Return attention's forward FLOPs in all layers, without projections."""
     width, most = 2 * model.head_dim, max(lengths, default=0)
     if (mla := model.mla) is not None:
         width = model.head_dim + mla.value_head_dim
@@ -323,7 +323,7 @@ def attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> floa
 
 
 def indexers(model: Model, lengths: Sequence[int]) -> float:
-    """Return the forward operations of all indexers, or 0 if no document exceeds `top_k`."""
+    """Return the indexers' forward FLOPs, or 0 if no document exceeds `top_k`."""
     mla = model.mla
     if mla is None or (indexer := mla.indexer) is None or not _is_sparse(model, lengths):
         return 0.0
@@ -334,9 +334,6 @@ def indexers(model: Model, lengths: Sequence[int]) -> float:
 
 
 def attended_keys(length: int, most: int) -> float:
-    """Count the (query, key) pairs of causal attention with at most `most` keys per query.
-
-    The sum 1 + … + n is taken as n² / 2.
-    """
+    """Count the (query, key) pairs of causal attention with at most `most` keys per query."""
     most = min(length, most)
     return most * most / 2 + (length - most) * most

@@ -1,11 +1,12 @@
-"""Plan the memory of each role of a run, the time of a step, and the bytes between roles.
+"""Plan each role's memory, the time of a step, and the bytes between roles.
 
-- Memory is planned for rollouts of the maximum length, and time for rollouts of a mean length.
-- Trainer and engines work at the same time, so the slower role sets the step's time. On shared
-  devices they take turns.
-- Staleness follows from Little's law. With N rollouts in flight and B rollouts in a batch, a
-  rollout lasts N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the
-  batch is full.
+Memory is planned for rollouts of maximum length, and time for rollouts of mean length.
+
+Trainer and engines overlap, so the slower role sets the step's time. On shared devices they take
+turns.
+
+Staleness follows from Little's law: with N rollouts in flight and batches of B, a rollout lasts
+N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the batch is full.
 """
 
 from collections.abc import Iterator
@@ -32,10 +33,10 @@ from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 Bytes = dict[str, int]
 NETWORK_BYTES = 50e9  # default network bytes/s of a device (400 Gb/s)
 MEAN_SHARE = 0.25  # default mean rollout tokens / max_model_len_tokens
-COLUMN_BYTES = 17  # bytes per token of a batch: id, mask, log-prob, version, advantage
-UPDATE_BYTES = 100e9  # maximum bytes per second of an 'nccl' or 'nixl' weight update
-UPDATE_S = 0.05  # time to pause and resume the engines
-FILE_BYTES = 1e9  # bytes per second of a node's file reads or writes
+COLUMN_BYTES = 17  # per token of a batch: id, mask, log-prob, version, advantage
+UPDATE_BYTES = 100e9  # maximum bytes/s of an 'nccl' or 'nixl' weight update
+UPDATE_S = 0.05  # to pause and resume engines
+FILE_BYTES = 1e9  # file bytes/s of a node
 KINDS = {  # kind of trainer memory → categories of `MemoryPlan`
     "weights": ("weights", "gathered weights"),
     "gradients": ("gradients", "reduction"),
@@ -47,7 +48,7 @@ KINDS = {  # kind of trainer memory → categories of `MemoryPlan`
 
 @dataclass(frozen=True)
 class RoleBudget:
-    """Bytes of a role: device `memory` by use, and host memory and scratch disk per node."""
+    """A role's bytes: device `memory` by use, and host memory and scratch disk per node."""
 
     role: str
     num_devices: int
@@ -72,7 +73,7 @@ class RunBudget:
     engines: dict[str, float]
     step_s: float
     slower: str
-    longest_step_s: float  # `step_s` if all rollouts have the maximum length
+    longest_step_s: float  # `step_s` for rollouts of maximum length
     staleness: float
     update: dict[str, float]
     loading: dict[str, dict[str, float]]  # by role: "bytes" and "seconds" of reading weights
@@ -91,9 +92,9 @@ class RunBudget:
 def plan_run(
     manifest: Manifest, tokens: float | None = None, network: float | None = None
 ) -> RunBudget:
-    """Return the run's budget. Raise OrreryError for family `hugging_face`.
+    """Raise OrreryError for family `hugging_face`.
 
-    `tokens`: mean tokens of a rollout. `network`: bytes per second of a device between nodes.
+    `tokens`: mean tokens of a rollout. `network`: bytes/s of a device between nodes.
     """
     one = RunPlan(manifest, tokens, network)
     step_s, slower, staleness = one.pace()
@@ -201,7 +202,7 @@ class RunPlan:
 
     @cached_property
     def work(self) -> tuple[int, list[int]]:
-        """Return (micro-batches per step, tokens of each rollout) of a context-parallel group."""
+        """Return a context-parallel group's (micro-batches per step, tokens of each rollout)."""
         mesh, orchestrator = self.trainer.mesh, self.manifest.orchestrator
         per_group = -(-orchestrator.rollouts_per_batch // mesh.num_data_ranks)
         room = max(1, int(self.trainer.memory.max_tokens_per_micro_batch // self.tokens))
@@ -220,7 +221,7 @@ class RunPlan:
 
     @cached_property
     def engines(self) -> dict[str, float]:
-        """Return the speeds of all engines. "step_s": seconds in which they generate a batch."""
+        """Return the engines' speeds. "step_s": seconds to generate a batch."""
         inference, model = self.inference, self.model
         prefills = inference.prefill_replicas
         decoding = inference.num_replicas - prefills
@@ -248,10 +249,9 @@ class RunPlan:
         }
 
     def pace(self) -> tuple[float, str, float]:
-        """Return the seconds of a step, the slower role, and the mean staleness of tokens in steps.
+        """Return (seconds of a step, slower role, mean staleness of tokens in steps).
 
-        If the trainer is slower, each of the `max_batches_ahead` waiting batches adds a step of
-        staleness.
+        If the trainer is slower, each of `max_batches_ahead` batches adds a step of staleness.
         """
         orchestrator = self.manifest.orchestrator
         sides = {"the trainer": self.trainer_s["step"], "the engines": self.engines["step_s"]}
@@ -285,7 +285,7 @@ class RunPlan:
         return {"bytes": replicas * whole, "seconds": seconds}
 
     def loading(self) -> dict[str, dict[str, float]]:
-        """Return by role the bytes of start weights that a node reads, and the seconds of reading.
+        """Return bytes and seconds of a node's reads of start weights, by role.
 
         A node reads each byte once, into its page cache.
         """
@@ -308,10 +308,7 @@ class RunPlan:
         }
 
     def checkpoint(self) -> dict[str, float]:
-        """Return the bytes and seconds of a checkpoint.
-
-        "waits_s": seconds that training waits. "writes_s": seconds of writing during training.
-        """
+        """Return bytes and seconds. Training waits for "waits_s", but not for "writes_s"."""
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
         whole = values * DTYPE_BYTES[self.trainer.param_dtype]
@@ -350,10 +347,7 @@ class RunPlan:
         )
 
     def layer_gather(self) -> dict[str, int]:
-        """Return the bytes that a rank gathers for the largest block.
-
-        A key says whether `ep` ranks split the experts (expert parallelism).
-        """
+        """Return the bytes that a rank gathers for the largest block, without and with `ep`."""
         if self.trainer.mesh.world_size == 1:
             return {}
         c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep
@@ -362,10 +356,7 @@ class RunPlan:
         return found | ({f"with ep {ep}": c * largest.gathered(ep)} if ep > 1 else {})
 
     def other_ep(self) -> dict[str, Bytes]:
-        """Return how another `ep` changes the trainer's peak memory, by kind of memory.
-
-        The other `ep` is 1, or if `ep` is 1, the largest of 8, 4 and 2 that divides the ranks.
-        """
+        """Return how another `ep` (1, or if now 1, up to 8) changes the trainer's peak memory."""
         mesh, moe = self.trainer.mesh, self.model.moe
         ranks = mesh.dp_shard * mesh.cp
         other = 1 if mesh.ep > 1 else next((n for n in (8, 4, 2) if ranks % n == 0), 1)

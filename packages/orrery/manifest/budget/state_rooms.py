@@ -1,7 +1,6 @@
-"""Plan the device memory that offloaded optimizer state may use at each moment of a step.
+"""Plan the device memory for offloaded optimizer state at each moment of a step.
 
-State is copied into memory that activations and gradients leave free, so the planned peak does not
-rise.
+State uses memory that activations and gradients leave free, so the planned peak does not rise.
 """
 
 from dataclasses import dataclass
@@ -11,16 +10,15 @@ from orrery.manifest.budget.parameters import ParameterCounts, count_parameters
 from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory, state_bytes
 from orrery.manifest.schema import Model, Trainer
 
-SHARE = 0.9  # share of free memory to use, because plans have errors
+SHARE = 0.9  # share of free memory to use, as plans have errors
 
 
 @dataclass(frozen=True)
 class StateRooms:
     """Bytes of optimizer state that fit on the device, by block.
 
-    - `forward`, `head`, `backward`: during the block's forward pass, the LM head, and the block's
-      backward pass, in the first micro-batch.
-    - `arriving`: from the block's backward pass in the last micro-batch to the end of the step.
+    `forward`, `backward`: during the block's passes in the first micro-batch. `head`: during its LM
+    head. `arriving`: from the block's last backward pass to the end of the step.
     """
 
     forward: tuple[int, ...]
@@ -36,7 +34,7 @@ def state_rooms(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> StateRooms:
-    """Return the bytes of state that fit. Raise OrreryError for family `hugging_face`."""
+    """Raise OrreryError for family `hugging_face`."""
     tokens = trainer.memory.max_tokens_per_micro_batch
 
     def planned(count: int) -> MemoryPlan:
@@ -55,7 +53,7 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # `first` plans a single micro-batch, where no gradients wait for later micro-batches.
+    # In `first`, no gradients wait for later micro-batches.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
     # maximum memory in use from each moment on

@@ -1,6 +1,6 @@
-"""Format the plan of a run's RL stage as text, and find the fastest layouts that fit into memory.
+"""Format the plan of a run's RL stage, and find the fastest layouts that fit into memory.
 
-The search keeps the model, optimizer, precisions, and the numbers of devices and rollouts.
+The search keeps model, optimizer, precisions, and numbers of devices and rollouts.
 """
 
 import textwrap
@@ -21,8 +21,8 @@ from orrery.manifest.plan import check_built
 from orrery.manifest.schema import Manifest, Trainer
 
 NUM_LAYOUTS = 3
-ROOM = 0.97  # share of usable device memory that a layout may fill
-SAVINGS: tuple[dict[str, Any], ...] = (  # memory savings to try. Each adds to those above.
+ROOM = 0.97  # share of usable memory that a layout may fill
+SAVINGS: tuple[dict[str, Any], ...] = (  # memory savings to try, cumulatively
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
     {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},
@@ -30,7 +30,7 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # memory savings to try. Each adds to t
     {"memory.optimizer_offload_resident": 0.0},
     {"memory.activation_offload": True},
 )
-SIZES = (0.5, 1, 2)  # multiples of the manifest's micro-batch size to try
+SIZES = (0.5, 1, 2)  # micro-batch sizes to try, relative to the manifest's
 EVERY = (1, 2)  # `activation_checkpointing_every` to try with kind "full"
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -39,10 +39,9 @@ Changes = dict[str, Any]  # new values by field
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout of the trainer or of the engines that the search proposes.
+    """A proposed layout of the trainer or of the engines.
 
-    `seconds`: time of a batch. `device_bytes`: planned memory on a device. `changes`: new values by
-    manifest field.
+    `seconds`: time of a batch. `device_bytes`: planned memory per device.
     """
 
     seconds: float

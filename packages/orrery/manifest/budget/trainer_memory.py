@@ -1,9 +1,9 @@
 """Plan the bytes that torch allocates on a trainer rank at each moment of a step.
 
-No factor is fitted to measurements. Torch's allocator reserves more than planned. Symbols:
+Torch's allocator reserves more than planned. Symbols:
 
-- c: bytes of a value in computation. p: of a stored weight. r: of a value in reductions.
-- h: query heads × head size. g: key heads × head size.
+Bytes of a value: c in computation, p of a stored weight, r in reductions.
+h: query heads × head size. g: key heads × head size.
 """
 
 from collections.abc import Iterator
@@ -34,25 +34,21 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-# The optimizer updates weights in buckets. Bucket sizes are bytes of optimizer state.
-OFFLOADED_BYTES = 128 << 20  # with offload: large enough for the full rate of PCIe
-WHOLE_BYTES = 256 << 20  # Muon: the same with and without offload, so that results are equal
+# Sizes of the optimizer's buckets, in bytes of optimizer state.
+OFFLOADED_BYTES = 128 << 20  # with offload, to reach PCIe's rate
+WHOLE_BYTES = 256 << 20  # Muon, with and without offload, so that results are equal
 NUM_SLOTS = 3  # buckets on the device at a time
-BATCH_VALUES = 1 << 27  # maximum number of values that Muon orthogonalizes at a time
-MUON_COPIES = 4  # temporary bfloat16 copies of a batch of matrices in Muon
+BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
+MUON_COPIES = 4  # temporary bfloat16 copies of these values
 
 Bytes = dict[str, int]
-
-
-# Activations
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
     """A block's activation bytes per token.
 
-    `kept`: bytes held from the forward to the backward pass. `backward`: maximum number of bytes
-    that the backward pass adds.
+    `kept`: held until the backward pass. `backward`: maximum that the backward pass adds.
     """
 
     kept: int
@@ -64,11 +60,10 @@ class _Results:
     """Bytes per token of a block's forward results.
 
     - `named`: results that selective checkpointing can keep, by their name in `keep`.
-    - `unread`: further results of these names, which no backward pass reads.
+    - `unread`: more results of these names, unread by the backward pass.
     - `rest`: unnamed results.
     - `for_attention`: recomputed results that only attention's backward pass reads.
-    - `of_attention`, `of_feed_forward`: results that checkpointing of kind `modules` recomputes,
-      with one entry per module.
+    - `of_attention`, `of_feed_forward`: results of each recomputed module (`modules`).
     """
 
     named: dict[str, int]
@@ -80,10 +75,6 @@ class _Results:
 
 
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
-    """Return a block's activation bytes per token, with the trainer's kind of checkpointing.
-
-    Checkpointed blocks keep their input.
-    """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
     every = entry + sum(results.named.values()) + results.rest
@@ -115,7 +106,6 @@ def _activation_bytes_of_blocks(model: Model, trainer: Trainer) -> list[Activati
 
 
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
-    """Return the bytes per token of a block's forward results."""
     c, hidden = DTYPE_BYTES[trainer.compute_dtype], model.hidden_size
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     adapted = () if trainer.lora is None else trainer.lora.targets
@@ -180,9 +170,9 @@ def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]
     """Return latent attention's bytes per token: (output, inputs, gathered keys, recomputed).
 
     - `output` includes float32 log-sum-exps.
-    - `inputs` are queries, latents before and after their norms, and either padded queries, keys
-      and values (dense), or latent queries and key indices (sparse), whichever are larger.
-    - `recomputed` are inputs that are not kept if "attention_projections" are recomputed.
+    - `inputs` include the larger of dense attention's padded queries, keys and values, and sparse
+      attention's latent queries and key indices.
+    - `recomputed`: inputs that recomputation of "attention_projections" frees.
     """
     mla, heads, cp = model.latent, model.num_heads, trainer.mesh.cp
     c = DTYPE_BYTES[trainer.compute_dtype]
@@ -209,7 +199,7 @@ def _dense_width(model: Model, layer: int) -> int:
 
 
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
-    """Return the temporary bytes per token of the backward passes of attention and feed-forward."""
+    """Return temporary bytes per token of the backward pass: (attention, feed-forward)."""
     c = DTYPE_BYTES[trainer.compute_dtype]
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = c * (3 * h + 2 * g) + 4 * h  # gradients, and float32 sums of query gradients
@@ -226,7 +216,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     if not is_sparse(model, layer):
         return attention, feed_forward
     moe, lora_spec = model.mixture, trainer.lora
-    rows = 1 if trainer.mesh.ep == 1 else 3  # expert parallelism holds two more copies of each row
+    rows = 1 if trainer.mesh.ep == 1 else 3  # expert parallelism adds two copies of each row
     has_adapters = lora_spec is not None and "experts" in lora_spec.targets
     is_checkpointed = trainer.memory.checkpoints(layer)
     if has_adapters and is_checkpointed and "experts" not in trainer.kept:
@@ -239,7 +229,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     """Return the bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    `tokens`: number of a rank's queries. The float32 backend stores no pairs.
+    `tokens`: queries of a rank. The float32 backend stores no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
@@ -249,15 +239,12 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
     return min(pairs, SPARSE_PAIRS) * c * width + 4 * pairs
 
 
-# Moments of a step
-
-
 @dataclass(frozen=True)
 class Workload:
     """The work of a context-parallel group in a step.
 
-    `tokens`: tokens of a micro-batch. `document_tokens`: tokens of the longest document.
-    `merged_width`: bytes per value of the merged weights that LoRA runs send by NCCL or NIXL.
+    `tokens`: size of a micro-batch. `document_tokens`: length of the longest document.
+    `merged_width`: bytes per value of merged weights that LoRA runs send by NCCL or NIXL.
     """
 
     tokens: int
@@ -267,9 +254,9 @@ class Workload:
 
 
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
-    """Return the trainer, with the optimizer of `stage` ("sft" or "rl"), and the workload.
+    """Return the trainer with the optimizer of `stage` ("sft" or "rl"), and the workload.
 
-    The workload assumes that all samples have the maximum length.
+    The workload assumes samples of maximum length.
     """
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
@@ -290,7 +277,7 @@ def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A rank's device bytes by moment of a step and category, and its host bytes."""
+    """A rank's device bytes by moment of a step and category, and host bytes."""
 
     moments: dict[str, Bytes]
     host_bytes: int
@@ -311,9 +298,9 @@ def plan_memory(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> MemoryPlan:
-    """Return the memory plan of a rank. Raise OrreryError for family `hugging_face`.
+    """Raise OrreryError for family `hugging_face`.
 
-    `device_bytes`: memory of a device, which sets the size of the LM head's "auto" chunks.
+    `device_bytes`: memory of a device, for the LM head's "auto" chunks.
     """
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
@@ -331,7 +318,7 @@ def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
 
 
 def state_bytes(trainer: Trainer, counted: ParameterCounts) -> tuple[int, int]:
-    """Return a rank's bytes of optimizer state: (device, host)."""
+    """Return a rank's optimizer state bytes: (device, host)."""
     mesh = trainer.mesh
     num_bytes = DTYPE_BYTES[trainer.param_dtype] * num_states(trainer.optimizer, counted)
     num_bytes //= mesh.dp_shard * mesh.cp
@@ -382,10 +369,7 @@ class _StepPlan:
             self.gathered_until = sizes
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
-        """Yield (moment, bytes by category), from the LM head to the optimizer.
-
-        Weights, optimizer state and gradients that wait for the optimizer count at every moment.
-        """
+        """Yield (moment, bytes by category), from the LM head to the optimizer."""
         counted, layers = self.counted, self.counted.layers
         root, alone = counted.root, self.shards == 1
         hidden = self.tokens * self.model.hidden_size
@@ -482,7 +466,7 @@ class _StepPlan:
         return resident + min(offloaded, NUM_SLOTS * bucket)
 
     def host_bytes(self) -> int:
-        """Return a rank's host bytes of offloaded activations, states and weights.
+        """Return a rank's host bytes.
 
         Activations count twice, because their buffers round up to powers of 2.
         """
@@ -529,10 +513,9 @@ class _StepPlan:
         return self.tokens * (self.kept_before[last + 1] - self.kept_before[first])
 
     def logits(self) -> int:
-        """Return the bytes of logits. The LM head computes them in tiles of the vocabulary.
+        """Return the bytes of logits: 4 each, and 2 more in the current tile of the vocabulary.
 
-        A logit takes 4 bytes, and 2 more in the current tile. Logits of other tiles stay in memory
-        only with `lm_head_keeps_logits`.
+        `lm_head_keeps_logits` keeps all tiles.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         chunk = auto_chunk_tokens(self.device_bytes, vocab)

@@ -1,7 +1,7 @@
-"""Estimate the bytes of a trainer's collectives, and the seconds of its step from a device's rates.
+"""Estimate the seconds of a trainer's step, and the bytes of its collectives.
 
-- FSDP's collectives overlap with computation. Context and expert parallel exchanges do not.
-- Constants are fitted to profiled steps. `benchmarks/trainer/planned.py` prints the errors.
+FSDP's collectives overlap with computation. Context and expert parallel exchanges do not.
+Constants are fitted to profiled steps. `benchmarks/trainer/planned.py` prints the errors.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 
 SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach
 LAUNCH_S = 0.7e-3  # minimum host seconds per block and micro-batch
-IDLE_SHARE = 0.015  # share of a step without work on the device
-EAGER = 2.5  # bytes of elementwise operations without the compiler / with it
-FORWARD_SHARE = 0.3  # share of computation that is the forward pass
-BOTH_WAYS = 0.75  # share of the host link's rate in each direction, if both are in use
+IDLE_SHARE = 0.015  # share of a step in which the device idles
+EAGER = 2.5  # bytes of elementwise operations, eager / compiled
+FORWARD_SHARE = 0.3  # forward pass / computation of a step
+BOTH_WAYS = 0.75  # share of the host link's rate in each direction if both are busy
 QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
 MUON_SHARE = 0.7  # share of the dense rate that products of Newton-Schulz steps reach
 EXPERT_WAIT_S = 7e-3  # per MoE block and micro-batch: the host waits for the counts of tokens
@@ -35,10 +35,10 @@ HOST_OPTIMIZER = 32e9  # bytes/s of the optimizer and of gradient sums on the ho
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of one device in collectives.
+    """Bytes per second of a device in collectives.
 
-    - `experts`: FSDP's collectives of experts. `shards`: those of all other weights.
-    - `all`, `cp`, `ep`: exchanges among all ranks, or along a mesh axis.
+    `experts`, `shards`: FSDP's collectives of experts, and of all other weights.
+    `all`, `cp`, `ep`: exchanges among all ranks, or along a mesh axis.
     """
 
     shards: float
@@ -49,7 +49,7 @@ class Links:
 
 
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
-    """Return the rates of collectives. `network`: bytes per second of a device between nodes."""
+    """Return the rates of collectives. `network`: bytes/s of a device between nodes."""
 
     def of(ranks: int) -> float:
         return rates.link_bytes if ranks <= devices_per_node else network
@@ -74,10 +74,10 @@ def step_s(
 ) -> dict[str, float]:
     """Return the seconds of a step by kind of work, and their sum as "step".
 
-    "communication" is the part that computation does not hide. "communication in all" is not in
-    the sum. Raise OrreryError for family `hugging_face`.
+    "communication" is only the part that computation does not hide. The sum excludes "communication
+    in all". Raise OrreryError for family `hugging_face`.
 
-    `lengths`: number of tokens of each document that a context-parallel group trains in the step.
+    `lengths`: tokens of each document of a context-parallel group.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
@@ -157,7 +157,7 @@ def _grouped_flops(model: Model, rates: Rates) -> float:
 
 
 def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
-    """Return the bytes that FSDP's copies and casts read and write on a rank in a micro-batch."""
+    """Return the bytes that a rank's FSDP copies and casts move in a micro-batch."""
     mesh, units = trainer.mesh, counted.units
     c, p = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.param_dtype]
     r, shards = DTYPE_BYTES[trainer.reduce_dtype], mesh.dp_shard * mesh.cp
@@ -203,7 +203,7 @@ def _communication(
     computing: float,
     link: Links,
 ) -> tuple[float, float]:
-    """Return the seconds of communication, and of its part that computation does not hide."""
+    """Return the seconds of communication: (in all, not hidden by computation)."""
     moved = traffic(model, trainer, counted, tokens)
     gather = moved.gather / link.shards + moved.gather_experts / link.experts
     reduction = moved.reduction / link.shards + moved.reduction_experts / link.experts
@@ -226,7 +226,7 @@ def _optimizer_s(
 ) -> tuple[float, float, float]:
     """Return (seconds of kernels, number of values in states, seconds of Muon's all-to-alls).
 
-    The constants from 24 to 60 are bytes moved per value, including the gradient's norm and scale.
+    Constants from 24 to 60 are bytes moved per value, with the gradient's norm and scale.
     """
     optimizer, shards = trainer.optimizer, trainer.mesh.dp_shard * trainer.mesh.cp
     products_s = exchanged_bytes = 0.0
@@ -256,7 +256,7 @@ def _state_copies_s(
 ) -> float:
     """Return the seconds of copies of offloaded states that computation does not hide.
 
-    `room`: device bytes for states that are copied outside the optimizer step.
+    `room`: device bytes for states copied outside the optimizer step.
     """
     link, backward_s = rates.host_link_bytes, (1 - FORWARD_SHARE) * micro_batch_s
     early = min(num_bytes, room, backward_s * link)
@@ -307,10 +307,9 @@ def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
 class Traffic:
     """Bytes that one rank sends.
 
-    - `gather`: one FSDP all-gather of all weights except experts.
-    - `reduction`: one FSDP reduce-scatter of all gradients except experts'.
-    - `cp`, `ep`: exchanges of context or expert parallelism in one step.
-    - `replicas`: all-reduce of gradients over replicas in one step.
+    - `gather`: an all-gather of all weights except experts.
+    - `reduction`: a reduce-scatter of all gradients except experts'.
+    - `cp`, `ep`, `replicas`: a step's exchanges along a mesh axis.
     """
 
     gather: float
@@ -334,7 +333,7 @@ def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: fl
     in_ep = in_cp = 0.0
     if mesh.ep > 1 and model.moe is not None:
         layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
-        # Expected number of ranks that hold a token's experts, if routing is uniform.
+        # Expected number of ranks with a token's experts, if routing is uniform.
         reached = mesh.ep * (1 - (1 - 1 / mesh.ep) ** model.moe.num_experts_per_token)
         rows = tokens * reached * (mesh.ep - 1) / mesh.ep
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
@@ -361,9 +360,9 @@ def step_bytes(
     tokens: float,
     devices_per_node: int,
 ) -> dict[str, dict[str, float]]:
-    """Return {collective: {link: bytes}}, the bytes that all ranks send in a step.
+    """Return {collective: {link: bytes}} of all ranks in a step.
 
-    The link "links" is inside nodes, "network" between nodes.
+    "links" are inside nodes, "network" is between nodes.
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp
@@ -404,7 +403,7 @@ def step_bytes(
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return the number of values that a rank sends per token to each of the other cp ranks."""
+    """Return the number of values that a rank sends per token to each other cp rank."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp

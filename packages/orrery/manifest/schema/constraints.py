@@ -1,6 +1,6 @@
-"""Check constraints between fields of the manifest.
+"""Check constraints between fields.
 
-Each function yields a sentence (field, value, rule, remedy) for each broken constraint.
+Each function yields a sentence (field, value, rule, remedy) per broken constraint.
 """
 
 import re
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Hardware, Manifest
 
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # Snakemake's rules
-SEGMENT_BYTES = 16 << 20  # minimum bytes of a Mooncake segment per device
+SEGMENT_BYTES = 16 << 20  # minimum of a Mooncake segment, per device
 KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # `kv_block_tokens` must be a multiple of this
 
 _QWEN3 = {
@@ -110,9 +110,6 @@ def misfits(run: "Manifest") -> Iterator[str]:
         trainer_misfits(run.trainer, run.model, run.hardware.accelerator, mesh.world_size)
     ):
         yield "; ".join(found)
-
-
-# Fields of one section
 
 
 def _model_misfits(model: Model) -> Iterator[str]:
@@ -265,9 +262,6 @@ def _task_misfits(tasks: Tasks) -> Iterator[str]:
                 f"tasks.{part}: {twice} name more than one task each; give every task a name of "
                 "its own"
             )
-
-
-# Fields of several sections
 
 
 def _node_misfits(run: "Manifest") -> Iterator[str]:
@@ -431,7 +425,7 @@ def _offload_misfits(model: Model, inference: Inference, route_bytes: int) -> It
 
 
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
-    """Check FP8 weights. Experts need whole blocks, as updates do not fill vLLM's padding."""
+    """Check FP8 weights. Experts need whole blocks: weight updates do not fill vLLM's padding."""
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator
     if inference.quantization != "fp8":
@@ -502,7 +496,7 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
         [field for field, kind in kinds.items() if kind == library]
         for library in ("nixl", "mooncake")
     )
-    if nixl and mooncake:  # NIXL and Mooncake each ship rdma-core. Two copies crash engines at exit
+    if nixl and mooncake:  # two copies of rdma-core crash engines at exit
         yield (
             f"{nixl[0]} 'nixl' with {mooncake[0]} 'mooncake': no engine can load both, for each "
             "brings its own rdma-core; set one of them to another kind"

@@ -1,4 +1,4 @@
-"""Define training at several sites, and check constraints of sites and guest (lent) engines."""
+"""Define training at several sites, and constraints of sites and guest (lent) engines."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +29,10 @@ class OuterSgd(Record):
 
 
 class Snapshots(Record):
-    """Keep the newest `keep` snapshots of a site's state, hashed in blocks of `block_bytes`."""
+    """Copies of a site's state in shared memory. Other sites recover from them.
+
+    `keep`: number of newest copies. `block_bytes`: size of a hashed block.
+    """
 
     keep: Count
     block_bytes: Size
@@ -38,21 +41,19 @@ class Snapshots(Record):
 class Elastic(Record):
     """Training of one model at several sites, each with this manifest's mesh.
 
-    - Training starts when `min_sites` have joined. At most `max_sites` train at a time.
-    - A round has `inner_steps` optimizer steps. Then sites exchange Δ, the weights at the start
-      of the round minus the current weights, encoded by `codec`.
-    - `error_feedback`: add the codec's error of a round to the next Δ.
+    - Training starts once `min_sites` have joined.
+    - A round has `inner_steps` optimizer steps. Then sites exchange Δ, the weights at the round's
+      start minus the current weights, encoded by `codec`.
     - `weights` "tokens": a site's weight in the mean Δ is its tokens since the last exchange.
     - `admission` "closed": sites may join only before the first round.
-    - An exchange starts when all live sites have arrived, or `grace_s` after `quorum` sites have
-      arrived. A late site adds its Δ to the next round.
-    - A site sends a heartbeat every `heartbeat_s` / 2. After `dead_after_s` without one it is dead.
-    - `voters`: maximum number of sites that run etcd, which stores the log of rounds.
-    - `fragments` F: layer i belongs to fragment i mod F. After every `inner_steps` / F steps, sites
-      exchange one fragment, in turn (Streaming DiLoCo, arXiv 2501.18512).
-    - `delay_steps`: steps that a site trains during an exchange. Then the fragment's weights
-      become `delay_merge` · own weights + (1 − `delay_merge`) · common weights.
-    - `snapshots`: copies of a site's state in shared memory, from which other sites recover.
+    - An exchange starts when all live sites have arrived, or `grace_s` after `quorum` sites. A late
+      site adds its Δ to the next round.
+    - A site sends heartbeats every `heartbeat_s` / 2. After `dead_after_s` without any it is dead.
+    - `voters`: maximum number of sites with etcd, the store of the log of rounds.
+    - `fragments` F: layer i belongs to fragment i mod F. Every `inner_steps` / F steps, sites
+      exchange the next fragment (Streaming DiLoCo, arXiv 2501.18512).
+    - `delay_steps`: training steps during an exchange. Then the fragment's weights become
+      `delay_merge` · own + (1 − `delay_merge`) · common weights.
     """
 
     min_sites: Count

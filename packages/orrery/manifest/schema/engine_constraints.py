@@ -1,4 +1,4 @@
-"""Check constraints of latent attention, of sparse attention in engines, and of engines' nodes."""
+"""Check constraints of latent attention, engines' sparse attention, and engines' nodes."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -9,8 +9,8 @@ from orrery.manifest.schema.trainer_constraints import divisors
 if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Manifest
 
-INDEXER_BLOCK_TOKENS = 64  # size of the blocks that vLLM's indexers read
-CHOSEN_KEYS_BLOCK = 128  # number of chosen keys that FlashMLA reads at a time
+INDEXER_BLOCK_TOKENS = 64  # block size of vLLM's indexers
+CHOSEN_KEYS_BLOCK = 128  # chosen keys that FlashMLA reads at a time
 MAX_CHOICE_TOKENS = 16384  # maximum sequence length: a bit per token is 2 KiB per query
 
 

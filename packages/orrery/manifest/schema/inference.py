@@ -1,4 +1,4 @@
-"""The fields of engines, routers and KV caches, and the sizes of KV caches."""
+"""The fields of engines and routers, and the sizes of KV caches."""
 
 from typing import Annotated, Literal
 
@@ -18,7 +18,7 @@ DISK_PAGE_BYTES = 4096
 
 
 class NoRouter(Record):
-    """The orchestrator sends requests to the only engine directly."""
+    """The orchestrator sends requests directly to the only engine."""
 
     kind: Literal["none"]
 
@@ -26,9 +26,8 @@ class NoRouter(Record):
 class VllmRouter(Record):
     """`vllm-router` spreads requests over the replicas.
 
-    "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine, chosen by
-    the rollout's name. "cache_aware" chooses the engine by the prefix that the turns share. Only
-    "cache_aware" uses the `balance_*` thresholds.
+    "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine.
+    "cache_aware" chooses engines by prompt prefix. Only "cache_aware" uses `balance_*`.
     """
 
     kind: Literal["vllm_router"]
@@ -40,19 +39,19 @@ class VllmRouter(Record):
 
 
 class NoKvTransfer(Record):
-    """Every engine serves whole requests."""
+    """Every engine prefills and decodes."""
 
     kind: Literal["none"]
 
 
 class NixlKvTransfer(Record):
-    """Prefill engines send caches to decode engines with NIXL (UCX: RDMA, shared memory, TCP)."""
+    """NIXL sends caches from prefill to decode engines (UCX: RDMA, shared memory, TCP)."""
 
     kind: Literal["nixl"]
 
 
 class MooncakeKvTransfer(Record):
-    """Prefill engines send caches to decode engines with Mooncake's transfer engine."""
+    """Mooncake's transfer engine sends caches from prefill to decode engines."""
 
     kind: Literal["mooncake"]
     protocol: Literal["tcp", "rdma"]
@@ -72,8 +71,8 @@ class NoKvOffload(Record):
 class TieredKvOffload(Record):
     """Evicted cache blocks move to host memory, then to the node's scratch disk.
 
-    Sizes are for one data-parallel rank with all its tensor-parallel devices. A restarted engine
-    reuses its files on the disk.
+    Sizes are per data-parallel rank, for all its tensor-parallel devices. A restarted engine reuses
+    its files.
     """
 
     kind: Literal["tiers"]
@@ -99,12 +98,12 @@ KvOffload = Annotated[
 
 
 class EngineShape(Record):
-    """The settings that may differ between prefill engines and decode engines.
+    """Settings that may differ between prefill and decode engines.
 
-    - A replica has `data_parallel` · `tensor_parallel` devices, divided evenly among
+    - A replica has `data_parallel` · `tensor_parallel` devices, spread evenly over
       `nodes_per_replica` nodes.
     - `dual_batch_overlap`: exchange one half of a batch while the other half computes.
-    - `environment`: environment variables of the engine. Orrery's own values take precedence.
+    - `environment`: environment variables. Orrery's values take precedence.
     """
 
     nodes_per_replica: Count
@@ -133,14 +132,13 @@ class EngineShape(Record):
 class Inference(EngineShape):
     """The engines: `num_replicas` vLLM servers.
 
-    - The first `prefill_replicas` engines prefill, and the other engines decode. With 0, every
-      engine serves whole requests.
-    - `prefill`: the shape of prefill engines. Null: the shape of decode engines.
+    - The first `prefill_replicas` engines prefill, the others decode. With 0, each does both.
+    - `prefill`: the shape of prefill engines. Null: as decode engines.
     - `max_local_prefill_tokens`: a decode engine prefills a prompt itself if at most this many of
-      the prompt's tokens are missing in its cache.
-    - `quantization` "fp8": engines quantize dense layers and experts to FP8.
-    - `max_restarts`: maximum number of engine restarts within a day, over all engines. The next
-      failure ends the stage.
+      its tokens are not in the cache.
+    - `quantization` "fp8": quantize dense layers and experts to FP8.
+    - `max_restarts`: maximum restarts within a day, over all engines. The next failure ends the
+      stage.
     """
 
     num_replicas: Count
@@ -190,9 +188,9 @@ def longest_device_bytes(model: Model, inference: Inference) -> int:
 
 
 def longest_host_bytes(model: Model, inference: Inference) -> int:
-    """Return the host bytes of the longest sequence's cache, for one data-parallel rank.
+    """Return the host bytes of the longest sequence's cache, per data-parallel rank.
 
-    With MLA, the tensor-parallel devices of the rank share one copy.
+    With MLA, the rank's tensor-parallel devices share one copy.
     """
     copies = 1 if model.mla is not None else inference.tensor_parallel
     return copies * longest_blocks(inference) * _block_bytes(model, inference)
@@ -205,7 +203,7 @@ def on_disk_bytes(num_bytes: int) -> int:
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
     """Return the disk bytes of a cache block, and of its tokens' routes (chosen experts).
 
-    Routes get twice their size, because the disk may evict them in another order than blocks.
+    Routes get twice their size, because the disk may evict them in another order.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)

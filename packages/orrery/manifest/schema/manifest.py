@@ -27,8 +27,8 @@ def _known(accelerator: str) -> str:
 class Hardware(Record):
     """The machine. Its shape affects results, because it changes the order of reductions.
 
-    - `accelerator`: "cpu", a key in `manifest/devices.py` or a name from `orrery hardware`.
-    - `shared_devices`: trainer and engines run on the same GPUs of one node.
+    `accelerator`: "cpu", a key of `devices.DEVICES` or a name from `orrery hardware`.
+    `shared_devices`: trainer and engines run on the same GPUs of one node.
     """
 
     accelerator: Annotated[str, AfterValidator(_known)]
@@ -68,7 +68,7 @@ class Manifest(Record):
 
     @property
     def group_devices(self) -> dict[str, int]:
-        """Return {node group: number of devices}, in the order of nodes."""
+        """Return {node group: number of devices} in node order."""
         inference = self.inference
         prefill = inference.prefill_replicas * inference.of_engine(0).devices_per_replica
         rest = inference.num_devices - prefill
@@ -77,14 +77,14 @@ class Manifest(Record):
 
     @property
     def choice_bytes(self) -> int:
-        """Return the bytes per token of the engines' choice of keys: a bit per key and indexer."""
+        """Return bytes per token of the engines' choice of keys: a bit per key and indexer."""
         if self.trainer.indexer_choice == "own":
             return 0
         return self.model.num_indexers * -(-self.inference.max_model_len_tokens // 8)
 
     @property
     def route_bytes(self) -> int:
-        """Return the bytes per token of the experts and keys that engines chose."""
+        """Return bytes per token of the experts and keys that engines chose."""
         moe = self.model.moe
         if moe is None or not self.transport.routed_experts:
             return 0

@@ -1,4 +1,4 @@
-"""The field types of the schema, and the model: architecture, weights and tokenizer."""
+"""The schema's field types, and the model's fields."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,11 +16,11 @@ from orrery.manifest.errors import OrreryError
 MAX_INT = 2**53  # Jsonnet's largest exact integer
 MAX_COUNT = 2**16  # maximum number of ranks, devices, layers, heads or experts
 MAX_STEPS = 10**9
-MAX_S = 365 * 86_400  # maximum seconds. Longer times could overflow in clocks and sockets.
+MAX_S = 365 * 86_400  # longer times could overflow in clocks and sockets
 MAX_SIZE = 2**24
-# (groups of experts, groups that a token may use), by model family
+# model family → (groups of experts, groups that a token may use)
 EXPERT_GROUPS = {"deepseek_v3": (8, 4), "deepseek_v32": (8, 4)}
-FP8_BLOCK = 128  # FP8 weights have one scale per block of 128 × 128 values
+FP8_BLOCK = 128  # FP8 weights have a scale per block of 128 × 128
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -37,8 +37,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Record(BaseModel):
-    """An object of the manifest: frozen, strictly typed, without unknown fields."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
@@ -53,7 +51,7 @@ class RandomInit(Record):
 class PretrainedInit(Record):
     """Weights of a Hugging Face checkpoint on disk.
 
-    `sha256`: hash of `model.safetensors`, or for several files the output of `sha256sum
+    `sha256`: of `model.safetensors`, or for several files the output of `sha256sum
     model-*.safetensors | sha256sum`.
     """
 
@@ -73,10 +71,9 @@ class CharacterTokenizer(Record):
 class PretrainedTokenizer(Record):
     """The tokenizer files beside the pretrained weights.
 
-    - `sha256`: output of `sha256sum FILES | sha256sum`. FILES: existing files, in this order:
-      `chat_template.jinja`, `generation_config.json`, `special_tokens_map.json`, `tokenizer.json`,
-      `tokenizer_config.json`.
-    - `chat_template_kwargs`: arguments of the chat template, such as `enable_thinking`.
+    `sha256`: output of `sha256sum FILES | sha256sum`. FILES: existing files, in this order:
+    `chat_template.jinja`, `generation_config.json`, `special_tokens_map.json`, `tokenizer.json`,
+    `tokenizer_config.json`.
     """
 
     kind: Literal["pretrained"]
@@ -95,9 +92,8 @@ class PretrainedTokenizer(Record):
 class MoE(Record):
     """Mixture of experts in every layer except the first `num_dense_layers`.
 
-    - `score`: function that turns router logits into weights. With "sigmoid", a bias affects the
-      choice of experts but not their weights.
-    - `routed_scale`: factor of the routed experts' output. Shared experts are not scaled.
+    `score`: function from router logits to expert weights. With "sigmoid", a bias affects the
+    choice of experts but not their weights.
     """
 
     num_experts: Count
@@ -121,12 +117,13 @@ class Llama3RopeScaling(Record):
 
 
 class YarnRopeScaling(Record):
-    """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn"): scaling of low frequencies.
+    """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn").
 
-    - Frequencies with more than `fast_turns` turns in the original context are unchanged.
-      Frequencies with fewer than `slow_turns` are divided by `factor`.
-    - Let s(x) = 0.1 · x · log(factor) + 1. Attention scores are multiplied by s(score_scale)².
-      Cosines and sines are multiplied by s(angle_scale) / s(score_scale).
+    Frequencies with more than `fast_turns` turns in the original context are unchanged. Frequencies
+    with fewer than `slow_turns` turns are divided by `factor`.
+
+    Let s(x) = 0.1 · x · log(factor) + 1. Attention scores are multiplied by s(score_scale)².
+    Cosines and sines are multiplied by s(angle_scale) / s(score_scale).
     """
 
     kind: Literal["yarn"]
@@ -155,7 +152,7 @@ class Indexer(Record):
 
 
 class MLA(Record):
-    """Multi-head latent attention. Rotary embeddings rotate `rope_head_dim` values of each head."""
+    """Multi-head latent attention."""
 
     q_lora_rank: PositiveInt
     kv_lora_rank: PositiveInt
@@ -184,14 +181,13 @@ Family = Literal[
 class Model(Record):
     """The architecture.
 
-    - `head_dim`: width of queries and keys. The share `rotary_fraction` of this width is rotated.
+    - `head_dim`: width of queries and keys. RoPE rotates the share `rotary_fraction` of it.
     - `family` "glm5": GLM-5 (transformers' `glm_moe_dsa`). "kimi_k2": DeepSeek-V3's network
-      without groups of experts. "hugging_face": any causal language model of transformers, with
-      its `config.json` as `hf_config`.
-    - `num_mtp_layers`: layers for multi-token prediction, stored after the last layer. Exports copy
-      these layers from `init`, untrained.
+      without groups of experts. "hugging_face": any causal LM of transformers, with its
+      `config.json` as `hf_config`.
+    - `num_mtp_layers`: layers for multi-token prediction. Exports copy them from `init`, untrained.
     - `fp8`: layers that trainer and engines compute in block-scaled FP8. Shared experts count as
-      "feed_forward". Routers, LM head, embedding and norms are never in FP8.
+      "feed_forward".
     """
 
     family: Family

@@ -18,10 +18,7 @@ from orrery.manifest.schema.trainer import Optimizer, Schedule
 
 
 class TaskUse(Record):
-    """A task of `kind` with its `args`.
-
-    The task's share of trained groups is its `weight` divided by the sum of all tasks' weights.
-    """
+    """A task. Its share of trained groups is its `weight` / the sum of all tasks' weights."""
 
     name: str
     kind: str
@@ -32,7 +29,7 @@ class TaskUse(Record):
 
 
 class Grpo(Record):
-    """Advantage A = R − mean(R), where R are the rewards of a group.
+    """Advantage A = R − mean(R), with R the rewards of a group.
 
     `normalize_std`: divide A by the standard deviation of R.
     """
@@ -43,10 +40,7 @@ class Grpo(Record):
 
 
 class MaxRl(Record):
-    """Advantage A = (R − mean(R)) / mean(R), where R are the rewards of a group.
-
-    If mean(R) ≤ 0, A is 0.
-    """
+    """Advantage A = (R − mean(R)) / mean(R), with R the rewards of a group. 0 if mean(R) ≤ 0."""
 
     kind: Literal["max_rl"]
     group_size: Annotated[int, Field(ge=2)]
@@ -66,7 +60,7 @@ class FixedAdmission(Record):
 
 
 class AdaptiveAdmission(Record):
-    """A limit on rollouts in flight, adapted to the engines' cache use, queues and preemptions."""
+    """Adapt the limit on rollouts in flight to engines' cache use, queues and preemptions."""
 
     kind: Literal["adaptive"]
     min_in_flight: PositiveInt
@@ -77,10 +71,9 @@ Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="k
 
 
 class Evaluation(Record):
-    """Evaluations on held-out problems during RL. Each evaluation uses one policy version.
+    """Evaluations on held-out problems during RL, each with a single policy version.
 
-    `stop_at`: RL ends successfully once the mean held-out reward reaches this value. Null: RL runs
-    all steps.
+    `stop_at`: RL ends successfully once the mean held-out reward reaches this value.
     """
 
     interval_steps: PositiveInt
@@ -90,15 +83,13 @@ class Evaluation(Record):
 
 
 class GuestEngines(Record):
-    """Engines that other sites lend (`orrery lend`). They may join and leave at any time.
+    """Engines that other sites lend (`orrery lend`).
 
-    - `max_sites`: maximum number of sites that lend engines at a time.
-    - `lease_s`: a site that sends no request for this time is treated as failed.
-    - `max_versions_behind`: maximum number of policy versions that a guest engine may lag.
-    - `verified_share`: share of a guest site's rollouts whose log-probs the trainer's site
-      recomputes. A rollout's deviation is its mean |difference of log-probs|. A guest site is
-      refused if a deviation exceeds both `min_logprob_difference` and `tolerance` times the 90th
-      percentile of the deviations of the trainer's own engines.
+    `lease_s`: a site without requests for this time counts as failed.
+
+    `verified_share`: share of a guest site's rollouts whose log-probs the trainer's site recomputes
+    to find the mean |Δ log-prob| of each rollout. A guest site is refused if this deviation exceeds
+    both `min_logprob_difference` and `tolerance` · the 90th percentile of own engines' deviations.
     """
 
     max_sites: Count
@@ -111,14 +102,13 @@ class GuestEngines(Record):
 
 
 class Orchestrator(Record):
-    """Sampling of rollouts, and the choice of rollouts to train on.
+    """Sampling of rollouts, and their selection for training.
 
-    - `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. Once
-      `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled, such groups fill the batch.
-    - `on_timeout`: effect of `rollout_timeout_s`. "failure": drop and count the rollout. "zero":
-      give it the reward 0 in evaluations and in its group's baseline. A timed-out rollout is never
-      trained.
-    - `keep_batches`: number of newest batches to keep on disk.
+    `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. Once
+    `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled, such groups fill the batch.
+
+    `on_timeout` "failure": drop and count rollouts that exceed `rollout_timeout_s`. "zero": give
+    them the reward 0 in evaluations and in their group's baseline. They are never trained.
     """
 
     algorithm: Algorithm
@@ -145,12 +135,13 @@ DIRECT_KINDS = ("nccl", "nixl")  # values of `Transport.weights` that use no fil
 
 
 class Transport(Record):
-    """The transport of batches to the trainer, and of weights to the engines.
+    """Transport of batches to the trainer and of weights to the engines.
 
-    - `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
-      engine its weight slices (CUDA IPC within a host). "nixl": engines read their slices by RDMA.
-      "adapters": files with only the adapters (`trainer.lora`). Engines keep the initial weights.
-    - `routed_experts`: the trainer uses the experts that engines chose (router replay, R3).
+    `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
+    engine its weight slices (CUDA IPC within a host). "nixl": engines read their slices by RDMA.
+    "adapters": files with only the adapters (`trainer.lora`).
+
+    `routed_experts`: the trainer uses the experts that engines chose (router replay, R3).
     """
 
     rollouts: Literal["zmq"]
@@ -159,7 +150,7 @@ class Transport(Record):
 
 
 class Demonstrations(Record):
-    """SFT data: the demonstrations of the first `num_problems` problems of `task`."""
+    """Demonstrations of the first `num_problems` problems of `task`."""
 
     kind: Literal["demonstrations"]
     task: TaskUse
@@ -167,7 +158,7 @@ class Demonstrations(Record):
 
 
 class ChatFile(Record):
-    """SFT data: a JSONL file with one `{"messages": [...]}` per line."""
+    """A JSONL file with one `{"messages": [...]}` per line."""
 
     kind: Literal["chat_file"]
     path: str
@@ -175,9 +166,9 @@ class ChatFile(Record):
 
 
 class ChatDataset(Record):
-    """SFT data: a Hugging Face dataset on disk (`save_to_disk`).
+    """A Hugging Face dataset on disk (`save_to_disk`).
 
-    `column` holds the messages. `fingerprint` is stored in the dataset.
+    `column` holds the messages.
     """
 
     kind: Literal["dataset"]
@@ -188,14 +179,14 @@ class ChatDataset(Record):
 
 
 class TextData(Record):
-    """SFT data: plain text in `column` of JSONL or Parquet rows. Every token is trained.
+    """Plain text in `column` of JSONL or Parquet rows. SFT trains every token.
 
     - `path`: a file, or a folder whose file names begin with `split` (`orrery fetch dataset`).
     - `num_shards`: document i is in shard i mod num_shards. With `trainer.elastic`, a site trains
-      one shard. Otherwise all shards are trained.
-    - `shard_by` "file": file i of the split, not document i, is in shard i mod num_shards. A site
-      needs only the files of its shard (`orrery fetch dataset NAME --shard K/N`).
-    - `sha256`: hash of the file, or hash of the folder as `orrery fetch dataset` prints it.
+      only its shard.
+    - `shard_by` "file": file i of the split is in shard i mod num_shards. A site needs only its
+      shard's files (`orrery fetch dataset NAME --shard K/N`).
+    - `sha256`: of the file, or of the folder as `orrery fetch dataset` prints it.
     """
 
     kind: Literal["text"]
@@ -204,7 +195,7 @@ class TextData(Record):
     column: str
     sha256: Sha256
     num_shards: Count
-    # Manifests omit `shard_by` if None, so that the ids of older manifests stay valid.
+    # JSON omits None, so that the ids of older manifests stay valid.
     shard_by: Literal["file"] | None = Field(default=None, exclude_if=lambda found: found is None)
 
 
@@ -212,7 +203,7 @@ SftData = Annotated[Demonstrations | ChatFile | ChatDataset | TextData, Field(di
 
 
 class Validation(Record):
-    """The loss on untrained examples at the first step, last step and every `interval_steps`."""
+    """Loss on untrained examples, at the first and last step and every `interval_steps`."""
 
     interval_steps: PositiveInt
     num_examples: PositiveInt
@@ -240,14 +231,14 @@ class Rl(Record):
 
 
 class Evaluate(Record):
-    """The evaluation of the weights before and after RL on held-out problems."""
+    """Evaluation of the weights before and after RL on held-out problems."""
 
     num_problems: PositiveInt
     rollouts_per_problem: PositiveInt
 
 
 class Stages(Record):
-    """The pipeline init → sft → rl → evaluate → report. `sft` may be null."""
+    """The pipeline: init, sft (unless null), rl, evaluate, report."""
 
     sft: Sft | None
     rl: Rl

@@ -1,4 +1,4 @@
-"""The fields of the trainer: mesh, memory, optimizer, schedule and loss."""
+"""The trainer's fields: mesh, memory, optimizer, schedule and loss."""
 
 from typing import Annotated, Literal
 
@@ -19,16 +19,15 @@ from orrery.manifest.schema.model import (
 
 
 class Mesh(Record):
-    """The trainer's device mesh of dp_replicate · dp_shard · cp ranks. `ep` divides dp_shard · cp.
+    """The trainer's device mesh of dp_replicate · dp_shard · cp ranks.
 
-    - Weights are sharded over dp_shard · cp ranks. A cp group's ranks train the same documents
-      together.
+    - Weights are sharded over dp_shard · cp ranks. A context-parallel (cp) group shares the tokens
+      of each document.
+    - `ep`: ranks that share the experts. It divides dp_shard · cp.
     - `cp_style` "ulysses": an all-to-all exchanges tokens for heads. "ring": keys and values pass
-      around a ring, with tokens in zig-zag order. "dsa": ranks gather the keys of latent attention
-      (`model.mla`), also with tokens in zig-zag order.
-    - `deepep_num_sms`: streaming multiprocessors that DeepEP occupies. Null: DeepEP's default.
-    - `deepep_token_chunk_size`: maximum number of a rank's tokens that DeepEP moves at a time.
-      Null: all tokens.
+      around a ring. "dsa": ranks gather the keys of latent attention (`model.mla`). "ring" and
+      "dsa" assign tokens to ranks in zig-zag order.
+    - `deepep_token_chunk_size`: maximum tokens that a rank exchanges at a time. Null: all tokens.
     """
 
     dp_replicate: Count
@@ -57,13 +56,13 @@ class Mesh(Record):
 
 
 class Fsdp(Record):
-    """The options of FSDP2.
+    """FSDP2's options.
 
-    - `reshard_after_forward`: free gathered weights between the forward and backward passes.
-    - `reduce_gradients` "step": reduce unsharded gradients once a step. "micro_batch": reduce
-      gradients into shards after each micro-batch.
-    - `cpu_offload`: keep weights, gradients and optimizer state on the host. The optimizer runs
-      there.
+    `reduce_gradients` "step": accumulate unsharded gradients, and reduce them once a step.
+    "micro_batch": reduce gradients into shards after each micro-batch.
+
+    `cpu_offload`: keep weights, gradients and optimizer state in host memory, and run the optimizer
+    on the CPU.
     """
 
     reshard_after_forward: bool
@@ -83,8 +82,8 @@ class AdamW(Record):
 class Muon(Record):
     """Muon (Jordan et al. 2024) for matrices of transformer blocks, `rest` for other weights.
 
-    Muon's updates are scaled to the root mean square of AdamW's updates (arXiv 2502.16982), so one
-    learning rate suits both.
+    Muon's updates are scaled to the RMS of AdamW's (arXiv 2502.16982), so one learning rate suits
+    both.
     """
 
     kind: Literal["muon"]
@@ -159,14 +158,14 @@ class DppoLoss(Record):
 
 
 class Mismatch(Record):
-    """Bounds on differences between engines' and trainer's log-probs. Null: no bound.
+    """Bounds on differences between engine and trainer log-probs. Null: no bound.
 
-    Above `warn_*` the run logs a warning. Above `stop_*` the run ends.
+    A run logs a warning above `warn_*`, and ends above `stop_*` or `canary_*`.
 
     - `*_kl`: KL(engine || trainer) over a batch's trained tokens, including stale tokens.
-    - `*_logprob_difference`: mean |difference of log-probs| over these tokens, per engine.
-    - `canary_logprob_difference`: mean |difference of log-probs| over a fixed prompt (the canary),
-      per engine after each weight update. Above this bound the run ends. Null: no canary.
+    - `*_logprob_difference`: mean |Δ log-prob| over these tokens, per engine.
+    - `canary_logprob_difference`: mean |Δ log-prob| over a fixed prompt (the canary), per engine
+      after each weight update. Null: no canary.
     """
 
     warn_kl: Bound
@@ -177,19 +176,19 @@ class Mismatch(Record):
 
 
 class NoCheckpointing(Record):
-    """Keep all activations. `compile` still recomputes cheap activations."""
+    """Keep all activations. With `trainer.compile`, torch still recomputes cheap activations."""
 
     kind: Literal["none"]
 
 
 class FullCheckpointing(Record):
-    """Keep only the input of each block. The backward pass runs the block again."""
+    """Keep only each block's input."""
 
     kind: Literal["full"]
 
 
 class SelectiveCheckpointing(Record):
-    """Keep the input of each block, and the outputs that `keep` names."""
+    """Keep each block's input and the outputs that `keep` names."""
 
     kind: Literal["selective"]
     keep: Annotated[
@@ -202,11 +201,10 @@ RecomputedModule = Literal["norms", "attention_projections", "router", "experts_
 
 
 class ModuleCheckpointing(Record):
-    """Keep all activations, except those of `modules`, which run again in the backward pass.
+    """Keep all activations, but recompute `modules` in the backward pass.
 
-    - "norms": the two norms of a block.
-    - "attention_projections": queries, keys, values, with norms and rotation per head.
-    - "router": logits and scores of experts. "experts_activation": SwiGLU of routed experts.
+    "attention_projections": queries, keys and values, with their norms and rotary embedding.
+    "router": logits and scores of experts. "experts_activation": SwiGLU of routed experts.
     """
 
     kind: Literal["modules"]
@@ -218,11 +216,10 @@ class Memory(Record):
 
     - `activation_checkpointing_every` n: recompute only in blocks 0, n, 2·n, …
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
-    - `activation_offload_max_in_flight`: maximum number of blocks whose activations are being
-      copied at a time.
-    - `optimizer_offload`: keep optimizer state in pinned host memory.
-    - `optimizer_offload_resident`: share of the optimizer state that stays on the device.
-    - `lm_head_chunk_tokens`: number of tokens whose logits are in memory at a time.
+    - `activation_offload_max_in_flight`: maximum blocks in copy at a time.
+    - `optimizer_offload`: keep optimizer state in pinned host memory, except the share
+      `optimizer_offload_resident`.
+    - `lm_head_chunk_tokens`: maximum number of tokens with logits in memory.
     - `lm_head_keeps_logits`: keep a micro-batch's float32 logits for the backward pass.
     """
 
@@ -254,7 +251,7 @@ class Memory(Record):
 class Lora(Record):
     """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B A, with frozen W.
 
-    `targets`: projections to adapt. "feed_forward": dense feed-forwards and shared experts.
+    `targets`: adapted projections. "feed_forward": dense feed-forwards and shared experts.
     "experts": routed experts, with a pair A, B per expert.
     """
 
@@ -268,9 +265,9 @@ class Lora(Record):
 
 
 class Checkpoint(Record):
-    """Save a checkpoint every `interval_steps`, and keep the newest `keep` checkpoints.
+    """Save a checkpoint every `interval_steps`, and keep the newest `keep`.
 
-    At the end, RL saves a last checkpoint. SFT writes `weights/sft` instead.
+    After its last step, RL saves a checkpoint, and SFT writes `weights/sft`.
     """
 
     interval_steps: PositiveInt
@@ -283,15 +280,13 @@ Attention = Literal["auto", "fa2", "fa3", "fa4", "cudnn", "plain"]
 class Trainer(Record):
     """The RL trainer. SFT uses the same mesh, precision and memory.
 
-    - `attention`: preferred kernel. "auto": the fastest kernel for device and layout.
-    - `indexer` "train": indexers of sparse attention learn to predict the attention of their layers
-      (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
-    - `indexer_choice` "own": the trainer's indexers choose the keys. "replay": the trainer attends
-      to the keys that engines chose. "compare": the trainer's indexers choose, and the trainer
-      counts differences from the engines' choice.
-    - `expert_bias_rate`: after each step, routers' biases move by this value towards an equal load
-      of all experts (`trainer/expert_load.py`). Null: biases are frozen.
-    - `elastic`: several sites train one model. Null: one site.
+    - `attention` "auto": the fastest kernel for device and layout.
+    - `indexer` "train": sparse attention's indexers learn to predict their layer's attention
+      (`kernels/sparse_index_loss.py`). "frozen": they keep their initial weights.
+    - `indexer_choice` "own": attend to keys that the trainer's indexers choose. "replay": attend to
+      keys that engines chose. "compare": as "own", and count differences from the engines' choice.
+    - `expert_bias_rate`: step size of router biases towards an equal load of all experts
+      (`trainer/expert_load.py`). Null: biases are frozen.
     """
 
     mesh: Mesh
@@ -316,7 +311,6 @@ class Trainer(Record):
 
     @property
     def needs_fsdp(self) -> bool:
-        """Return whether FSDP wraps the weights."""
         by_unit = self.param_dtype != self.compute_dtype and self.fsdp.reshard_after_forward
         return self.mesh.world_size > 1 or by_unit or self.fsdp.cpu_offload
 
@@ -325,7 +319,7 @@ class Trainer(Record):
         return not self.needs_fsdp and self.param_dtype != self.compute_dtype
 
     def is_one_graph(self, model: Model) -> bool:
-        """Return whether torch.compile makes one graph of a whole block of our own networks."""
+        """Return whether torch.compile makes one graph of each block."""
         return self.compile and not self.mesh.has_exchange and model.family != "hugging_face"
 
     @property
@@ -338,9 +332,8 @@ class Trainer(Record):
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Return the outputs that are always recomputed, even if `keep` names them.
+        """Return the outputs that are recomputed even if `keep` names them.
 
-        With `cp` or `ep` above 1, a block is compiled in parts. Matrix products in compiled
-        parts have no names, so `keep` cannot select them.
+        With `cp` or `ep` above 1, blocks are compiled in parts. Their products have no names.
         """
         return ("projections",) if self.compile and self.mesh.has_exchange else ()

@@ -1,4 +1,4 @@
-"""Check the constraints of the trainer and its model."""
+"""Check constraints of the trainer and its model."""
 
 from collections.abc import Iterator
 
@@ -67,7 +67,7 @@ def trainer_misfits(
 
 
 def recomputable_modules(model: Model) -> list[RecomputedModule]:
-    """Return the modules that activation checkpointing of kind "modules" may name."""
+    """Return the modules that `ModuleCheckpointing` may name."""
     if model.family == "hugging_face":
         return []
     has_experts = "experts" in block_parts(model)

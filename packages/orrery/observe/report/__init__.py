@@ -1,1 +1,1 @@
-"""The report: one self-contained HTML page, made from a run directory alone."""
+"""The report of a run."""

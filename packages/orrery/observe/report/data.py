@@ -1,8 +1,7 @@
 """Read a report's data once from a run directory.
 
-- If several attempts trained a step, the newest row counts.
-- Rows are stored by column, so that a run of weeks fits into memory.
-- Lines of more than POINTS points are thinned to means, extremes or maxima of intervals.
+If several attempts trained a step, the newest row counts. Lines longer than POINTS are thinned to
+means, extremes or maxima of intervals.
 """
 
 import logging
@@ -32,7 +31,7 @@ from orrery.runtime.run_directory import (
     result_path,
 )
 
-NOTHING = {"d": nan, "q": -(2**63), None: None}  # array type → value that stands for None
+NOTHING = {"d": nan, "q": -(2**63), None: None}  # array type → value for None
 TYPE_CODES = {float: "d", int: "q"}
 POINTS = 1000
 
@@ -41,7 +40,7 @@ Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 
 class Table(Sequence[Row]):
-    """If `keys` is not empty, values of other keys are dropped."""
+    """Rows, stored by column to fit runs of weeks into memory. With `keys`, drop other keys."""
 
     def __init__(self, keys: Collection[str] = ()):
         self._columns = {key: _Column() for key in keys}
@@ -194,7 +193,7 @@ def _pieces(num_points: int, thin: Thinning) -> list[range]:
 
 Interval = tuple[float, float]
 
-KINDS = {  # (process, event) of a row → field of `RunData` that stores it
+KINDS = {  # (process, event) of a row → field of `RunData`
     ("trainer.0", "validation"): "validation",
     ("trainer.0", "compare"): "compared",
     ("trainer.0", "round"): "rounds",
@@ -265,7 +264,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def same_weights(run: RunData) -> list[tuple[int, float]]:
-    """Return pairs (version, max log-prob difference of trainer and engine with equal weights)."""
+    """Return (version, max log-prob difference of trainer and engine with equal weights) pairs."""
     key = "logprob_max_abs_diff_same_weights"
     found = [(step - 1, value) for step, value in run.rl.each("step", key) if value is not None]
     return found + [(row["version"], row[key]) for row in run.compared[-1:] if row[key] is not None]
@@ -314,7 +313,7 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of all attempts at finished stages, except stages `left_out`."""
+    """Return the seconds of all attempts at finished stages, except `left_out`."""
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [
         row["last_s"] - row["first_s"]
@@ -412,8 +411,8 @@ class Shares:
     """Shares of time in RL's newest attempt, from the first busy moment to the end of training."""
 
     window_s: float
-    trainer_busy: float  # share of time in which `trainer.0` runs forward, backward or optimizer
-    engine_busy: float  # share of time in which an engine has a request in flight
+    trainer_busy: float  # `trainer.0` runs forward, backward or optimizer
+    engine_busy: float  # an engine has a request in flight
     overlapped: float  # share of `trainer.0`'s busy time in which an engine is busy
 
 

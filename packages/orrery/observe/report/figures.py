@@ -1,6 +1,6 @@
-"""Draw the report's figures. Each function returns a plotly figure, or None without data.
+"""Draw the report's figures. Functions return None without data.
 
-A function's docstring is the caption on the page.
+A function's docstring is its figure's caption on the page.
 """
 
 from collections import defaultdict
@@ -198,7 +198,7 @@ def agreement(run: RunData) -> go.Figure | None:
     _scatter(figure, xs, ys, largest, name=name, mode="markers", marker=marker)
     if run.manifest.trainer.param_dtype == "float32":
         figure.add_hline(y=1e-4, line={"color": "#d64545", "dash": "dash"})
-        # On a log axis plotly places annotations by exponent, but lines by value.
+        # On log axes, plotly places annotations by exponent, but lines by value.
         place = {"x": 1, "xref": "paper", "y": -4, "xanchor": "right", "yanchor": "bottom"}
         figure.add_annotation(text="1e-4", showarrow=False, font_color="#d64545", **place)
     return figure
@@ -316,7 +316,7 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """Return a time, so that no role has more than POINTS later spans. None: draw all."""
+    """Return a time with at most POINTS later spans of each role. None: draw all spans."""
     newest: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         heap = newest[span.role]

@@ -1,4 +1,4 @@
-"""Write the report of a run as one self-contained HTML file, and its summary line."""
+"""Write a run's report as one self-contained HTML file, and its summary line."""
 
 import json
 from collections.abc import Callable
@@ -160,7 +160,7 @@ def _pairs(run: RunData) -> list[dict]:
 
 
 def _rounds(run: RunData) -> list[tuple[int, str, str, int, str, str]]:
-    """Return (round, sites, tokens of each site, bytes sent, loss, seconds) of weight exchanges."""
+    """Return (round, sites, tokens of each site, bytes sent, loss, seconds) per exchange."""
     tables = {"sft": run.sft, "rl": run.rl}
     losses = {
         (stage, step): loss
@@ -223,15 +223,12 @@ def render(run: RunData, wall_s: float) -> str:
 
 
 WARM = 2  # first steps left out, because they compile
-# Kinds of planned memory that `torch.cuda.max_memory_allocated` does not count.
+# Planned memory that `torch.cuda.max_memory_allocated` does not count.
 NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
 def comparison(run: RunData) -> list[tuple[str, str, str]]:
-    """Return rows (name, planned figure, measured figure) as text.
-
-    The plan assumes the run's mean rollout length. Measured figures are medians.
-    """
+    """Return rows (name, planned figure, measured median), for the run's mean rollout length."""
     tokens = _values(run.rl, "num_tokens")
     if not tokens:
         return []
