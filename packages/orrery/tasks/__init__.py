@@ -1,7 +1,6 @@
-"""The kinds of tasks. A task gives problems, replies to a model's tool calls, and rewards.
+"""Make tasks by kind. A task poses problems, answers tool calls and rewards chats.
 
-A package adds a kind by an entry point in the group `orrery.tasks`. The entry point's name is the
-kind, and its value is a `task.Task` class.
+Packages add `task.Task` classes by entry points in the group `orrery.tasks`.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +26,7 @@ from orrery.tasks.task import (
 
 __all__ = ["KINDS", "Judgement", "Message", "Problem", "Task", "Tool", "ToolCall", "kinds", "make"]
 
-EXAMPLES_SEED = 30_000  # above all `seeds` in jsonnet/lib/run.libsonnet
+EXAMPLES_SEED = 30_000  # differs from all `seeds` in jsonnet/lib/run.libsonnet
 ENTRY_POINT_GROUP = "orrery.tasks"
 KINDS = {  # kind -> module:class, imported at first use
     "reverse_text": "orrery.tasks.synthetic:ReverseText",
@@ -42,7 +41,7 @@ KINDS = {  # kind -> module:class, imported at first use
 
 @cache
 def kinds() -> dict[str, str]:
-    """Return `module:class` by kind. Raise OrreryError if two packages add the same kind."""
+    """Raise OrreryError if two packages add the same kind."""
     found = dict(KINDS)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if found.setdefault(point.name, point.value) != point.value:
@@ -79,7 +78,7 @@ def make(task_use: TaskUse) -> Task:
 
 def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel]) -> str:
     errors: list[Any] = invalid.errors()
-    # A misspelt argument gives two errors: unknown and missing. Report the unknown one.
+    # A misspelt argument is both unknown and missing. Report it as unknown.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in error["loc"])
     match error["type"]:
@@ -100,10 +99,7 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
 
 
 class FewShot:
-    """Put solved examples before every problem of an inner task.
-
-    All seeds and splits share the examples, so engines cache this prefix once per policy version.
-    """
+    """Put solved examples before each problem of an inner task."""
 
     class Args(Record):
         kind: str

@@ -1,10 +1,8 @@
 """Evaluate an integer expression with a calculator tool, in several turns.
 
-- The model calls `calculator` and gets the value as a tool message. Then it must reply with only
-  the value.
-- `call_syntax`: "chat_format" for the chat template's tool calls, or "text" for `calculator(12+7)`
-  in the text of the reply. A malformed call ends the episode.
-- Reward: `call_reward` for any valid call, plus 1 − `call_reward` for the right answer.
+- The model calls `calculator`, gets the value as a tool message, and must reply only the value.
+- `call_syntax`: "chat_format" for the chat template's tool calls, "text" for `calculator(12+7)`.
+- Reward: `call_reward` for at least one valid call, plus 1 − `call_reward` for the right answer.
 """
 
 import ast

@@ -1,7 +1,6 @@
-"""Render chats as tokens for any Hugging Face tokenizer folder, without transformers.
+"""Convert chats to token ids with a Hugging Face tokenizer folder, without transformers.
 
-- Sampled tokens are never decoded and encoded again.
-- SFT and RL train on the same tokens of a chat.
+A chat has the same tokens in SFT and RL.
 """
 
 import re
@@ -25,8 +24,8 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # span of all tokens, even those without characters
-Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
+EVERYTHING = (0, -1)  # span of all tokens, even tokens without characters
+Example = tuple[np.ndarray, np.ndarray]
 
 
 class _Part(NamedTuple):
@@ -35,10 +34,7 @@ class _Part(NamedTuple):
 
 
 class Renderer:
-    """The chat format of one tokenizer folder.
-
-    `stop_token_ids` end an assistant turn. Token ids ≥ `vocab_size` raise OrreryError.
-    """
+    """Render and parse chats. Encoding raises OrreryError for token ids ≥ `vocab_size`."""
 
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
         folder = Path(folder)
@@ -65,16 +61,14 @@ class Renderer:
         self._end = self._end_of_turn()
         self._known = set(self.tokenizer.get_vocab()) if self._is_characters else None
 
-    # Tokens of a chat
-
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         chat = [_hugging_face(message) for message in messages]
         return self.encode(self._render(chat, tools, add_generation_prompt=True))
 
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
-        """Return the tokens of `messages` and of the generation prompt after them.
+        """Return the token ids of `messages`, then of the generation prompt.
 
-        `closed`: whether the previous turn ends with a stop token.
+        If no stop token `closed` the previous turn, begin with its end-of-turn token.
         """
         chat = [*BEHIND, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, add_generation_prompt=True)
@@ -100,8 +94,8 @@ class Renderer:
     ) -> Example:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
-        Messages of `trained_roles` are trained: all tokens of an assistant's turn, and the content
-        and any end-of-turn token of other roles. The first token is untrained.
+        In `trained_roles`, assistant turns are trained whole, other messages only in their content
+        and end-of-turn token. The first token is untrained.
 
         Raise OrreryError if the order of roles is invalid, no message is trained, or the template
         mixes a trained message with other text.
@@ -116,7 +110,7 @@ class Renderer:
     ) -> list[Example]:
         """Return the `example` of each (place, messages, tools), encoded on all CPU cores.
 
-        Error messages begin with the chat's place, such as `problems.jsonl:7`.
+        Errors begin with the chat's place.
         """
         parts = []
         for place, messages, tools in chats:
@@ -144,7 +138,7 @@ class Renderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids. Special tokens in the text are recognized."""
+        """Return token ids. Special tokens in `text` are recognized."""
         return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:
@@ -167,8 +161,6 @@ class Renderer:
                 "model's own, or leave that text out"
             )
         return ids
-
-    # Parts of an example
 
     def _parts(
         self, messages: Sequence[Message], tools: Sequence[Tool], trained_roles: Sequence[Role]
@@ -262,7 +254,7 @@ class Renderer:
             )
         return len(before), len(whole) - len(after)
 
-    # The folder's format
+    # The chat template
 
     def _render(
         self,

@@ -1,11 +1,10 @@
 """Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
-- A task must create its first problems within `MAX_CPU_S` seconds of CPU time, plus a second per
-  `BYTES_PER_S` bytes of the task's files.
-- Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context. This
-  check is skipped if a pretrained tokenizer is not on this machine.
-- All rows of a task's file are checked. Long answers and repeated problems only give notes.
-- Tasks of training and SFT must differ from tasks of evaluation in kind, args or seed.
+- A task must create its first problems within a limit of CPU time.
+- Problems and tool replies must fit the alphabet, vocabulary and context. This check needs the
+  tokenizer on this machine.
+- All rows of a task's file are checked.
+- Evaluation tasks must differ from training and SFT tasks in kind, args or seed.
 """
 
 import argparse
@@ -29,8 +28,8 @@ from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 6.0
-BYTES_PER_S = 1_000_000  # 10 % of the read speed of the slowest file format
-NUM_MEASURED = 256  # maximum number of answers to check for length
+BYTES_PER_S = 1_000_000  # a tenth of the slowest file format's read speed
+NUM_MEASURED = 256
 NOTE = "  note: "
 
 
@@ -117,7 +116,7 @@ def _long_answers(
     path: str, use: TaskUse, renderer: Renderer, turn: int, num_rows: int
 ) -> Iterator[str]:
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    # These verdicts' answers are not replies.
+    # The answers of these verdicts are not example replies.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]
@@ -178,12 +177,12 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """The CPU time limit has passed. A task that catches Exception does not catch this."""
+    """Stop a task, even if it catches Exception."""
 
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError if the body exceeds its CPU time limit. Use only in the main thread."""
+    """Raise OrreryError if the body exceeds its CPU limit. Needs the main thread."""
     limit_s = MAX_CPU_S + _file_bytes(use.args) / BYTES_PER_S
 
     def stop(*_: Any) -> None:
@@ -214,7 +213,7 @@ def _file_bytes(args: dict[str, Any]) -> int:
     return found
 
 
-@cache  # a task caches its problems, which are slow to create
+@cache  # a task caches its problems
 def _task(use: str) -> Task:
     return make(TaskUse.model_validate_json(use))
 

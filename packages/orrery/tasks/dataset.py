@@ -1,9 +1,8 @@
-"""Problems with answers from a JSONL, JSON, CSV or Parquet file, or a fetched dataset.
+"""Pose the problems of a JSONL, JSON, CSV or Parquet file, or of a fetched dataset.
 
-- `prompt` and `answer` are templates over columns, such as `{question}`. A prompt that is a single
-  column may hold chat messages. `answer_pattern` extracts the answer from a longer text.
-- `held_out` divides rows into a training and a held-out side. `split` chooses the side.
-- A reply that cannot be judged gets the reward 0 (metric `unscorable`).
+- `prompt` and `answer` are templates over columns, such as `{question}`. A prompt of only one
+  column may hold chat messages. `answer_pattern` cuts the answer out of a longer text.
+- `held_out` divides the rows into a training and a held-out side. `split` chooses the side.
 """
 
 import json
@@ -43,9 +42,9 @@ from orrery.tasks.verdicts import Verdict, compiled, scorer_of, told
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows in an error message
-TRIED = 16  # number of rows on which to test a user's reward function
-LONG_ANSWER = 4  # an answer with this many words may contain the whole solution
-KEPT = 8192  # maximum number of cached problems, more than rollouts in flight
+TRIED = 16  # rows that test a user's reward function
+LONG_ANSWER = 4  # an answer of this many words may be a solution
+KEPT = 8192  # more than rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -53,7 +52,7 @@ def columns_of(template: str) -> list[str]:
 
 
 def filled(template: str, row: dict[str, Any]) -> str:
-    """Replace a template's `{column}` by a row's values. Doubled braces become single."""
+    """Replace each `{column}` by the row's value. Doubled braces become single."""
 
     def fill(found: re.Match[str]) -> str:
         if not found[1]:
@@ -64,8 +63,6 @@ def filled(template: str, row: dict[str, Any]) -> str:
 
 
 class ProblemFile(Record):
-    """A file of problems, or the `split` of a folder."""
-
     kind: Literal["source"]
     path: str
     sha256: Sha256
@@ -91,7 +88,7 @@ class ProblemFile(Record):
 
 
 class Fraction(Record):
-    """Hold out rows by the hash of their prompts. Equal prompts are on the same side."""
+    """Hold out rows by prompt hash, so equal prompts are on the same side."""
 
     kind: Literal["fraction"]
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -170,7 +167,7 @@ class Dataset(SingleTurn):
                 return split_of(filled(self.args.prompt, row), fraction)
             case Column(column=column, values=values):
                 return "held_out" if row[column] in values else "train"
-        return self.args.split  # each side is a separate file
+        return self.args.split  # each side has its own file
 
     def _passes(self, row: dict[str, Any]) -> bool:
         return all(row[name] in values for name, values in self.args.where.items())
@@ -227,7 +224,7 @@ class Dataset(SingleTurn):
 
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         request = self._request(self._place(problem.index), problem.answer)
-        # Do not cache scores of a user's function, which may depend on more than the reply.
+        # A user's function may not be deterministic, so its scores are not cached.
         is_users = self.args.verdict.kind == "python"
         score = SCORERS.score if is_users else SCORERS.score_once
         return scored(await score("verdict", request, messages[-1].content))
@@ -235,7 +232,7 @@ class Dataset(SingleTurn):
     def _request(self, at: int, answer: str) -> dict[str, Any]:
         verdict, row = self.args.verdict.model_dump(), None
         if self.args.verdict.kind == "python":
-            # An absolute path, because the scorer has another working directory.
+            # The scorer has another working directory.
             verdict["path"], row = str(Path(self.args.verdict.path).absolute()), self._row(at)
         return {"verdict": verdict, "answer": answer, "row": row}
 
@@ -244,13 +241,10 @@ class Dataset(SingleTurn):
         return [*self._messages(row), Message("assistant", filled(self.args.answer, row))]
 
     def check_rows(self, tokens: Callable[[Problem], int] | None, max_tokens: int) -> int:
-        """Check all rows of the side. Return the number of rows.
+        """Check and count the rows of this side.
 
-        Raise OrreryError if:
-
-        - a prompt or answer is empty, or a prompt has two answers,
-        - the verdict refuses the row's own answer,
-        - a prompt is on both sides, or longer than `max_tokens`, counted by `tokens`.
+        Raise OrreryError for an unusable row, a prompt on both sides, or a prompt of more than
+        `max_tokens`, counted by `tokens`.
         """
         found: dict[str, list[int]] = {}
         reasons: dict[str, str] = {}
@@ -309,7 +303,7 @@ class Dataset(SingleTurn):
         return None
 
     def _self_judged(self, at: int, answer: str) -> str | None:
-        """Return why the verdict refuses the row's own answer, or None."""
+        """Return why the verdict rejects the row's own answer, or None."""
         verdict = self.args.verdict
         try:
             if verdict.kind == "json_schema":  # the answer is a schema, not a reply
@@ -374,14 +368,12 @@ def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
     return scorer_of(request)(reply) == 1.0
 
 
-# Rows are checked in a fork. SIGALRM ends the fork, even while it runs C code.
+# Rows are checked in a fork, because SIGALRM ends a fork even in C code.
 
 ROW_S = 10.0
 
 
 class RowFailed(Exception):
-    """The fork ended while it checked `row`."""
-
     def __init__(self, row: int, how: str):
         super().__init__(how)
         self.row = row
@@ -392,8 +384,8 @@ def watched(
 ) -> dict[int, Any]:
     """Call `check` on each row in a fork. Return the results by row, except None.
 
-    A result must be a JSON value other than a string. Raise RowFailed if a row takes longer than
-    `limit_s` or ends the fork. Reraise an OrreryError of `check`.
+    Results must be JSON values other than strings. Raise RowFailed if a row ends the fork or takes
+    more than `limit_s` seconds. Reraise an OrreryError of `check`.
     """
     limit_s = scaled(limit_s)
     reader, writer = os.pipe()

@@ -1,8 +1,7 @@
 """Examine a fetched folder for `orrery fetch`, and print JSON.
 
-- `tokenizer FOLDER`: the `sha256` for the model in Jsonnet, the vocabulary size without added
-  tokens, and the added tokens' ids.
-- `dataset FOLDER`: rows and columns of each fetched split, and the `sha256` for a run's spec.
+- `tokenizer FOLDER`: `sha256`, vocabulary size without added tokens, and the added tokens' ids.
+- `dataset FOLDER`: `sha256`, and each split's rows and columns.
 """
 
 import argparse

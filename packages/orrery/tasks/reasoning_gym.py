@@ -1,9 +1,8 @@
-"""Single-turn problems of one family of the library `reasoning-gym`, judged by the library.
+"""Pose and judge single-turn problems of one family of the library `reasoning-gym`.
 
 - Each problem is item 0 of a dataset with its own seed. The library draws item i with seed + i, so
   other items would repeat problems of other seeds.
-- Reward: the library's score of the text in `<answer>` tags, or of the whole reply without tags,
-  clipped to [0, 1]. A reply that cannot be scored gets 0 (metric `unscorable`).
+- Reward: the library's score of the text in `<answer>` tags, or of a whole reply without tags.
 """
 
 import copy
@@ -32,8 +31,8 @@ from orrery.tasks.task import (
     split_of,
 )
 
-MAX_DRAWS = 1000  # maximum draws to find a problem on the side `split`
-KEPT_DRAWS = 8192  # maximum number of cached problems, more than rollouts in flight
+MAX_DRAWS = 1000
+KEPT_DRAWS = 8192  # more than rollouts in flight
 
 
 class Family:
@@ -62,7 +61,7 @@ class Family:
         return library.create_dataset(self.name, **self.config, seed=seed, size=1)
 
     def _reseeded(self, seed: int) -> Any:
-        """Return a dataset with another seed, without reading its files again."""
+        """Return a dataset with another seed, without rereading its files."""
         dataset = copy.copy(self._first)
         dataset.config, dataset.seed = dataclasses.replace(dataset.config, seed=seed), seed
         return dataset
@@ -113,9 +112,9 @@ class ReasoningGym(SingleTurn):
 
 
 def scorer_of(request: list[Any]) -> Callable[[str], float]:
-    """Return the library's scorer for `request`, [family, config, seed, question].
+    """Return the library's scorer for a request [family, config, seed, question].
 
-    Raise OrreryError if the seed gives a different question in this process.
+    Raise OrreryError if the seed gives another question in this process.
     """
     name, config, seed, question = request
     dataset = _family(name, json.dumps(config)).dataset(seed)

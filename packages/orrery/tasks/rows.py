@@ -1,8 +1,8 @@
-"""Read rows of JSONL, JSON, CSV, Parquet and Arrow files, for the task `dataset` and for SFT.
+"""Read rows of JSONL, JSON, CSV, Parquet and Arrow files.
 
-- Folders come from `Dataset.save_to_disk` or `orrery fetch`. Names of fetched files begin with
-  the split (`main/train-00000-of-00001.parquet`).
-- JSONL and Arrow files are memory-mapped, so they may exceed memory. Other files are read whole.
+- Folders come from `Dataset.save_to_disk` or `orrery fetch`. Names of fetched files begin with the
+  split (`main/train-00000-of-00001.parquet`).
+- JSONL and Arrow files are memory-mapped. Other files are read whole.
 """
 
 import csv
@@ -113,9 +113,6 @@ def _json(path: Path) -> dict[str, Any]:
         ) from error
 
 
-# File formats
-
-
 def _opened(path: Path) -> Any:
     try:
         return path.open("rb")
@@ -128,7 +125,7 @@ class JsonLines:
         self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
         digest = hashlib.sha256()
         with path.open("rb") as file:
-            # Read bytes, because JSON strings may contain line separators other than \n.
+            # Read bytes, because only \n separates JSON lines.
             for number, line in enumerate(file, 1):
                 digest.update(line)
                 if not line.isspace():
@@ -155,7 +152,7 @@ class JsonLines:
 
 
 class Listed:
-    """A JSON list of objects, a JSON object with one such list, or a CSV file with a header."""
+    """Rows of a JSON list, a JSON object's only list, or a CSV file."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -194,10 +191,9 @@ class Joined:
 
 
 class Tables:
-    """The rows of several Parquet or Arrow files, without null fields.
+    """Rows of Parquet or Arrow files, without null fields.
 
-    If `needed` is given, each file must have that column. Rows then contain only the columns
-    `needed` and `also`.
+    If `needed` is given, each file must have that column, and rows have only `needed` and `also`.
     """
 
     def __init__(

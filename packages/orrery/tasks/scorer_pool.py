@@ -2,8 +2,7 @@
 
 - All processes need the same PYTHONHASHSEED, because some reasoning-gym families order words by
   hash.
-- LIMIT_S limits the scoring of an answer, without the wait for a free process.
-- A process that fails is replaced. The failure raises OrreryError and never scores 0.
+- A failed process is replaced. Its answer raises OrreryError and never scores 0.
 """
 
 import asyncio
@@ -30,8 +29,8 @@ NUM_SCORERS = 8
 START_S = 120.0  # imports are slow
 MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE
 HASH_SEED = "0"
-SLACK_S = 5.0  # time after LIMIT_S to reply
-CANARY_EVERY = 500  # number of scored answers between two checks of the scorer itself
+SLACK_S = 5.0  # time to reply after the limit
+CANARY_EVERY = 500  # answers between two canaries
 KEPT_SCORES = 10_000
 CANARY = "spiral_matrix"  # reasoning-gym family whose scorer executes answers
 WRONG = "[]"
@@ -65,7 +64,7 @@ class ScorerPool:
             self._scores.pop(key, None)
 
     async def score(self, kind: str, request: Any, text: str) -> float | None:
-        """Return the finite score of answer `text`, or None if it cannot be scored.
+        """Return the finite score of `text`, or None if it cannot be scored.
 
         Raise OrreryError if the process fails or refuses the request.
         """
@@ -190,7 +189,7 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        # In a thread, because freeing the process's memory may take half a second.
+        # Freeing the process's memory may take half a second.
         threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 
@@ -199,7 +198,7 @@ def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}
-    # Each numpy thread takes some of the limited address space.
+    # Each numpy thread takes limited address space.
     return kept | python | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

@@ -1,13 +1,11 @@
 """Score answers in this process or in forks: `python -m orrery.tasks.scorer_process`.
 
 - In: a line `[number, kind, request, text, limit_s]` per answer.
-- Out: an empty line when ready, then a line `[number, score, note]` per answer. The score is null
-  if the scorer fails, and a message if the request is invalid. The note is the exception of a
-  user's reward function, or null.
-- A verdict that only compares text is scored in this process, in at most `limit_s` seconds.
-- Every other answer gets its own fork, because its scorer may execute the answer. A fork has no
-  secrets or capabilities, and cannot write data to files. It has MEMORY_BYTES of address space and
-  `limit_s` seconds.
+- Out: an empty line when ready, then `[number, score, note]` per answer. The score is null if the
+  scorer fails, a message if the request is invalid. The note is null or the exception of a user's
+  reward function.
+- This process scores verdicts that only compare text. Other scorers may execute the answer, so they
+  run in a fork without secrets, capabilities or writable files.
 """
 
 import gc
@@ -27,22 +25,22 @@ from typing import Any
 
 from orrery.runtime.parent_watch import adopt_orphans, die_with_parent, drop_privileges, hide_memory
 
-KINDS = {  # kind -> module:function that returns the scorer of a request
+KINDS = {  # kind -> module:function that makes a scorer
     "reasoning_gym": "orrery.tasks.reasoning_gym:scorer_of",
     "verdict": "orrery.tasks.verdicts:scorer_of",
 }
-COMPARE_TEXT = ("exact", "pattern", "choice")  # kinds of verdicts that execute no answer
+COMPARE_TEXT = ("exact", "pattern", "choice")  # verdicts that never execute an answer
 LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
 MAX_BYTES = 256
 NOTE = b"note "
-KEPT_SCORERS = 64  # cached scorers. Answers to one problem arrive together
+KEPT_SCORERS = 64  # answers to one problem arrive together
 MAX_SENTENCE = 500
 
 
 def main() -> None:
     die_with_parent()
-    # Ignore signals that Slurm sends to the process group, or answers lose their scores.
+    # Slurm signals the whole process group, but answers must still get scores.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -59,10 +57,10 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
-    adopt_orphans()  # so that `_end_children` can kill a fork's orphans
+    adopt_orphans()  # `_end_children` kills a fork's orphans
     drop_privileges()
     hide_memory()
-    gc.freeze()  # keeps a fork's garbage collection from copying all pages
+    gc.freeze()  # keeps a fork's garbage collection from copying pages
     answers.write(b"\n")
     os.dup2(nowhere, 2)
     for line in requests:
@@ -71,7 +69,7 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Fill sympy's caches. This halves the time of each fork."""
+    """Fill sympy's caches, to halve the time of each fork."""
     from sympy import expand
     from sympy.parsing.sympy_parser import parse_expr
 
@@ -112,7 +110,7 @@ def _score(
 
 
 def _score_here(scorer: Callable[[str], float], text: str, limit_s: float) -> float | None:
-    """Return the score, or None after `limit_s`. Python's `re` lets a signal end a search."""
+    """Return the score, or None if the scorer fails or exceeds `limit_s`."""
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         score = scorer(text)

@@ -1,10 +1,6 @@
-"""Single-turn tasks with random text: reverse a string or words, or sample given lengths.
+"""Pose single-turn tasks with random text: reverse text, reverse words, sample given lengths.
 
-For `reverse_text` and `reverse_words`:
-
-- Reward: number of characters or words in the right place / max(len(reply), len(answer)).
-- Metrics: `exact` (0 or 1). For text also `lcs_ratio` = 2·LCS / (len(reply) + len(answer)). LCS is
-  the length of the longest common subsequence.
+Reward of a reversal: characters or words in the right place / max(len(reply), len(answer)).
 """
 
 import hashlib
@@ -121,9 +117,8 @@ def longest_common_subsequence(a: str, b: str) -> int:
 class Lengths(SingleTurn):
     """Sample answers of given lengths, to measure speed.
 
-    - Lengths are log-normal with `median_tokens` and `sigma`. Answers to one problem have the same
-      length.
-    - The reward is a hash of the answer in [0, 1], so that rewards differ within a group.
+    A problem's answers have the same log-normal length. The reward is a hash of the answer, so
+    rewards differ within a group.
     """
 
     class Args(Record):

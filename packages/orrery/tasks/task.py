@@ -1,10 +1,9 @@
-"""The task protocol: problems, replies, a judge, and the split of problems into two sides.
+"""Define the task protocol, and split problems into a training and a held-out side.
 
-- A problem is a pure function of (args, seed, index), equal in all processes. All values are JSON.
-- An exception in `reply` or `judge` fails the rollout and never counts as a reward of 0. A
-  judge must accept any text.
-- `reply` and `judge` block the event loop unless they are coroutines. Do slow work, and run code
-  that a model wrote, in another process (`scorer_pool.py`).
+- A problem is a pure function of (args, seed, index). All its values are JSON.
+- An exception in `reply` or `judge` fails the rollout. A judge must accept any text.
+- `reply` and `judge` run on the event loop. Await another process (`scorer_pool.py`) for slow work
+  and for code that a model wrote.
 """
 
 import difflib
@@ -26,7 +25,7 @@ HELD_OUT = 1 / 8
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call whose input is plain text has the arguments `{"input": text}`."""
+    """A tool call. Plain-text input becomes the arguments `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
@@ -48,7 +47,7 @@ class Tool(msgspec.Struct, frozen=True):
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     """A chat that ends before the assistant's turn, and the reference answer (JSON).
 
-    `exact_tokens`: number of tokens of every assistant turn. None: until a stop token.
+    `exact_tokens`: tokens in every assistant turn. None: until a stop token.
     """
 
     index: int
@@ -64,15 +63,14 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgeBroken(RunFailed):
-    """The judge gives wrong rewards, which ends the run."""
+    """End the run, because the judge gives wrong rewards."""
 
 
 @runtime_checkable
 class Task(Protocol):
     """A task, built as `Kind(args, seed)`. The Pydantic model `Args` has no defaults.
 
-    An optional method `demonstration(index) -> list[Message]` returns a chat with the reward 1.0,
-    for SFT.
+    An optional `demonstration(index) -> list[Message]` returns a chat with reward 1.0, for SFT.
     """
 
     Args: type[Record]
@@ -100,7 +98,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return the judgement for `score`. A reply without a score (None) gets reward 0."""
+    """Return the judgement of `score`, clipped to [0, 1]. None gets reward 0."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)
@@ -108,7 +106,7 @@ def scored(score: float | None) -> Judgement:
 
 
 def split_of(text: str, held_out: float = HELD_OUT) -> Split:
-    """Return a text's split, chosen by its hash. `held_out`: share of held-out texts."""
+    """Choose a text's split by its hash. `held_out`: share of held-out texts."""
     first = int.from_bytes(hashlib.blake2b(text.encode()).digest()[:4], "big")
     return "held_out" if first < held_out * 2**32 else "train"
 

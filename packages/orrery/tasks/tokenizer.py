@@ -1,10 +1,9 @@
-"""Write tokenizer folders, and read their chat template and call syntax.
+"""Write tokenizer folders, and read their chat templates and tool calls.
 
 - The character tokenizer's format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. A tool call is
-  `<|call|>name input<|end_call|>`, and its result is a `<|tool|>` turn. The prompt lists no tools.
-- Pretrained models must write tool calls in the Hermes / Qwen syntax,
+  `<|call|>name input<|end_call|>`, its result a `<|tool|>` turn.
+- Pretrained models must use the Hermes / Qwen syntax for tool calls,
   `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
-- `strftime_now` in a template uses the date TODAY, so prompts are reproducible.
 """
 
 import datetime
@@ -34,7 +33,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 to 7, before the alphabet
 PAD_ID, END_ID = 0, 1
 
-TODAY = datetime.datetime(2024, 7, 26)  # default date in Llama's chat templates
+TODAY = datetime.datetime(2024, 7, 26)  # the date in chat templates, Llama's default
 
 CHARACTER_TEMPLATE = """\
 {%- for message in messages -%}
@@ -58,22 +57,22 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-# The renderer sets these variables in a chat template.
+# variables that the renderer sets in a chat template
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 GIVEN |= {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception", "strftime_now"}
 
 
 def vocab_size(alphabet: str) -> int:
-    """Return the number of tokens. A formula in Jsonnet must agree."""
+    """Return the number of tokens. jsonnet/lib/run.libsonnet repeats this formula."""
     return len(SPECIALS) + len(alphabet)
 
 
 def write_tokenizer(model: Model, folder: Path) -> None:
-    """Write or copy `model.tokenizer` into `folder` as Hugging Face files.
+    """Write `model.tokenizer` into `folder` as Hugging Face files.
 
-    `chat_template_kwargs` become defaults in the written template, so that training, serving and
-    exported models make equal prompts. Raise OrreryError if a pretrained tokenizer's files do not
-    match its `sha256`, or if its template lacks a variable of `chat_template_kwargs`.
+    `chat_template_kwargs` become defaults in the template, so trainer, engines and exported models
+    make equal prompts. Raise OrreryError if the template lacks such a variable, or if a pretrained
+    tokenizer does not match its `sha256`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +126,7 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
             f"model.vocab_size: {model.vocab_size} does not fit the tokenizer; {rule}"
         )
     vocab = {token: i for i, token in enumerate((*SPECIALS, *alphabet))}
-    # `Renderer.encode` raises for unknown characters.
+    # `Renderer.encode` raises for an unknown token.
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -164,7 +163,7 @@ def template_source(config: dict[str, Any], folder: Path) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Render the body of `{% generation %}`, which marks assistant text."""
+    """Render the body of `{% generation %}`."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

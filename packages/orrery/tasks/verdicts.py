@@ -1,4 +1,4 @@
-"""Verdicts of the task `dataset`: ways to judge a reply in an isolated process."""
+"""Define verdicts, the ways to judge a reply of the task `dataset`."""
 
 import hashlib
 import json
@@ -35,9 +35,9 @@ class Math(Record):
 
 
 class Exact(Record):
-    """The reply is the answer as text. With `pattern`, compare group 1 of its last match.
+    """The reply equals the answer. With `pattern`, group 1 of its last match does.
 
-    The comparison normalizes Unicode (NFKC) and whitespace, and ignores final full stops.
+    Unicode form (NFKC), whitespace and final full stops do not matter.
     """
 
     kind: Literal["exact"]
@@ -52,7 +52,7 @@ class Exact(Record):
 
 
 class Pattern(Record):
-    """The reply matches `pattern`, after the escaped answer replaces `{answer}`."""
+    """The reply contains `pattern`, with the escaped answer in place of `{answer}`."""
 
     kind: Literal["pattern"]
     pattern: str
@@ -66,14 +66,14 @@ class Pattern(Record):
 
 
 class Choice(Record):
-    """The reply chooses the answer's letter, one of the first `num_choices` letters."""
+    """The reply chooses the answer's letter, among the first `num_choices` letters."""
 
     kind: Literal["choice"]
     num_choices: Annotated[int, Field(ge=2, le=26)]
 
 
 class JsonSchema(Record):
-    """The reply, or its last fenced block, is JSON that satisfies the answer, a JSON schema."""
+    """The reply, or its last fenced block, is JSON that fits the answer, a JSON schema."""
 
     kind: Literal["json_schema"]
 

@@ -1,9 +1,9 @@
-"""Send the bytes of each micro-batch over a separate TCP connection, authorized by a ticket.
+"""Send micro-batches over TCP to receivers that hold a ticket.
 
-- A ticket has two random secrets. The sender issues it over the authenticated control socket.
+- A ticket has two random secrets. The authenticated control socket carries it.
 - The receiver sends the first secret and a byte offset. The sender answers with the second secret
   and the bytes from that offset on.
-- The bytes are not encrypted or signed, so the network must be private.
+- Bytes are not encrypted or signed, so the network must be private.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
-TICKETS_A_RANK = 2  # one for the current micro-batch, one for the next
-MAX_UNKNOWN = 64  # maximum number of connections without a ticket
+TICKETS_A_RANK = 2  # for the current and next micro-batch
+MAX_UNKNOWN = 64  # connections without a ticket
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # reference count of an unused buffer: one from the list, one from getrefcount
+_UNSHARED = 2  # references to an unused buffer: list and getrefcount
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,6 @@ class _TicketedBatch:
 
 
 class BulkSender:
-    """Send micro-batches to receivers that present a ticket."""
-
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0))
         self._listener.setblocking(False)
@@ -105,7 +103,7 @@ class BulkSender:
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
             task.add_done_callback(lambda task: self._unknown.pop(task, None))
-            await asyncio.sleep(0)  # let other tasks run, even if `sock_accept` never waits
+            await asyncio.sleep(0)  # let other tasks run if `sock_accept` never waits
 
     async def _serve(self, connection: socket.socket) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -161,9 +159,9 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: float) -> int:
-    """Fill `into` from byte `offset` on. Return the offset of the first missing byte.
+    """Fill `into` from byte `offset` on. Return the first missing byte's offset.
 
-    Stop early if the connection fails, or if no byte arrives for `silence_s` seconds.
+    Stop early if the connection fails or sends no byte for `silence_s` seconds.
     """
     try:
         with socket.create_connection((host, ticket.port), timeout=silence_s) as connection:
@@ -192,7 +190,7 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Reuse receive buffers, because allocating memory costs as much as filling it."""
+    """Reuse receive buffers, because allocation is as slow as filling."""
 
     def __init__(self) -> None:
         self._buffers: list[np.ndarray] = []

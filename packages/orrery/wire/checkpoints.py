@@ -1,8 +1,8 @@
-"""Write and find checkpoints: folders that are valid only with the marker file `COMPLETE`.
+"""Write and find checkpoints. A folder is valid only with the marker file `COMPLETE`.
 
-- Attempt k of the run writes `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes
-  `files.json` (the sha256 of every file) and, last, the marker.
-- The marker is removed first, so that a partly removed checkpoint is invalid.
+- The run's attempt k writes `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes
+  every file's sha256 into `files.json`, and last the marker.
+- Removal begins with the marker, so a partly removed checkpoint is invalid.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # prefix of folders with orchestrator state newer than the checkpoint
-PUBLISHED = "published.json"  # file with the digest of each published weight version
+LATER = "later"  # prefix of folders with orchestrator state after the checkpoint
+PUBLISHED = "published.json"  # digests of the published weight versions
 CHUNK_BYTES = 32 << 20
-DISCARDED = ".discarded"  # prefix of folders in removal
+DISCARDED = ".discarded"  # folder prefix during removal
 
 
 class _Noted(msgspec.Struct):
@@ -54,10 +54,7 @@ def later_dir(checkpoint: Path, attempt: int) -> Path:
 
 
 def is_due(step: int, manifest: "Manifest", stage: str = "rl") -> bool:
-    """Return whether the stage writes a checkpoint after `step`.
-
-    After its last step, SFT exports its weights instead.
-    """
+    """Return whether `stage` saves after `step`. SFT's last step exports instead."""
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
         return at_interval and step < manifest.sft.num_steps
@@ -73,7 +70,7 @@ def latest(run_dir: Path, stage: str = "rl") -> Checkpoint | None:
 
 
 def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
-    """Return the newest complete checkpoint of `step`. Raise OrreryError if there is none."""
+    """Return the newest complete checkpoint of `step`, or raise OrreryError."""
     ones = [one for one in whole_checkpoints(run_dir, stage) if one.step == step]
     if not ones:
         raise OrreryError(
@@ -88,9 +85,9 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 
 
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
-    """Write each file's size in bytes and sha256 into the JSON file `note`.
+    """Write each file's size in bytes and sha256 into `note` (JSON).
 
-    Call this after all other writes, because the reader of the note may rename the folder.
+    Call this last, because the reader of the note may rename the folder.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -101,8 +98,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    Files listed in `notes` (see `write_note`) are not hashed again. Raise RunFailed if such a file
-    is missing or has another size.
+    Files in `notes` (see `write_note`) are not hashed again. Raise RunFailed if such a file is
+    missing or has another size.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -128,9 +125,8 @@ def verify(
     share: tuple[int, int] = (0, 1),
     each: Callable[[], object] = lambda: None,
 ) -> None:
-    """Raise OrreryError if a file is missing, damaged or not in `files.json`.
+    """Raise OrreryError, ending in `remedy`, if a file is damaged, missing or not in `files.json`.
 
-    - `remedy`: end of the error message.
     - `share` (i, n): hash every n-th file, from file i on.
     - `each`: called in worker threads after every CHUNK_BYTES.
     """
@@ -159,7 +155,7 @@ def verify(
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
     """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
 
-    Keep all checkpoints of attempts after `attempt`. Ignore failed removals.
+    Keep checkpoints of attempts after `attempt`. Ignore failed removals.
     """
     if keep < 1:
         raise OrreryError(
@@ -193,7 +189,7 @@ def discard(run_dir: Path, folder: Path) -> None:
     aside = checkpoints_dir(run_dir) / f"{DISCARDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         folder.rename(aside)
-        sync(folder.parent)  # keep the marker removed after a power cut
+        sync(folder.parent)  # a power cut must not restore the marker
         shutil.rmtree(aside, ignore_errors=True)
 
 

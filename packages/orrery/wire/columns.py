@@ -1,11 +1,10 @@
-"""Hold training data as columns: numpy arrays over all tokens or over all samples.
+"""Hold training data as columns: numpy arrays over all tokens or all samples.
 
-- A sample is a rollout or an SFT example. Tokens `offsets[i]:offsets[i + 1]` belong to sample i.
-- Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`. Columns outside
-  `TOKEN_COLUMNS` and `SAMPLE_COLUMNS` may have any dtype.
+- A sample is a rollout or an SFT example. Sample i has tokens `offsets[i]:offsets[i + 1]`.
+- Token columns are `[num_tokens, ...]`, sample columns `[num_samples, ...]`. Columns not listed
+  below may have any dtype.
 - `logprob[t]` is log p(token t | earlier tokens). The loss includes token t if `trained[t]`.
 - Missing weight columns mean `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
-- Files are safetensors with `offsets`, `token/<name>`, `sample/<name>`, and JSON metadata.
 """
 
 import json
@@ -26,8 +25,8 @@ from orrery.runtime.run_directory import rollouts_dir
 TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
-    "logprob": np.dtype("float32"),  # computed by the engine at the sampling temperature
-    "version": np.dtype("int32"),  # policy version that sampled the token. −1: not sampled
+    "logprob": np.dtype("float32"),  # by the engine, at the sampling temperature
+    "version": np.dtype("int32"),  # policy version that sampled the token, or −1
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
     "cross_entropy_weight": np.dtype("float32"),
@@ -37,7 +36,7 @@ TOKEN_COLUMNS = {
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
     "dispatch_version": np.dtype("int32"),  # policy version when the sample's group started
-    "engine": np.dtype("int32"),  # index of the sampling engine. −1: unknown or several
+    "engine": np.dtype("int32"),  # engine index. −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train
@@ -46,7 +45,7 @@ SAMPLE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a list of samples. Arrays are read-only."""
+    """Columns of several samples. Do not write to the arrays."""
 
     offsets: np.ndarray  # int64 [num_samples + 1], offsets[0] == 0
     token: dict[str, np.ndarray] = field(default_factory=dict)
@@ -97,7 +96,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable["Columns"]) -> "Columns":
-        """Join the samples of all parts. Raise ValueError if their columns differ."""
+        """Raise ValueError if the parts' columns differ."""
         parts = list(parts)
         if not parts:
             return cls(np.zeros(1, dtype=np.int64))
@@ -114,8 +113,6 @@ class Columns:
         )
 
 
-# Byte layout
-
 MicroBatch = Columns | Sequence[Columns]  # a sequence is one micro-batch
 
 COALESCE_BYTES = 64 * 1024
@@ -124,7 +121,7 @@ DTYPES = {dtype.str: dtype for dtype in map(np.dtype, _KINDS)}
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A column in a buffer, from byte `start` on. `kind` is "offsets", "token" or "sample"."""
+    """A column from byte `start` of a buffer. `kind` is "offsets", "token" or "sample"."""
 
     kind: str
     name: str
@@ -138,16 +135,16 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class ColumnLayout(msgspec.Struct, frozen=True):
-    """The byte range (slot) of each column in a buffer, without gaps.
+    """Byte ranges (slots) of columns in a buffer, without gaps.
 
-    Columns with larger items come first, so each column is aligned.
+    Larger dtypes come first, to align each column.
     """
 
     slots: tuple[Slot, ...]
     num_bytes: int
 
     def check(self) -> None:
-        """Raise ValueError if columns are unknown or leave gaps, or if offsets are missing."""
+        """Raise ValueError for unknown columns, gaps or missing offsets."""
         start = 0
         for slot in self.slots:
             is_known = slot.dtype in DTYPES and slot.kind in ("offsets", "token", "sample")
@@ -170,7 +167,7 @@ def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
 
 
 def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
-    """Return the byte layout. Raise ValueError if the parts' columns differ."""
+    """Raise ValueError if the parts' columns differ or have an unsupported dtype."""
     parts = parts_of(micro_batch)
     num_samples = sum(part.num_samples for part in parts)
     num_tokens = sum(part.num_tokens for part in parts)
@@ -241,7 +238,7 @@ def chunks(run: Iterator[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
 
 
 def columns_from(layout: ColumnLayout, buffer: np.ndarray) -> Columns:
-    """Return columns as views of `buffer` (u8). Raise ValueError if the layout does not fit."""
+    """Return views of `buffer` (u8). Raise ValueError if the layout does not fit."""
     layout.check()
     if layout.num_bytes != len(buffer):
         raise ValueError(f"the layout needs {layout.num_bytes} bytes, the buffer has {len(buffer)}")
@@ -264,7 +261,10 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's limit
 def write(
     path: Path, micro_batch: MicroBatch, info: dict[str, Any] | None = None, sync: bool = True
 ) -> int:
-    """Write a file atomically. Return its size in bytes. Without `sync`, a crash may lose it."""
+    """Write a safetensors file atomically. Return its size in bytes.
+
+    Without `sync`, a crash may lose the file.
+    """
     layout = layout_of(micro_batch)
     header: dict[str, Any] = {"__metadata__": {"orrery": json.dumps(info or {}, sort_keys=True)}}
     for slot in layout.slots:
@@ -289,7 +289,7 @@ def write(
 
 
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
-    """Return the JSON header and the data of a safetensors file (u8), or raise ValueError.
+    """Split a safetensors file (u8) into JSON header and data. Raise ValueError if damaged.
 
     The safetensors library cannot read bfloat16 into numpy arrays.
     """
@@ -303,10 +303,9 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def read(path: Path) -> tuple[Columns, dict[str, Any]]:
-    """Return memory-mapped columns and metadata.
+    """Return memory-mapped columns and metadata. Raise OrreryError for a bad or missing file.
 
-    Raise OrreryError if the file is damaged or missing. The columns become invalid if another
-    machine removes the file over NFS.
+    The columns become invalid if another machine removes the file over NFS.
     """
     try:
         file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))

@@ -1,7 +1,6 @@
-"""Connect trainer ranks (ZeroMQ DEALER) to the orchestrator (ROUTER), with authentication.
+"""Connect trainer ranks (ZeroMQ DEALER) securely to the orchestrator (ROUTER).
 
-- Both ends derive their CurveZMQ keys from the run's token, so no secret is sent.
-- The orchestrator accepts up to MAX_ASK_BYTES per message, a rank MAX_HEAD_BYTES.
+Both ends derive their CurveZMQ keys from the run's token, so no secret is sent.
 """
 
 import asyncio
@@ -21,10 +20,10 @@ from orrery.manifest.errors import OrreryError
 from orrery.runtime.token import derived_key
 
 PROTOCOL = 3
-MAX_ASK_BYTES = 4096
-MAX_HEAD_BYTES = 64 << 20
+MAX_ASK_BYTES = 4096  # largest message to the orchestrator
+MAX_HEAD_BYTES = 64 << 20  # largest message to a rank
 HANDSHAKE_S = 5.0
-# Errors of malformed messages. RecursionError: deep nesting. ValueError: bad UTF-8.
+# RecursionError: deep nesting. ValueError: bad UTF-8.
 NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -71,7 +70,7 @@ class ControlSocket:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a full queue would drop messages
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited: a full queue drops messages
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             authenticate(self._socket, is_sender=True)
@@ -94,7 +93,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Pass messages of `kind` to `handle(peer, message)`, which returns False to refuse one."""
+        """Pass messages of `kind` to `handle(peer, message)`. It returns False to refuse one."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 

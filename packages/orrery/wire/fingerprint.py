@@ -6,8 +6,7 @@ b_i is element i in row-major order, with its bits read as a signed integer:
     m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix(i): output i of splitmix64 from seed 0
 
 - The "share" of a slice is the sum over its elements. Shares of disjoint slices add up to F.
-- A flipped bit always changes F, because c_i is odd.
-- F detects damage, not tampering.
+- A flipped bit changes F, because c_i is odd. F detects damage, not tampering.
 """
 
 import functools
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_ELEMENTS = 1 << 18  # fits a CPU core's cache
-GPU_CHUNK_ELEMENTS = 1 << 24  # large enough to hide the time of kernel launches
+GPU_CHUNK_ELEMENTS = 1 << 24  # hides kernel launches
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 MASK = (1 << 64) - 1
-GROUP = 16  # number of consecutive elements with the same factor m(q)
+GROUP = 16  # consecutive elements with the same factor m(q)
 
 
 def _mixed(index: np.ndarray) -> np.ndarray:
@@ -49,7 +48,7 @@ def tensor_fingerprint(tensor: "torch.Tensor") -> int:
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return the fingerprint of a tensor from its bits as integers. Needs no torch."""
+    """Return the fingerprint of a tensor's bits as integers. Needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
@@ -62,7 +61,7 @@ def array_fingerprint(bits: np.ndarray) -> int:
 
 
 def digest(fingerprints: dict[str, int]) -> str:
-    """Return a hash (16 hex digits) of names and fingerprints in any order."""
+    """Return 16 hex digits that hash the names and fingerprints."""
     text = "".join(f"{name}\0{fingerprints[name]:016x}\n" for name in sorted(fingerprints))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -180,7 +179,7 @@ def _signed(unsigned: int) -> int:
 class SliceSpec(NamedTuple):
     """A slice from index `starts` of a tensor of shape `full_shape`.
 
-    The slice lies in a buffer from byte `offset` on, dense and row-major.
+    It lies dense and row-major at byte `offset` of a buffer.
     """
 
     offset: int
@@ -191,9 +190,9 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """Return (row length, row distance, first position), or None if the distances vary.
+        """Return (row length, row distance, first position) in elements, or None if distances vary.
 
-        A row is a run of consecutive elements of the full tensor. All numbers count elements.
+        A row is a run of consecutive elements of the full tensor.
         """
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
@@ -210,12 +209,10 @@ class SliceSpec(NamedTuple):
 
 
 class SliceFingerprints:
-    """Compute the fingerprint share of each slice in a buffer."""
-
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """`fused`: use Triton kernels (None: if on a GPU and Triton is installed)."""
+        """Use Triton kernels if `fused` (None: on a GPU with Triton)."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))

@@ -1,8 +1,8 @@
-"""Compute the fingerprint shares of many slices of a buffer in one pass on a GPU (Triton).
+"""Compute the fingerprint shares of many slices of a buffer in one Triton pass.
 
-Symbols are as in `fingerprint`. A group is 16 consecutive elements with the same factor m.
-If a slice's rows are whole groups, `_groups` multiplies only 32-bit integers per element. With W
-bits per element and the unsigned integer u = b + 2^(W−1):
+Symbols are as in `fingerprint`. A group has GROUP elements. If a slice's rows are whole groups,
+`_groups` multiplies only 32-bit integers per element. With W bits per element and the unsigned
+integer u = b + 2^(W−1):
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
     u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64   (low, high: 32-bit halves)
@@ -25,9 +25,9 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice that starts at element `begin` of the buffer and `origin` of the full tensor.
+    """A slice at element `begin` of the buffer and `origin` of the full tensor.
 
-    A row has `num_columns` consecutive elements. In the tensor, rows are `row_stride` apart.
+    Rows have `num_columns` consecutive elements and are `row_stride` apart in the tensor.
     """
 
     begin: int
@@ -69,7 +69,7 @@ def _groups(
 ):  # fmt: skip
     """Add to `out` the shares of slices whose rows are whole groups.
 
-    `begin` counts 32-bit words and is a multiple of LOAD. Other fields of `Rows` count groups.
+    `begin` is a multiple of LOAD, in 32-bit words. Other fields of `Rows` count groups.
     """
     PARTS: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = GROUP // PARTS
@@ -137,7 +137,7 @@ def _elements(
 
 class KernelLaunch(NamedTuple):
     kernel: Any
-    integers: torch.dtype  # dtype of the view of the buffer
+    integers: torch.dtype  # view of the buffer
     factors: list[torch.Tensor]
     slice_of: torch.Tensor  # i32 [programs]
     first_of: torch.Tensor  # i32 [programs], index of the first element or group
@@ -206,8 +206,7 @@ def _tables(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Divide slices among Triton programs of `taken` elements each.
 
-    Return `slice_of`, `first_of` and `rows` for `KernelLaunch`. All but `begin` are in units of
-    `run` elements.
+    Return the tables of `KernelLaunch`, in units of `run` elements except `begin`.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

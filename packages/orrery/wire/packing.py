@@ -1,8 +1,7 @@
 """Pack samples into micro-batches ("bins"), one for each rank and micro-step.
 
 - No micro-batch exceeds `max_tokens`, padding included. All ranks have equally many micro-steps.
-- Without padding, the number of bins is at most 11/9 of the minimum, plus one, rounded up to whole
-  micro-steps.
+- Without padding, there are at most 11/9 · minimum + 1 bins, rounded up to whole micro-steps.
 - A micro-step lasts as long as its slowest rank, so its micro-batches get similar costs.
 """
 
@@ -41,16 +40,14 @@ def pack(
     padded: bool = False,
     attention: np.ndarray | None = None,
 ) -> Plan:
-    """Return each micro-batch's sample indices, `[rank][micro_step]`, int64, ascending.
+    """Return each micro-batch's sample indices, `[rank][micro_step]`, int64, ascending or empty.
 
-    A micro-batch may be empty.
-
-    - `lengths`: number of tokens per sample, int64 [num_samples].
+    - `lengths`: tokens per sample, int64 [num_samples].
     - `quadratic`: a sample of n tokens costs n + quadratic · n².
-    - `attention`: cost per sample that replaces quadratic · n², float64 [num_samples].
+    - `attention`: cost per sample instead of quadratic · n², float64 [num_samples].
     - `padded`: the model pads samples to the longest in the micro-batch.
 
-    Raise OrreryError if a sample is empty or longer than a micro-batch.
+    Raise OrreryError if a sample is empty or exceeds `max_tokens`.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if num_ranks < 1:
@@ -156,7 +153,7 @@ def is_padded(model: Model) -> bool:
 
 
 def quadratic_cost(model: Model) -> float:
-    """Return attention FLOPs per squared token count, divided by matrix FLOPs per token."""
+    """Return attention FLOPs per squared token, divided by matrix FLOPs per token."""
     return model.num_layers * model.num_heads * model.head_dim / _active_matrices(model)
 
 
@@ -176,7 +173,7 @@ def _active_matrices(model: Model) -> int:
 
 
 def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
-    """Return each sample's FLOPs in sparse attention, divided by one token's matrix FLOPs.
+    """Return each sample's sparse attention FLOPs, divided by matrix FLOPs per token.
 
     Indexers score all earlier tokens, without a backward pass. A token attends to at most top-k.
     """

@@ -1,6 +1,6 @@
 """Exchange messages with a child process that recomputes log-probs, over stdin and stdout.
 
-A frame is a length in bytes (u32, little endian), then a msgpack message.
+A frame is a length in bytes (u32, little endian) and a msgpack message.
 """
 
 import struct
@@ -17,7 +17,7 @@ MODULE = "orrery.trainer.verifier"
 
 
 class Recompute(msgspec.Struct, frozen=True):
-    """A request: recompute `token_ids` i32 [n] after `prompt` i32 [p] with weights in `folder`."""
+    """Request log-probs of `token_ids` i32 [n] after `prompt` i32 [p], with weights in `folder`."""
 
     folder: str
     prompt: bytes
@@ -26,7 +26,7 @@ class Recompute(msgspec.Struct, frozen=True):
 
 
 class Recomputed(msgspec.Struct, frozen=True):
-    """The answer: each token's log-prob, and entropy and variance of log p over the vocabulary.
+    """Each token's log-prob, and entropy and variance of log p over the vocabulary.
 
     Fields are f32 [n], or empty if the weights no longer exist.
     """
@@ -48,7 +48,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def read_frame(stream: BinaryIO, kind: type[T]) -> T | None:
-    """Return the next message, or None at the stream's end. Raise RunFailed if it is damaged."""
+    """Return the next message, or None at the end. Raise RunFailed if it is damaged."""
     head = stream.read(LENGTH.size)
     if not head:
         return None

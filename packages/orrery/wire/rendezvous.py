@@ -1,8 +1,7 @@
 """Publish and find the addresses of a stage's processes (roles).
 
-- A role publishes its address as a file in `stages/<stage>/endpoints/`. Files of earlier attempts
-  are ignored.
-- A process's incarnation is its number of restarts.
+Addresses are files in `stages/<stage>/endpoints/`. Files of earlier attempts are ignored. A
+process's incarnation counts its restarts.
 """
 
 import os
@@ -56,7 +55,7 @@ def _folder(ctx: "RoleContext") -> Path:
 def publish(ctx: "RoleContext", url: str, as_role: str = "", **info: Any) -> None:
     """Publish this process's address under `as_role` (default: its own role).
 
-    Raise RunFailed if the process was started without the run's token.
+    Raise RunFailed if this process lacks the run's token.
     """
     run_token()
     folder = _folder(ctx)
@@ -117,21 +116,21 @@ def await_endpoints(
 # An engine's HTTP interface
 
 ENGINE_HEADER = "X-Orrery-Engine"  # the answering engine's index
-RANK_HEADER = "X-data-parallel-rank"  # data-parallel rank that must serve the request
+RANK_HEADER = "X-data-parallel-rank"  # data-parallel rank to serve the request
 SESSION_HEADER = "X-Session-ID"  # key of vllm-router's consistent_hash policy
-# Clients close a connection after this idle time, before uvicorn does (5 s).
+# Clients close idle connections before uvicorn does (5 s).
 KEEPALIVE_S = 3.0
-UPDATE_S = 300.0  # time limit of a weight update, times ORRERY_DEADLINE_SCALE
+UPDATE_S = 300.0  # limit of a weight update
 NUM_CANARY_TOKENS = 32
 
 
 def request_s(manifest: "Manifest") -> float:
-    """Return an engine request's timeout in seconds. It includes a weight update."""
+    """Return an engine request's timeout in seconds, long enough for a weight update."""
     return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
 
 
 def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
-    """Return the token ids of the canary, a random test prompt, equal in all processes."""
+    """Return the token ids of a test prompt, the canary, equal in all processes."""
     length = min(NUM_CANARY_TOKENS, manifest.inference.max_model_len_tokens - 1)
     chosen = random.Random(manifest.seed)
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))

@@ -1,11 +1,10 @@
-"""Send batches from the orchestrator to the trainer's ranks (the "rollout wire").
+"""Send batches from the orchestrator to the trainer's ranks.
 
-- A receiver (rank) sends `BatchAsk(step, rank, micro_step)`. The sender (orchestrator) answers
-  once the batch exists, so a rank can join or restart at any time.
-- The answer to `micro_step` −1 is the batch's head (totals and info). Other answers have a ticket
-  that lets the rank fetch the micro-batch's bytes (`bulk`).
-- A receiver repeats its ask until the answer arrives. The sender ignores repeats that it has
-  answered on the same connection.
+- A rank (receiver) sends `BatchAsk(step, rank, micro_step)`. The orchestrator (sender) answers once
+  the batch exists, so a rank can join or restart at any time.
+- The answer to `micro_step` −1 has the batch's totals and info. Others have a ticket for the
+  micro-batch's bytes (`bulk`).
+- A rank repeats an ask until the answer arrives. The sender answers it once per connection.
 """
 
 import asyncio
@@ -33,8 +32,8 @@ from orrery.wire.control_socket import (
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # time without bytes after which a rank reconnects
-NUM_HANDSHAKES = 5  # number of consecutive failed handshakes that raise RunFailed
+SILENCE_S = 10.0  # silence after which a rank reconnects
+NUM_HANDSHAKES = 5  # consecutive failed handshakes that raise RunFailed
 _HEAD = -1
 
 
@@ -43,7 +42,7 @@ class Batch:
     """One optimizer step's data.
 
     - `micro_batches[rank][micro_step]`: the same number per rank. Arrays must not change until all
-      ranks have acknowledged the batch.
+      ranks acknowledge the batch.
     - `totals` (token counts for the loss) and `info`: JSON values.
     """
 
@@ -53,7 +52,7 @@ class Batch:
     info: dict[str, Any] = field(default_factory=dict)
 
     def check(self, num_ranks: int, after_step: int | None) -> None:
-        """Raise OrreryError if the micro-batch counts are wrong, or if `step` is not newer."""
+        """Raise OrreryError if micro-batch counts are wrong, or `step` is not newer."""
         counts = [len(of_rank) for of_rank in self.micro_batches]
         if len(counts) != num_ranks or len(set(counts)) != 1:
             raise OrreryError(
@@ -153,7 +152,7 @@ class RolloutSender:
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
-        """Wait until all ranks have acknowledged earlier batches. Then send in the background."""
+        """Wait until all ranks acknowledged earlier batches. Then send in the background."""
         batch.check(self.num_ranks, self._last_taken)
         self._last_taken = batch.step
         await self._until(lambda: not self._held)
@@ -164,7 +163,7 @@ class RolloutSender:
             await self._answer(peer, ask)
 
     async def wanted(self, at_least: int = -1) -> int:
-        """Wait until a rank asks for step `at_least` or later. Return the newest step asked for."""
+        """Wait until a rank asks for step `at_least` or later. Return the newest asked step."""
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 
@@ -281,7 +280,7 @@ class RolloutReceiver:
         self._buffers = BufferPool()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a full queue would make `_send` fail
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited: a full queue fails `_send`
         self._socket.setsockopt(zmq.LINGER, 500)
         try:
             authenticate(self._socket, is_sender=False)
@@ -335,7 +334,7 @@ class RolloutReceiver:
     def _done(self, step: int) -> None:
         self._received = step
         done = Acknowledgement(PROTOCOL, self.rank, step)
-        with contextlib.suppress(RunFailed):  # ignore: the next ask raises RunFailed
+        with contextlib.suppress(RunFailed):  # the next ask raises RunFailed
             self._send(done, f"trainer rank {self.rank} has batch {step}")
 
     def _send(self, message: BatchAsk | Acknowledgement, asked: str) -> None:

@@ -1,12 +1,11 @@
 """Replay routing (R3): the trainer uses the experts that an engine's routers chose.
 
-- Row t of the token column `routed_experts`, [tokens, layers, top_k], holds the expert ids of input
-  token t: uint8 for up to 256 experts, uint16 for more.
-- A missing route has the dtype's largest value as ids. The trainer's router then chooses.
-  A document's last token has no route. With 256 experts and top_k 1, a route to expert 255 counts
-  as missing.
+- Row t of column `routed_experts` [tokens, layers, top_k] holds the expert ids of input token t:
+  uint8, or uint16 for more than 256 experts.
+- A missing route, such as the last token's, has the dtype's largest value as ids. The trainer's
+  router then chooses. With 256 experts and top_k 1, expert 255 counts as missing.
 - With sparse-attention indexers, unless `trainer.indexer_choice` is "own", a row is uint8 [1, X]:
-  the routes of all layers, then a bit mask of the chosen keys for each indexer.
+  all layers' routes, then each indexer's bit mask of chosen keys.
 """
 
 import io
@@ -23,14 +22,14 @@ from orrery.manifest.schema import Manifest, Model
 COLUMN = "routed_experts"
 PIECE = 1 << 20  # base64 characters decoded at once, a multiple of 4
 _FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
-_HEADER_CHARACTERS = 1024  # enough base64 for the header of a 3-dimensional .npy
+_HEADER_CHARACTERS = 1024  # enough base64 for a 3-dimensional .npy header
 
 
 class RouteShape(NamedTuple):
     num_layers: int  # layers with experts
     top_k: int
     num_experts: int
-    num_dense_layers: int = 0  # the first layers, without experts
+    num_dense_layers: int = 0  # leading layers without experts
 
     @property
     def dtype(self) -> np.dtype:
@@ -42,12 +41,12 @@ class RouteShape(NamedTuple):
 
 
 class CheckedRoutes(NamedTuple):
-    """Routes that fit the model. A missing route has ids outside the range of experts."""
+    """Routes that fit the model. Missing routes have ids of no expert."""
 
     # uint8 or int16 [tokens, layers with experts, top_k]
     ids: np.ndarray
     is_missing: np.ndarray  # bool [tokens]: no route in at least one layer
-    num_routed: int  # number of (token, layer) pairs with a route
+    num_routed: int  # (token, layer) pairs with a route
 
 
 def route_shape(model: Model) -> RouteShape | None:
@@ -59,7 +58,7 @@ def route_shape(model: Model) -> RouteShape | None:
 
 
 def row_shape(manifest: Manifest) -> RouteShape | None:
-    """Return the shape of a row of `routed_experts`, or None if routing is not replayed."""
+    """Return a row's shape, or None if routing is not replayed."""
     if not manifest.transport.routed_experts:
         return None
     if not manifest.choice_bytes:
@@ -72,7 +71,7 @@ def split_choices(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Split rows into routes [tokens, layers, top_k] and key bits, u8 [tokens, indexers, bytes].
 
-    Raise RunFailed if the rows do not fit the model's layers and indexers.
+    Raise RunFailed if the rows do not fit the model.
     """
     num_layers, item = shape.num_dense_layers + shape.num_layers, shape.dtype.itemsize
     num_bytes = num_layers * shape.top_k * item
@@ -94,7 +93,7 @@ def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
 
 
 def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRoutes:
-    """Convert routes for the trainer's network. Raise RunFailed if they do not fit the model."""
+    """Convert routes for the trainer. Raise RunFailed if they do not fit the model."""
     layers = {shape.num_layers, shape.num_layers + shape.num_dense_layers}
     fits = routes.dtype == shape.dtype and routes.ndim == 3 and routes.shape[1] in layers
     if not fits or routes.shape[2] != shape.top_k:
@@ -131,12 +130,9 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
     return CheckedRoutes(ids, is_missing, num_routed)
 
 
-# The field `routed_experts` in an engine's answer
-
-
 @dataclass(frozen=True)
 class Routes:
-    """A base64 .npy file with the routes of `num_rows` input tokens, from token `start` on."""
+    """Routes of `num_rows` input tokens from token `start` on, as a base64 .npy file."""
 
     start: int
     shape: tuple[int, int, int]  # rows, layers, experts a token
@@ -166,10 +162,10 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Empty `routed_experts` in an engine's JSON answer. Return the answer, and the routes or None.
+    """Cut `routed_experts` out of an engine's JSON answer. Return the rest, and the routes or None.
 
-    Call this before JSON decoding, because the field may have tens of MB. Raise ValueError if the
-    field is not a .npy file of routes.
+    Cut before JSON decoding, because the field may have tens of MB. Raise ValueError if it is not a
+    .npy file of routes.
     """
     import pybase64
 
@@ -193,9 +189,9 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 
 
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
-    """Join the routes of a conversation's answers into one column, [num_tokens, layers, top_k].
+    """Join the routes of a conversation's answers into a column [num_tokens, layers, top_k].
 
-    Where answers overlap, the last one applies. Raise ValueError if an answer does not fit.
+    Later answers take precedence. Raise ValueError if an answer does not fit.
     """
     for part in parts:
         _, num_layers, top_k = part.shape

@@ -1,11 +1,9 @@
 """Send new policy versions from the trainer to the engines.
 
-- A marker file announces each version, with a fingerprint of every tensor. Version numbers rise.
-- Kind `files`: rank 0 writes whole tensors to files, and engines read the files.
-- Kind `adapters`: like `files`, but only LoRA adapters, with PEFT's names. The LoRA scale is
-  multiplied into lora_B.
-- Direct kinds (`nccl`, `nixl`): trainer ranks send slices to engine ranks. The orchestrator first
-  takes a lease of the version. The lease delays the next optimizer step.
+- A marker file announces each version, with a fingerprint of every tensor.
+- `files`: rank 0 writes whole tensors to files for the engines.
+- `adapters`: like `files`, but only LoRA adapters, with PEFT's names. lora_B includes the scale.
+- Direct kinds (`nccl`, `nixl`): trainer ranks send slices to engine ranks under a lease.
 """
 
 from importlib.util import find_spec
@@ -69,10 +67,7 @@ def make_weight_sender(
     num_ranks: int,
     device: "torch.device",
 ) -> "WeightSender":
-    """Return a trainer rank's end of a direct wire (nccl or nixl). Rank 0 listens at `host`.
-
-    Raise OrreryError if the wire's library cannot be loaded.
-    """
+    """Raise OrreryError if NIXL cannot be loaded. Rank 0 listens at `host`."""
     from orrery.wire.weight_wire.links import load_nixl
     from orrery.wire.weight_wire.transfer import WeightSender
 

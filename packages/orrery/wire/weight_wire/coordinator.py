@@ -1,11 +1,9 @@
-"""Let trainer and engine ranks agree when a transfer of weights begins and ends.
+"""Let trainer and engine ranks agree when a weight transfer begins and ends.
 
 - Trainer rank 0 serves a TCPStore. The private file `wire.json` has its address and a secret.
 - A TCPStore has no authentication, so each value carries an HMAC-SHA256 made with the secret.
-  Another program can stop the run, but not forge a value.
-- When all engine ranks ("members") have arrived, rank 0 publishes an order for the transfer, with
-  the process group's number ("generation"). Ranks form a new group only if the members change, or
-  after a failure.
+- When all engine ranks ("members") have arrived, rank 0 publishes an order with a process group's
+  number ("generation"). A new group forms only if members change, or after a failure.
 """
 
 import contextlib
@@ -28,13 +26,13 @@ from orrery.wire import nfs
 from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
 from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
-ADDRESS = "wire.json"  # file with the store's address
+ADDRESS = "wire.json"  # the store's address
 CURRENT = "current"
-MEET_S = 120.0  # time limit of waits for another rank's value
-FOREVER_S = 10.0**7  # time limit of waits that end only when the store closes
-ARRIVAL_S = 120.0  # time limit between the arrivals of engine ranks
-DONE_S = 300.0  # time limit of waits for a trainer rank's result
-LOOK_S = 0.5  # time that a wait blocks before it polls
+MEET_S = 120.0  # limit for another rank's value
+FOREVER_S = 10.0**7  # limit for the next transfer
+ARRIVAL_S = 120.0  # limit between engine ranks' arrivals
+DONE_S = 300.0  # limit for a trainer rank's result
+LOOK_S = 0.5  # blocking part of a wait, before polling
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -52,14 +50,14 @@ class WireAddress(msgspec.Struct):
 
 
 class Arrival(msgspec.Struct):
-    """A message: an engine rank is ready. A negative `transfer` ends rank 0's sending thread."""
+    """An engine rank is ready. A negative `transfer` ends rank 0's sending thread."""
 
     transfer: int
     engine: str
     rank: int
     world_size: int
     member: str
-    generation: int  # number of the rank's process group, or −1
+    generation: int  # the rank's process group, or −1
 
 
 class TransferOrder(msgspec.Struct):
@@ -95,7 +93,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def during(self, transfer: int | None) -> Iterator[None]:
-        """Make waits in the `with` body raise WireFailed once `transfer` is over."""
+        """Make waits in the body raise WireFailed once `transfer` is over."""
         before, self._transfer = self._transfer, transfer
         try:
             yield
@@ -114,8 +112,8 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raise WireFailed, naming `what`, after `scaled(within_s)` seconds, or if the value is forged
-        or the store is gone.
+        Raise WireFailed, naming `what`, after `scaled(within_s)` seconds, for a forged value, or
+        if the store is gone.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
@@ -193,7 +191,7 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Serve the store on `host` while the result exists. Write the address into `folder`."""
+    """Serve a store on `host` while it is referenced. Write its address into `folder`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # Pass a socket bound to `host`: the store itself would bind all interfaces.
@@ -259,7 +257,7 @@ class Coordinator:
         self._member: dict[tuple[str, int], str] = {}
 
     def next(self) -> TransferOrder:
-        """Wait for all engine ranks of a transfer. Publish and return an order."""
+        """Wait for all engine ranks of a transfer. Publish and return its order."""
         arrived: dict[tuple[str, int], Arrival] = {}
         transfer: Transfer | None = None
         while True:

@@ -1,9 +1,9 @@
-"""Send weights as safetensors files: the trainer writes the files, every engine memory-maps them.
+"""Send weights as safetensors files. The trainer writes them, and every engine memory-maps them.
 
-- On one node the files are in shared memory, else in the run's folder. Their folder has mode 0700.
-- `version_<n>/00000.safetensors …`: shards of at most SHARD_BYTES. A larger tensor is one shard.
+- With one node, their folder (mode 0700) is in shared memory, otherwise in the run's folder.
+- `version_<n>/00000.safetensors …`: shards of at most SHARD_BYTES, or of one larger tensor.
 - `version_<n>.json`: the marker, written last and removed first.
-- The publisher keeps the newest `keep` versions. A file that an engine maps stays readable.
+- The publisher keeps the newest `keep` versions.
 """
 
 import math
@@ -166,7 +166,7 @@ class WeightPublisher:
 
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
     fingerprints: dict[str, int] = {}
-    # Do not resolve symlinks, because a container mounts the folder under this name.
+    # Keep symlinks, because a container mounts the folder under this name.
     for path in sorted(folder.absolute().glob("*.safetensors")):
         (aside / path.name).symlink_to(path)
         fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
@@ -218,7 +218,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
-    # Wait, because NFS may show a new version's folder late.
+    # NFS may show a new version's folder late.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))

@@ -1,10 +1,10 @@
 """Send weights in FP8: values in e4m3, and a float32 scale for each block of 128 × 128.
 
 - Matrix `x` is sent as tensors `x` and `x` + SCALE.
-- The engine decodes them to bfloat16, and its model quantizes the result to FP8 again. This
-  restores the sent values exactly, because rounding to bfloat16 changes a value by at most 2⁻⁸ of
-  itself, less than half a step of e4m3 (at least 2⁻⁵). It restores the scale, because 448 · scale
-  rounds to the block's largest magnitude in bfloat16.
+- The engine decodes them to bfloat16, and its model quantizes to FP8 again. This restores the sent
+  values, because rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, less than half a
+  step of e4m3 (at least 2⁻⁵).
+- It restores the scale, because 448 · scale rounds to the block's largest magnitude in bfloat16.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ from orrery.wire.weight_wire.plan import (
     starts_of,
 )
 
-SCALE = "_scale_inv"  # suffix of a scale's name
+SCALE = "_scale_inv"
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
 LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # minimum scale: engines raise smaller block maxima to 1e-4
@@ -60,7 +60,7 @@ def decode(value: Tensor, scale: Tensor) -> Tensor:
 
 
 def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors, with FP8 tensors decoded to bfloat16.
+    """Yield all tensors, FP8 tensors decoded to bfloat16.
 
     Raise OrreryError if values or scales are missing.
     """
@@ -81,7 +81,7 @@ def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 def plain_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """Return the tensors of the engine's model: bfloat16 instead of FP8, without scales."""
+    """Return the engine's tensors: bfloat16 instead of FP8, without scales."""
     return [
         TensorInfo(each.name, each.shape, "bfloat16") if _is_fp8(each) else each
         for each in tensors

@@ -1,11 +1,8 @@
 """Lease a policy version for its transfer over a direct wire. Needs no torch.
 
 A direct wire sends the trainer's parameters, so a version exists only until the next optimizer
-step. A lease delays that step until it is released or the version is sent.
-
-- `LeaseRequest`: the orchestrator leases a version (None: releases it) and names target engines.
-- `LeaseReport`: trainer rank 0's answer, a transfer's number or the reason for refusal.
-- Both ends repeat their messages, so a message may be lost, late or doubled.
+step. The orchestrator's lease delays that step until it is released or the version is sent. Both
+ends repeat messages, so a message may be lost, late or doubled.
 """
 
 import asyncio
@@ -23,11 +20,11 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
 from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-# vLLM passes on only the text of errors, so these phrases identify an error.
+# vLLM passes on only the text of errors, so these phrases identify them.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # time limit of one round of messages, times ORRERY_DEADLINE_SCALE
-LEASE_S = 120.0  # time limit of an answer to a lease request, times ORRERY_DEADLINE_SCALE
+ROUND_S = 60.0  # limit of a round of messages
+LEASE_S = 120.0  # limit of a lease answer
 REPEAT_S = 1.0
 STOP_S = 0.2
 
@@ -37,7 +34,7 @@ class WireFailed(RunFailed):
 
 
 class TransferFailed(WireFailed):
-    """A transfer that failed because of another process. A retry may succeed."""
+    """A transfer failed because of another process. A retry may succeed."""
 
     def __init__(self, transfer: int, why: object) -> None:
         super().__init__(f"transfer {transfer} {ELSEWHERE}: {why}")
@@ -46,9 +43,9 @@ class TransferFailed(WireFailed):
 class Published(msgspec.Struct, frozen=True, omit_defaults=True):
     """A policy version that engines can read.
 
-    - `fingerprints`: by Hugging Face's tensor name. `digest` is their hash.
-    - `canary`: the log-probs of a test prompt, without its first token, or empty.
-    - `transfer`: number of the transfer on a direct wire. 0: none.
+    - `fingerprints`: by Hugging Face's tensor name. `digest` hashes them.
+    - `canary`: log-probs of a test prompt without its first token, or empty.
+    - `transfer`: the transfer's number on a direct wire, or 0.
     """
 
     version: int
@@ -66,7 +63,7 @@ class Published(msgspec.Struct, frozen=True, omit_defaults=True):
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
     session: str  # random, one per orchestrator process
     number: int
-    version: int | None = None
+    version: int | None = None  # None: release the lease
     engines: tuple[str, ...] = ()
 
 
@@ -78,7 +75,7 @@ class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """A version's transfer to engines. Later transfers have higher numbers."""
+    """A transfer of a version. Later transfers have higher numbers."""
 
     number: int
     version: int
@@ -135,7 +132,7 @@ class LeaseTable:
             return Transfer(number, request.version, request.engines)
 
     def admit(self, transfer: Transfer) -> str:
-        """Start a transfer and return "", or return the reason for refusal."""
+        """Start a transfer and return "", or return why it is refused."""
         with self.changed:
             if transfer.version != self._open:
                 return f"version {transfer.version} {GONE}"
@@ -241,8 +238,8 @@ class LeaseClient:
     ) -> Published | None:
         """Lease the version and start its transfer to `engines`. End the previous transfer.
 
-        Return `published` with the transfer's number, or None if the trainer no longer has the
-        version. Raise WireFailed if the trainer does not answer. Call `release` afterwards.
+        Return `published` with the transfer's number, or None if the trainer lost the version.
+        Raise WireFailed if the trainer does not answer. Call `release` afterwards.
         """
         request = self._want(published.version, tuple(engines))
         try:

@@ -1,10 +1,10 @@
 """Move bytes from buffers ("buckets") of trainer ranks ("sources") to engine ranks ("targets").
 
-- Kind `nccl`: a process group sends messages (nccl on GPUs, gloo on CPUs). On one host, a target
-  GPU reads the source's buckets by CUDA IPC.
-- Kind `nixl`: the target reads the source's buckets over NIXL and UCX.
-- The first nccl message of two ranks waits for the peer without a deadline. So it runs in a thread
-  that is abandoned after ROUND_S seconds.
+- `nccl`: a process group sends messages (gloo on CPUs). A target GPU on the source's host
+  reads its buckets by CUDA IPC.
+- `nixl`: the target reads the source's buckets over NIXL and UCX.
+- The first nccl message of two ranks blocks until the peer joins, so a thread runs it for at most
+  ROUND_S seconds.
 """
 
 import os
@@ -29,9 +29,9 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.plan import Location, TransferPlan
 
-FORM_S = 30.0  # time limit for a group's ranks to connect, times ORRERY_DEADLINE_SCALE
+FORM_S = 30.0  # limit for a group to connect
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # timeout for nccl, so that its watchdog never ends the process
+NEVER = timedelta(days=30)  # nccl timeout: the watchdog must not end the process
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class GroupLink:
         )
 
     def close(self) -> None:
-        """Abort the group. Peers that wait for this rank get an error."""
+        """Abort the group, so that waiting peers get an error."""
         if self._group is not None and hasattr(self._group, "abort"):
             self._group.abort()
         self._group = None
@@ -152,9 +152,6 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:200] if text else type(error).__name__
 
 
-# Pull: a target reads messages from a source's bucket
-
-
 class MessageReady(msgspec.Struct):
     side: int
     offset: int
@@ -169,10 +166,7 @@ class Reader(Protocol):
 
 
 class PullSender:
-    """Announce filled messages in the store, and wait until targets have read them.
-
-    Message numbers rise over all transfers of a group, so no two messages share a key.
-    """
+    """Announce filled messages in the store, and wait until targets have read them."""
 
     def __init__(
         self,
@@ -310,7 +304,7 @@ class IpcReader:
 
 # NIXL
 
-PROGRESS_US = 20_000  # maximum sleep of NIXL's progress thread without traffic
+PROGRESS_US = 20_000  # longest sleep of NIXL's idle progress thread
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
@@ -322,7 +316,7 @@ class NixlAgent(msgspec.Struct):
 
 
 def load_nixl() -> Any:
-    """Return NIXL's Python module. Raise OrreryError if it cannot be loaded."""
+    """Return NIXL's module, or raise OrreryError."""
     try:
         import nixl._api
     except ImportError as error:
@@ -336,7 +330,7 @@ def load_nixl() -> Any:
 def wait_for_progress() -> None:
     """Patch NIXL so that its progress thread sleeps. Call this before making an agent.
 
-    `nixl_agent` sets `pthrDelay` to 0, so an idle process uses a whole CPU core. Seen in 1.5.1.
+    `nixl_agent` sets `pthrDelay` to 0 (seen in 1.5.1), so an idle process uses a whole CPU core.
     Remove this when `nixl_agent_config` takes the delay.
     """
     import nixl._api
@@ -428,7 +422,7 @@ class NixlReader:
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Turn NIXL's errors, which share only the class Exception, into WireFailed."""
+        """Turn any error of NIXL into WireFailed."""
         try:
             yield
         except Exception as error:

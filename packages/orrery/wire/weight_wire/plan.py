@@ -1,6 +1,6 @@
 """Plan a transfer: which trainer rank sends which slices to which engine rank, in buckets.
 
-- Sources are trainer ranks, targets are engine ranks. A box has a range `[start, stop)` for every
+- Sources are trainer ranks, targets are engine ranks. A box is a range `[start, stop)` in every
   dimension of a tensor.
 - Every needed element is sent to its target exactly once.
 - In a round, a rank sends or receives at most one bucket, a buffer of `bucket_bytes`.
@@ -24,8 +24,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # slices start at multiples of this, so that any dtype can view them
-PIECES_A_BUCKET = 4  # a slice fills at most 1/4 bucket, so little space is wasted
+ALIGNMENT_BYTES = 16  # lets any dtype view a slice
+PIECES_A_BUCKET = 4  # slices of at most 1/4 bucket waste little space
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class Move(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """`box` of tensor `name`, dense and row-major from byte `offset` of a bucket on."""
+    """`box` of tensor `name`, dense and row-major at byte `offset` of a bucket."""
 
     name: str
     box: Box
@@ -79,7 +79,7 @@ Rounds = list[dict[tuple[int, int], SliceMessage]]  # per round: (source, target
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The schedule of a transfer. Source i is `holdings[i]`, target i is `members[i]`."""
+    """A schedule. Source i is `holdings[i]`, target i is `members[i]`."""
 
     tensors: Sequence[TensorInfo]
     holdings: Sequence[Holding]
@@ -264,7 +264,7 @@ class HeldTensor:
         return self.local[tuple(slice(a - first, b - first) for (a, b), (first, _) in sides)]
 
 
-# (view of the weights, byte offset in the bucket, sent dtype)
+# (view of weights, byte offset in a bucket, sent dtype)
 Copy = tuple[Tensor, int, torch.dtype]
 
 
@@ -336,7 +336,7 @@ class _Bucketful:
 
 
 class RankFingerprints:
-    """Compute a trainer rank's shares (summands) of the fingerprints of the sent tensors.
+    """Compute a trainer rank's shares of the sent tensors' fingerprints.
 
     If several ranks hold a box, only the lowest rank counts it.
     """

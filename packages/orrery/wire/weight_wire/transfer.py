@@ -1,10 +1,8 @@
 """Send weight slices from trainer ranks to engine ranks: the two ends of a direct wire.
 
-- Trainer: `publish` announces a version, and a thread sends its slices on request. Call `settle`
-  before the optimizer step. It waits until a leased version is sent or released.
-- Engine: `receive` yields a version's slices round by round. Use a round's bucket (buffer) before
-  you request the next round, which may overwrite the bucket.
-- After a failure, `publish` raises WireFailed, and `receive` raises TransferFailed.
+- Trainer: `publish` announces a version, and a thread sends it on request. Call `settle` before the
+  optimizer step.
+- Engine: `receive` yields a version round by round.
 """
 
 import contextlib
@@ -94,7 +92,7 @@ class WeightSender:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Connect to the TCPStore whose address is in `folder`. Rank 0 starts it on `host`."""
+        """Connect to the TCPStore of `folder`. Rank 0 starts it on `host`."""
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
         self._server = None
         if rank == 0:
@@ -114,7 +112,7 @@ class WeightSender:
         self._sending: _SendLoop | None = None
 
     def listen(self, url: str) -> None:
-        """Answer lease requests over the orchestrator's control socket at `url`. Rank 0 only."""
+        """Answer lease requests of the orchestrator at `url`. Rank 0 only."""
         self._listener = LeaseListener(url, self.apply, self.leases.report)
 
     def apply(self, request: LeaseRequest) -> LeaseReport:
@@ -134,13 +132,14 @@ class WeightSender:
         report: Report = lambda *_: None,
         canary: Sequence[float] = (),
     ) -> Published | None:
-        """Announce `version` to engines. Return its announcement on rank 0.
+        """Announce `version` to engines. Return the announcement on rank 0.
 
-        All ranks call this, but never between `settle` and the optimizer step.
+        All ranks call this, but never between `settle` and the optimizer step. Raise WireFailed if
+        the sending thread failed.
 
         - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part.
-          It is called again only after a weight in `standing` changed its storage.
-        - After each transfer, rank 0 calls `report(version, error or "", seconds by phase)`.
+          It is called again only after a `standing` weight changed its storage.
+        - Rank 0 calls `report(version, error or "", seconds by phase)` after each transfer.
         """
         self.check()
         if self._version is not None and version <= self._version:
@@ -173,7 +172,7 @@ class WeightSender:
         return published
 
     def settle(self) -> float:
-        """Withdraw the version and wait for the end of its lease. Return the seconds waited."""
+        """Withdraw the version. Return the seconds waited for the end of its lease."""
         begin, version = time.perf_counter(), self._version
         if version is None or self._sending is None:
             return 0.0
@@ -231,7 +230,7 @@ class WeightSender:
 
 
 class _SendLoop:
-    """The sending thread. On rank 0 it also coordinates the transfers."""
+    """The sending thread. On rank 0 it also coordinates transfers."""
 
     def __init__(self, sender: WeightSender, holdings: Sequence[Holding]) -> None:
         self._sender, self._holdings = sender, holdings
@@ -260,8 +259,7 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # Paused engines wait for this stream, so it has priority.
-                # The weights are complete, because `publish` has waited for the step's end.
+                # Paused engines wait for this stream. `publish` has waited for the optimizer step.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -379,10 +377,10 @@ class Round:
 
 @dataclass
 class Pieces:
-    """The distinct boxes (pieces of tensors) of one engine's ranks."""
+    """The distinct boxes of one engine's ranks."""
 
     tensor_of: np.ndarray  # i64 [pieces], index of the tensor
-    of_rank: dict[int, np.ndarray]  # rank → indices of its pieces, in the order of `needs`
+    of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of `needs`
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
@@ -398,8 +396,6 @@ class Pieces:
 
 
 class WeightReceiver:
-    """Receive weights in one engine rank, over many transfers and trainer restarts."""
-
     def __init__(self, engine: str, rank: int, world_size: int, device: torch.device) -> None:
         self.engine, self.rank, self.world_size, self.device = engine, rank, world_size, device
         self._address: WireAddress | None = None
@@ -430,7 +426,10 @@ class WeightReceiver:
     def receive(
         self, transfer: int, parts: PartTimer
     ) -> Generator[tuple[Round, torch.Tensor], None, None]:
-        """Yield each round with its bucket. Raise TransferFailed if the transfer fails."""
+        """Yield each round and its bucket (buffer), valid until the next round.
+
+        Raise TransferFailed if the transfer fails.
+        """
         begin = time.perf_counter()
         self._store.forget(f"{self._attested}/{self.rank}")
         self._transfer, self._attested = transfer, f"attest/{transfer}/{self.engine}"
@@ -460,10 +459,9 @@ class WeightReceiver:
             self._store.put_raw(f"{self._attested}/{self.rank}", b"")
 
     def attest(self) -> dict[str, int]:
-        """Add up the shares of the engine's ranks. Return each whole tensor's fingerprint by name.
+        """Add up the engine ranks' shares. Return each tensor's fingerprint by name.
 
-        Raise TransferFailed if another rank misses slices. Raise WireFailed if two ranks received
-        different bits.
+        Raise TransferFailed if a rank misses slices. Raise WireFailed if two ranks' bits differ.
         """
         shares = self._shares.cpu().numpy().tobytes()
         self._store.put_raw(f"{self._attested}/{self.rank}", shares)
@@ -498,7 +496,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Forget messages in flight, because they keep connections open and peers waiting.
+        # Messages in flight keep connections open and peers waiting.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
