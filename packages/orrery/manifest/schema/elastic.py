@@ -41,9 +41,10 @@ class Snapshots(Record):
 class Elastic(Record):
     """Training of one model at several sites, each with this manifest's mesh.
 
-    - Training starts once `min_sites` have joined.
+    - Training starts once `min_sites` have joined. At most `max_sites` train at a time.
     - A round has `inner_steps` optimizer steps. Then sites exchange Δ, the weights at the round's
-      start minus the current weights, encoded by `codec`.
+      start minus the current weights, encoded by `codec`. `error_feedback` adds the codec's error
+      to the next Δ.
     - `weights` "tokens": a site's weight in the mean Δ is its tokens since the last exchange.
     - `admission` "closed": sites may join only before the first round.
     - An exchange starts when all live sites have arrived, or `grace_s` after `quorum` sites. A late

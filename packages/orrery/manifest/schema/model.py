@@ -93,7 +93,7 @@ class MoE(Record):
     """Mixture of experts in every layer except the first `num_dense_layers`.
 
     `score`: function from router logits to expert weights. With "sigmoid", a bias affects the
-    choice of experts but not their weights.
+    choice of experts but not their weights. `routed_scale`: factor of the routed experts' output.
     """
 
     num_experts: Count
@@ -187,7 +187,7 @@ class Model(Record):
       `config.json` as `hf_config`.
     - `num_mtp_layers`: layers for multi-token prediction. Exports copy them from `init`, untrained.
     - `fp8`: layers that trainer and engines compute in block-scaled FP8. Shared experts count as
-      "feed_forward".
+      "feed_forward". Routers, LM head, embedding and norms are never in FP8.
     """
 
     family: Family

@@ -85,7 +85,8 @@ class Evaluation(Record):
 class GuestEngines(Record):
     """Engines that other sites lend (`orrery lend`).
 
-    `lease_s`: a site without requests for this time counts as failed.
+    At most `max_sites` lend engines, and an engine lags at most `max_versions_behind` policy
+    versions. `lease_s`: a site without requests for this time counts as failed.
 
     `verified_share`: share of a guest site's rollouts whose log-probs the trainer's site recomputes
     to find the mean |Δ log-prob| of each rollout. A guest site is refused if this deviation exceeds
@@ -139,7 +140,7 @@ class Transport(Record):
 
     `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
     engine its weight slices (CUDA IPC within a host). "nixl": engines read their slices by RDMA.
-    "adapters": files with only the adapters (`trainer.lora`).
+    "adapters": files with only the adapters (`trainer.lora`). Engines keep the initial weights.
 
     `routed_experts`: the trainer uses the experts that engines chose (router replay, R3).
     """

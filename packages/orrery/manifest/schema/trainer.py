@@ -27,6 +27,7 @@ class Mesh(Record):
     - `cp_style` "ulysses": an all-to-all exchanges tokens for heads. "ring": keys and values pass
       around a ring. "dsa": ranks gather the keys of latent attention (`model.mla`). "ring" and
       "dsa" assign tokens to ranks in zig-zag order.
+    - `deepep_num_sms`: streaming multiprocessors of DeepEP. Null: DeepEP's default.
     - `deepep_token_chunk_size`: maximum tokens that a rank exchanges at a time. Null: all tokens.
     """
 
@@ -57,6 +58,8 @@ class Mesh(Record):
 
 class Fsdp(Record):
     """FSDP2's options.
+
+    `reshard_after_forward`: free gathered weights until the backward pass.
 
     `reduce_gradients` "step": accumulate unsharded gradients, and reduce them once a step.
     "micro_batch": reduce gradients into shards after each micro-batch.
