@@ -1,1 +1,1 @@
-"""Train one model at several sites: membership, outer loop, codecs, exchange, recovery."""
+"""Train one model at several sites with DiLoCo."""

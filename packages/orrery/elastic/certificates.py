@@ -1,8 +1,7 @@
 """Make and load the run's certificates, for mutual TLS between its sites.
 
-- `authority.key` stays on the host that made it.
 - TLS does not check host names, because a site's address may change.
-- Orrery ignores the validity dates of certificates. etcd checks the dates.
+- Only etcd's TLS checks validity dates.
 """
 
 import re
@@ -55,7 +54,7 @@ class Certificates:
         return found
 
     def validity(self) -> tuple[float, float]:
-        """Return when the authority's certificate begins and ends, in Unix seconds."""
+        """Return (start, end) of the authority certificate's validity, in Unix seconds."""
         found, *_ = self.client().get_ca_certs()
         dates = (found["notBefore"], found["notAfter"])
         first, last = (ssl.cert_time_to_seconds(str(each)) for each in dates)
@@ -95,10 +94,10 @@ def make_authority(folder: Path, run: str) -> None:
 
 
 def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
-    """Write the site's key and its certificate.
+    """Write the site's key and certificate.
 
-    `addresses`: additional names in the certificate, for clients that check host names. Raise
-    ElasticError if the key exists or a name is invalid.
+    `addresses`: more names for clients that check host names. Raise ElasticError if the key exists
+    or a name is invalid.
     """
     if site == AUTHORITY or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", site):
         raise ElasticError(

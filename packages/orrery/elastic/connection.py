@@ -1,7 +1,6 @@
-"""Exchange frames with a peer over one TLS connection, with a reader and a sender thread.
+"""Exchange frames with a peer over one TLS connection, by a reader and a sender thread.
 
-A frame is a fixed-size header and a payload of `length` bytes. A lock guards the TLS object,
-because OpenSSL does not allow concurrent calls.
+A lock guards the TLS object, because OpenSSL allows no concurrent calls.
 """
 
 import contextlib
@@ -24,13 +23,13 @@ Bytes = NDArray[np.uint8]
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # maximum bytes sent or received per hold of the TLS lock
-SLAB = 1 << 23  # bytes per allocation; numpy requests huge pages from 4 MiB up
-FLUSH_S = 5.0  # time limit for sending queued frames after `close`
+SLICE = 1 << 17  # maximum bytes per hold of the TLS lock
+SLAB = 1 << 23  # bytes per allocation. numpy uses huge pages from 4 MiB up.
+FLUSH_S = 5.0  # time limit to send queued frames after `close`
 
 
 class BadFrame(Exception):
-    """Signal that a peer broke the protocol."""
+    """A peer broke the protocol."""
 
 
 class Slab:
@@ -50,11 +49,11 @@ class Kind(IntEnum):
     HELLO = 0
     DATA = 1
     PING = 2
-    BROKEN = 3  # the round failed; `piece` is the failed rank, the payload is the reason
+    BROKEN = 3  # the round failed. `piece`: failed rank. Payload: reason.
     READY = 4  # the sender has begun the round
-    RELAY = 5  # first frame to a relay (forwarding site); `piece` is the rank to reach
-    PROBE = 6  # part of a speed measurement; `hop` is 1 in the last frame
-    PROBED = 7  # answer to PROBE; `piece` is the speed in Mb/s
+    RELAY = 5  # first frame to a relay. `piece`: rank to reach.
+    PROBE = 6  # speed measurement. `hop` is 1 in the last frame.
+    PROBED = 7  # answer to PROBE. `piece`: speed in Mb/s.
 
 
 class Header(NamedTuple):
@@ -109,7 +108,7 @@ class FrameSink(Protocol):
 
 
 class Backlog:
-    """A queue of frames that all connections to a peer share."""
+    """A queue of frames for all connections to a peer."""
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[bytes | memoryview]] = deque()
@@ -128,9 +127,9 @@ class Backlog:
 
 
 class PeerConnection:
-    """One of several parallel connections to a peer. `lane`: its number.
+    """One of several connections to a peer, number `lane`.
 
-    `heard_s`: monotonic time of the last received bytes. `ready`: newest round that the peer began.
+    `heard_s`: monotonic time of the last bytes. `ready`: newest round that the peer began.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class PeerConnection:
             self._queue.clear()
 
     def close(self) -> None:
-        """Let both threads end once queued frames are sent, or after FLUSH_S."""
+        """Let both threads end after queued frames are sent, or after FLUSH_S."""
         with self._wake:
             self.is_closed, self._closed_s = True, time.monotonic()
             self._wake.notify_all()
@@ -236,7 +235,7 @@ class PeerConnection:
             self._end("closed")
         except (OSError, ValueError) as error:
             self._end(f"its connection broke ({error})")
-        self._threads[0].join()  # close the file descriptor only after the reader thread ends
+        self._threads[0].join()  # the reader thread still uses the socket
         self._tls.close()
 
     def _next(self) -> Sequence[bytes | memoryview] | None:

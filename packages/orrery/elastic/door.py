@@ -6,12 +6,12 @@ import msgspec
 
 from orrery.elastic.types import ElasticError
 
-PROTOCOL = 2  # increment when the format of frames or of the ledger (run state) changes
+PROTOCOL = 2  # increment if frames or the ledger change format
 NO_ROUND = -1  # round numbers begin at 0
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """Versions, codec, memory and state of a site, or those that a run requires."""
+    """A site's versions, codecs, memory and state, or a run's requirements."""
 
     manifest: str
     code: str
@@ -19,9 +19,9 @@ class Terms(msgspec.Struct, frozen=True):
     memory_bytes: int  # a site's free host memory, or the run's minimum
     protocol: int = PROTOCOL
     codecs: tuple[str, ...] = ()
-    round: int = NO_ROUND  # number of the last round that this site's state includes
-    digest: str = ""  # digest of the state after `round`
-    rewinds: bool = False  # whether to set the run back to `round` if no site is live
+    round: int = NO_ROUND  # last round in this site's state
+    digest: str = ""  # state digest after `round`
+    rewinds: bool = False  # set the run back to `round` if no site is live
 
 
 def check_terms(run: Terms, site: Terms) -> None:

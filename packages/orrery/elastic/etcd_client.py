@@ -1,7 +1,6 @@
 """Call etcd's v3 API, as JSON over HTTPS with mutual TLS.
 
-A call is retried at all endpoints for up to `store_s`, so it must be idempotent, like a
-compare-and-swap.
+A call must be idempotent, because it is retried at all endpoints for `store_s`.
 """
 
 import base64
@@ -34,7 +33,7 @@ class EtcdRefused(Exception):
 
 
 class KeptConnection(http.client.HTTPSConnection):
-    """A connection that closes its socket when its thread ends."""
+    """A connection that closes when its thread ends."""
 
     def __del__(self) -> None:
         with suppress(OSError):
@@ -63,7 +62,7 @@ class EtcdClient:
     def call(self, path: str, body: dict[str, Any], within_s: float | None = None) -> Any:
         """Return etcd's answer. Raise EtcdRefused if etcd rejects the request.
 
-        Raise ElasticError if no endpoint answers within `within_s`, by default `store_s`.
+        Raise ElasticError if no endpoint answers within `within_s` (default: `store_s`).
         """
         within_s = self._store_s if within_s is None else within_s
         end_s, reason = time.monotonic() + within_s, ""
@@ -85,7 +84,7 @@ class EtcdClient:
         )
 
     def stream(self, path: str, body: dict[str, Any], silence_s: float) -> Iterator[Any]:
-        """Yield the first endpoint's answers. Raise OSError if it sends nothing for `silence_s`."""
+        """Yield answers of the first endpoint. Raise OSError after `silence_s` without data."""
         connection = self._connect(self.endpoints[0], silence_s)
         try:
             connection.request("POST", path, json.dumps(body))

@@ -1,8 +1,7 @@
 """Keep a run's ledger (shared state) and the leases of its live sites in etcd.
 
-- A site renews its lease by heartbeats. It cannot write after its lease has ended.
-- Keys below `orrery/RUN/`: `ledger`, `rounds/NUMBER` for each committed round, and `live/SITE` for
-  each live site.
+- A site renews its lease by heartbeats. Without a lease it cannot write.
+- Keys below `orrery/RUN/`: `ledger`, `rounds/NUMBER` and `live/SITE`.
 """
 
 import math
@@ -28,21 +27,19 @@ from orrery.elastic.membership import LedgerView
 from orrery.elastic.types import ElasticError, LeaseLost
 
 RELEASE_S = 2.0
-ELECTION_S = 4.0  # maximum duration of etcd's leader election with one split vote
-EXPIRY_S = 2.0  # maximum time from a lease's end until other sites begin a round
+ELECTION_S = 4.0  # maximum duration of a leader election with one split vote
+EXPIRY_S = 2.0  # maximum time from a lease's end to the next round
 RETRY_WATCH_S = 0.5
 
 
 class SiteServices(msgspec.Struct, frozen=True):
-    """ADDRESS:PORT of each service of a site, or "" without the service."""
+    """ADDRESS:PORT of each service of a site, or "" without it."""
 
     coordinator: str = ""  # the etcd server
     snapshots: str = ""
 
 
 class EtcdLog:
-    """The ledger and leases in etcd. `services`: addresses of this site's servers."""
-
     def __init__(
         self,
         client: EtcdClient,
@@ -55,13 +52,13 @@ class EtcdLog:
         self._heartbeat_s, self._dead_s = heartbeat_s, dead_s
         self._site_id, self._lease, self._created = "", "", "0"
         self._changed = threading.Condition()
-        self._revision = 0  # newest that was read
-        self._news = 0  # newest from the watch
+        self._revision = 0  # newest revision read
+        self._news = 0  # newest revision from the watch
         self._stop = threading.Event()
 
     def acquire(self, site_id: str) -> None:
         self.release()
-        # The lease is shorter than `dead_s`, because an election of etcd's leader can prolong it.
+        # A leader election in etcd can prolong the lease.
         ttl_s = max(
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
@@ -75,7 +72,7 @@ class EtcdLog:
             thread.start()
 
     def _take_lease(self, ttl_s: int) -> str:
-        """Write the site's key under a new lease. Return the key's revision, or "" to try again."""
+        """Write the site's key under a new lease. Return the key's revision, or "" to retry."""
         self._lease = self._client.call("/v3/lease/grant", {"TTL": ttl_s})["ID"]
         key = {"key": encode(f"{self._prefix}live/{self._site_id}")}
         put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}
@@ -139,7 +136,7 @@ class EtcdLog:
         while True:
             left_s = end_s - self.now_s()
             with self._changed:
-                # etcd's watch may miss changes, so also read the ledger regularly.
+                # The watch may miss changes, so also read the ledger regularly.
                 self._changed.wait_for(
                     lambda: self._news > self._revision,
                     max(0.0, min(left_s, self._heartbeat_s / 2)),
@@ -162,7 +159,7 @@ class EtcdLog:
         return [msgspec.json.decode(value, type=SiteServices) for value in values]
 
     def _beat(self, stop: threading.Event) -> None:
-        # Renew twice per heartbeat interval, because a lease may last only two intervals.
+        # Renew twice per heartbeat, because a lease may last only two heartbeats.
         while not stop.wait(self._heartbeat_s / 2):
             with suppress(ElasticError, EtcdRefused):
                 lease = {"ID": self._lease}

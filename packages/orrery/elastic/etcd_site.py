@@ -1,8 +1,8 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
-- Sites that accept connections become coordinators, one at a time, up to `coordinators`. Their
-  target number is odd. A coordinator without a lease for REMOVE_S is replaced.
-- No site leads, because every site computes the same changes from the data in etcd.
+- Sites with a listener become coordinators one at a time, up to an odd number of at most
+  `coordinators`. A coordinator without a lease for REMOVE_S is replaced.
+- All sites compute the same changes from etcd's data, so no site leads.
 """
 
 import json
@@ -27,7 +27,7 @@ from orrery.runtime.timing import HAND_OVER_S
 
 REMOVE_S = 30.0
 STOP_S = 5.0
-ELECTION_MS = round(ELECTION_S * 250)  # etcd's election timeout; a vote takes 1 to 2 times as long
+ELECTION_MS = round(ELECTION_S * 250)  # election timeout. A vote takes 1 to 2 timeouts.
 LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # from `locks/system.sh elastic`
 
 
@@ -37,17 +37,17 @@ class Change(NamedTuple):
 
 
 def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most: int) -> Change:
-    """Return which coordinator the site `own` must add or remove now.
+    """Return the coordinator that site `own` must add or remove now.
 
-    Sites are given by ADDRESS:PORT. `voters`: all coordinators. `live`: live sites that can run
-    etcd. `gone`: coordinators to replace. `most`: maximum number of coordinators.
+    Sites are ADDRESS:PORT. `live`: live sites that can run etcd. `gone`: coordinators to replace.
+    `most`: maximum coordinators.
     """
     target = min(most, len(live))
     target -= target % 2 == 0
     is_steward = own == min(voters & live, default="")
     if gone & voters:
         return Change("remove", min(gone & voters)) if is_steward else Change("none")
-    # If no coordinator is live, the only one is about to leave and waits for a new coordinator.
+    # If no coordinator is live, the last coordinator waits for a successor.
     if len(voters) < target or not voters & live:
         is_next = own == min(live - voters, default="")
         return Change("add", own) if is_next else Change("none")
@@ -69,7 +69,7 @@ def etcd_program() -> str:
 class EtcdServer:
     """A coordinator's etcd server.
 
-    `name`: ADDRESS:PORT for clients. Other etcd servers connect to PORT + 1.
+    `name`: ADDRESS:PORT for clients. Servers use PORT + 1 among themselves.
     """
 
     def __init__(self, name: str, folder: Path, certificates: Certificates, run: str) -> None:
@@ -92,10 +92,10 @@ class EtcdServer:
         return self._process.pid
 
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
-        """Start etcd from its data folder.
+        """Start etcd from its data folder, or join the cluster `names` if the folder is empty.
 
-        If the folder is empty, join the cluster of the servers `names`. Only the first server sets
-        `is_new`, because etcd may then replace half-written data by a new, empty log.
+        Only the first server sets `is_new`, because etcd may then replace damaged data by an empty
+        log.
         """
         others = set(names) - {self.name}
         files = self._certificates
@@ -149,10 +149,10 @@ def peer_url(name: str) -> str:
 
 
 class EtcdSite:
-    """Manage this site's membership of `run`, and its coordinator (etcd server).
+    """Manage this site's membership of `run`, and its coordinator.
 
-    Addresses are ADDRESS:PORT. `name`: this site's coordinator; "" behind NAT. `join`: any other
-    coordinator; "" at the first site. `snapshots`: this site's snapshot server.
+    Addresses are ADDRESS:PORT. `name`: own coordinator ("" behind NAT). `join`: another coordinator
+    ("" at the first site). `snapshots`: own snapshot server.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class EtcdSite:
     def _hand_over(self) -> bool:
         """Remove this site's coordinator. Return whether it was removed.
 
-        If it is the only coordinator, wait until another live site has one. The last site keeps
-        its coordinator. etcd removes no member until all members have been connected for 5 s.
+        If it is the only coordinator, wait for another. The last site keeps its coordinator. etcd
+        removes a member only after all members were connected for 5 s.
         """
         end_s = time.monotonic() + HAND_OVER_S
         while self.server is not None and self.server.is_running and time.monotonic() < end_s:
@@ -234,12 +234,12 @@ class EtcdSite:
         return {each.coordinator for each in self.log.services()} - {""}
 
     def donors(self) -> list[str]:
-        """Return ADDRESS:PORT of the other live sites' snapshot servers."""
+        """Return ADDRESS:PORT of other live sites' snapshot servers."""
         found = {each.snapshots for each in self.log.services()}
         return sorted(found - {"", self._snapshots})
 
     def _run(self) -> None:
-        """Start etcd, then manage coordinators. etcd ends with the thread that started it."""
+        """Start etcd, then manage coordinators. etcd ends with this thread."""
         try:
             if self.server is not None and (self._is_new or self.server.data.exists()):
                 self.server.start(is_new=self._is_new)
@@ -254,7 +254,7 @@ class EtcdSite:
 
     def _step(self) -> None:
         if self.server is not None and self.server.data.exists() and not self.server.is_running:
-            self.server.start()  # needed by the calls below if no other coordinator exists
+            self.server.start()  # the calls below may need this server
         members = self._members()
         voters = _voters(members)
         if voters != set(self.client.endpoints):

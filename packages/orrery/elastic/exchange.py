@@ -1,8 +1,8 @@
 """Replace each site's weight change Δᵢ by the mean Σ wᵢΔᵢ / Σ wᵢ, bitwise equal on all W sites.
 
-- `ring`: each of W chunks travels W − 1 hops. At each hop, a site decodes it, adds its values in
+- `ring`: each of W chunks travels W − 1 hops. Each hop decodes it, adds the site's values in
   float32 and encodes the sum. The total then travels W − 1 hops unchanged.
-- `all_to_all`: each rank sums one chunk and sends the sum to all. Each value is encoded only twice.
+- `all_to_all`: each rank sums one chunk and sends the sum to all.
 - A site with weight wᵢ = 0 forwards frames but adds no values.
 - If a peer fails, Δᵢ does not change.
 """
@@ -24,7 +24,7 @@ from orrery.elastic.routes import ring_order
 from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
 
 PIECE = 1 << 18  # maximum values per frame
-TIMEOUT_S = 600.0  # maximum wait for a frame
+TIMEOUT_S = 600.0  # maximum wait per frame
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ExchangeStats:
 
 
 class ErrorFeedback:
-    """Keep a rank's encoding errors, f32[n], and add them to the values of the next exchange.
+    """Add a rank's encoding errors, f32[n], to the values of the next exchange.
 
     Call `commit` after each committed round. Memory: 8 bytes a parameter.
     """
@@ -63,7 +63,7 @@ def exchange(
     """Replace `delta`, f32[n], by the weighted mean over sites, or 0 if all weights are 0.
 
     `buckets`: slices that cover `delta`, equal at all sites. Raise LinkBroken if a peer fails, and
-    ElasticError if this site's values cannot be encoded.
+    ElasticError if a value cannot be encoded.
     """
     if topology not in TOPOLOGIES:
         raise ElasticError(
@@ -120,7 +120,7 @@ class _Piece:
 
 
 def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
-    """Cut each bucket into one chunk per site, and each chunk into pieces that fit into a frame."""
+    """Cut buckets into one chunk per site, and chunks into pieces of at most PIECE values."""
     pieces: list[_Piece] = []
     turn = -1
     for bucket in buckets:
@@ -151,7 +151,7 @@ class _Site:
 
 
 class _Lane(ABC):
-    """Exchange a share of the pieces in a thread of its own. `final`: encoded sum by piece."""
+    """Exchange a share of the pieces in one thread. `final`: encoded sums by piece."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         self.site, self.lane, self.pieces = site, lane, pieces
@@ -163,7 +163,7 @@ class _Lane(ABC):
 
     @abstractmethod
     def first(self) -> Iterator[None]:
-        """Send the frames that contain no received data. Yield after each frame."""
+        """Send the frames without received data. Yield after each frame."""
 
     @abstractmethod
     def take(self, frame: Frame) -> None: ...
@@ -209,7 +209,7 @@ class _Lane(ABC):
         self.bytes_sent += self.site.links.send(rank, self.lane, hop, number, wire)
 
     def own(self, number: int) -> Floats:
-        """Return this site's weighted values of a piece. The next call overwrites them."""
+        """Return this site's weighted values of a piece, valid until the next call."""
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:

@@ -1,7 +1,7 @@
-"""Dial and accept connections between sites: mutual TLS, then a HELLO frame in each direction.
+"""Dial and accept connections between sites: mutual TLS, then a HELLO frame each way.
 
-A site without a listener dials all others. Two sites may connect through a relay, a third site
-that forwards their encrypted bytes.
+A site without a listener dials all others. A relay is a site that forwards encrypted bytes between
+two others.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S = 10.0  # time limit of each socket call
-MAX_STRANGERS = 32  # maximum number of unfinished handshakes
+HANDSHAKE_S = 10.0  # time limit per socket call
+MAX_STRANGERS = 32  # maximum unfinished handshakes
 RETRY_S = 0.2
-UNSENT = 1 << 17  # maximum unsent bytes of a socket, so that other connections take further frames
-CONGESTION = b"bbr"  # congestion control that keeps its rate under random packet loss
-WINDOW = 8 << 20  # send buffer in bytes; enough for 0.4 Gb/s at a round trip of 100 ms
+UNSENT = 1 << 17  # maximum unsent bytes. Further frames go to other connections.
+CONGESTION = b"bbr"  # keeps its rate under random loss
+WINDOW = 8 << 20  # send buffer in bytes, for 0.4 Gb/s at 100 ms round trip
 KERNEL = Path("/proc/sys/net")
 CHUNK = 1 << 18
-WAIT_S = 60.0  # time that a relay waits for a pair's second site
+WAIT_S = 60.0  # maximum wait for a pair's second site
 Pair = tuple[int, int, int, int]  # (epoch, lower rank, higher rank, lane)
 
 
 class Handshakes:
-    """Make connections. `arrived(tls, hello)` gets accepted ones and must answer `hello`."""
+    """Make connections. `arrived(tls, hello)` gets accepted connections and must answer `hello`."""
 
     def __init__(
         self, certificates: Certificates, arrived: Callable[[ssl.SSLSocket, Header], None]
@@ -68,7 +68,7 @@ class Handshakes:
     ) -> ssl.SSLSocket:
         """Return a connection to rank `peer`. Raise OSError on failure, or after `end_s`.
 
-        `place`: address of the peer or, with `is_relay`, of a relay that the peer dials too.
+        `place`: address of the peer or, with `is_relay`, of a relay that both dial.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:
@@ -137,9 +137,9 @@ def _greeted(tls: ssl.SSLSocket, first: Header, end_s: float) -> ssl.SSLSocket:
 
 
 def widen(sock: socket.socket) -> None:
-    """Enlarge the send buffer of `sock`, up to WINDOW bytes, if the kernel's own limit is lower.
+    """Enlarge the send buffer to at most WINDOW bytes if the kernel's limit is lower.
 
-    The kernel doubles a size set by a program and then stops tuning the buffer (socket(7)).
+    The kernel doubles the given size and stops tuning the buffer (socket(7)).
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         tuned = int((KERNEL / "ipv4/tcp_wmem").read_text().split()[2])
@@ -156,7 +156,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack BBR
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        sock.getpeername()  # raises if the peer has gone. `wrap_socket` would then leak the socket.
+        sock.getpeername()  # raises before `wrap_socket` leaks a lost peer's socket
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:
         sock.close()
@@ -213,7 +213,7 @@ class Relay:
 
 
 def plain(tls: ssl.SSLSocket) -> socket.socket:
-    """End TLS, and return the socket. The peer must do so too."""
+    """End TLS and return the socket. The peer must do the same."""
     timeout_s = tls.gettimeout()
     tls.unwrap()
     sock = socket.socket(fileno=tls.detach())

@@ -1,9 +1,7 @@
 """Publish and serve snapshots, in a process that outlives the trainer.
 
-python -m orrery.elastic.keeper OPTIONS    OPTIONS: `KeeperOptions` as JSON
-
-- The trainer copies its state into shared memory and writes a line to the keeper's stdin.
-- The keeper ends `linger_s` after the trainer, or when a new keeper starts on the same folder.
+- The trainer copies its state into shared memory, then writes a line to the keeper's stdin.
+- The keeper ends `linger_s` after the trainer, or when another keeper starts on its folder.
 """
 
 import fcntl
@@ -28,12 +26,12 @@ from orrery.manifest.publish import make_folder
 
 POLL_S = 0.2
 RETRY_S = 5.0
-NICE = 10  # low priority, so that peers' requests do not slow the trainer
+NICE = 10  # so that peers' requests do not slow the trainer
 
 
 class KeeperOptions(msgspec.Struct, frozen=True):
     folder: str  # in shared memory
-    keep: int = 2  # number of snapshots
+    keep: int = 2  # kept snapshots
     host: str = ""  # "" to serve no peers
     port: int = 0
     certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key
@@ -48,7 +46,7 @@ class SnapshotKeeper:
         self.process = _start(options)
 
     def copied(self) -> None:
-        """Restart the keeper if it has ended. Tell it that `copy_state` made a copy."""
+        """Tell the keeper of a new copy. Restart the keeper if it has ended."""
         if self.process.poll() is not None:
             self.__exit__()
             self.process = _start(self._options)
@@ -105,7 +103,7 @@ def keep(options: KeeperOptions) -> None:
 
 
 def _serve_lines(work: Callable[[], None], is_over: Callable[[], bool]) -> None:
-    """Call `work` at the start, after each line on stdin, and at the end. Retry if it fails.
+    """Call `work` at the start, after each line on stdin, and at the end. Retry failed calls.
 
     Return once stdin closes, the parent dies or `is_over()`.
     """
@@ -131,7 +129,7 @@ def _succeeds(work: Callable[[], None]) -> bool:
 
 
 def _take_over(folder: Path) -> Any:
-    """End the previous keeper of `folder`, and return the lock of `folder`."""
+    """End the previous keeper of `folder`. Return the folder's lock."""
     successor = folder / ".successor"
     successor.write_text(str(os.getpid()))
     lock = (folder / ".lock").open("a")

@@ -1,9 +1,9 @@
 """Define the ledger, the shared state of a run's epochs and rounds, as pure functions.
 
 - Each function returns the next ledger, is idempotent and reads no clock.
-- `live`: ids of the sites whose heartbeats renew a lease.
-- A round waits for sites, then begins an exchange. Members report the state's digest or lost peers.
-- A new epoch begins when members or network paths change, or when a round restarts.
+- `live`: ids of sites with a lease.
+- A round waits for sites, then exchanges. Members report the state's digest or lost peers.
+- An epoch ends when members or network paths change, or a round restarts.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -17,7 +17,7 @@ from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, Sit
 
 
 class Behind(LeaseLost):
-    """A live site lacks the last committed round, number `committed`."""
+    """A live site lacks the last committed round, `committed`."""
 
     def __init__(self, site_id: str, committed: int) -> None:
         super().__init__(
@@ -27,12 +27,12 @@ class Behind(LeaseLost):
 
 
 class StateLacking(ElasticError):
-    """The joining site lacks the newest state, and no member is live to send it."""
+    """The joining site lacks the newest state, and no live member can send it."""
 
 
 class JoiningSite(msgspec.Struct, frozen=True):
     member: SiteMember
-    has_weight: bool  # whether its tokens count; False if it joined with an old state
+    has_weight: bool  # False if it joined with an old state
 
 
 class CommittedRound(msgspec.Struct, frozen=True):
@@ -49,13 +49,13 @@ class Ledger(msgspec.Struct, frozen=True):
     members: tuple[SiteMember, ...] = ()
     joining: tuple[JoiningSite, ...] = ()
     is_exchanging: bool = False
-    tokens: dict[str, int] = {}  # averaging weight of each site in the round, by site id
+    tokens: dict[str, int] = {}  # averaging weight by site id
     weights: tuple[int, ...] = ()  # tokens by rank, while exchanging
-    digests: dict[str, str] = {}  # by member id
-    broken: dict[str, tuple[str, ...]] = {}  # peers that each member reported as lost
+    digests: dict[str, str] = {}  # state digest by member id
+    broken: dict[str, tuple[str, ...]] = {}  # reported lost peers by member id
     strikes: tuple[tuple[str, str], ...] = ()  # site pairs whose link broke in the last attempt
-    measured: dict[str, dict[str, int]] = {}  # speeds in Mb/s, by site id and peer id
-    speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b, fixed for the epoch
+    measured: dict[str, dict[str, int]] = {}  # Mb/s by site id and peer id
+    speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b
     committed: CommittedRound | None = None
 
     @property
@@ -75,7 +75,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
-        """Return the running exchange if `site_id` must still report its result, or None."""
+        """Return the running exchange if `site_id` must still report, or None."""
         if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
             return None
         return OuterRound(self.number, self.current, self.weights)
@@ -86,11 +86,11 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
-    """Add a site. It usually becomes a member in the next exchange.
+    """Add a site, as a member at once or from the next exchange on.
 
-    It becomes a member at once if it holds the newest state, no exchange is running, and either no
-    round is committed or no member is live. Raise ElasticError if the run refuses the site, and
-    StateLacking if it must wait for another site.
+    It is a member at once if it holds the newest state, no exchange runs, and no round is committed
+    or no member is live. Raise ElasticError if the run refuses the site, and StateLacking if it
+    must wait for another.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
@@ -99,7 +99,7 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
     digest = ledger.committed.digest if ledger.committed else ""
     is_first = not ledger.ids & live
     if is_first and terms.rewinds and terms.round > NO_ROUND:
-        # In a new epoch, members refuse messages from rounds that the rewind has undone.
+        # A new epoch invalidates messages of the undone rounds.
         row = CommittedRound(terms.round, ledger.epoch, (), (), terms.digest)
         ledger = _gather(_with_members(msgspec.structs.replace(ledger, committed=row), ()), {})
         digest = terms.digest
@@ -122,7 +122,7 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
 def arrive(ledger: Ledger, site_id: str, number: int, tokens: int) -> Ledger:
     """Record that a site enters round `number` with weight `tokens`.
 
-    Raise Behind if the round is over, or LeaseLost if the site is unknown or ahead of the log.
+    Raise Behind if the round is over, and LeaseLost if the site is unknown or ahead.
     """
     joining = {each.member.id: each for each in ledger.joining}
     if site_id not in ledger.ids and site_id not in joining:
@@ -150,7 +150,7 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
     """Return whether at least `quorum` live sites have arrived for an exchange.
 
-    If members are live, at least one must have arrived, because the others leave the epoch.
+    If members are live, one must have arrived, because the epoch drops late members.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
@@ -167,7 +167,7 @@ def is_complete(ledger: Ledger, live: Set[str]) -> bool:
 
 
 def start(ledger: Ledger, live: Set[str]) -> Ledger:
-    """Begin the exchange between the live sites that have arrived at this round."""
+    """Begin the exchange between the live sites in `ledger.tokens`."""
     if ledger.is_exchanging or not ledger.tokens.keys() & live:
         return ledger
     known = {m.id: m for m in (*(each.member for each in ledger.joining), *ledger.members)}
@@ -203,9 +203,9 @@ def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable
 def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int = 1) -> Ledger:
     """Commit or restart the exchange once every live member has reported.
 
-    With `has_waited`, one report is enough. If no peer is lost and more than half of the reports
-    agree on a digest, commit it and keep only the members that agree. Otherwise, restart the round
-    with the members that reported. If fewer than `quorum` remain, wait for more sites.
+    With `has_waited`, one report is enough. If no peer is lost and most reports agree on a digest,
+    commit it and drop other members. Otherwise, restart with the members that reported, or wait for
+    sites if fewer than `quorum` remain.
     """
     if not ledger.is_exchanging:
         return ledger
@@ -233,7 +233,7 @@ def _commit(ledger: Ledger, agreed: Set[str]) -> Ledger:
 
 
 def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
-    """Restart the round. Remove one site of each link that broke twice in a row."""
+    """Restart the round without one site of each link that broke twice in a row."""
     pairs = {
         (min(a, b), max(a, b)) for a in present for b in ledger.broken.get(a, ()) if b in present
     }
@@ -253,7 +253,7 @@ def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
 
 
 def largest_connected(sites: Set[str], broken: Set[tuple[str, str]]) -> frozenset[str]:
-    """Return the largest subset of `sites` without a broken pair. At equal sizes, keep low ids."""
+    """Return the largest subset of `sites` without a broken pair. Prefer low ids."""
     involved = sorted({each for pair in broken for each in pair})
     for num_dropped in range(len(involved) + 1):
         for dropped in combinations(reversed(involved), num_dropped):
@@ -282,7 +282,7 @@ def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
 
 
 def _with_better_paths(ledger: Ledger) -> Ledger:
-    """Drop speeds of sites that left. Open an epoch if new speeds give a GAIN times faster ring."""
+    """Drop speeds of absent sites. Open an epoch if new speeds make the ring GAIN times faster."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     kept = {a: {b: m for b, m in row.items() if b in known} for a, row in ledger.measured.items()}
     ledger = msgspec.structs.replace(
@@ -301,9 +301,9 @@ def _speeds(ledger: Ledger, members: Iterable[SiteMember]) -> tuple[tuple[int, .
 
 
 class ShardMap(msgspec.Struct):
-    """Assign each site a shard of the data. `holders` maps site ids to shards.
+    """Assign each site a shard of the data. `holders`: shard by site id.
 
-    `trained[k]`: number of documents of shard k that sites may have trained, including lost sites.
+    `trained[k]`: number of documents of shard k that sites, even lost sites, may have trained.
     Hence no document is trained twice before its shard ends.
     """
 

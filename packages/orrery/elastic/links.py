@@ -1,8 +1,7 @@
 """Connect a process to the process of the same rank at every other site, over mutual TLS.
 
-- Each pair has several parallel connections, numbered by `lane`.
-- A connection closes on a frame of another run or epoch, or on data of another round.
-- A lost or silent connection breaks the round. The first site that notices tells all other sites.
+- A frame of another run or epoch, or data of another round, closes its connection.
+- A lost or silent connection breaks the round. The first site that notices tells all others.
 """
 
 import hashlib
@@ -26,12 +25,12 @@ from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # time limit for making all connections
+CONNECT_S = 60.0  # time limit for all connections
 PING_S = 2.0
-SILENCE_S = 15.0  # a peer that sends no bytes for this time is lost
+SILENCE_S = 15.0  # silence after which a peer is lost
 RETRY_S = 0.2
 QUIET_S = 1.0  # pause before a speed probe, because other sites may still exchange
-MAX_REFUSALS = 10  # refused dials until a peer counts as dead; sites listen before they join
+MAX_REFUSALS = 10  # refused dials until a peer counts as dead
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -51,11 +50,11 @@ class PeerLinks:
         host: str,
         port: int = 0,
         shard: int = 0,
-        num_lanes: int = 4,  # several connections, because TCP limits the speed of each
+        num_lanes: int = 4,  # connections per peer. TCP limits the speed of each.
     ) -> None:
-        """Listen on `port` + `shard`, or on any free port if `port` is 0.
+        """Listen on `port` + `shard` (any port if `port` is 0), unless `host` is "".
 
-        Do not listen if `host` is "". `shard`: this process's rank in the site.
+        `shard`: this process's rank in the site.
         """
         self.num_lanes, self.rank, self.epoch, self.round = num_lanes, -1, -1, -1
         self._run, self._shard = hashlib.sha256(run.encode()).digest()[:16], shard
@@ -66,15 +65,13 @@ class PeerLinks:
         self._backlogs: list[Backlog] = []
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
         self._broken: LinkBroken | None = None
-        self._told: tuple[int, LinkBroken] | None = None  # failure reported for a later round
+        self._told: tuple[int, LinkBroken] | None = None  # reported failure of a later round
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
         self._handshakes, self.port = Handshakes(certificates, self._met), 0
         if host:
             self.port = self._handshakes.listen(host, port + shard if port else 0) - shard
-
-    # Epochs and rounds
 
     def begin(self, epoch: Epoch, rank: int, number: int, connect_s: float = CONNECT_S) -> None:
         """Connect to all members, and wait until they begin too. Raise LinkBroken on failure."""
@@ -107,7 +104,7 @@ class PeerLinks:
             self._phase = LinkPhase.RUNNING
 
     def end(self) -> None:
-        """End the round after all frames have arrived."""
+        """End the round, after all frames have arrived."""
         assert self._members is not None
         with self._changed:
             self._phase = LinkPhase.IDLE
@@ -149,8 +146,6 @@ class PeerLinks:
             if rank != self.rank:
                 yield from ((rank, lane) for lane in range(self.num_lanes))
 
-    # Frames
-
     def send(self, rank: int, lane: int, hop: int, piece: int, payload: Bytes) -> int:
         """Queue a frame. Return its size. `payload` must not change until the round ends."""
         self._raise_if_broken()
@@ -174,7 +169,7 @@ class PeerLinks:
                 return frame
 
     def fail(self, rank: int, reason: str) -> None:
-        """Break the round, because the site `rank` (a peer or this one) has failed."""
+        """Break the round, because site `rank` has failed. It may be this site."""
         with self._changed:
             self._fail(rank, reason)
 
@@ -194,8 +189,6 @@ class PeerLinks:
     def _header(self, kind: Kind, lane: int, hop: int = 0, piece: int = 0) -> Header:
         where = (self._run, self.epoch, self.round, self.rank, self._shard)
         return Header(*where, kind, lane, hop, piece, 0)
-
-    # Failure
 
     def failed(self, rank: int, reason: str) -> LinkBroken:
         self.fail(rank, reason)
@@ -273,7 +266,7 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A sender that reports its own failure tells all sites itself.
+                    # A failed site tells all sites itself.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)
@@ -290,13 +283,11 @@ class PeerLinks:
                 self._fail(peer.rank, reason)
             self._dial_missing(time.monotonic() + scaled(CONNECT_S))
 
-    # Connections
-
     def _dials(self, rank: int) -> bool:
         """Return whether this site dials `rank`.
 
-        Both sites dial if they connect through a relay. Otherwise, the site without a listener
-        dials, or the lower rank if both listen.
+        With a relay, both sites dial. Otherwise the site without a listener dials, or the lower
+        rank.
         """
         assert self._members is not None
         members = self._members.members

@@ -1,12 +1,10 @@
 """Run a site's outer loop: exchange its weight change Δ, and step the outer optimizer.
 
-- `outer.py` defines the symbols. A round does not change the inner optimizer's state.
-- After a broken link, the round is tried again without the lost sites.
-- Round 0 only compares digests, to ensure that all sites start from equal weights.
-- All ranks of a site call `exchange` together.
-- Round n exchanges fragment (n − 1) mod F of the weights' F fragments.
-- Inner steps may run between `send` and `apply` (arXiv 2501.18512). `apply` then sets
-  θ_now ← αθ_now + (1 − α)θ.
+- `outer.py` defines the symbols. The inner optimizer's state does not change.
+- Round 0 only compares digests, so that all sites start from equal weights.
+- Round n exchanges fragment (n − 1) mod F of F fragments of the weights.
+- Inner steps may run between `send` and `apply` (arXiv 2501.18512). `apply` then sets θ_now ←
+  αθ_now + (1 − α)θ.
 """
 
 import hashlib
@@ -42,7 +40,7 @@ class Weights(Protocol):
     num_parameters: int
 
     def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield each slice of the weights or of a fragment, with its values in host memory."""
+        """Yield each slice of the weights or a fragment, with its values on the host."""
 
     def write(self, values: Floats, within: Fragment | None = None) -> None:
         """Replace the weights, or a fragment of them, by `values` f32[n]."""
@@ -68,7 +66,7 @@ class Ranks(Protocol):
     is_first: bool
 
     def from_first(self, make: Callable[[], T], kind: type[T]) -> T:
-        """Call `make` on the first rank. Return its result, or raise its error, on every rank.
+        """Call `make` on the first rank. Return its result, or raise its error, on all ranks.
 
         A collective.
         """
@@ -94,7 +92,7 @@ class RoundRow(msgspec.Struct, frozen=True):
     weights: tuple[int, ...]
     num_attempts: int
     delta_norm: float
-    delta_cosine: float | None  # cosine of this site's Δ and the mean Δ; None if either is 0
+    delta_cosine: float | None  # cosine of own and mean Δ, None if either is 0
     num_bytes: int
     sync_s: float
     digest: str
@@ -106,7 +104,7 @@ class _Result(NamedTuple):
 
 
 class OuterLoop:
-    """Run the rounds of one rank. `round`: next round. `fragment`: weights that it exchanges."""
+    """Run one rank's rounds. `round`: next round. `fragment`: weights that it exchanges."""
 
     def __init__(
         self,
@@ -124,7 +122,7 @@ class OuterLoop:
         self._optimizer, self._weights, self.rounds = optimizer, weights, rounds
         self._exchange, self.site_id, self._deadline_s = exchange, site_id, deadline_s
         self._ranks = ranks or OneRank()
-        self._sent: list[tuple[slice, Floats]] | None = None  # this rank's Δ when `send` was called
+        self._sent: list[tuple[slice, Floats]] | None = None  # this rank's Δ at `send`
         self._sent_tokens = 0
         self._thread: threading.Thread | None = None
         self._outcome: _Result | Exception | None = None
@@ -149,7 +147,6 @@ class OuterLoop:
         self.fragment_tokens = [each + num_tokens for each in self.fragment_tokens]
 
     def read_weights(self) -> None:
-        """Set θ_start to the current weights."""
         for part, values in self._weights.parts():
             self.state.start[part] = values
         self.state.forget()
@@ -159,9 +156,9 @@ class OuterLoop:
         return self._digest(no_step)
 
     def exchange(self) -> RoundRow:
-        """Run a round between inner steps.
+        """Run a round between inner steps. A collective.
 
-        Raise LeaseLost if this site must fetch its peers' state, and ElasticError if the round
+        Raise LeaseLost if the site must fetch its peers' state, and ElasticError if the round
         fails.
         """
         return self._apply(self._run(self.tokens), 0.0)
@@ -181,7 +178,7 @@ class OuterLoop:
         self._thread.start()
 
     def apply(self, merge: float) -> RoundRow:
-        """Wait for the round that `send` began, and apply its outer step. Raise as `exchange` does.
+        """Wait for the round of `send`, and apply its outer step. Raise like `exchange`.
 
         `merge`: α, the share of θ_now in the new weights.
         """
@@ -210,7 +207,7 @@ class OuterLoop:
         return result.row
 
     def _run(self, tokens: int) -> _Result:
-        """Run a round, but change no weight, because inner steps may run meanwhile."""
+        """Run a round without changing weights, because inner steps may run meanwhile."""
         begin_s, num_bytes = time.monotonic(), 0
         number = self.round
         outer_round = self._begin(tokens)
@@ -269,7 +266,7 @@ class OuterLoop:
         return self._agreed(lambda it: it.abort(outer_round, lost))
 
     def _read_delta(self) -> float:
-        """Compute Δ for each attempt, because exchanges overwrite it. Return the site's ‖Δ‖²."""
+        """Recompute Δ, because exchanges overwrite it. Return the site's ‖Δ‖²."""
         norm = 0.0
         for part, values in self._own_delta():
             self.state.delta[part] = values

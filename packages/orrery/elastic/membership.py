@@ -1,7 +1,6 @@
 """Take part in a run's epochs and rounds through a replicated log.
 
-- A site changes the ledger, the run's shared state, by compare-and-swap while it holds its lease.
-- A write needs a majority of the coordinators (sites that run etcd servers).
+A site changes the ledger (shared state) by compare-and-swap while it holds its lease.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +17,7 @@ __all__ = ["Behind", "EpochLog", "LedgerView", "LogMembership", "Membership", "R
 
 
 class Membership(Protocol):
-    """A site's membership of a run. Methods block, and raise LeaseLost if the site must rejoin."""
+    """A site's membership. Methods block, and raise LeaseLost if the site must rejoin."""
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
         """Join the run with a new site id. Raise ElasticError if the run refuses the site."""
@@ -26,17 +25,16 @@ class Membership(Protocol):
     def epoch(self) -> Epoch: ...
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
-        """Wait for all live members, or for `grace_s` after a quorum arrived. Return the round.
+        """Return the round once all live members arrive, or `grace_s` after a quorum did.
 
-        Raise Behind if the round is over, and ElasticError if fewer sites than the quorum are live
-        after `deadline_s`.
+        Raise Behind if the round is over, and ElasticError if no quorum is live after `deadline_s`.
         """
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
-        """Report `digest`. Return whether the round is committed. If not, the caller retries it."""
+        """Report `digest`. Return whether the round is committed. If not, retry it."""
 
     def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
-        """Report the lost ranks. Return the same round in a new epoch without dead sites."""
+        """Report lost ranks. Return the same round in a new epoch without dead sites."""
 
     def leave(self) -> None: ...
 
@@ -45,48 +43,46 @@ class Membership(Protocol):
 class LedgerView:
     ledger: Ledger
     revision: int
-    live: frozenset[str]  # ids of the sites with a lease
+    live: frozenset[str]  # ids of sites with a lease
 
 
 class EpochLog(Protocol):
-    """A linearizable store of the ledger and of the sites' leases."""
+    """A linearizable store of the ledger and the leases."""
 
     def acquire(self, site_id: str) -> None:
         """Take a lease, and renew it by heartbeats."""
 
     def release(self) -> None:
-        """Release the lease, so that others see the departure immediately."""
+        """Release the lease, so that others notice at once."""
 
     def read(self) -> LedgerView: ...
 
     def write(self, ledger: Ledger, view: LedgerView) -> bool:
-        """Replace the ledger unless it changed after `view`. Return whether it was replaced.
+        """Replace the ledger. Return False if it changed after `view`.
 
         Raise LeaseLost if this site's lease has ended.
         """
 
     def wait(self, view: LedgerView, timeout_s: float) -> LedgerView:
-        """Return the next view that differs from `view`, or the same view after `timeout_s`."""
+        """Return the next different view, or `view` after `timeout_s`."""
 
     def now_s(self) -> float: ...
 
 
 @dataclass(frozen=True)
 class RoundPace:
-    """Quorums and waits of `trainer.elastic`."""
-
-    founders: int = 1  # minimum number of sites in the first round
-    quorum: int = 1  # minimum number of sites in later rounds
-    grace_s: float = 600.0  # maximum wait for stragglers after a quorum
-    suspect_s: float = 4.0  # maximum wait for a member that a peer reports as lost
-    exchange_s: float = 600.0  # maximum wait for other members' reports
+    founders: int = 1  # quorum of the first round
+    quorum: int = 1  # quorum of later rounds
+    grace_s: float = 600.0  # wait for stragglers after a quorum
+    suspect_s: float = 4.0  # wait for a member reported as lost
+    exchange_s: float = 600.0  # wait for members' reports
 
 
 class LogMembership:
     def __init__(self, log: EpochLog, pace: RoundPace) -> None:
         self._log, self._pace = log, pace
         self._id = ""
-        self.measured: Callable[[], Mapping[str, int]] = dict  # speeds in Mb/s, by peer id
+        self.measured: Callable[[], Mapping[str, int]] = dict  # Mb/s by peer id
 
     def join(self, site: SiteMember, terms: Terms) -> Epoch:
         if site.id == self._id:
@@ -217,7 +213,7 @@ class LogMembership:
             raise LeaseLost(f"site {self._id[:8]} is not in epoch {ledger.epoch}")
 
     def _change(self, transition: Callable[[LedgerView], Ledger]) -> LedgerView:
-        """Write `transition`'s result until the ledger no longer changes. Return the final view."""
+        """Write `transition`'s result until the ledger stays unchanged. Return the final view."""
         while True:
             view = self._log.read()
             if self._id and self._id not in view.live:

@@ -2,10 +2,10 @@
 
     Δᵢ = θ_start − θ_now      Δ = Σ wᵢΔᵢ / Σ wᵢ      m ← μm + Δ      θ ← θ_start − η(Δ + μm)
 
-- θ: weights; θ_start: weights after the last round; θ_now: weights after the inner steps.
-- m: outer momentum; η: learning rate; μ: momentum factor; wᵢ: tokens of site i.
+- θ: weights (θ_start after the last round, θ_now after the inner steps).
+- m: outer momentum, η: learning rate, μ: momentum factor, wᵢ: tokens of site i.
 - Without Nesterov momentum, the last step is θ ← θ_start − ηm.
-- numpy rounds every operation to float32, so sites with equal Δ get equal bits.
+- numpy rounds every operation to float32, so equal Δ give equal bits.
 - Memory: 12 bytes a parameter.
 """
 
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Step = Callable[[Floats, Floats, Floats], tuple[Floats, Floats]]  # (θ_start, m, Δ) → next (θ, m)
 Fragment = tuple[slice, ...]
-BLOCK = 1 << 15  # values processed at once, so that temporary arrays stay in the cache
-DOTTED = 1 << 12  # values per BLAS call; longer calls start threads and slow down
+BLOCK = 1 << 15  # values per block, to keep temporary arrays in the cache
+DOTTED = 1 << 12  # values per BLAS call. Longer calls start threads and slow down.
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class OuterState:
         self.forget()
 
     def step(self, step: Step, fragment: int = 0) -> None:
-        """Apply `step` to a fragment. First call `digest` with the same arguments."""
+        """Apply `step` to a fragment, after `digest` with the same arguments."""
         for block in self._blocks(fragment):
             self.start[block], self.momentum[block] = self._stepped(step, block)
         self._digests[fragment], self._next = self._next, ""
 
     def forget(self) -> None:
-        """Drop cached digests. Call this after writing to the arrays."""
+        """Drop cached digests, after writes to the arrays."""
         self._digests = [""] * len(self.fragments)
 
     def digest(self, step: Step, fragment: int = 0) -> str:
@@ -111,7 +111,7 @@ def is_within(part: slice, within: Fragment | None) -> bool:
 
 
 def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
-    """Return Σ wᵢΔᵢ / Σ wᵢ in float32, as a reference for exchanges. Skip weights of 0."""
+    """Return Σ wᵢΔᵢ / Σ wᵢ in float32, as a reference for exchanges."""
     total, mean = sum(weights), np.zeros_like(deltas[0])
     for delta, weight in zip(deltas, weights, strict=True):
         if weight:
@@ -120,6 +120,6 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product. Sum short runs in float32, and their sums in float64."""
+    """Return the inner product. Sum runs in float32, and their sums in float64."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)

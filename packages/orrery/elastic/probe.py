@@ -1,6 +1,6 @@
 """Measure the speed to each peer once, between rounds.
 
-The receiver times only the second half of PROBE_S, to leave out TCP's slow start and buffers.
+The receiver times only the second half of PROBE_S, without TCP's slow start and buffers.
 """
 
 import time
@@ -13,16 +13,16 @@ from orrery.elastic.connection import Bytes, Header, PeerConnection
 PROBE_S = 0.5
 PROBE_BYTES = 1 << 26
 FRAME = np.zeros(1 << 16, np.uint8)
-ANSWER_S = 5.0  # time limit for the answer
-FASTEST = 4000  # maximum reported speed in Mb/s, because processors limit higher speeds
+ANSWER_S = 5.0
+FASTEST = 4000  # maximum reported Mb/s. Processors limit higher speeds.
 
 
 class SpeedProbe:
-    """Speed measurements. `found` maps site ids to Mb/s."""
+    """Speed measurements. `found`: Mb/s by site id."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
-        # Rank of the sender → (epoch, round) of its measurement, and (time, bytes) per frame
+        # Sender's rank → (epoch, round), and (time, bytes) per frame
         self._arrivals: dict[int, tuple[tuple[int, int], list[tuple[float, int]]]] = {}
 
     def measure(
@@ -45,7 +45,7 @@ class SpeedProbe:
     def arrived(self, header: Header, payload: Bytes) -> int | None:
         now_s, at = time.monotonic(), (header.epoch, header.round)
         begun_at, found = self._arrivals.get(header.source, (at, []))
-        if begun_at != at:  # that measurement was interrupted
+        if begun_at != at:  # the measurement was interrupted
             found = []
         self._arrivals[header.source] = at, found
         found.append((now_s, len(payload)))

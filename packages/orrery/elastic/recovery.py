@@ -1,7 +1,6 @@
 """Serve snapshots to peers, and fetch a snapshot from several peers at once.
 
-Over HTTPS with mutual TLS, `/newest` returns the newest snapshot's header, and `/block/SHA256`
-returns the block with this hash.
+Over HTTPS with mutual TLS, `/newest` returns the newest header, and `/block/SHA256` a block.
 """
 
 import http.client
@@ -33,12 +32,12 @@ from orrery.elastic.types import ElasticError
 
 HANDSHAKE_S = 5.0
 SILENCE_S = 20.0
-ANSWER_S = 300.0  # time limit of a whole answer, for peers that send slowly
-MAX_STRANGERS = 64  # maximum number of unfinished handshakes
+ANSWER_S = 300.0  # time limit of a whole answer
+MAX_STRANGERS = 64  # maximum unfinished handshakes
 POLL_S = 0.2
-LANES = 2  # connections per peer, to receive one block while another is hashed
+LANES = 2  # connections per peer, to receive a block while hashing another
 MAX_HEADER_BYTES = 64 << 20
-# A header that is nested too deeply raises RecursionError.
+# a deeply nested header raises RecursionError
 BAD_HEADER = (OSError, ValueError, RecursionError, msgspec.MsgspecError, ElasticError)
 _BLOCK = re.compile(r"/block/([0-9a-f]{64})")
 
@@ -59,7 +58,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
 
     def find(self, sha256: str) -> bytes:
         with self._indexing:
-            # After a rewind, a round is published again, so also compare modification times.
+            # A rewind publishes a round again, so also compare modification times.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:
@@ -75,11 +74,10 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         return FolderSource(path).read(block)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Run the TLS handshake in the connection's own thread."""
         request.settimeout(HANDSHAKE_S)
         with suppress(OSError):
             try:
-                request.getpeername()  # raises for a lost peer; `wrap_socket` leaks its socket
+                request.getpeername()  # raises before `wrap_socket` leaks a lost peer's socket
                 wrapped = self._tls.wrap_socket(request, server_side=True)
             finally:
                 self._strangers.release()
@@ -108,7 +106,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body or b"")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
+        """Disable logging."""
 
 
 class PeerSource:
@@ -155,7 +153,7 @@ class PeerSource:
 
 @contextmanager
 def _limited(sock: socket.socket) -> Iterator[None]:
-    """Shut down `sock` if the `with` block takes longer than ANSWER_S."""
+    """Shut down `sock` if the `with` block exceeds ANSWER_S."""
     timer = threading.Timer(ANSWER_S, _shut, (sock,))
     timer.daemon = True
     timer.start()
@@ -179,8 +177,8 @@ def fetch_state(
 ) -> Path:
     """Fetch the newest committed state from all peers. Return the snapshot's folder.
 
-    `peers` returns ADDRESS:PORT of snapshot servers. `wanted` returns number and digest of the last
-    round. Raise ElasticError after `deadline_s`.
+    `peers` returns ADDRESS:PORT of snapshot servers. `wanted` returns the last round's (number,
+    digest). Raise ElasticError after `deadline_s`.
     """
     end_s, reason = time.monotonic() + deadline_s, "no peer is live"
     while True:

@@ -1,23 +1,22 @@
 """Choose the order of sites in the ring, and relays between sites, from measured speeds.
 
-- Speeds are in Mb/s; 0 is unmeasured. All sites use the same speeds, so their choices agree.
-- A pair uses a relay if neither site accepts connections, or if the relayed path is GAIN times
-  faster. A relayed path counts with half its speed, as a relay also carries its own frames.
-- The order maximises the speed of the slowest edge. The search is exact up to
-  MAX_EXACT_SITES sites, and greedy for more.
+- Speeds are in Mb/s (0 if unmeasured). All sites use the same speeds, so their choices agree.
+- A pair uses a relay if neither site has a listener, or if the relayed path is GAIN times faster. A
+  relay halves the speed, because it also carries its own frames.
+- The order maximises the slowest edge, exactly up to MAX_EXACT_SITES sites, then greedily.
 """
 
 from functools import cache
 
 from orrery.elastic.types import Epoch
 
-GAIN = 1.25  # minimum speed ratio for which a path changes
+GAIN = 1.25  # minimum speed ratio to change a path
 MAX_EXACT_SITES = 10
 
 
 @cache
 def relay(epoch: Epoch, a: int, b: int) -> int | None:
-    """Return the rank that relays between a and b, or None if they connect directly."""
+    """Return the rank that relays between a and b, or None for a direct connection."""
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
@@ -39,13 +38,13 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
         for a in range(num)
     ]
     most = max(map(max, rows))
-    # Assume that unmeasured pairs are as fast as the fastest pair.
+    # Treat unmeasured pairs as the fastest.
     rows = [[each or most for each in row] for row in rows]
     return _exact(rows) if num <= MAX_EXACT_SITES else _greedy(rows)
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
-    """Return the speed of the slowest edge in the ring of `chosen`, by the speeds of `newest`."""
+    """Return the slowest edge of the ring of `chosen`, by the speeds of `newest`."""
     order = ring_order(chosen)
     edges = zip(order, [*order[1:], *order[:1]], strict=True)
     found = [_path(newest, a, relay(chosen, a, b), b) for a, b in edges if a != b]
@@ -68,7 +67,7 @@ def _path(epoch: Epoch, a: int, over: int | None, b: int) -> float:
 
 
 def _exact(rows: list[list[float]]) -> tuple[int, ...]:
-    """Return the best ring, by dynamic programming over sets of visited ranks."""
+    """Return the best ring, by dynamic programming over visited ranks."""
     num = len(rows)
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(1, 0): (float("inf"), (0,))}
     for visited in range(1, 1 << num, 2):

@@ -1,8 +1,8 @@
 """Store training states as snapshots (folders of files with hashed blocks).
 
-- A snapshot `round_N` has a file for each part of the state, and `snapshot.json` with the sha256 of
-  each block. A rename publishes the folder, so readers see it complete.
-- The trainer only copies its state to `round_N.copied`. Another process hashes and publishes it.
+- A snapshot `round_N` has a file per part of the state, and `snapshot.json` with the sha256 of each
+  block. A rename publishes it, so readers see it complete.
+- The trainer only copies its state to `round_N.copied`. The keeper hashes and publishes it.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class SnapshotPart(msgspec.Struct, frozen=True):
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """The header of a snapshot after `round`. `digest`: that of the state, as the ledger has it."""
+    """A snapshot's header. `digest`: the ledger's digest of the state after `round`."""
 
     round: int
     digest: str
@@ -60,7 +60,7 @@ class Block(NamedTuple):
 
 
 class BlockLacking(Exception):
-    """Signal that a source does not have a block."""
+    """A source does not have a block."""
 
 
 class BlockSource(Protocol):
@@ -133,9 +133,9 @@ def copy_state(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Copy the state into `folder`, for another process to publish.
+    """Copy the state into `folder`, for the keeper to publish.
 
-    Raise ElasticError if the copy does not fit.
+    Raise ElasticError if it does not fit.
     """
     make_folder(folder)
     check_room(folder, sum(memoryview(part).nbytes for part in parts.values()), 1)
@@ -157,7 +157,7 @@ def link_files(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Make a copy like `copy_state`, with hard links to finished files on the same file system."""
+    """Make a copy by hard links to finished files on the same disk."""
     make_folder(folder)
 
     def write(partial: Path) -> dict[str, int]:
@@ -190,9 +190,9 @@ def _copied(
 
 
 def publish_copies(folder: Path, keep: int) -> list[Path]:
-    """Hash and publish all copies. Return their folders. Keep only the newest `keep` snapshots.
+    """Hash and publish all copies. Return their folders. Keep the newest `keep` snapshots.
 
-    Also remove snapshots of later rounds that a rewind has undone.
+    Remove rounds that a rewind has undone.
     """
     done = []
     for copied in sorted(folder.glob("round_*.copied")):
@@ -221,7 +221,7 @@ def _remove(snapshots: Iterable[Path]) -> None:
     for path in snapshots:
         aside = path.with_name(f".{path.name}.removed")
         with suppress(OSError):
-            path.rename(aside)  # a rename, so that readers never see a partly removed folder
+            path.rename(aside)  # so that readers never see a partly removed folder
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -246,7 +246,7 @@ def verify(snapshot: Path) -> StateSnapshot:
 def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
     """Fetch a snapshot and publish it below `folder`.
 
-    Drop a source that fails or sends a wrong block. Raise ElasticError if blocks cannot be fetched.
+    Drop sources that fail or send a wrong block. Raise ElasticError if blocks are left.
     """
     place = snapshot_dir(folder, header.round)
     partial = place.with_name(f".{place.name}.{_digest_of(header)[:12]}.partial")
@@ -304,7 +304,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Return a block to read, or None. Wait while other threads may fail and return blocks."""
+        """Return a block to read, or None. Wait while other threads may return blocks."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):

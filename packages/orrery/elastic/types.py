@@ -2,7 +2,7 @@
 
 - A site is one trainer with any number of processes. Its rank is its index in the epoch.
 - An epoch is a numbered set of sites. A round is one exchange between them.
-- A site's weight is its number of tokens since its last exchange.
+- A site's weight is its tokens since its last exchange.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ class ElasticError(OrreryError):
 
 
 class LeaseLost(Exception):
-    """This site has left the epoch or lost its lease."""
+    """This site left the epoch or lost its lease."""
 
 
 class LinkBroken(Exception):
@@ -40,7 +40,7 @@ class SiteMember(msgspec.Struct, frozen=True, order=True):
 class Epoch(msgspec.Struct, frozen=True):
     number: int
     members: tuple[SiteMember, ...]
-    speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b, 0 if not measured
+    speeds: tuple[tuple[int, ...], ...] = ()  # [a][b]: Mb/s from rank a to b (0 if unmeasured)
 
     def rank(self, site_id: str) -> int:
         """Return the site's rank. Raise LeaseLost if it is not a member."""
@@ -51,7 +51,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 class OuterRound(msgspec.Struct, frozen=True):
-    """One exchange. Rank i of the epoch has weight `weights[i]` in tokens."""
+    """One exchange. `weights`: tokens by rank."""
 
     number: int
     epoch: Epoch
@@ -59,10 +59,7 @@ class OuterRound(msgspec.Struct, frozen=True):
 
 
 class SitePlace(msgspec.Struct, frozen=True):
-    """This site's listener, the ADDRESS:PORT that it joins, and its folder of certificates.
-
-    `listen` is "" if the site accepts no connections.
-    """
+    """This site's listener ("" without), the ADDRESS:PORT that it joins, and its certificates."""
 
     listen: str
     join: str

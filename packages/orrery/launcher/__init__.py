@@ -1,1 +1,1 @@
-"""The `orrery` command, and the launcher of a stage's processes (`supervisor.py`)."""
+"""Define the `orrery` command, and run a stage's processes."""

@@ -1,7 +1,4 @@
-"""Run benchmarks and list their results.
-
-`benchmarks/<area>/<figure>.py` is a benchmark. A JSON file beside it has the last result.
-"""
+"""Run benchmarks (`benchmarks/<area>/<figure>.py`) and list their results (`<figure>.json`)."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""The `orrery` command. Results go to stdout, messages to stderr."""
+"""Define the `orrery` command. Results go to stdout, messages to stderr."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from orrery.manifest import cli as manifest_cli
 from orrery.manifest.errors import OrreryError, explain_os_error
 
 T = TypeVar("T")
-REQUEUED_S = 600  # maximum wait for Slurm to end a requeued job
+REQUEUED_S = 600  # time limit for Slurm to end a requeued job
 
 app = typer.Typer(
     name="orrery",
@@ -57,7 +57,7 @@ def run(
         str, typer.Argument(metavar="STAGE", help="init, sft, rl, evaluate or report.")
     ],
 ) -> None:
-    """Run one stage here. `snakemake` runs all stages in order."""
+    """Run one stage. `snakemake` runs all stages in order."""
     from orrery.launcher.runs import job
     from orrery.launcher.supervisor import run_stage
 
@@ -93,9 +93,9 @@ def join(
     stage: Annotated[str, typer.Option("--stage", help="The stage to train: sft or rl.")] = "sft",
     rewind: Annotated[bool, typer.Option("--rewind", help=REWIND_HELP)] = False,
 ) -> None:
-    """Train at this site, in a run of several sites.
+    """Train at this site, as part of a run over several sites.
 
-    With `trainer.elastic`, every site trains. With `orchestrator.guests`, one site trains, and
+    With `trainer.elastic`, every site trains. With `orchestrator.guests`, one site trains, and the
     others run `orrery lend`.
     """
     from orrery.launcher.runs import check_shard, place_site
@@ -120,9 +120,9 @@ def lend(
         "certificates"
     ),
 ) -> None:
-    """Lend an engine of this machine to a run elsewhere, until that run or this command ends.
+    """Lend an inference engine on this machine to a run at another site, until that run ends.
 
-    The run's manifest must have `orchestrator.guests`.
+    The run must set `orchestrator.guests`.
     """
     from orrery.launcher.lend import lend
     from orrery.manifest.identity import find_workspace
@@ -137,7 +137,7 @@ def adopt(
         str, typer.Argument(metavar="OTHER", help="The run to go on from, by name or folder.")
     ],
 ) -> None:
-    """Start a run from another run's state, on other devices or in another layout."""
+    """Create a run from another run's state, for other devices or another layout."""
     from orrery.launcher.runs import adopt, find, resume_command
 
     run = find(word)
@@ -162,7 +162,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
     search: Annotated[bool, typer.Option("--search", help=SEARCH_HELP)] = False,
 ) -> None:
-    """Print a run's stages, nodes and commands, then planned memory and time. Start nothing."""
+    """Print a run's stages, nodes and commands, and estimate its memory and time."""
     import json
 
     from orrery.launcher.pipeline import describe_stage, write_plan
@@ -208,7 +208,7 @@ STATUS_HELP = "Without it: the newest run, and a line for each other run."
 def status(
     word: Annotated[str | None, typer.Argument(metavar="[RUN]", help=STATUS_HELP)] = None,
 ) -> None:
-    """Print a run's stages and what each process does or waits for."""
+    """Print the state of a run's stages and processes."""
     from orrery.launcher.describe import describe, overview
     from orrery.launcher.runs import Run, all_runs, find, members, newest
     from orrery.launcher.site import load_site
@@ -301,7 +301,7 @@ def restore(
 ) -> None:
     """Fetch a run's newest checkpoint from the site file's `checkpoint_target`.
 
-    After the loss of a disk, run the earlier stages again, then this command.
+    If the run's folder was lost, run its earlier stages first.
     """
     import subprocess
 
@@ -378,7 +378,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder and print its path.
 
-    At a site with Slurm, a small job does this.
+    With Slurm, a small job writes it.
     """
     from orrery.launcher.runs import find, resume_command
     from orrery.launcher.serve import write_export
@@ -402,18 +402,18 @@ def serve(
     word: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help=SERVE_HELP)],
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help=PORT_HELP)] = 8000,
 ) -> None:
-    """Serve a run's weights by vLLM on this machine, until Ctrl-C.
+    """Serve a run's weights with vLLM on this machine, until Ctrl-C.
 
-    The weights are the run's weights/rl, or else the newest step that `orrery export` wrote.
+    The weights are weights/rl, or the newest result of `orrery export` if RL is not done.
 
-    The command prints the server's address, token and a curl command. The API is OpenAI's. The
-    model is named after the folder.
+    The command prints the server's address, its token and an example curl command. The API is
+    OpenAI's, and the model has the folder's name.
 
-    Every request except /health and /metrics needs the header `Authorization: Bearer TOKEN`. The
-    token is new at each start, or is read from the file ORRERY_TOKEN_FILE (mode 0600).
+    Requests other than /health and /metrics need the header `Authorization: Bearer TOKEN`. The
+    token is random, or read from the file ORRERY_TOKEN_FILE (mode 0600).
 
-    The server listens on loopback, or on the network interface ORRERY_INTERFACE.
-    CUDA_VISIBLE_DEVICES names the GPU. On a cluster, run the command inside a job.
+    The server listens on loopback, or on the interface ORRERY_INTERFACE. CUDA_VISIBLE_DEVICES
+    selects the GPU. On a cluster, run the command inside a job.
     """
     from orrery.launcher.serve import serve
     from orrery.manifest.identity import find_workspace
@@ -437,7 +437,7 @@ def bench(
     figure: Annotated[str | None, typer.Argument(metavar=FIGURE_METAVAR, help=FIGURE_HELP)] = None,
     table: Annotated[bool, typer.Option("--table", help=TABLE_HELP)] = False,
 ) -> None:
-    """Measure a performance figure, or print all. See also `orrery bench trainer --help`."""
+    """Run a benchmark, or print all results. See also `orrery bench trainer --help`."""
     from orrery.launcher import bench as benchmarks
     from orrery.manifest.identity import find_workspace
 
@@ -490,8 +490,8 @@ def fetch_model(
 ) -> None:
     """Write weights/NAME and the config jsonnet/models/<name>_pretrained.libsonnet.
 
-    The command fetches safetensors, configs, tokenizer.json and the chat template, and never code.
-    The weights must have the names and shapes that config.json implies.
+    The command fetches safetensors, configs, tokenizer.json and the chat template, never code.
+    Tensor names and shapes must match config.json.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
@@ -515,10 +515,10 @@ def fetch_dataset(
 ) -> None:
     """Write datasets/NAME or datasets/NAME-CONFIG and jsonnet/tasks/<name>_fetched.libsonnet.
 
-    The command fetches JSONL, JSON, CSV, Parquet and Arrow files, and never code.
+    The command fetches JSONL, JSON, CSV, Parquet and Arrow files, never code.
 
-    With --shard K/N, it fetches every N-th file of the split train, and all other splits. Without a
-    split train, it divides the first split. The same command with another K adds that shard.
+    With --shard K/N, it fetches every N-th file of the split train (without it, of the first
+    split), and all other splits. The same command with another K adds that shard.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
@@ -533,7 +533,7 @@ PROBE_HELP = "At a site with Slurm: examine its nodes, in one small job."
 def doctor(
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help=PROBE_HELP)] = True,
 ) -> None:
-    """Check this machine and the site's cluster for what a run needs, and print remedies."""
+    """Check whether this machine and the site's cluster can start runs, and print remedies."""
     from orrery.launcher.doctor import examine, examine_site
     from orrery.launcher.site import load_site
     from orrery.manifest.identity import find_workspace

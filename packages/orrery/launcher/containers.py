@@ -1,8 +1,8 @@
 """Find each role's container image, and build the Apptainer command that runs the role.
 
-- An image holds packages, not Orrery's code. `containers/images.lock` lists each image's sha256 and
-  recipe, a digest of the image's source files.
-- Apptainer's `--contain` is not used, because it hides /dev/shm and InfiniBand.
+- An image has packages, not Orrery's code. `containers/images.lock` lists its sha256 and its
+  recipe, a digest of its source files.
+- The command omits `--contain`, because it hides /dev/shm and InfiniBand.
 - Variables pass as APPTAINERENV_*, because other users can read command lines.
 """
 
@@ -75,7 +75,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name, with a digest so that Snakemake sees a new image."""
+    """Return the image's file name. Its digest lets Snakemake detect a rebuilt image."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -89,7 +89,7 @@ def locked(workspace: Workspace) -> dict[str, Built]:
 def find_image(
     workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False
 ) -> Path:
-    """Return the image file of `role` in `images_dir`. `role` may also be an image's name.
+    """Return the image file of `role`, a role or an image name.
 
     Raise OrreryError if the file is missing, its recipe differs from `images.lock` or, with
     `verify`, its sha256 differs.
@@ -120,7 +120,7 @@ def find_image(
 
 
 def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: Hardware) -> Path:
-    """Return the path of a built image's record. Delete the record if the image is missing."""
+    """Return the path of a built image's record. Delete a record without an image."""
     name = f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
     path = images_dir / "built" / name
     if path.exists():
@@ -142,9 +142,9 @@ def _image(role: str) -> Image:
     return known[role]
 
 
-CODE = "/orrery/code"  # path in a container
-KERNELS = "/orrery/kernels"  # compiled kernels
-APPTAINER_OPTIONS = r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # variables to remove
+CODE = "/orrery/code"  # paths in a container
+KERNELS = "/orrery/kernels"
+APPTAINER_OPTIONS = r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"
 CACHES = {  # containers have no home folder
     "XDG_CACHE_HOME": "/tmp/.cache",
     "XDG_CONFIG_HOME": "/tmp/.config",
@@ -165,7 +165,7 @@ def apptainer(
     gpus: bool,
     argv: Sequence[str],
 ) -> list[str]:
-    """Return the command that runs `argv`. Mount the node's `folders` at /tmp and KERNELS."""
+    """Return the command that runs `argv`. `folders`: host folders for /tmp and KERNELS."""
     scratch, kernels = folders
     binds = [str(run_dir), f"{code}:{CODE}:ro", f"{scratch}:/tmp", f"{kernels}:{KERNELS}"]
     binds += ["/etc/hosts:/etc/hosts:ro", *site.mounts]
@@ -207,7 +207,7 @@ def scratch_of(site: Containers | None, job: str) -> Path:
 
 
 def node_folders(site: Containers, job: str, image: Path, user: object) -> list[Path]:
-    """Return a node's folders: the job's scratch, and compiled kernels for later jobs."""
+    """Return a node's folders: job scratch, and compiled kernels that later jobs reuse."""
     scratch = scratch_of(site, job)
     return [scratch, scratch.with_name(f"orrery-kernels-{user}-{image.stem}")]
 
@@ -217,7 +217,7 @@ def container_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """Return `<run_dir>/code/<digest>`, a copy of the code."""
+    """Copy the code to `<run_dir>/code/<digest>`."""
     files = dict(_sources(workspace))
     target = code_dir(run_dir) / _digest(files)
     if target.is_dir() and _digest(_copied(target)) == target.name:

@@ -1,4 +1,4 @@
-"""Write the text of `orrery status` and `orrery logs` from a run's files."""
+"""Format the output of `orrery status` and `orrery logs`."""
 
 import os
 import time

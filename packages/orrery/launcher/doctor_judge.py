@@ -1,4 +1,4 @@
-"""Check the cluster with the output of Slurm commands and of the probe job (`doctor_probe.py`)."""
+"""Judge the output of Slurm commands and of the probe job (`doctor_probe.py`)."""
 
 import json
 import re
@@ -11,10 +11,10 @@ from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import seconds as parse_seconds
 
 GIB = 2**30
-START_S = 60  # maximum wait for the probe's job to start
-WAIT_S = 20  # maximum wait until a node sees another node's file
-SLOW_S = 2.0  # maximum delay until other nodes see a renamed file
-SKEW_S = 1.0  # maximum difference between two nodes' clocks
+START_S = 60  # maximum wait for the probe job
+WAIT_S = 20  # maximum wait for another node's file
+SLOW_S = 2.0  # maximum delay until a renamed file is seen
+SKEW_S = 1.0  # maximum clock difference
 RUNS_GIB, SCRATCH_GIB = 20, 2  # minimum free disk GiB
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
@@ -23,7 +23,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result. `remedy` is "" after success. Only required checks fail `orrery doctor`."""
+    """A check's result. `remedy` is "" if it passed. Only required checks fail `orrery doctor`."""
 
     what: str
     found: str
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Node:
-    """A node that sinfo lists. `gpus`: number of GPUs by type, with "" for an unnamed type."""
+    """A node in sinfo's output. `gpus`: number of GPUs by type ("" if unnamed)."""
 
     name: str
     state: str
@@ -51,14 +51,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a command. `said`: stderr. `code`: None for a missing or timed-out command."""
+    """A command's result. `said`: stderr. `code` is None if the command is missing or timed out."""
 
     code: int | None
     out: str
     said: str
-
-
-# Slurm
 
 
 def parse_nodes(text: str) -> list[Node]:
@@ -191,9 +188,6 @@ def judge_no_probe(answer: Answer) -> Finding:
         return Finding("probe", told, remedy, is_required=False)
     remedy = "correct [slurm] of the site file, or ask the cluster's administrators"
     return Finding("probe", f"its job failed: {said}", remedy)
-
-
-# Nodes
 
 
 def parse_probes(text: str) -> list[Probe]:
@@ -388,9 +382,9 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 
 
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
-    """Return the devices that the value `wanted` of NCCL_IB_HCA selects.
+    """Return the devices that NCCL_IB_HCA=`wanted` selects.
 
-    `wanted` lists prefixes of device names, or full names after `=`. A leading `^` excludes them.
+    `wanted` lists name prefixes, or full names after `=`. A leading `^` excludes them.
     """
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]

@@ -1,6 +1,6 @@
-"""Print facts about one node as JSON. `orrery doctor` runs this script once on each node.
+"""Print facts about one node as JSON. `orrery doctor` runs this script on each node.
 
-The script needs only `python3` (3.6 or newer). At its time limit, it prints the facts so far.
+It needs only `python3` (3.6 or newer).
 """
 
 import fcntl
@@ -70,9 +70,9 @@ def main():
 
 
 def say(found):
-    """Print `found` as JSON, in pieces, because srun splits lines above 1024 bytes.
+    """Print `found` as JSON in short lines, because srun splits lines above 1024 bytes.
 
-    Each line is `RANK/INDEX/COUNT PIECE`, where COUNT is the number of pieces.
+    Line format: `RANK/INDEX/COUNT PIECE`.
     """
     text = json.dumps(found)
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
@@ -85,7 +85,7 @@ def say(found):
 
 
 def ask(argv, within_s=20):
-    """Return [exit code, output]. The code is None for a missing or timed-out program."""
+    """Return [exit code, output]. The code is None if the program is missing or times out."""
     try:
         done = subprocess.run(
             argv,
@@ -142,12 +142,13 @@ def free(path):
 
 
 def meet(found, options, rank, size):
-    """Test network, clocks and shared folder with all other nodes. Add the results to `found`.
+    """Test network, clocks and shared folder with all other nodes. Add to `found`:
 
     - `unseen`: ranks whose file did not appear in the shared folder.
-    - `tcp`: rank → error of the connection to it, or None.
-    - `skew_s`: rank → seconds between its clock and this node's clock.
-    - `rename_s`: rank → seconds until it saw a file that this node renamed, or None.
+    - `tcp`: rank → connection error, or None.
+    - `skew_s`: rank → its clock minus this node's clock, in seconds.
+    - `rename_s`: rank → seconds until it saw this node's renamed file, or None.
+    - `lock`: this rank's answer from `try_lock`, or None.
     """
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
@@ -168,7 +169,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # Look before the file exists, so that NFS caches its absence, as it may for roles.
+            # Look before the file exists, so that NFS caches its absence.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -183,7 +184,7 @@ def meet(found, options, rank, size):
         thread.join()
     held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
-    limit_s = time.monotonic() + wait_s  # keep the server until all ranks are done
+    limit_s = time.monotonic() + wait_s  # serve until all ranks are done
     done = [os.path.join(folder, f"done.{one}") for one in where]
     while time.monotonic() < limit_s and not all(map(os.path.exists, done)):
         time.sleep(POLL_S)
@@ -192,9 +193,9 @@ def meet(found, options, rank, size):
 
 
 def take_turns(found, folder, rank, wait_s):
-    """Test file locks between nodes: rank 0 holds a lock while the other ranks try to take it.
+    """Test file locks between nodes: rank 0 holds a lock that other ranks try to take.
 
-    Return the lock file's descriptor on rank 0, and None on other ranks.
+    Return the lock's file descriptor on rank 0, and None on others.
     """
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))
@@ -214,7 +215,7 @@ def take_turns(found, folder, rank, wait_s):
 def try_lock(path):
     """Try to lock `path`. Return (file descriptor or None, answer).
 
-    The answer is MINE (locked), THEIRS (another process holds the lock) or an error message.
+    The answer is MINE, THEIRS (another process holds the lock) or an error message.
     """
     answers = []
 

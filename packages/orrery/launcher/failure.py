@@ -1,9 +1,8 @@
-"""Find the process that failed first, write the stage's last message, and restart engines.
+"""Report the process that failed first, and restart inference engines.
 
-- If a process's error names another failing process, the message blames that process.
-- When a process of an engine ends, all processes of that engine restart, with a new restart number
-  (incarnation). They do not restart after a user's mistake (exit code 2), or after two failed
-  starts in a row.
+- If a process's error names another failed process, that process is reported.
+- If one process of an engine ends, all processes of the engine restart.
+- An engine does not restart after a user error (exit code 2) or two failed starts in a row.
 """
 
 import re
@@ -24,11 +23,11 @@ from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import flight_recorder_dir, health_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # maximum wait until a blamed process fails too
-SETTLE_S = 0.3  # wait for further failures after the first
-EVIDENCE_S = 2.0  # time for processes to write their stacks
+BLAME_S = 5.0  # maximum wait for a blamed process to fail
+SETTLE_S = 0.3  # wait for further failures
+EVIDENCE_S = 2.0  # time to write stacks
 RECORDED_S = 10.0  # maximum wait for flight recorder files
-SLURM_SAYS_S = 2.0  # maximum wait for Slurm to say whether it ends the job
+SLURM_SAYS_S = 2.0  # maximum wait for Slurm to report the job's end
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
@@ -111,12 +110,9 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make processes write their stacks. Trainer ranks also write torch's flight recorder files.
-
-    Return a message with the paths.
-    """
+    """Make processes write stacks and torch flight recorder files. Return a message."""
     for process in stage.processes:
-        if process.name in stage.health:  # SIGUSR1 kills a process before its health file exists
+        if process.name in stage.health:  # SIGUSR1 kills a process without a health file
             process.signal(signal.SIGUSR1)
             process.signal(signal.SIGCONT)
     time.sleep(EVIDENCE_S)
@@ -168,7 +164,6 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 
 
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
-    """Return the outcome if Slurm ends the job, or None."""
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
         return None
@@ -192,11 +187,11 @@ def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome 
     return None
 
 
-WINDOW_S = 24 * 3600.0  # period of `max_restarts`
+WINDOW_S = 24 * 3600.0  # period over which restarts count
 
 
 class Restarts:
-    """Count engine restarts. `most`: maximum number for all engines together in WINDOW_S."""
+    """Allow `most` restarts in WINDOW_S, over all engines."""
 
     def __init__(self, most: int):
         self.most = most
@@ -209,9 +204,9 @@ class Restarts:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Count a restart of engine `name` and return None, or return the reason to refuse it.
+        """Count a restart of engine `name`. Return None, or a reason to refuse the restart.
 
-        The reason is "" if the manifest allows no restarts.
+        The reason is "" if `most` is 0.
         """
         while self._times_s and self._times_s[0] <= now_s - WINDOW_S:
             self._times_s.popleft()
@@ -252,7 +247,7 @@ class EngineRestarts:
             return False
         if any(health.doing == FAILED for health in others):
             return False
-        # Slurm sends SIGTERM to a failed step's other tasks, so do not blame these.
+        # Slurm sends SIGTERM to a failed step's other tasks, so prefer other endings.
         first = {
             process.plan.whole: process
             for process in sorted(ended, key=lambda one: one.poll() not in TERMINATED)

@@ -1,8 +1,6 @@
 """Download a model or a dataset, but no code, from the Hugging Face hub: `orrery fetch`.
 
-- A model becomes `weights/<Name>` and `jsonnet/models/<name>_pretrained.libsonnet`.
-- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Its file names begin with the
-  split. `jsonnet/tasks/<name>_fetched.libsonnet` has a task's fields `source` and `held_out`.
+The names of a dataset's files begin with their split.
 """
 
 import json
@@ -43,11 +41,11 @@ SETTINGS = (
     "model.safetensors.index.json",
 )
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
-CARD = "README.md"  # dataset card. Its YAML header lists configs and splits.
+CARD = "README.md"
 NO_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SHA256_DIGITS = 64
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
-Splits = dict[str, list[str]]  # names of files, by split
+Splits = dict[str, list[str]]  # file names by split
 LOST = (
     "family 'hugging_face' runs transformers' network: without torch.compile, adapters (LoRA), "
     "context and expert parallelism, and replay of routed experts"
@@ -55,10 +53,7 @@ LOST = (
 
 
 def fetch_model(word: str, workspace: Workspace, template: Path | None = None) -> list[str]:
-    """Fetch the model `word` (OWNER/NAME[@REVISION]). Return lines for the user.
-
-    `template`: a Jinja file that replaces the chat template.
-    """
+    """Fetch the model `word` (OWNER/NAME[@REVISION]). Return lines to print."""
     text = None if template is None else _template_text(template)
     source = hub.find("model", word, (*SETTINGS, WEIGHTS))
     path = f"weights/{source.name}"
@@ -180,10 +175,10 @@ def _ask(module: str, *words: str) -> dict[str, Any]:
 def fetch_dataset(
     word: str, config: str | None, workspace: Workspace, shard_word: str | None = None
 ) -> list[str]:
-    """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines for the user.
+    """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines to print.
 
-    `config`: a config of the dataset, such as `main` of openai/gsm8k, or None if it has only one.
-    `shard_word`: K/N, to fetch only shard K.
+    `config`: for example `main` of openai/gsm8k, or None for the only config. `shard_word`: K/N, to
+    fetch only shard K.
     """
     shard = None if shard_word is None else parse_shard(shard_word)
     source = hub.find("dataset", word, (CARD,))
@@ -222,7 +217,7 @@ def _fill(
 ) -> None:
     """Download the dataset's files into `folder`.
 
-    With `shard`, skip other shards' files, except files in `target` or without a sha256 on the hub.
+    With `shard`, skip other shards' files, except if `target` has them or the hub has no sha256.
     """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))
@@ -297,7 +292,7 @@ def _header(card: Path | None) -> dict[str, Any]:
 
     try:
         return (metadata_load(card) if card else None) or {}
-    except Exception:  # the YAML parser raises exceptions of many types
+    except Exception:  # the YAML parser raises many types of errors
         return {}
 
 

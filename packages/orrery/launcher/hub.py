@@ -1,9 +1,6 @@
-"""Download files of a Hugging Face repository at one commit, and verify each file.
+"""Download files of a Hugging Face repository at one commit, and verify their digests.
 
-- `huggingface_hub` checks only sizes. This module checks digests: sha256 of large files, and git's
-  sha1 of all other files.
-- `HF_HUB_DISABLE_XET=0` selects Xet instead of HTTP (untested).
-- `SHA256SUMS` in the finished folder lists repository, commit and digests, for `sha256sum -c`.
+`huggingface_hub` checks only sizes.
 """
 
 import hashlib
@@ -27,8 +24,8 @@ from orrery.manifest.shards import SUMS, read_sums, sums_text
 constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
-WAITS_S = (1.0, 2.0, 4.0)  # waits before retries of a request
-LINKED_BYTES = 1 << 20  # minimum size of hard-linked files. Users may edit smaller files.
+WAITS_S = (1.0, 2.0, 4.0)
+LINKED_BYTES = 1 << 20  # larger files are hard links. Users may edit smaller files.
 Kind = Literal["model", "dataset"]
 
 
@@ -59,7 +56,7 @@ class HubRepository:
 def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
     """Resolve OWNER/NAME[@REVISION] to a commit and list its files, or raise OrreryError.
 
-    With `HF_HUB_OFFLINE`, the cache must have all files that match `patterns`.
+    With `HF_HUB_OFFLINE`, the cache must have the files that match `patterns`.
     """
     repository, _, asked = word.partition("@")
     if repository.count("/") != 1 or (asked == "" and "@" in word):
@@ -92,7 +89,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
-    # A snapshot has links to files named by digest.
+    # A snapshot's files are links to files named by digest.
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)
@@ -101,9 +98,9 @@ def _cached(folder: Path) -> dict[str, HubFile]:
 
 
 def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Download files into `folder`. Return their paths by name on the hub.
+    """Download `names` into `folder`, and verify them.
 
-    On the same disk, large files become hard links to the hub's cache. Raise OrreryError if the hub
+    Large files become hard links to the hub's cache on the same disk. Raise OrreryError if the hub
     refuses, the disk is too small, or a digest differs.
     """
     names = sorted(names)
@@ -133,7 +130,7 @@ def _place(file: Path, target: Path) -> None:
         try:
             os.link(file, target)
             return
-        except OSError:  # hard links fail if the cache is on another disk
+        except OSError:  # the cache is on another disk
             pass
     shutil.copyfile(file, target)
 
@@ -264,7 +261,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
-    """Return whether `target` exists. Raise OrreryError if its files are not those of `source`."""
+    """Return whether `target` exists. Raise OrreryError if its files differ from `source`."""
     if not target.exists():
         return False
     sums = target / SUMS

@@ -1,7 +1,6 @@
-"""Lend an engine of this machine to a run that trains elsewhere.
+"""Lend an inference engine on this machine to a run at another site.
 
-The engine, and `orrery.orchestrator.guests.lend`, which connects it to the run, use a temporary run
-directory. It is kept after a failure.
+`orrery.orchestrator.guests.lend` connects the engine to the run.
 """
 
 import json
@@ -46,9 +45,9 @@ AGENT = ProcessPlan("orchestrator", 0, "orrery.orchestrator.guests.lend", 0, "it
 def lend(
     word: str, address: str, listen: str, name: str, certificates: Path, workspace: Workspace
 ) -> int:
-    """Lend an engine until the run is over, or until a signal. Return the exit code.
+    """Lend an engine until the run ends or a signal arrives. Return the exit code.
 
-    Raise OrreryError if the run takes no lent engines.
+    Raise OrreryError if the manifest does not set `orchestrator.guests`.
     """
     run = find(word, workspace)
     if run.manifest.orchestrator.guests is None:

@@ -1,4 +1,4 @@
-"""Describe how a run's stages start on this site, as text or as files. Check Snakemake targets."""
+"""Describe how this site starts a run's stages, as text or files. Check Snakemake targets."""
 
 import os
 import re
@@ -191,17 +191,14 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
     return f"#!/bin/sh\n{title}\nexec {shlex.join(command)}{stdin}\n"
 
 
-# The Snakefile's pipeline
-
-
 @dataclass(frozen=True)
 class Pipeline:
-    """The checked-in runs.
+    """The runs with checked-in manifests.
 
     - `folders`: run folders by target. A target is a run's name or a spec file's stem.
-    - `manifests`: manifests by run folder.
-    - `broken`: errors of spec files that do not render.
-    - `stale`: errors by target, for manifests that are missing or differ from their specs.
+    - `manifests`: by run folder.
+    - `broken`: errors of specs that do not render.
+    - `stale`: errors by target, if a manifest is missing or differs from its spec.
     """
 
     folders: dict[str, list[str]]
@@ -212,7 +209,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError if a target is unknown or stale, or its run does not fit in memory."""
+        """Raise OrreryError if a target is unknown or stale, or does not fit in memory."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])
@@ -276,7 +273,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return the targets in Snakemake's command line `argv`."""
+    """Return the targets in `argv`, or [] if it is not Snakemake's command line."""
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:

@@ -1,7 +1,7 @@
 """End a stage early: preemption, and `orrery stop`.
 
-Preemption comes by SIGUSR1, or `warning_s` before the end of the Slurm job. The RL stage then
-writes a checkpoint and ends. After a new checkpoint, the launcher asks Slurm to requeue the job.
+A stage is preempted by SIGUSR1, or `warning_s` before its Slurm job ends. The RL stage then writes
+a checkpoint and ends. If the checkpoint is new, the launcher requeues the job.
 """
 
 import math
@@ -22,7 +22,7 @@ from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
 WIND_DOWN_S = 600.0  # maximum wait for the checkpoint, without Slurm
-MARGIN_S = 60.0  # time to end the stage after its checkpoint
+MARGIN_S = 60.0  # time to end the stage afterwards
 STOP_S = 30.0
 
 
@@ -51,7 +51,7 @@ class Preemption:
         self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: deadline of saver processes
 
     def poll(self) -> Outcome | None:
-        """Request a checkpoint when preemption is due. Later, return the stage's outcome."""
+        """Request a checkpoint when preemption is due. Later, return the outcome."""
         stage = self.stage
         if not stage.is_preempted:
             if self._is_due():
@@ -92,10 +92,10 @@ class Preemption:
         stage.log("winding down")
 
     def _time_left_s(self) -> tuple[float, float]:
-        """Return seconds: (to write the checkpoint, to end the stage afterwards)."""
+        """Return seconds to (write the checkpoint, end the stage)."""
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale, math.inf
-        ends_at_s = _job_ends_at_s(self.job)  # ask Slurm again: operators can change time limits
+        ends_at_s = _job_ends_at_s(self.job)  # operators can change time limits
         left_s = float(self.job.allocation.slurm.warning_s)
         if ends_at_s is not None:
             left_s = ends_at_s - time.monotonic()
@@ -122,14 +122,8 @@ def _job_ends_at_s(job: Job) -> float | None:
     return None if left_s is None else time.monotonic() + left_s
 
 
-# `orrery stop`
-
-
 def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False) -> str:
-    """End the run and return a message for the user.
-
-    With `checkpoint`, the run writes a checkpoint first. Return without waiting for it.
-    """
+    """End the run. With `checkpoint`, request a checkpoint and return without waiting."""
     name = run_dir.name
     holder = lock_holder(run_dir)
     if holder is not None and holder.is_here and not _is_a_job(run_dir):

@@ -1,9 +1,8 @@
-"""Start a local process of a stage, with its CPU cores, devices and environment.
+"""Start a local process, with its CPU cores, devices and environment.
 
-- The process has its own session, so Ctrl-C does not reach it, and its group can be killed.
-- Only the process itself gets SIGTERM, because an engine ends its own workers in order.
-- Each trainer or engine is pinned to neighbouring cores. If a stage has both, each kind gets half
-  of the cores.
+- The process leads its own session, so Ctrl-C does not reach it.
+- SIGTERM goes only to the process itself, because an engine ends its own workers in order.
+- Trainers and engines are pinned to adjacent cores. If a stage has both, each kind gets half.
 """
 
 import os
@@ -29,9 +28,9 @@ from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
-PROCESS = "ORRERY_PROCESS"  # environment variable with name and restart number: `inference.0.2`
+PROCESS = "ORRERY_PROCESS"  # variable with name and restart number: `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
-MAX_THREADS = 4  # more threads do not speed up models on CPUs
+MAX_THREADS = 4  # more threads do not speed up CPU models
 LOOPBACK = "127.0.0.1,localhost"
 
 
@@ -66,12 +65,12 @@ class Process:
             )  # fmt: skip
         self.pid = self._popen.pid
         if cores is not None:
-            # Pin the process before it starts threads.
+            # Pin early, because threads inherit the pinning.
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the fatal signal, or None while it runs."""
+        """Return the exit code, or -N for fatal signal N, or None while it runs."""
         return self._popen.poll()
 
     @property
@@ -149,9 +148,6 @@ def last_line(log: Path, begin: int) -> str:
     return lines[-1][:300] if lines else ""
 
 
-# Cores, devices and environment
-
-
 def share_cores(
     cores: Sequence[int], processes: Sequence[ProcessPlan]
 ) -> dict[tuple[str, int], frozenset[int]]:
@@ -182,7 +178,7 @@ def _share(pool: Sequence[int], position: int, num_members: int) -> Sequence[int
 
 
 def installed_hardware() -> str | None:
-    """Return the HARDWARE of `make setup`: "cpu", "cuda", or None if unknown."""
+    """Return HARDWARE of `make setup`, "cpu" or "cuda", or None if unknown."""
     marker = Path(sys.prefix) / "hardware"
     return marker.read_text().strip() if marker.is_file() else None
 
@@ -242,7 +238,7 @@ def environment(
         **base,
         **_common(site, start, len(cores) if cores else 1),
         "CUDA_VISIBLE_DEVICES": ",".join(devices or ()),
-        "NO_PROXY": no_proxy,  # roles connect over loopback without a proxy
+        "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
         LAUNCHER_PID: str(os.getpid()),
     }
@@ -254,7 +250,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
-        LAUNCHER_PID: "0",  # Slurm starts the role, so it has no launcher to watch
+        LAUNCHER_PID: "0",  # Slurm starts the role, so no parent is watched
     }
 
 
@@ -265,7 +261,7 @@ def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONHASHSEED": "0",  # makes the order of sets reproducible
+        "PYTHONHASHSEED": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

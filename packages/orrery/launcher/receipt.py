@@ -1,7 +1,7 @@
 """Record the nodes, code, software, outputs and metrics of every stage in `receipt.json`.
 
-- If a launcher died, its attempt has the state `unrecorded`.
-- A receipt has no environment variables, no absolute paths and no secrets, such as tokens.
+- An attempt whose launcher died has the state `unrecorded`.
+- A receipt has no environment variables, absolute paths or secrets.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ from orrery.runtime.timing import scaled
 
 WITHIN_S = 60.0  # time limit of a command
 READ_S = 600.0
-KEPT_BYTES = 2**20  # maximum size of an untracked file in the diff
-WHOLE_BYTES = 64 * 2**30  # larger weights are not hashed. Only their file sizes are compared.
+KEPT_BYTES = 2**20  # maximum size of untracked files in the diff
+WHOLE_BYTES = 64 * 2**30  # larger weights are compared by file size, not by hash
 CODE_FILE = r"\.(py|pyi|sh|jsonnet|libsonnet|smk|nix|def|md|c|cc|cpp|cu|cuh|h)"
 SECRET_FILE = re.compile(
     r"(^|/)(\.env(\..*)?|\.netrc|\.npmrc|\.pypirc|id_[a-z0-9]+|[^/]*\.(pem|key|p12)"
@@ -65,7 +65,7 @@ wanted = {{n: v for n, v in packages.items() if n in names or n.startswith(prefi
 print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
 """
 
-Facts = dict[str, Any]  # file name, sha256 and package versions of a container image
+Facts = dict[str, Any]  # an image's file name, sha256 and package versions
 Software = dict[str, Any]  # this host's driver and package versions
 
 
@@ -73,7 +73,7 @@ Software = dict[str, Any]  # this host's driver and package versions
 class CodeState:
     """A checkout's commit and diff.
 
-    `note`: why git gives no commit, or which files the diff leaves out.
+    `note`: why the commit is unknown, or which files the diff omits.
     """
 
     commit: str | None
@@ -92,8 +92,7 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
-    - `images`: facts about container images, by role.
-    - `secrets`: further texts to remove from the receipt, such as the run's token.
+    - `secrets`: more texts to remove, such as the run's token.
     - `endings`: "exit code 0" or a signal such as "SIGKILL", by process.
     """
     receipt: dict[str, Any] = {
@@ -183,7 +182,7 @@ def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
     parts = re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)
     edits = [part for part in parts if "\nnew file mode " not in part.partition("\n@@")[0]]
-    # Without the diff file, attempts must not compare equal.
+    # If the diff file is lost, attempts must not compare equal.
     return code.commit, [*edits, *([] if file.exists() else [str(file)])]
 
 
@@ -236,11 +235,8 @@ def _so_far(run_dir: Path) -> dict[str, Any]:
         return {}
 
 
-# Code
-
-
 def code_state(run_dir: Path, root: Path) -> CodeState:
-    """Return the state of the checkout. Store its diff, if any, in the run's folder."""
+    """Return the checkout's state. Store its diff, if any, in the run's folder."""
     unknown = "neither commit nor diff is known"
     if shutil.which("git") is None:
         return CodeState(None, None, note=f"no git on this machine: {unknown}")
@@ -273,7 +269,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     """Return (diff against HEAD, untracked files that the diff omits).
 
-    The diff uses a copy of git's index, so the user's index does not change.
+    git adds files to a copy of the index, so the user's index does not change.
     """
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [
@@ -287,7 +283,7 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     kept = [f":(literal){name}" for name in untracked if name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
-        # copy2 keeps the modification time. Git needs it to find recent edits.
+        # copy2, because git needs the modification time
         shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
         if kept:
             add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
@@ -317,9 +313,6 @@ def _struck(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-# Software
-
-
 def host_software(in_images: bool) -> Software:
     host = {} if in_images else {"host": _versions([sys.executable], "-P")}
     return {"driver": _driver()} | host
@@ -334,7 +327,7 @@ def _image(path: Path) -> Facts:
 
 
 def _versions(python: list[str], isolation: str = "-I") -> dict[str, str]:
-    """Return versions by package. `isolation`: Python's -I, or -P, which keeps PYTHONPATH."""
+    """Return versions by package. `isolation`: Python's -I, or -P to keep PYTHONPATH."""
     argv, env = (
         [*python, isolation, "-c", VERSIONS],
         containers.without_apptainer_options(os.environ),
@@ -359,9 +352,6 @@ def _driver() -> str | None:
     except (subprocess.SubprocessError, OSError):
         return None
     return ", ".join(sorted(set(done.stdout.split()))) or None
-
-
-# Outputs
 
 
 def _outputs(run_dir: Path, stage: str) -> dict[str, Any]:
@@ -434,8 +424,8 @@ def verify(
 ) -> list[str]:
     """Compare the files that `stage` reads with the receipt. Write digests to `inputs.json`.
 
-    Return the earlier stages whose files the receipt does not list. Raise OrreryError for the first
-    file that differs. Return early once `stop()` is true.
+    Return the earlier stages whose files the receipt does not list. Raise OrreryError if a file
+    differs.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
     told, unknown = recorded(run_dir), []

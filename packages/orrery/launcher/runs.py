@@ -1,7 +1,4 @@
-"""Find a run, or adopt the state of another run.
-
-A user gives the run's name (`reverse_text`) or folder (`reverse_text-0123456789ab`).
-"""
+"""Find a run by name or folder (`reverse_text-0123456789ab`), or adopt another run's state."""
 
 import hashlib
 import json
@@ -141,7 +138,6 @@ def place_site(
     shard: int | None,
     rewinds: bool = False,
 ) -> None:
-    """Store in the run's folder how this site joins a run of several sites."""
     run = find(word)
     if run.manifest.trainer.elastic is None and run.manifest.orchestrator.guests is None:
         raise OrreryError(
@@ -158,7 +154,7 @@ def place_site(
 
 
 def check_shard(word: str, shard: int) -> None:
-    """Raise OrreryError if data is sharded by file and this machine lacks a file of `shard`."""
+    """Raise OrreryError if data is sharded by file and a file of `shard` is missing here."""
     workspace = find_workspace()
     sft = find(word, workspace).manifest.stages.sft
     if sft is None or sft.data.kind != "text" or sft.data.shard_by is None:
@@ -272,12 +268,12 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# Files that `adopt` leaves out.
+# not copied by `adopt`
 LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}")
 
 
 def adopt(run: Run, other: Run) -> str:
-    """Copy the state of the run `other` into the new folder of `run`. Return a message.
+    """Copy the state of `other` into a new folder for `run`.
 
     Raise OrreryError if `run` has begun or cannot adopt `other`.
     """
@@ -317,7 +313,7 @@ def adopt(run: Run, other: Run) -> str:
             publish_folder(made, run.path)
         except BaseException as error:
             shutil.rmtree(made, ignore_errors=True)
-            if isinstance(error, shutil.Error):  # copytree's error lists the errors of all files
+            if isinstance(error, shutil.Error):  # copytree lists the errors of all files
                 why = error.args[0][0][2]
                 raise OrreryError(f"{run.path.name}: cannot adopt the other run: {why}") from error
             raise

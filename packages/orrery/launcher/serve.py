@@ -1,7 +1,6 @@
-"""Serve a run's weights, or a Hugging Face folder, by vLLM on this machine.
+"""Serve a run's weights or a Hugging Face folder with vLLM, and export checkpoints.
 
-The server runs in a temporary run directory, kept after a failure. With Slurm, `orrery export` runs
-as a job, because a login node has no torch and little memory.
+With Slurm, an export runs as a job, because login nodes lack torch and memory.
 """
 
 import json
@@ -49,7 +48,7 @@ MODULE = "orrery.inference.folder"
 CONFIG = "config.json"
 POLL_S = 0.1
 STOP_S = 10.0  # wait between SIGTERM and SIGKILL
-MAX_EXAMPLE = 2000  # maximum number of characters of the printed example
+MAX_EXAMPLE = 2000  # maximum characters of the printed example
 CUDA = "CUDA_VISIBLE_DEVICES"
 
 
@@ -241,7 +240,7 @@ def _has_chat_template(folder: Path) -> bool:
     return config.is_file() and bool(read_object(config, "copy it again").get("chat_template"))
 
 
-# The job removes $1, the container's /tmp.
+# $1 becomes the container's /tmp, and is removed afterwards
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
 CPUS, MEMORY_MB = 2, 16_000
 
@@ -287,7 +286,7 @@ def _in_image(
 
 
 def _check_arrived(code: int, to: Path | None) -> int:
-    # List the parent, because a network file system may cache that `to` is missing.
+    # List the parent, because NFS may cache that `to` is missing.
     if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
         raise OrreryError(
             f"--to {to}: the job wrote it on its node, but this node does not see it. "

@@ -1,6 +1,6 @@
-"""Read the site file (TOML): settings of a cluster. They do not change a run's id.
+"""Read the site file (TOML), a cluster's settings. They do not change a run's id.
 
-The variable ORRERY_SITE holds the file's path. The default is `site.toml` in the checkout.
+ORRERY_SITE names the file. The default is `site.toml` in the checkout.
 """
 
 import os
@@ -53,7 +53,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # for jobs without GPUs. If empty, `partition`.
+    cpu_partition: NoWord = ""  # for jobs without GPUs. Default: `partition`.
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
@@ -63,7 +63,7 @@ class Slurm(Record):
     poll_s: PositiveInt = 10
     extra: Annotated[tuple[str, ...], Field(strict=False)] = ()
     pre_run: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    template: str = ""  # path of a Jinja2 job script in the checkout
+    template: str = ""  # Jinja2 job script in the checkout
 
     @model_validator(mode="after")
     def pre_run_holds_no_secrets(self) -> "Slurm":
@@ -120,14 +120,13 @@ class Containers(Record):
 
 class Network(Record):
     interface: Word
-    gbit_per_s: PositiveFloat = 400.0  # network bandwidth of a device, for `orrery plan`
+    gbit_per_s: PositiveFloat = 400.0  # bandwidth per device, for `orrery plan`
 
 
 class Roles(Record):
-    """Settings of all roles.
+    """`deadline_scale` multiplies deadlines.
 
-    `deadline_scale` multiplies deadlines. `checkpoint_target`: fsspec URL of the folder for copies
-    of complete checkpoints.
+    `checkpoint_target`: fsspec URL of a folder for copies of complete checkpoints.
     """
 
     deadline_scale: PositiveFloat = 1.0
@@ -208,7 +207,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # Report a misspelt key before the missing key that it causes.
+    # A misspelt key causes a missing key, so report it first.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

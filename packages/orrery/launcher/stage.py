@@ -1,4 +1,4 @@
-"""Hold the state of a running stage, and end its processes."""
+"""Hold a running stage's state, and end its processes."""
 
 import math
 import os
@@ -41,16 +41,16 @@ from orrery.runtime.run_directory import (
     weights_path,
 )
 
-KILLED_S = 10.0  # maximum wait for the end of a killed process
-# exit codes after SIGTERM, which Slurm sends to a step's ranks when one fails
+KILLED_S = 10.0  # maximum wait after SIGKILL
+# exit codes after SIGTERM. Slurm sends it to all ranks of a failed step.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to run. `num_devices` is None on CPUs. `allocation` is None for local processes.
+    """A stage to run. `num_devices` is None on CPUs, and `allocation` without Slurm.
 
-    `max_restarts`: maximum number of engine restarts within a day.
+    `max_restarts`: maximum engine restarts per day.
     """
 
     run_dir: Path
@@ -96,7 +96,7 @@ class RunningStage:
         self.processes: Sequence[Process | SlurmTask] = []
         self.health: dict[str, Health] = {}
         self.health_view = HealthView()
-        self.fenced: dict[str, str] = {}  # process name → reason to kill the process
+        self.fenced: dict[str, str] = {}  # reason to kill, by process name
         self.engine_restarts: Counter[str] = Counter()
         self.is_preempted = False
         slurm_job = job.allocation.job if job.allocation else None
@@ -181,7 +181,7 @@ class RunningStage:
 def end_all(stage: RunningStage, grace_s: float) -> str:
     """Send SIGTERM to all processes, and SIGKILL after `grace_s` or a second Ctrl-C.
 
-    Return a message that names processes which survived SIGKILL, or "".
+    Return a message about processes that survive SIGKILL, or "".
     """
     interrupted = len(stage.interrupts.received)
     for process in stage.processes:
@@ -208,10 +208,10 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 
 
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
-    """Kill strays: processes that roles started outside their process groups.
+    """Kill processes that roles started outside their own process groups.
 
-    A stray has the attempt's mark `start` in its environment. `incarnation` (process name and
-    restart number, `inference.0.2`) limits the kill to that process's strays.
+    Their environment has the attempt's mark `start`. `incarnation` (such as `inference.0.2`) limits
+    the kill to one process's children.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -257,7 +257,7 @@ def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -
     Then upload the newest checkpoint to `target`, unless it is "".
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
-    # Rank 0 comes last, because its save waits for all other ranks.
+    # Rank 0 comes last, because its save waits for other ranks.
     if not (folders := sorted(map(str, found), reverse=True)):
         return
     log_path(run_dir, "trainer.0").parent.mkdir(exist_ok=True)

@@ -1,7 +1,6 @@
-"""Read and write a run's `status.json`, and hold the run's lock.
+"""Read and write a run's `status.json`, and hold the run's lock (flock).
 
-The launcher holds the lock by flock until it ends. If `status.json` says `running` and no process
-holds the lock, the launcher was killed.
+If the status is `running` but the lock is free, the launcher was killed.
 """
 
 import fcntl
@@ -22,12 +21,12 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # maximum wait for the lock, which `lock_holder` takes briefly
+LOOKED_AT_S = 1.0  # longer than `lock_holder` holds the lock
 
 
 @dataclass
 class RoleStatus:
-    """A process's state. `pid` is 0 under Slurm. `exit` is None while it runs."""
+    """A process's state. `pid` is 0 under Slurm. `exit` is None while the process runs."""
 
     name: str
     node: str
@@ -81,9 +80,6 @@ def newest_checkpoint(run_dir: Path, stage: str = "rl") -> int | None:
     return max((one.step for one in whole_checkpoints(run_dir, stage)), default=None)
 
 
-# The lock
-
-
 def _path(run_dir: Path) -> Path:
     return run_dir / LOCK
 
@@ -133,7 +129,7 @@ def _locked(descriptor: int, kind: int) -> bool:
 
 
 def lock_holder(run_dir: Path) -> Holder | None:
-    """Return the lock's holder, or None if the lock is free or its file names no live launcher."""
+    """Return the lock's holder, or None if the lock is free or names no live launcher."""
     try:
         descriptor = os.open(_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
@@ -152,5 +148,5 @@ def lock_holder(run_dir: Path) -> Holder | None:
 
 
 def _started(pid: int) -> int:
-    """Return a process's start in ticks since boot, which the wall clock does not affect."""
+    """Return the start time in ticks since boot, independent of the wall clock."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,10 +1,9 @@
-"""Supervise one stage, from the start of its processes to its marker file `DONE`.
+"""Run one stage, from the start of its processes to its marker file `DONE`.
 
-- The supervisor holds the run's lock, so two launchers never share a run directory.
-- If a process fails or a server ends early, all processes are ended within seconds. Only engines
-  may be restarted (`failure.py`).
+- If a process fails or a server ends early, the stage ends within seconds. Only engines can restart
+  (`failure.py`).
 - If the launcher is killed, roles end by themselves. The next start removes their files.
-- A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
+- A stage is never retried, but Slurm may requeue its job.
 """
 
 import json
@@ -71,17 +70,17 @@ from orrery.runtime.run_directory import (
 from orrery.runtime.timing import HAND_OVER_S, Pace, duration
 
 POLL_S, LOOK_S = 0.1, 0.5
-HUNG_S = 5.0  # maximum wait for the end of a failed process
+HUNG_S = 5.0  # maximum wait for a failed process to end
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 SITE_END_S = STOPPED_END_S + HAND_OVER_S  # for a site of an elastic run
-SAVES_S = 3.0  # wait before telling the user about unsaved checkpoints
-RESTART_LOCK_S = 90.0  # maximum wait until a file system frees a dead node's lock
+SAVES_S = 3.0  # delay of a message about unsaved checkpoints
+RESTART_LOCK_S = 90.0  # maximum wait for a dead node's lock
 
 
 def run_stage(job: Job) -> Outcome:
-    log_level()  # raise for an unknown log level
+    log_level()  # raises for an unknown log level
     restarted = job.allocation is not None and job.allocation.restarts > 0
-    os.umask(os.umask(0o077) | 0o002)  # users outside the group may not write into the run
+    os.umask(os.umask(0o077) | 0o002)  # users outside the group may not write
     with ExitStack() as stack:
         interrupts = stack.enter_context(catch_signals())
         within_s = RESTART_LOCK_S if restarted else LOOKED_AT_S
@@ -161,7 +160,7 @@ class Supervisor:
                 "ended_s": stage.status.ended_s,
                 "wall_s": self.wall_s,
             }
-            sync_folders(run_dir)  # flush first: the marker DONE says that all files are durable
+            sync_folders(run_dir)  # DONE promises that all files are durable
             write_atomic(done_path(run_dir, name), (json.dumps(row) + "\n").encode())
         return outcome
 
@@ -199,16 +198,16 @@ class Supervisor:
             stage.log(outcome.message)
         try:
             self._write_receipt(outcome)
-        except Exception as error:  # an error in the receipt must not fail the stage
+        except Exception as error:  # a receipt error must not fail the stage
             with suppress(OSError):
                 why = explain_os_error(error) if isinstance(error, OSError) else repr(error)
                 stage.log(f"no receipt: {why}")
         return outcome
 
     def _finish_saves(self, outcome: Outcome) -> Outcome:
-        """Wait until trainers' checkpoint copies are saved, or until the next Ctrl-C.
+        """Wait until checkpoint copies are saved, or until the next Ctrl-C.
 
-        At the end of a Slurm job, leave time to requeue the job.
+        At the end of a Slurm job, leave time to requeue it.
         """
         stage, received = self.stage, len(self.stage.interrupts.received)
         limit_s = self.preemption.saved_by_s if outcome.requeue == "ask" else math.inf
@@ -251,8 +250,6 @@ class Supervisor:
             engine_restarts=stage.engine_restarts,
             endings={process.name: process.ending for process in stage.processes},
         )
-
-    # Starting
 
     def _tell_restart(self) -> None:
         allocation, stage, last = self.job.allocation, self.stage, self.last
@@ -338,8 +335,6 @@ class Supervisor:
             started.append(process)
             on = sorted(own) if own else "any"
             stage.log(f"{process.name}: pid {process.pid}, port {port}, cores {on}")
-
-    # Watching
 
     def _watch(self, view: View) -> Outcome:
         stage = self.stage

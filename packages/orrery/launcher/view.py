@@ -1,6 +1,6 @@
-"""Pass metric rows to the sinks (such as W&B), and show the stage's progress on stderr.
+"""Pass metric rows to sinks (such as W&B), and show progress on stderr.
 
-A sink is dropped after its first error.
+A sink is removed after an error.
 """
 
 import sys
@@ -22,7 +22,7 @@ from orrery.runtime.metrics import MetricsTail, Row
 
 READ_S = 0.5
 LIVE_S, PLAIN_S, QUIET_S = 0.5, 5.0, 60.0
-MANY = 10  # with more processes, show a line per role, not per process
+MANY = 10  # with more processes, show a line per role
 NUM_KINDS, NUM_ENDED = 3, 5
 
 

@@ -1,10 +1,9 @@
-"""Define the interface of codecs, which encode float32 values as bytes and decode them.
+"""Define the interface of codecs between float32 values and bytes.
 
 - Blocks of `block` values are encoded independently.
-- Values are finite, with magnitudes up to 2^100. If all magnitudes in a block are below 2^-100, a
-  lossy codec decodes the block to zeros.
-- Equal values give equal bytes on every host, with or without native code, because each float32
-  operation rounds once and sums use integers.
+- Magnitudes are at most 2^100. Lossy codecs decode a block of magnitudes below 2^-100 to zeros.
+- Equal values give equal bytes on every host, with or without native code. Therefore float32
+  operations round once, and sums use integers.
 """
 
 import os
@@ -24,8 +23,8 @@ Bytes = NDArray[np.uint8]
 
 SMALLEST = np.float32(2.0**-100)
 LARGEST = np.float32(2.0**100)
-UNITS = np.float32(2.0**20)  # sums use integers, in units of the largest magnitude / 2^20
-THREAD_VALUES = 1 << 18  # minimum number of values per thread
+UNITS = np.float32(2.0**20)  # sums are integers in units of max |x| / 2^20
+THREAD_VALUES = 1 << 18  # minimum values per thread
 
 
 class Codec(ABC):
@@ -33,7 +32,7 @@ class Codec(ABC):
     block: ClassVar[int]
 
     def __init__(self, num_threads: int = 1, native: Library | bool | None = True) -> None:
-        """`native`: compiled library, True to build it, or False or None to use numpy."""
+        """`native`: a library, True to build it, False or None for numpy."""
         found = library() if native is True else native or None
         self._native = (found.encoder(self.kind), found.decoder(self.kind)) if found else None
         self._encode_sum = found.sum_encoder(self.kind) if found else None
@@ -49,7 +48,7 @@ class Codec(ABC):
     def _values(self, wire: Bytes, n: int) -> Floats: ...
 
     def encode(self, x: Floats, out: Bytes | None = None) -> Bytes:
-        """Return x, f32[n], as bytes. Write them to `out` if given.
+        """Return x, f32[n], as bytes, in `out` if given.
 
         Raise ElasticError for NaN, infinity and magnitudes over 2^100.
         """
@@ -69,9 +68,9 @@ class Codec(ABC):
         return wire
 
     def encode_sum(self, x: Floats, share: float, added: Bytes | None, out: Bytes) -> Bytes:
-        """Encode the sum of `share` · x and the decoded `added` into `out`. Return `out`.
+        """Encode `share` · x plus the decoded `added` into `out`, and return it.
 
-        If `share` is 0, the product is 0 even for NaN.
+        If `share` is 0, x may contain NaN.
         """
         if added is not None:
             added = self._checked(added, x)
@@ -87,7 +86,7 @@ class Codec(ABC):
         return out
 
     def decode(self, wire: Bytes, out: Floats) -> None:
-        """Decode the bytes `wire` to `out`, f32[n]. Raise ElasticError for a wrong length."""
+        """Decode `wire` to `out`, f32[n]. Raise ElasticError for a wrong length."""
         self._decode(self._checked(wire, out), out, 1.0, False)
 
     def decode_add(self, wire: Bytes, acc: Floats, scale: float = 1.0) -> None:
@@ -156,7 +155,7 @@ def blocks_of(x: Floats, block: int) -> Floats:
 
 
 def scales_of(rows: Floats, steps: int) -> tuple[Floats, Floats]:
-    """Return each row's scale, its largest magnitude / `steps`, and 1 / scale. Tiny rows give 0."""
+    """Return each row's scale, max |x| / `steps`, and 1 / scale (both 0 for tiny rows)."""
     absmax = np.abs(rows).max(axis=1)
     absmax[absmax < SMALLEST] = 0
     some = np.where(absmax > 0, absmax, np.float32(1))

@@ -1,4 +1,4 @@
-"""Encode every value: float32, and integers with a scale or a codebook for each block."""
+"""Encode every value: as float32, or as an integer with a scale or codebook per block."""
 
 import numpy as np
 
@@ -8,8 +8,6 @@ BOOK_BYTES = 1024
 
 
 class Float32Codec(Codec):
-    """Encode values as float32 without compression, 4 bytes a value."""
-
     kind = "float32"
     block = 1
 
@@ -27,9 +25,9 @@ class Float32Codec(Codec):
 
 
 class Int8BlockCodec(Codec):
-    """Encode values as 8-bit integers with a scale per 256 values, 1.016 bytes a value.
+    """Encode values as int8 with a scale per 256 values, 1.016 bytes a value.
 
-    The scale is the largest magnitude / 127. Layout: float32 scales, then one int8 a value.
+    The scale is max |x| / 127. Layout: float32 scales, then one int8 a value.
     """
 
     kind = "int8_block"
@@ -56,8 +54,8 @@ class Int8BlockCodec(Codec):
 class Int8CodebookCodec(Codec):
     """Encode blocks of 65,536 values by 256 levels over ±6σ, 1.016 bytes a value.
 
-    Each level is the mean of the values that it encodes. Layout: a codebook (256 float32) for each
-    block, then one byte a value. Source: INTELLECT-1 (arXiv 2412.01152, §2.2).
+    A level is the mean of its values. Layout: 256 float32 levels per block, then one byte a value.
+    Source: INTELLECT-1 (arXiv 2412.01152, §2.2).
     """
 
     kind = "int8_codebook"
@@ -97,9 +95,8 @@ def _codebook(values: Floats) -> tuple[Floats, Bytes]:
 class Int4BlockCodec(Codec):
     """Encode values as 4-bit integers with a scale per 256 values, 0.516 bytes a value.
 
-    The scale is the largest magnitude / 7. Layout: float32 scales, then ⌈m/2⌉ bytes per block of m
-    values. Byte i holds integer i in its low 4 bits and integer i + ⌈m/2⌉ in its high 4 bits, each
-    with 8 added.
+    The scale is max |x| / 7. Layout: float32 scales, then ⌈m/2⌉ bytes per block of m values. Byte i
+    has integer i in its low half and integer i + ⌈m/2⌉ in its high half, each plus 8.
     """
 
     kind = "int4_block"

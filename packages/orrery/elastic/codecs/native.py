@@ -1,7 +1,6 @@
 """Build the codecs' native code with `g++` into `~/.cache/orrery`, and load it.
 
-- The library's name contains a hash of the processor, because different hosts may share the cache.
-- Without a compiler, the codecs use numpy and return the same bits.
+The file name has a hash of the processor, because hosts may share the cache.
 """
 
 import ctypes
@@ -31,13 +30,13 @@ BUILD_S = 120.0
 
 
 class Library:
-    """Native functions. Each processes the blocks `first` to `last` − 1."""
+    """Native functions. The last two arguments select blocks [first, last)."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
 
     def encoder(self, kind: str) -> Callable[..., int]:
-        """Return `encode`, which returns the index of an invalid value or -1."""
+        """Return a function that returns the index of an invalid value or -1."""
         call = self._library[f"{kind}_encode"]
         call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64

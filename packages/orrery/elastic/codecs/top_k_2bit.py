@@ -1,12 +1,12 @@
 """Keep the 64 largest magnitudes of each 4,096 values, 0.029 bytes a value.
 
-A kept value becomes plus or minus one of two levels. The high level is the mean of the kept
-magnitudes above their mean. The low level is the mean of the others. Dropped values become 0. Use
-`ErrorFeedback` to send them in later exchanges. Source: SparseLoCo (arXiv 2508.15706).
+A kept value becomes a sign and one of two levels. The high level is the mean of kept magnitudes
+above their mean, the low level the mean of the others. `ErrorFeedback` sends dropped values later.
+Source: SparseLoCo (arXiv 2508.15706).
 
-A block of m values keeps k = ⌈m/64⌉ of them. Layout: low and high level (float32), k codes of 2
-bits, k indices of 12 bits. Bit 0 of a code selects the level, bit 1 is the sign. The codes and the
-indices are each padded to whole bytes.
+A block of m values keeps k = ⌈m/64⌉ values. Layout: low and high level (float32), k codes of 2
+bits, k indices of 12 bits, each list padded to whole bytes. Bit 0 of a code selects the level, bit
+1 is the sign.
 """
 
 import numpy as np
@@ -63,7 +63,7 @@ def _records(rows: Floats) -> Bytes:
     num_rows, m = rows.shape
     k = -(-m // SHARE)
     bits = np.abs(rows).view(np.uint32).astype(np.uint64)
-    # If magnitudes are equal, keep the lower index.
+    # Among equal magnitudes, keep the lower index.
     keys = bits << np.uint64(12) | np.arange(LAST, LAST - m, -1).astype(np.uint64)
     best = np.partition(keys, m - k, axis=1)[:, m - k :]
     places = np.sort(LAST - (best & np.uint64(LAST)).astype(np.int64), axis=1)

@@ -1,1 +1,1 @@
-"""Slurm: its queue, a stage's job, and the steps inside that job."""
+"""Run a stage as a Slurm job."""

@@ -1,7 +1,4 @@
-"""Start a stage's steps in the Slurm job that this launcher runs in.
-
-The launcher writes the run's token to srun's stdin, and srun copies it to each task.
-"""
+"""Start a stage's steps in the Slurm job that this launcher runs in."""
 
 import os
 import subprocess
@@ -36,10 +33,7 @@ CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 
 @dataclass(frozen=True)
 class Allocation:
-    """A job's allocation.
-
-    `nodes`: host names by job component. `restarts`: how often Slurm has restarted the job.
-    """
+    """A Slurm job's nodes. `nodes`: host names by job component. `restarts`: number of requeues."""
 
     job: str
     restarts: int
@@ -94,7 +88,7 @@ class Allocation:
     def command(
         self, step: StepPlan, run_dir: Path, code: Path, stage: str, attempt: int, incarnation: int
     ) -> tuple[list[Path], list[str]]:
-        """Return (folders that the command needs on its node, the command)."""
+        """Return (folders to create on the node, the role's command)."""
         where = self.site.containers
         python = sys.executable if where is None else "python3"
         argv = role_argv(python, step.module, run_dir, stage, attempt, 0, incarnation)
@@ -114,7 +108,7 @@ class Allocation:
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
         """Return the nodes on which two probe steps in a row failed.
 
-        Return [] if at least half of the nodes are silent, or if all `suspected` nodes answer.
+        Return [] if half of the nodes or more failed, or all `suspected` nodes answer.
         """
         if suspected and not self._without_answer(suspected):
             return []

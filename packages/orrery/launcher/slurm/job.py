@@ -1,10 +1,10 @@
-"""Plan and run the Slurm job of a stage: its components, `sbatch` command, and `srun` steps.
+"""Plan and run a stage's Slurm job: components, `sbatch` command and `srun` steps.
 
 - Each node group is a component. Several components form a heterogeneous job.
-- Each engine has one step on its first node, and a second step on its further nodes. In a node
-  group, each other role has one step.
+- An engine has one step on its first node, and another on its further nodes. Other roles have one
+  step per node group.
 - A failed task ends its step (`--kill-on-bad-exit`). A finished task does not (`--wait=0`), because
-  the first rank may upload for a long time.
+  rank 0 may still upload.
 """
 
 import math
@@ -121,9 +121,9 @@ def batch_job(
 
 
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
-    """Return the job script that the Jinja2 template at `path` renders from `fields`.
+    """Render the job script from the Jinja2 template at `path`.
 
-    Raise OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
+    Raise OrreryError if rendering fails, or the script lacks `#!` or the field `command`.
     """
     import jinja2
 
@@ -163,12 +163,12 @@ def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
 
 
 LOOK_S = 0.2
-CTRL_C_S = 0.2  # srun kills the step after two SIGINTs within a second
+CTRL_C_S = 0.2  # srun kills a step after two SIGINTs within a second
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One srun step. Each of its nodes runs the same number of processes.
+    """One srun step, with equally many processes on each node.
 
     `devices`: (first device, number of devices) that all tasks on a node see.
     """
@@ -193,8 +193,8 @@ class StepPlan:
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
     """Return the stage's steps in the plan's order, servers first.
 
-    Slurm gives overlapping steps the same devices, so `task.sh` selects each task's devices.
-    Trainer tasks see all trainer devices of the node, for CUDA IPC.
+    Overlapping steps get the same devices, so `task.sh` selects each task's devices. Trainer tasks
+    see all trainer devices of a node, for CUDA IPC.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -240,7 +240,6 @@ def step_options(
     component: int | None, nodelist: str, num_nodes: int, tasks_per_node: int,
     cpus_per_task: int, gres: str | None, stdin: Literal["none", "all"] = "none",
 ) -> list[str]:  # fmt: skip
-    """Return srun's options for a step. `component`: None outside a heterogeneous job."""
     return [
         *("srun", *([f"--het-group={component}"] if component is not None else [])),
         *(f"--nodes={num_nodes}", f"--nodelist={nodelist}"),
@@ -288,7 +287,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Start the step again, unless another task of this step did. Return the new step."""
+        """Start the step again. Return the new step, as do later calls."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
@@ -354,7 +353,7 @@ class SlurmTask:
             return ended[self.rank]
         if code is None or not ended:
             return code
-        return 0 if code == 0 else -signal.SIGTERM  # srun ended the task, because another failed
+        return 0 if code == 0 else -signal.SIGTERM  # srun ended the task after another failed
 
     @property
     def ending(self) -> str | None:
@@ -394,7 +393,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 + signal. Roles also exit with 143, so keep 143.
+        # Apptainer exits with 128 + signal, but roles also exit with 143.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

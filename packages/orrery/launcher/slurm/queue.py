@@ -1,7 +1,6 @@
 """Read Slurm's queue: a user's jobs and their states.
 
-- `squeue` gives states. `sacct` gives failed nodes, and states of jobs that `squeue` omits.
-- Job names contain a hash of the run folder's path, so they differ between checkouts.
+Job names contain a hash of the run folder's path, to differ between checkouts.
 """
 
 import os
@@ -21,14 +20,14 @@ T = TypeVar("T")
 JobState = Literal["waiting", "running", "done", "lost", "failed"]
 
 STATES: dict[str, JobState] = {
-    # jobs that have not started or that Slurm will restart
+    # Slurm will start or restart the job
     "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "EXPEDITING": "waiting",
     "REQUEUE_FED": "waiting", "REQUEUE_HOLD": "waiting", "RESV_DEL_HOLD": "waiting",
     "SPECIAL_EXIT": "waiting", "POWER_UP_NODE": "waiting",
     "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "STAGE_OUT": "running",
     "RESIZING": "running", "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
     "COMPLETED": "done",
-    # jobs that the cluster ended and that Slurm requeues soon
+    # Slurm will requeue the job soon
     "NODE_FAIL": "lost", "PREEMPTED": "lost",
     "BOOT_FAIL": "failed", "CANCELLED": "failed", "DEADLINE": "failed", "FAILED": "failed",
     "OUT_OF_MEMORY": "failed", "TIMEOUT": "failed", "REVOKED": "failed", "LAUNCH_FAILED": "failed",
@@ -73,7 +72,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without Slurm's variables. `inside`: keep those that srun needs."""
+    """Return `env` without Slurm's variables. With `inside`, keep variables that srun needs."""
 
     def is_kept(name: str) -> bool:
         if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):
@@ -146,7 +145,7 @@ def slurm_states(ids: Iterable[str]) -> dict[str, str]:
     except OrreryError as error:
         if "Invalid job id" not in str(error):
             raise
-        listed = []  # squeue fails for a single id that it no longer lists
+        listed = []  # squeue fails for a single unlisted id
     found = {job.id: job.slurm_state for job in listed}
     forgotten = [id for id in ids if id not in found]
     return {**found, **_accounted(forgotten)} if forgotten else found
@@ -192,14 +191,14 @@ def hostnames(listed: str) -> list[str]:
 
 
 def cancel(ids: Sequence[str]) -> None:
-    """Send SIGTERM to the launchers of running jobs, wait for their end, then cancel all jobs.
+    """End the launchers of running jobs by SIGTERM, then cancel all jobs.
 
-    The launchers remove scratch folders in a Slurm step, which a cancelled job cannot start.
+    A launcher removes scratch folders in a step, and a cancelled job cannot start steps.
     """
     if not ids:
         return
     try:
-        with suppress(OrreryError):  # raised if no job runs
+        with suppress(OrreryError):  # no job runs
             call("scancel", "--batch", "--signal=TERM", "--state=RUNNING", *ids)
             limit_s = time.monotonic() + CANCEL_S
             while time.monotonic() < limit_s and _any_runs(ids):
@@ -237,7 +236,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Parse `1-02:03:04`, `2:03:04` or `03:04`. Return None for other texts."""
+    """Parse `1-02:03:04`, `2:03:04` or `03:04`, or return None."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None
