@@ -574,6 +574,13 @@ def test_answers_that_their_pattern_refuses_name_both_fields(tmp_path):
     assert task(**args(path, verdict=verdict, **marked)).check_rows(None, 99) > 20
 
 
+def test_a_condition_on_an_absent_column_names_where(path):
+    with pytest.raises(
+        OrreryError, match="lack the column 'family'.*correct `where` or add the column"
+    ):
+        task(**args(path, where={"family": ["gcd"]}))
+
+
 def test_rows_without_a_column_are_counted_and_the_columns_are_listed(tmp_path):
     path = write(tmp_path / "rows.jsonl", [*ROWS, {"qestion": "?", "answer": "1"}] * 2)
     with pytest.raises(OrreryError) as error:

@@ -75,6 +75,8 @@ def check(manifest: Manifest) -> list[str]:
             )
         if num_rows is not None and path == "tasks.evaluation[0]":
             notes += _repeated_problems(manifest, num_rows)
+        if num_rows is not None and path == "stages.sft.data.task":
+            notes += _repeated_demonstrations(manifest, num_rows)
     _check_sides(manifest)
     return lines + notes
 
@@ -147,6 +149,16 @@ def _repeated_problems(manifest: Manifest, num_rows: int) -> Iterator[str]:
                 f"{NOTE}{field}.num_problems {asked}: only {num_rows} rows are held out, so some "
                 f"are asked again. Set it to {num_rows} or fewer"
             )
+
+
+def _repeated_demonstrations(manifest: Manifest, num_rows: int) -> Iterator[str]:
+    sft = manifest.stages.sft
+    if sft is None or sft.data.kind != "demonstrations" or sft.data.num_problems <= num_rows:
+        return
+    yield (
+        f"{NOTE}stages.sft.data.num_problems {sft.data.num_problems}: the side has only {num_rows} "
+        f"rows, so some are shown again in an epoch. Set it to {num_rows} or fewer"
+    )
 
 
 def _check_sides(manifest: Manifest) -> None:

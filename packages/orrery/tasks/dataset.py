@@ -156,7 +156,8 @@ class Dataset(SingleTurn):
                 kept.append(at)
         for name, rows in lacks.items():
             has = ", ".join(map(repr, self._row(rows[0]))) or "none"
-            advice = f"correct the template or add the column. The first has the columns {has}"
+            what = "`where`" if name in self.args.where else "the template"
+            advice = f"correct {what} or add the column. The first has the columns {has}"
             kind = f"rows lack the column {name!r}"
             raise OrreryError(self._sentence(kind, rows, advice, len(self._rows)))
         return kept
