@@ -1,4 +1,4 @@
-"""Run one rank of the trainer in one stage: `python -m orrery.trainer --stage init|sft|rl`."""
+"""Run one trainer rank in one stage: `python -m orrery.trainer --stage init|sft|rl`."""
 
 import gc
 import shutil
@@ -19,7 +19,7 @@ def main() -> None:
             raise OrreryError(
                 f"--stage: the trainer has no stage {ctx.stage!r}; choose from {', '.join(STAGES)}"
             )
-        gc.disable()  # imported objects live until exit
+        gc.disable()  # imported objects are never garbage
         import_module("orrery.trainer.assemble" if ctx.stage != "init" else "orrery.models.weights")
         gc.freeze()
         gc.enable()
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def initialize(ctx: RoleContext) -> None:
-    """Write the start weights and the tokenizer as the Hugging Face folder `weights/init`."""
+    """Write the Hugging Face folder `weights/init`: initial weights and tokenizer."""
     import torch
 
     from orrery.models import weights

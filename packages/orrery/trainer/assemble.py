@@ -42,7 +42,7 @@ from orrery.wire.weight_wire import (
     weight_dir,
 )
 
-STEP_DEADLINE_S = 600.0  # time limit for a batch, in addition to four rollout timeouts
+STEP_DEADLINE_S = 600.0  # time limit for a batch, plus four rollout timeouts
 ORCHESTRATOR_DEADLINE_S = 900.0
 
 
@@ -50,7 +50,7 @@ ORCHESTRATOR_DEADLINE_S = 900.0
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
     """Join the process group and yield its `World`.
 
-    After an error, the process group stays open, because closing it may hang.
+    After an error the group stays open, because closing it may hang.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
@@ -82,7 +82,7 @@ def assemble_learner(
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:
         learner.outer_momentum = fresh_outer(learner)
-        # Checkpoints must store each weight fragment's values after its last outer round.
+        # With fragments or in RL, checkpoints also store the weights after the last outer round.
         has_start = elastic.fragments > 1 or ctx.stage == "rl"
         learner.outer_start = fresh_outer(learner) if has_start else {}
     return learner
@@ -150,9 +150,9 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
-    """Return the seconds without progress after which a publication has stalled.
+    """Return the stall limit of a publication in seconds.
 
-    A direct transfer to engines must time out first, because its error names the absent ranks.
+    A direct transfer must time out first, because its error names the absent ranks.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -174,15 +174,12 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # One version in the engines, one in training, one queued, and `max_batches_ahead` more.
+    # Versions: one in the engines, one in training, one queued, plus `max_batches_ahead`.
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> int:
-    """Return the bytes of shared memory for kept weight versions.
-
-    Raise OrreryError if the versions do not fit in shared memory or on disk.
-    """
+    """Return the bytes of shared memory for kept versions. Raise OrreryError if they do not fit."""
     manifest = ctx.manifest
     if manifest.transport.weights != "files":
         return 0

@@ -3,12 +3,12 @@
     checkpoints/step_<n>.attempt_<k>/trainer/
         state.json            {"format", "step", "world_size", "frozen", "base_sha256"}
         rank_<i>.json         {name: {"shape", "dtype", "box"}}, box: [start, stop) per dimension
-        rank_<i>.safetensors  the values in these boxes, and random-number state
-        rank_<i>.sha256.json  size and sha256 of the two files above
-        published.json        {published policy version: digest} (`publish.py`)
+        rank_<i>.safetensors  values in these boxes, RNG state
+        rank_<i>.sha256.json  size and sha256 of both files
+        published.json        {policy version: digest} (`publish.py`)
 
 Names are `weight/<parameter>`, `bias/<buffer>`, or `<key>/<parameter>` for optimizer state.
-`torch.distributed.checkpoint` is not used because it stores pickles.
+`torch.distributed.checkpoint` is unused, because it stores pickles.
 """
 
 import hashlib
@@ -40,12 +40,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# State of a learner
-
-
 @dataclass(frozen=True)
 class StateTensor:
-    """This rank's shard of a tensor of `shape`. `box` is the shard's region of the tensor."""
+    """A rank's shard: the region `box` of a tensor of `shape`."""
 
     shape: tuple[int, ...]
     box: Box
@@ -78,7 +75,7 @@ def _frozen_names(learner: Learner) -> frozenset[str]:
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return one sha256 for all weight files in the folder `start`."""
+    """Return one sha256 over all weight files in `start`."""
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
     digest = hashlib.sha256()
@@ -121,13 +118,10 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
     return not any(index for index, placement in placed if placement.is_replicate())
 
 
-# Reading
-
-
 def load(learner: Learner, folder: Path) -> None:
-    """Load a checkpoint into the learner. Raise RunFailed if it is unreadable or of another model.
+    """Load a checkpoint. Raise RunFailed if it is unreadable or of another model.
 
-    Random-number state is restored only at the same world size.
+    Restore RNG state only at the checkpoint's world size.
     """
     stored, state = CheckpointReader(folder), state_of(learner)
     _check_fits(stored, state, learner, folder)
@@ -170,7 +164,7 @@ def _check_fits(
 
 
 class CheckpointReader:
-    """Read a checkpoint's tensors. Raise RunFailed if a file is unreadable."""
+    """Reads raise RunFailed if a file is unreadable."""
 
     def __init__(self, folder: Path):
         state = _read_json(folder / "state.json")

@@ -1,7 +1,7 @@
-"""Write checkpoints during training, and resume from them. `checkpoint.py` describes the files.
+"""Write checkpoints during training, and resume from them (files: `checkpoint.py`).
 
 - Training waits only for the copy into shared memory and for the previous checkpoint.
-- Each rank's saver process (`saver.py`) writes the rank's files, even if the trainer has died.
+- A saver process (`saver.py`) writes the copy to disk.
 - Write a step's metrics before its checkpoint, because a resumed run skips the step.
 """
 
@@ -58,10 +58,9 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """Save one rank's part of each checkpoint while training continues.
+    """Call `copy`, then `write`. `check` raises errors of earlier writes.
 
-    Call `copy` and `write` for each checkpoint, and `check` at every step to raise errors of
-    writing. The `with` block's end waits for the last checkpoint.
+    The end of the `with` block waits for the last checkpoint.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class CheckpointWriter:
             self._saver.wait()
 
     def reserve(self, learner: Learner, spared: int = 0) -> None:
-        """Start to allocate shared memory, and leave `spared` bytes free. A collective."""
+        """Start allocating shared memory, but leave `spared` bytes free. A collective."""
         self.wait()
         state = {name: one.local for name, one in state_of(learner).items() if one.writes}
         num_bytes = layout(state | rng_state(self._world.device)).file_bytes
@@ -104,7 +103,7 @@ class CheckpointWriter:
     def copy(
         self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None
     ) -> float:
-        """Copy the state and `files` into shared memory. Return the seconds taken. A collective.
+        """Copy the state into shared memory. Return the seconds taken. A collective.
 
         Raise RunFailed if HSDP replicas differ or a value is not finite.
         """
@@ -140,9 +139,9 @@ class CheckpointWriter:
         marker: Path | None = None,
         completion: Completion | None = None,
     ) -> None:
-        """Start to write the copy to disk. Rank 0 calls `on_written` when all ranks have written.
+        """Start writing the copy to disk. Rank 0 calls `on_written` when all ranks have written.
 
-        `marker`: path that exists once the checkpoint is complete, by default its folder.
+        `marker` (default: the folder) exists once the checkpoint is complete.
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
@@ -174,7 +173,7 @@ class CheckpointWriter:
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # not reached if the wait raises, so that `wait` can be repeated
+        self._work = None  # not reached if waiting fails, so that `wait` can be repeated
         if work.error is not None:
             raise work.error
 
@@ -183,7 +182,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait for the previous checkpoint's marker file, because a collective could time out."""
+        """Wait for the previous checkpoint's marker, because a collective could time out."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:
@@ -235,7 +234,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -> None:
-    """Raise RunFailed on every rank if the weights of HSDP replicas differ. A collective."""
+    """Raise RunFailed on every rank if HSDP replicas differ. A collective."""
     count = world.axis_size("dp_replicate")
     if count == 1:
         return
@@ -286,15 +285,8 @@ def _json(content: dict[str, Any]) -> bytes:
     return (json.dumps(content) + "\n").encode()
 
 
-# Checkpoints of a stage
-
-
 class StageCheckpoints:
-    """Write one rank's checkpoints of a stage.
-
-    `beside`: another role that writes a part of each checkpoint. `spared`: bytes of shared memory
-    to leave free.
-    """
+    """`beside`: role that writes part of each checkpoint. `spared`: bytes of /dev/shm left free."""
 
     def __init__(
         self,
@@ -306,7 +298,7 @@ class StageCheckpoints:
     ):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
         self._spared = spared
-        # Each attempt has a folder, because an earlier attempt's saver may still run.
+        # An earlier attempt's saver may still use that attempt's folder.
         memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}.{ctx.attempt}"
         self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 
@@ -316,7 +308,7 @@ class StageCheckpoints:
         num_steps = (manifest.sft if self._stage == "sft" else manifest.stages.rl).num_steps
         steps_left = range(self._learner.step + 1, num_steps + 1)
         if any(self.is_due(step) for step in steps_left):
-            # Remove copies of killed jobs. `reserve` allocates after all ranks have done so.
+            # Remove copies of killed jobs before any rank allocates.
             remove_memory(saves_prefix(self._ctx.run_dir))
             self._writer.reserve(self._learner, self._spared)
         return self
@@ -357,13 +349,13 @@ class StageCheckpoints:
 
 
 def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
-    """Load the newest complete checkpoint, if any, and return its folder. A collective."""
+    """Load the newest complete checkpoint, if any. Return its folder. A collective."""
     world = learner.world
     # In RL the orchestrator discards incomplete checkpoints.
     if stage != "rl" and world.is_first:
         checkpoints.discard_incomplete(ctx.run_dir, stage)
     newest = checkpoints.latest(ctx.run_dir, stage) or (0, 0)
-    # Other nodes may see a new folder late, so use the first rank's choice.
+    # Other nodes may see a new folder late, so rank 0 chooses.
     step, attempt = (world.all_gather(number)[0] for number in newest)
     if not step:
         return None

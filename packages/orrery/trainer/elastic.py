@@ -1,10 +1,10 @@
-"""Train one site of a run that trains one model at several sites (`orrery.elastic`).
+"""Train one of several sites that share a model (`orrery.elastic`).
 
 - Sites exchange weight updates in rounds. A phase is the steps between two rounds.
-- After a round each rank copies its state into shared memory (a snapshot). A site that joins or
-  missed rounds fetches the snapshot of another site.
-- P is the port of `listen` in `site.json`, which `orrery join` writes. etcd uses P and P + 1.
-  Rank i of R ranks serves snapshots at P + 2 + i, and exchanges updates at P + 2 + R + i.
+- After a round, each rank copies its state into shared memory (a snapshot). Sites that join or
+  missed rounds fetch snapshots of other sites.
+- With port P in `listen` of `site.json`, etcd uses P and P + 1. Rank i of R serves snapshots at
+  P + 2 + i, and exchanges updates at P + 2 + R + i.
 """
 
 import shutil
@@ -46,24 +46,24 @@ from orrery.trainer.optim import named_state
 from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
-FETCH_S = 60.0  # time limit of one attempt to fetch a snapshot
-PHASE_S = 24 * 3600.0  # time limit for other sites to train a phase
-ROUNDS = "rounds.json"  # checkpoint file with a `HeldRound`
+FETCH_S = 60.0  # time limit of one snapshot fetch
+PHASE_S = 24 * 3600.0  # time limit for the phase of other sites
+ROUNDS = "rounds.json"
 T = TypeVar("T")
 
 
 class HeldRound(msgspec.Struct, frozen=True):
-    """The last round before a checkpoint, and the progress through the data at that round."""
+    """The last round before a checkpoint, and its position in the data."""
 
     round: int
     shards: ShardMap
-    tokens: list[int] = []  # tokens or steps since the last round of each fragment of weights
+    tokens: list[int] = []  # by weight fragment: tokens or steps since its last round
 
 
 class SiteTraining:
     """Exchange weight updates with other sites. `resumed`: folder of the loaded checkpoint.
 
-    The next step reads the data shard `shard` from document `start`.
+    The next step reads data shard `shard` from document `start`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SiteTraining:
         self._files = Certificates.of(Path(self._place.certificates), self._place.name)
         self._member = SiteMember("", "", 0)
         self._stack = ExitStack()
-        self._site: EtcdSite | None = None  # only on the first rank
+        self._site: EtcdSite | None = None  # None except on rank 0
         self._codec = codec(spec.codec)
         self._feedback: ErrorFeedback | None = None
         if spec.error_feedback:
@@ -96,7 +96,7 @@ class SiteTraining:
         sft = ctx.manifest.stages.sft if ctx.stage == "sft" else None
         data = getattr(sft, "data", None)
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
-        self._phase = spec.inner_steps // spec.fragments  # steps between rounds
+        self._phase = spec.inner_steps // spec.fragments
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
         # Rounds after the last step exchange the other fragments.
         self._last = self._num_steps // self._phase + spec.fragments - 1
@@ -126,7 +126,7 @@ class SiteTraining:
         return sent + self._delay(sent)
 
     def __enter__(self) -> Self:
-        """Join the run. In SFT and at the start of RL, finish a round at once."""
+        """Join the run. In SFT and at the start of RL, also finish a round."""
         waiting = self._ctx.health.waiting("the other sites", deadline_s=self._limit_s())
         with waiting, ExitStack() as on_failure:
             on_failure.callback(self._stack.close)
@@ -157,9 +157,9 @@ class SiteTraining:
                     self._finish_round()
 
     def _delay(self, step: int) -> int:
-        """Return the number of steps between sending a round's update and applying its result.
+        """Return the number of steps from sending an update to applying the round's result.
 
-        It is 0 at checkpoints, at the last step, and in RL, where published weights are final.
+        Return 0 at checkpoints, at the last step, and in RL (published weights are final).
         """
         is_sft = self._ctx.stage == "sft"
         if not is_sft or step == self._num_steps or is_due(step, self._ctx.manifest, "sft"):
@@ -169,8 +169,6 @@ class SiteTraining:
     def checkpoint_files(self) -> dict[str, bytes]:
         held = HeldRound(self._loop.round - 1, self._shards, self._loop.fragment_tokens)
         return {ROUNDS: msgspec.json.encode(held)}
-
-    # Rounds
 
     def _finish_round(self) -> None:
         inner_s, row = time.monotonic() - self._inner_begin_s, self._round()
@@ -194,7 +192,7 @@ class SiteTraining:
                     return self._loop.apply(self._spec.delay_merge)
                 return self._loop.exchange()
             except Behind as behind:
-                # A site that missed only this round adds its update to the next round.
+                # A site that missed only this round adds its update to the next.
                 self._take_state(keeps_delta=behind.committed == self._loop.round)
             except LeaseLost as error:
                 self._ctx.log.warning("left behind: %s; joining again", error)
@@ -226,8 +224,6 @@ class SiteTraining:
             "round %d: %d sites, %d bytes sent, %.2f s, weights %s",
             *(row.round, len(row.members), row.num_bytes, row.sync_s, row.digest[:16]),
         )
-
-    # Joining
 
     def _open(self) -> None:
         spec, place, files = self._spec, self._place, self._files
@@ -276,7 +272,7 @@ class SiteTraining:
     def _check_room(self) -> None:
         """Raise ElasticError if snapshots do not fit into memory. A collective."""
         hosts = self._learner.world.all_gather(host_number())
-        state = HOST_BYTES // 3 * 2 * self._weights.num_parameters  # θ and the outer momentum
+        state = HOST_BYTES // 3 * 2 * self._weights.num_parameters  # outer weights θ and momentum
         num_bytes = state + sum(tensor.nbytes for tensor in self._inner())
         count = (self._spec.snapshots.keep + 1) * hosts.count(host_number())
         check_room(SHARED_MEMORY, num_bytes, count)
@@ -284,7 +280,7 @@ class SiteTraining:
     def _join(self) -> None:
         """Join with a new site id, and fetch the newest state if this site lacks it.
 
-        A resumed RL site keeps its weights until its next round, as engines may sample from them.
+        A resumed RL site keeps its weights until the next round, because engines sample from them.
         """
         held = self._loop.round - 1
         digest = self._loop.digest() if held > NO_ROUND else ""
@@ -325,8 +321,6 @@ class SiteTraining:
             rewinds=self._place.rewinds,
         )
 
-    # State
-
     def _inner(self) -> list[torch.Tensor]:
         found = named_state(self._learner.optimizer, self._learner.weights)
         return [tensor for _, _, tensor, _ in found]
@@ -344,7 +338,7 @@ class SiteTraining:
     def _take_state(self, keeps_delta: bool) -> None:
         """Fetch the newest round's state from other sites. All ranks fetch the same round.
 
-        With `keeps_delta`, keep this site's update, token counts and optimizer state.
+        `keeps_delta` keeps this site's update, token counts and optimizer state.
         """
         rank, snapshot = self._learner.world.rank, None
         end_s = time.monotonic() + scaled(self._spec.store_timeout_s)

@@ -1,10 +1,10 @@
 """Count each expert's tokens in a step, and balance experts by router biases.
 
-After a step, an expert's bias changes by rate · sign(mean load − this expert's load), as in
-DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are integers summed over all
-ranks, so every rank computes the same biases.
+A step changes an expert's bias by rate · sign(mean load − load), as in DeepSeek-V3
+(https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are integer sums over ranks, so all ranks
+compute equal biases.
 
-L layers with experts · E experts
+L: layers with experts, E: experts
 """
 
 import torch
@@ -15,10 +15,7 @@ from orrery.trainer.policy import Policy
 
 
 class ExpertLoad:
-    """Token counts of each expert in one step.
-
-    Call `clear`, then `add` after each forward pass, then `reduce`, `metrics` and `balance`.
-    """
+    """Call `clear`, then `add` per forward pass, then `reduce`, `metrics` and `balance`."""
 
     def __init__(self, policy: Policy, world: World, rate: float | None):
         self._world, self._rate = world, rate
@@ -45,7 +42,7 @@ class ExpertLoad:
             self._figures_3L = torch.stack((share_LE.amax(1), share_LE.amin(1), entropy_L))
 
     def metrics(self) -> dict[str, list[float] | None]:
-        """Return by layer: maximum, minimum and entropy (nats) of the experts' shares of tokens."""
+        """Return by layer: maximum, minimum and entropy (nats) of the experts' token shares."""
         names = ("expert_load_max", "expert_load_min", "expert_load_entropy")
         if self._figures_3L is None:
             return dict.fromkeys(names)

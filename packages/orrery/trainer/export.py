@@ -2,12 +2,11 @@
 
     python -m orrery.trainer.export RUN_DIR [--stage rl] [--step N] [--to FOLDER]
 
-`orrery export RUN …` runs this module on one CPU, even while the stage runs.
+`orrery export` runs this module on one CPU, even while the stage runs.
 
-- The output folder appears only when it is complete.
-- Merged adapters may differ from a merge on a GPU, because devices round differently.
-- Memory holds the tensors of at most one output file.
-- Frozen weights come from the stage's start weights, not from the checkpoint.
+- The folder appears only when it is complete.
+- Memory holds at most one output file.
+- Frozen weights come from the start weights, because checkpoints lack them.
 """
 
 import argparse
@@ -37,14 +36,14 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.wire import checkpoints
 
-PREFIX = "weight/network."  # prefix of parameters in checkpoints
-BIAS_PREFIX = "bias/network."  # prefix of trained router biases
+PREFIX = "weight/network."
+BIAS_PREFIX = "bias/network."
 
 
 def export_policy(policy: Policy, world: World, model: Model, start: Path, folder: Path) -> None:
     """Write the policy to the new `folder` in Hugging Face's format. A collective.
 
-    The tokenizer and layers for multi-token prediction are copied from `start`.
+    Copy the tokenizer and multi-token-prediction layers from `start`.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:

@@ -1,7 +1,7 @@
-"""Report this rank's progress (numbers of collectives and marks) to the launcher's hang detector.
+"""Report this rank's counts of collectives and marks to the launcher's hang detector.
 
-- A mark is a micro-batch that began on the device, or a tensor or file finished on the host.
-- SIGUSR1 or a timeout of NCCL's watchdog dumps torch's flight recorder (for `torchfrtrace`) to
+- A mark is a micro-batch begun on the device, or a tensor or file finished on the host.
+- SIGUSR1 or an NCCL timeout dumps torch's flight recorder (for `torchfrtrace`) to
   `logs/flight_recorder/rank_<i>`.
 """
 
@@ -24,12 +24,12 @@ from orrery.runtime.timing import scaled
 from orrery.trainer.parallel.world import World
 
 PERIOD_S = 3.0
-WARM_UP_STALL_S = 600.0  # time limit of a step that compiles, connects or runs on one rank
-IO_STALL_S = 300.0  # time limit for one tensor or file on a shared file system
+WARM_UP_STALL_S = 600.0  # for a step that compiles, connects or runs on one rank
+IO_STALL_S = 300.0  # for one tensor or file on a shared file system
 
 
 def step_stall_s(world: World, trainer: Trainer, is_first: bool = False) -> float:
-    """Return the seconds without a collective or a mark after which a step has stalled."""
+    """Return the seconds without a collective or mark after which a step has stalled."""
     is_warm_up = is_first and warms_up(trainer, world.device)
     return scaled(WARM_UP_STALL_S if is_warm_up or world.size == 1 else STILL_S)
 
@@ -43,7 +43,7 @@ def warms_up(trainer: Trainer, device: torch.device) -> bool:
 
 
 class _Progress:
-    """Count marks of progress. A thread waits for CUDA events, because polling may hold the GIL."""
+    """Count marks. A thread waits for CUDA events, because polling may hold the GIL."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -114,7 +114,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
 
 def _report_compilation(ctx: RoleContext) -> None:
-    """Report each compilation to the hang detector, because any step may recompile."""
+    """Report compilations as waits, because any step may recompile."""
     from torch._dynamo import on_compile_end, on_compile_start
 
     compiling = ExitStack()

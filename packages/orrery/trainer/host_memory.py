@@ -1,10 +1,7 @@
 """Measure available host memory, and allocate pinned blocks.
 
-- `available_bytes` respects the limit of a control group (Slurm job, container), because Linux
-  kills a process that exceeds it.
-- A block is unregistered from CUDA before its pages are freed. Otherwise the next use of their
-  addresses fails (CUDA error 712).
-- torch's pinned allocator is not used, because it rounds sizes up to powers of two.
+- `available_bytes` respects cgroup limits, because Linux kills processes above them.
+- torch's pinned allocator is unused, because it rounds sizes up to powers of two.
 """
 
 import hashlib
@@ -23,7 +20,7 @@ ROOT = Path("/")
 
 
 class CgroupVersion(NamedTuple):
-    """Mount point and file names of cgroup v1 or v2. `page_cache`: keys in `memory.stat`."""
+    """Files of cgroup v1 or v2. `page_cache`: keys in `memory.stat`."""
 
     mount: str
     limit: str
@@ -46,7 +43,7 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 def cgroup_available_bytes(root: Path = ROOT) -> int:
-    """Return min(limit − used + page cache) over this process's control groups."""
+    """Return min(limit − used + page cache) over this process's cgroups."""
     found = [sys.maxsize]
     for version, path in _groups(root):
         mount = root / "sys/fs/cgroup" / version.mount
@@ -90,9 +87,12 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Pages that `__del__` unregisters from CUDA. `weakref.finalize` runs after their release."""
+    """Pages that `__del__` unregisters from CUDA. `weakref.finalize` would run too late.
 
-    address: int | None = None  # while registered with CUDA
+    If pages are freed first, pinning the same addresses again fails (CUDA error 712).
+    """
+
+    address: int | None = None  # None unless registered with CUDA
     unregister: Callable[[int], Any]
 
     def __del__(self) -> None:
@@ -103,19 +103,19 @@ class _Pages(mmap.mmap):
 def host_block(num_bytes: int, device: torch.device, file: int | None = None) -> tuple[Tensor, int]:
     """Return u8 zeros [num_bytes], pinned if `device` is a GPU, and CUDA's error code or 0.
 
-    `file`: descriptor of the file to map. Raise OSError if memory is short.
+    `file`: descriptor of a file to map. Raise OSError if memory is short.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
     if file is None:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        os.posix_fallocate(file, 0, num_bytes)  # without it, a write could raise SIGBUS
+        os.posix_fallocate(file, 0, num_bytes)  # otherwise a write could raise SIGBUS
         pages = _Pages(file, num_bytes)
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":
         return block, 0
-    torch.cuda.set_device(device)  # in a new thread, the current device is 0
+    torch.cuda.set_device(device)  # a new thread's current device is 0
     cudart = torch.cuda.cudart()
     error = int(cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0))
     if not error:

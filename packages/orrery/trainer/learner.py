@@ -1,9 +1,8 @@
 """Train one batch in one optimizer step, for SFT and RL.
 
-- All ranks have equally many micro-batches. Each micro-batch is trained when it arrives.
-- `MismatchGuard` compares log-probs of engines and trainer with the bounds in `trainer.mismatch`.
-- A step raises RunFailed before the weights change if a `stop` bound is exceeded, a number is not
-  finite, or a token count is not the announced count.
+- All ranks have equally many micro-batches, and train each when it arrives.
+- A step raises RunFailed before weights change if a `stop` bound (`trainer.mismatch`) is exceeded,
+  a number is not finite, or a token count differs from the announced count.
 """
 
 import logging
@@ -33,7 +32,7 @@ from orrery.trainer.policy import Policy
 from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import route_shape
 
-Metrics = dict[str, Any]  # values: numbers, None, or lists of numbers by layer
+Metrics = dict[str, Any]
 MIN_TOKENS = 256
 MEASURES = {
     "kl": "the KL from engines to trainer",
@@ -46,7 +45,7 @@ class MismatchGuard:
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
         num_engines = manifest.inference.num_replicas + 1
         num_ages = manifest.orchestrator.max_off_policy_steps + 1
-        # Sums of |log-prob difference|, and token counts: [2, engines + 1 for unknown, ages]
+        # [2, engines + 1 for unknown, ages]: sums of |log-prob difference|, token counts
         self._sums = torch.zeros(2, num_engines, num_ages, dtype=torch.float64, device=world.device)
 
     def clear(self) -> None:
@@ -65,7 +64,7 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, cell, is_member.double())
 
     def check(self, step: int, kl: float | None) -> float | None:
-        """Return the mean |log-prob difference| of `rl` tokens, or None without such tokens.
+        """Return the mean |log-prob difference| of `rl` tokens, or None without any.
 
         Raise RunFailed if a `stop` bound is exceeded. A collective.
         """
@@ -114,7 +113,7 @@ class MismatchGuard:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics and times of a step. The last two fields are (begin, end) in Unix seconds."""
+    """Pairs are (begin, end) in Unix seconds."""
 
     metrics: Metrics
     wait_s: float
@@ -127,7 +126,7 @@ class StepResult:
 
 
 class Learner:
-    """Hold the policy, its optimizer and `step`, which is also the version of the weights."""
+    """`step` is also the version of the weights."""
 
     def __init__(
         self,
@@ -140,7 +139,7 @@ class Learner:
         self.policy, self.world, self.trainer = policy, world, trainer
         self.loss, self.max_grad_norm, self.peak_lr = trainer.loss, max_grad_norm, optimizer.lr
         self.route_shape = route_shape(policy.network.config)
-        self.num_indexers = self.top_k = 0  # 0 unless engines send keys of sparse attention
+        self.num_indexers = self.top_k = 0  # 0 unless engines send their indexers' choices
         if trainer.indexer_choice != "own" and (mla := policy.network.config.mla) and mla.indexer:
             self.num_indexers, self.top_k = policy.network.config.num_indexers, mla.indexer.top_k
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
@@ -152,12 +151,12 @@ class Learner:
         self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
         self.expert_load = ExpertLoad(policy, world, trainer.expert_bias_rate)
         self.step = 0
-        self.outer_momentum: dict[str, torch.Tensor] = {}  # in host memory
-        self.outer_start: dict[str, torch.Tensor] = {}  # weights after the last round of sites
-        self.base_sha256: str | None = None  # hash of the frozen weights under adapters
-        self.guard: MismatchGuard | None = None  # None in SFT
+        self.outer_momentum: dict[str, torch.Tensor] = {}  # DiLoCo, in host memory
+        self.outer_start: dict[str, torch.Tensor] = {}  # weights after DiLoCo's last round
+        self.base_sha256: str | None = None
+        self.guard: MismatchGuard | None = None
         self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds taken
-        # Maximum |gradient| at cp exchanges and the embedding, to find the rank that made a NaN.
+        # Maximum |gradient| at cp exchanges and the embedding, to find the rank of a NaN.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -171,10 +170,10 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch. `totals`: its number of tokens, in all and by loss component.
+        """Train one batch. `totals`: its tokens, in all and by loss component.
 
-        Raise RunFailed for a malformed batch or a non-finite number. Raise OrreryError if blocks do
-        not compile.
+        Raise RunFailed for a malformed batch or a non-finite number.
+        Raise OrreryError if compilation fails.
         """
         step = self.step + 1
         begin_s = time.time()
@@ -203,9 +202,9 @@ class Learner:
 
     @torch.no_grad()
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
-        """Return (maximum log-prob difference to engines, number of scored tokens). A collective.
+        """Return (maximum log-prob difference on equal weights, number of scored tokens).
 
-        The maximum is over samples of the current version, and None without such samples.
+        The maximum is None if no sample has the current version. A collective.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
@@ -223,9 +222,9 @@ class Learner:
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return log p of each token after the first, at temperature 1. A collective.
 
-        Blocks run uncompiled, because a graph for this length would change later compilations.
+        Blocks run eagerly, because a graph of this length would change later compilations.
         """
-        # Context parallel reorders tokens, so the log-prob column carries each token's position.
+        # Context parallel reorders tokens, so the logprob column holds their positions.
         positions = np.arange(len(token_ids), dtype=np.float32)
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),
@@ -252,7 +251,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return the end of an error message about non-finite values. A collective."""
+        """Return the end of an error message on non-finite values. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -363,7 +362,7 @@ class Learner:
     def _name_gradient(self, step: int) -> None:
         """Raise RunFailed with the weight and ranks of a non-finite gradient.
 
-        The backward pass spreads NaN towards the embedding, so name the weight nearest to the head.
+        NaN spreads towards the embedding, so name the weight nearest to the head.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())
@@ -417,7 +416,7 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return the number of tokens, in all and by loss component, on all ranks. A collective."""
+    """Return total and per-component token counts over all ranks. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
         counts = [count_members(columns) for columns in micro_batches]
@@ -449,11 +448,8 @@ def _metrics(sums: dict[str, float], peak: float) -> Metrics:
     }
 
 
-# Learning-rate schedules
-
-
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:
-    """Return the learning rate at `step` (1 … num_steps) as a fraction of the peak."""
+    """Return the learning rate at `step` (from 1) as a fraction of the peak."""
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.kind == "constant":

@@ -1,8 +1,7 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- The final batch (`compare`) is not trained. It compares log-probs of trainer and engines. It
-  comes early if the reward reaches `evaluation.stop_at`.
-- After a batch marked `wind_down` (preemption), each rank writes a checkpoint and ends.
+The final batch (`compare`) is not trained. It compares log-probs of trainer and engines, and comes
+early if the reward reaches `evaluation.stop_at`.
 """
 
 import time
@@ -26,7 +25,7 @@ from orrery.trainer.publish import Publisher
 from orrery.wire.rendezvous import canary_tokens
 from orrery.wire.rollout_wire import ReceivedBatch, RolloutReceiver
 
-SAME_WEIGHTS_TOLERANCE = 1e-4  # maximum |trainer − engine| of float32 log-probs on a CPU
+SAME_WEIGHTS_TOLERANCE = 1e-4  # maximum |trainer − engine| of float32 log-probs on CPUs
 
 
 @dataclass
@@ -74,7 +73,10 @@ class RlLoop:
         return self.ctx.manifest.stages.rl.num_steps
 
     def receive(self, step: int) -> ReceivedBatch:
-        """Wait for batch `step`. If marked `wind_down`, save a checkpoint and raise Preempted."""
+        """Wait for batch `step`.
+
+        If the batch is marked `wind_down` (preemption), save a checkpoint and raise Preempted.
+        """
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
             deadline_s=self.batch_deadline_s,
@@ -129,14 +131,14 @@ class RlLoop:
         return self.checkpoints.copy(files)
 
     def checkpoint_last_step(self) -> None:
-        """Write a checkpoint of the last step unless it exists. A collective."""
+        """Write the last step's checkpoint unless it exists. A collective."""
         step = self.learner.step
         if step != self.start_step and not self.checkpoints.is_due(step):
             self.copy_checkpoint()
             self.checkpoints.write()
 
     def compare(self, batch: ReceivedBatch) -> None:
-        """Raise RunFailed if no rollout can be compared, or if float32 log-probs on CPUs differ."""
+        """Raise RunFailed if no rollout is comparable, or if float32 log-probs on CPUs differ."""
         ctx, version = self.ctx, self.learner.step
         what = "comparing log-probs with the engines"
         ctx.health.doing(what, step=version, still_s=self._step_stall_s())
@@ -166,7 +168,7 @@ class RlLoop:
         ctx = self.ctx
         still_s = io_stall_s(self.world.size)
         ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
-        self.learner.check_weights()  # comparing log-probs finds no NaN in experts without tokens
+        self.learner.check_weights()  # `compare` misses NaN in experts without tokens
         start, made = start_weights(ctx), weights_path(ctx.run_dir, "rl")
         export_policy(self.learner.policy, self.world, ctx.manifest.model, start, made)
 

@@ -2,8 +2,8 @@
 
     L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c    c in rl, cross_entropy, reference_kl
 
-Component c covers the trained tokens t of weight w_c[t] ≠ 0. N_c is their number on all ranks, at
-least 1. A token has probability π in the trainer, probability μ in the engine, and advantage A.
+Component c covers trained tokens with w_c[t] ≠ 0. N_c is their number on all ranks, at least 1.
+A: advantage, π: probability in the trainer, μ: probability in the engine
 `rl` is DPPO with the binary total-variation mask (arXiv 2602.04879) and Kimi K2.5's penalty
 (arXiv 2602.02276):
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
@@ -22,7 +22,7 @@ COMPONENTS = ("rl", "cross_entropy", "reference_kl")
 
 @dataclass(frozen=True)
 class Targets:
-    """Loss inputs, float32 [M scored tokens]. A weight of 0 excludes a token from that loss."""
+    """Loss inputs, float32 [M scored tokens]. Weight 0 excludes a token from a loss."""
 
     engine_logprob: torch.Tensor
     advantage: torch.Tensor
@@ -68,8 +68,7 @@ class StepSums:
     ) -> None:
         """Add one micro-batch's numbers to the last nine sums of `NAMES`. None adds 0.
 
-        Routes are routers' choices of experts. Choices are indexers' choices of keys.
-        `choices_differ`: i64 [2], numbers of compared and of different choices.
+        `choices_differ`: i64 [2], compared and different choices of keys.
         """
         known, differ = (None, None) if choices_differ is None else choices_differ
         counts = (
@@ -100,7 +99,7 @@ def policy_gradient(
         shift = logprob.exp() - engine_logprob.exp()
         keep = ~torch.where(advantage > 0, shift > spec.mask_high, shift < -spec.mask_low)
         kept_advantage = keep * advantage
-    # The ratio of a masked token may overflow, and 0 · inf is NaN.
+    # Masked ratios may overflow, and 0 · inf is NaN.
     ratio = torch.where(kept_advantage != 0, log_ratio, torch.zeros_like(log_ratio)).exp()
     return -kept_advantage * ratio + spec.penalty * log_ratio.square(), keep
 
@@ -114,11 +113,11 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of the loss (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M scored tokens]. `totals`: number of tokens by loss component.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals`: tokens by loss component.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
-    # Tokens outside a component may have infinite values, and 0 · inf is NaN.
+    # Excluded tokens may hold infinity, and 0 · inf is NaN.
     engine = torch.where(in_rl, targets.engine_logprob, constant)
     rl, keep = policy_gradient(logprob, engine, targets.advantage, spec)
     kl_advantage = torch.where(
@@ -137,7 +136,7 @@ def loss(
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
         log_ratio = constant - engine
-        # Estimate KL(engine || trainer), in float64 because masked ratios may overflow.
+        # KL(engine || trainer), in float64 because masked ratios may overflow
         kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl
         sums = [

@@ -1,7 +1,7 @@
-"""Turn `Columns` (arrays of packed samples) into the tensors of one forward pass.
+"""Turn `Columns` (packed samples) into the tensors of one forward pass.
 
 - The LM head scores only trained tokens with a loss weight. Hidden row t − 1 predicts token t.
-- A rank without samples gets one token of weight 0, because every rank must join all collectives.
+- A rank without samples gets one token of weight 0, to join all collectives.
 """
 
 from collections.abc import Callable
@@ -21,28 +21,28 @@ _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass over T packed tokens. M of them are scored.
+    """One forward pass over T packed tokens, M of them scored.
 
-    L layers with experts · K experts per token · I indexers · B bytes (one bit per key)
+    L: layers with experts, K: experts per token, I: indexers, B: bytes (one bit per key)
     """
 
     token_id: torch.Tensor  # i64 [T]
     position: torch.Tensor  # i64 [T], counted from 0 in each document
     cu_seqlens: torch.Tensor  # i32 [documents + 1]
     max_seqlen: int
-    row: torch.Tensor  # i64 [M], the hidden rows that predict the targets
+    row: torch.Tensor  # i64 [M], hidden rows that predict the targets
     target: torch.Tensor  # i64 [M]
     temperature: torch.Tensor  # f32 [M]
-    routed_experts: torch.Tensor | None  # expert ids [T, L, K] (routes), or None: routers choose
+    routed_experts: torch.Tensor | None  # expert ids [T, L, K] (routes). None: routers choose
     loss: Targets  # [M]
-    origin: torch.Tensor  # i64 [M, 2]: index of the engine (−1: unknown), age in versions
+    origin: torch.Tensor  # i64 [M, 2]: engine (−1: unknown), age in versions
     num_samples: int
     num_tokens: int
-    routes_missing: int = 0  # tokens without a route, except a sample's last token
-    routes_replayed: int = 0  # number of expert choices in `routed_experts`
-    engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys that engines' indexers chose
-    is_padding: torch.Tensor | None = None  # bool [T]: tokens added for cp or to an empty batch
-    choices_sent: int = 0  # number of choices in `engine_keys` that leave keys out
+    routes_missing: int = 0  # tokens without a route, except samples' last tokens
+    routes_replayed: int = 0  # expert choices in `routed_experts`
+    engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys chosen by engines' indexers
+    is_padding: torch.Tensor | None = None  # bool [T]: tokens that pad cp shards or empty batches
+    choices_sent: int = 0  # choices in `engine_keys` that omit keys
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
@@ -71,10 +71,10 @@ def micro_batch(
     routes: RouteShape | None = None,
     indexers: tuple[int, int] = (0, 0),
 ) -> MicroBatch:
-    """Build a micro-batch that trains version `step` − 1.
+    """Build the micro-batch that trains version `step` − 1.
 
-    `shard` selects this context-parallel rank's tokens. `indexers`: (number, `top_k`) of the
-    indexers whose choices engines send. Raise RunFailed for invalid samples or routes.
+    `shard` selects this cp rank's tokens. `indexers`: (number, `top_k`) of indexers whose choices
+    engines send. Raise RunFailed for invalid samples or routes.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -92,7 +92,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
             f"batch {step}: the first token of a sample is marked trained, "
             f"but it cannot be, because no earlier token predicts it"
         )
-    if not len(scored):  # score one token, so that this rank joins the LM head's collectives
+    if not len(scored):  # score one token, to join the LM head's collectives
         scored = np.array([min(1, columns.num_tokens - 1)])
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
     ones = np.ones(columns.num_samples, dtype=np.float32)
@@ -129,7 +129,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
 
 
 def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return bool [T]: whether version `step` − 1 alone sampled the token's document."""
+    """Return bool [T]: version `step` − 1 alone sampled the token's document."""
     if "version" not in columns.token or "dispatch_version" not in columns.sample:
         return np.zeros(columns.num_tokens, dtype=bool)
     other = columns.token["trained"] & (columns.token["version"] != step - 1)
@@ -138,7 +138,7 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
 
 
 def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return i64 [T, 2]: sampling engine's index (−1: unknown), age of its weights in versions."""
+    """Return i64 [T, 2]: engine's index (−1: unknown), age of its weights in versions."""
     engine, version = columns.sample.get("engine"), columns.token.get("version")
     unknown = np.full(columns.num_tokens, -1, dtype=np.int64)
     age = unknown if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)
@@ -192,7 +192,7 @@ def unweighted_token() -> MicroBatch:
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    """Copy the array, because columns may be read-only views."""
+    """Copy the array, because columns may be read-only."""
     return torch.from_numpy(np.array(array))
 
 

@@ -1,8 +1,4 @@
-"""Explain an out-of-memory error: the manifest field to change, its gain and its cost.
-
-An error of CUDA itself counts as failed pinning of host memory if a manifest field pins memory
-and the device has free memory.
-"""
+"""Explain an out-of-memory error: the manifest field to change, its gain and its cost."""
 
 import os
 import re
@@ -22,8 +18,8 @@ from orrery.runtime.role_context import RoleContext
 from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
 
-MARGIN = 0.02  # fraction of device memory assumed lost to fragmentation
-END_S = 10.0  # time limit for an orderly end, which may hang in collectives
+MARGIN = 0.02  # fraction of device memory lost to fragmentation
+END_S = 10.0  # an orderly end may hang in collectives
 # torch's error on a CPU
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -143,7 +139,7 @@ def describe_device_error(
 ) -> str:
     """Return a remedy for torch's message `error`. `step` is None before training.
 
-    `capacity`: bytes of the device. `host_bytes`: available host memory of this rank.
+    `capacity`: device bytes. `host_bytes`: host memory available to this rank.
     """
     asked, free = _bytes(error, "ried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity

@@ -1,6 +1,6 @@
-"""Join network and LM head in one `forward`, so that FSDP's hooks cover every weight.
+"""Join network and LM head in one `forward`, so that FSDP's hooks cover all weights.
 
-T tokens · M scored tokens · D hidden size
+T: tokens, M: scored tokens, D: hidden size
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,17 +17,14 @@ if TYPE_CHECKING:
 
 
 class Policy(nn.Module):
-    """A `network` (tokens to hidden states) and its LM head.
-
-    At most `chunk_tokens` tokens have logits at once, unless `keep_logits` keeps all of them.
-    """
+    """At most `chunk_tokens` tokens have logits at once, unless `keep_logits` keeps them."""
 
     def __init__(
         self, network: CausalLm, chunk_tokens: int | Literal["auto"], keep_logits: bool = False
     ):
         super().__init__()
         self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
-        self.copies: ComputeCopies | None = None  # replaces FSDP on a single rank
+        self.copies: ComputeCopies | None = None  # replaces FSDP on one rank
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (log-prob f32 [M], entropy f32 [M]) at each token's temperature."""
@@ -48,7 +45,7 @@ class Policy(nn.Module):
 
 
 class _SelectRows(torch.autograd.Function):
-    """Select distinct rows, with a deterministic backward pass unlike `index_select`."""
+    """An `index_select` of distinct rows with a deterministic backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, row_M: Tensor) -> Tensor:

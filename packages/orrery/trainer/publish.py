@@ -2,8 +2,7 @@
 
 - With the transports (wires) nccl and nixl, every rank sends its shards. Otherwise rank 0 writes
   gathered tensors.
-- The wire `files` keeps the trained dtype. Other wires cast weights to the engines' dtype.
-- Rank 0 compares digests, to check that engines sampled each batch from published weights.
+- The wire `files` keeps the trained dtype. Other wires cast to the engines' dtype.
 """
 
 import json
@@ -36,7 +35,7 @@ from orrery.wire.weight_wire.transfer import SETTLE_S, WeightSender
 
 
 class Publisher:
-    """Publish weights as files. `wire` (the transport) is None except on rank 0."""
+    """Publish weights as files. `wire` is None except on rank 0."""
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):
         self._policy, self._wire, self._fp8 = policy, wire, SentWeights(policy.network)

@@ -1,6 +1,6 @@
 """Copy a rank's part of a checkpoint into shared memory.
 
-The copy has the bytes that `safetensors.torch.save_file` would write.
+The bytes equal a file of `safetensors.torch.save_file`.
 """
 
 import errno
@@ -24,7 +24,7 @@ REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
     "or turn off an option that uses it (such as trainer.memory.optimizer_offload)"
 )
-# The safetensors library writes tensors by dtype, in the reverse of this order.
+# The safetensors library writes dtypes in the reverse of this order.
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
@@ -59,10 +59,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 
 
 class SharedCopy:
-    """A safetensors file in shared memory, at `path`.
-
-    If shared memory is too small, `path` is a link to an anonymous file (memfd).
-    """
+    """If shared memory is too small, `path` links to an anonymous file (memfd)."""
 
     def __init__(self, path: Path, device: torch.device):
         self._path, self._device = path, device
@@ -72,8 +69,7 @@ class SharedCopy:
     def check_room(self, num_bytes: int, world: World, spared: int = 0) -> None:
         """Raise RunFailed if this host lacks memory for its ranks' copies. A collective.
 
-        All ranks read free memory before any rank allocates. `spared`: bytes of shared memory that
-        the copies must leave free.
+        `spared`: bytes of shared memory left free.
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())
@@ -99,7 +95,7 @@ class SharedCopy:
         return self._buffer.numel() >= num_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Grow the buffer to `num_bytes`. Raise RunFailed if the memory is too small."""
+        """Grow the buffer to `num_bytes`. Raise RunFailed if memory is short."""
         if self.has_room(num_bytes):
             return
         if not self._buffer.numel():
@@ -127,7 +123,7 @@ class SharedCopy:
                 if full.errno != errno.ENOSPC:
                     raise
                 self._path.unlink()
-        if self._nameless < 0:  # stays open, so that restarted savers inherit it
+        if self._nameless < 0:  # kept open for restarted savers
             self._nameless = os.memfd_create("orrery.saves")
         self._path.symlink_to(f"/proc/self/fd/{self._nameless}")
         self._buffer, error = host_block(num_bytes, self._device, self._nameless)

@@ -3,7 +3,7 @@
     python -m orrery.trainer.saver serve MEMORY     save after each line of input
     python -m orrery.trainer.saver finish MEMORY…   save the checkpoints of ended trainers
 
-- The folder MEMORY has the checkpoint (`copy`), and `job.json` until `copy` is on disk.
+- The folder MEMORY has the checkpoint `copy`, and `job.json` until `copy` is on disk.
 - Saving can be repeated, so a killed saver may be restarted.
 - After the trainer's end, the saver saves `copy` and removes MEMORY.
 """
@@ -34,15 +34,15 @@ from orrery.wire import checkpoints, nfs
 
 COPY, JOB, LOCK = "copy", "job.json", ".lock"
 CHUNK_BYTES = 32 << 20
-SYNC_BYTES = 1 << 30  # bytes between syncs, which limit unwritten pages in memory
+SYNC_BYTES = 1 << 30  # bytes between syncs, to limit dirty pages
 WRITE_DEADLINE_S = 1800.0
-ORPHAN_S = 20.0  # time limit without new data from other ranks, after the trainer's end
+ORPHAN_S = 20.0  # time limit for new data of other ranks, after the trainer's end
 MAX_STARTS = 3
 POLL_S = 0.1
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Rank 0's extra work: mark the checkpoint complete, once role `beside` wrote its part."""
+    """Rank 0 marks the checkpoint complete, once role `beside` wrote its part."""
 
     run_dir: str
     stage: str
@@ -69,9 +69,6 @@ def partial_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-# Saving
-
-
 def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
     """Save the copy if `job.json` exists. Raise RunFailed or OSError on failure."""
     if not (memory / JOB).exists():
@@ -83,7 +80,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
         try:
             _save_rank(job, memory / COPY, partial)
         except FileNotFoundError:
-            # An earlier saver wrote this rank's files, and rank 0 has renamed `partial` meanwhile.
+            # An earlier saver wrote the files, and rank 0 has since renamed `partial`.
             if job.rank == 0 or not _is_listed(folder):
                 raise
         if job.rank == 0:
@@ -100,7 +97,7 @@ def save(memory: Path, has_trainer: Callable[[], bool] = lambda: True) -> None:
 
 def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
     if (partial / (note := checksum_file(job.rank))).exists():
-        return  # an earlier saver wrote the files; rank 0 may be renaming `partial`
+        return  # written by an earlier saver
     tensors, index = (partial / f"rank_{job.rank}.{suffix}" for suffix in ("safetensors", "json"))
     with copy.open("rb") as file:
         mapped = mmap(file.fileno(), job.num_bytes, access=ACCESS_READ)
@@ -112,13 +109,13 @@ def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
 def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], bool]) -> None:
     begin_s, size, grown_s = time.monotonic(), -1, time.monotonic()
     while True:
-        found = set(os.listdir(partial))  # list: NFS caches that a file is missing
+        found = set(os.listdir(partial))  # listed, because NFS caches that a file is missing
         missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return
         now = 0
         for name in found:
-            with suppress(OSError):  # the file was renamed
+            with suppress(OSError):  # renamed meanwhile
                 now += (partial / name).stat().st_size
         if now != size:
             size, grown_s = now, time.monotonic()
@@ -151,7 +148,7 @@ def _is_listed(path: Path) -> bool:
 
 
 def write(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write and sync a file. Return (number of bytes, sha256). Remove the file on failure."""
+    """Write and sync a file. Return (bytes written, sha256). Remove the file on failure."""
     digest, num_bytes, unsynced = sha256(), 0, 0
     with (
         ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing,
@@ -195,9 +192,6 @@ def _write_all(file: int, chunk: memoryview) -> None:
         chunk = chunk[os.write(file, chunk) :]
 
 
-# The trainer's side
-
-
 class Saver:
     def __init__(self, memory: Path) -> None:
         self._memory, self._is_closed = memory, False
@@ -205,7 +199,7 @@ class Saver:
         self._starting = threading.Lock()  # `save` runs in a thread
 
     def offer(self, job: SaveJob) -> None:
-        """Write `job.json`. From then on, the copy is saved even if the trainer ends."""
+        """Write `job.json`, so that the copy is saved even if the trainer ends."""
         write_atomic(self._memory / JOB, msgspec.json.encode(job))
 
     def save(self) -> None:
@@ -265,13 +259,13 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
         stdout=subprocess.PIPE,
         pass_fds=inherited(memory),
         start_new_session=True,
-        # Remove START: the launcher kills processes that have this variable.
+        # The launcher kills processes with this variable.
         env={name: value for name, value in os.environ.items() if name != START},
     )
 
 
 def inherited(memory: Path) -> tuple[int, ...]:
-    """Return (descriptor,) if `copy` links to an anonymous file, else ()."""
+    """Return (descriptor,) if `copy` links to an anonymous file, or ()."""
     copy = memory / COPY
     return (int(copy.readlink().name),) if copy.is_symlink() else ()
 
@@ -284,9 +278,6 @@ def _ask(process: "subprocess.Popen[bytes]") -> bytes:
         return process.stdout.readline()
     except (OSError, ValueError):  # ValueError: `close` was called
         return b""
-
-
-# The saver process
 
 
 def serve(memory: Path, asked: IO[bytes], answers: IO[bytes]) -> None:
@@ -309,7 +300,7 @@ def finish(memory: Path, uploads: "Uploads | None" = None) -> bool:
     uploads.note(memory)
     if error := failure(memory, lambda: False):
         print(f"checkpoint: {error}", file=sys.stderr, flush=True)
-    else:  # free the copy's memory, because an upload may take long
+    else:  # free memory before a long upload
         for descriptor in inherited(memory):
             os.close(descriptor)
         (memory / COPY).unlink(missing_ok=True)
@@ -331,14 +322,14 @@ class Uploads:
 
     def begin(self) -> None:
         if self._command and (self._process is None or self._process.poll() is not None):
-            # Start one uploader only, because two would remove each other's blocks.
+            # Two uploaders would remove each other's blocks.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=die_with_parent
             )
 
     def finish(self) -> None:
         if self._process is not None:
-            self._process.wait()  # it may lack the newest checkpoint, so start another
+            self._process.wait()  # this upload may lack the newest checkpoint
         self.begin()
         if self._process is not None:
             self._process.wait()

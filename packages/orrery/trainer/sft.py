@@ -1,7 +1,6 @@
 """Run the SFT stage: train on cross-entropy, and validate.
 
-Validation (mean cross-entropy of trained tokens) runs before the first step, after every
-`interval_steps` steps and after the last step.
+Validate before the first step, every `interval_steps` steps and after the last step.
 """
 
 import hashlib
@@ -60,7 +59,7 @@ class _SftLoop:
     first_step: int
 
     def run(self) -> None:
-        """Train to the last step or, with DiLoCo, to the next outer step."""
+        """Train to the last step or, with DiLoCo, to the next round."""
         ctx, learner, checkpoints = self.ctx, self.learner, self.checkpoints
         manifest, spec, world = ctx.manifest, ctx.manifest.sft, learner.world
         last_step = spec.num_steps
@@ -121,9 +120,6 @@ def _record(
         ctx.log.info("sft step %d of %d: loss %.4f", step, num_steps, result.metrics["loss"])
 
 
-# Validation
-
-
 class ValidationSet:
     def __init__(
         self, manifest: Manifest, examples: Columns, world: World, interval_steps: int = 1
@@ -160,7 +156,7 @@ def load_validation(
 ) -> ValidationSet | None:
     """Load the first `num_examples` validation examples. A collective.
 
-    Raise OrreryError if there are fewer examples, or if one is also in `training`.
+    Raise OrreryError if there are fewer, or if one is also in `training`.
     """
     spec = manifest.sft.validation
     if spec is None:

@@ -1,9 +1,8 @@
-"""Read SFT chats by index, and tokenise them shortly before a step trains on them.
+"""Read SFT chats by index, and tokenise them shortly before training.
 
-- Chats come from a task's demonstrations, a JSONL file or a dataset. A file or dataset must have
-  the hash that the manifest states.
-- An unknown field of a message, tool call or tool raises OrreryError.
-- Each epoch has its own permutation of the chats, drawn from (manifest.seed, epoch).
+- Chats come from a task's demonstrations, a JSONL file or a dataset.
+- Unknown fields of messages, tool calls and tools raise OrreryError.
+- Each epoch permutes the chats with the seed (manifest.seed, epoch).
 """
 
 import json
@@ -29,9 +28,9 @@ from orrery.wire.columns import Columns
 if TYPE_CHECKING:
     from orrery.trainer.text_data import Texts
 
-CHECKED_TOKENS = 2_000_000  # number of tokens that each rank checks at start
+CHECKED_TOKENS = 2_000_000  # tokens that each rank checks at start
 CHECKED_AT_ONCE = 64
-KEPT_TOKENS = 32_000_000  # maximum number of tokens cached for later epochs, 5 bytes each
+KEPT_TOKENS = 32_000_000  # maximum tokens cached for later epochs, 5 bytes each
 FORM = '{"messages": [{"role", "content"}]}'
 REFUSED = ("functions", "chat_template_kwargs")  # unsupported fields that would change the prompt
 MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
@@ -50,7 +49,7 @@ class Chat:
 
 
 class Chats(Protocol):
-    """A sequence of chats. Indexing raises OrreryError for a malformed chat."""
+    """Indexing raises OrreryError for a malformed chat."""
 
     def __len__(self) -> int: ...
 
@@ -58,7 +57,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Open a chat data set. Raise OrreryError if it is missing, changed or empty."""
+    """Raise OrreryError if the data set is missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")
@@ -127,9 +126,6 @@ def _dataset_chats(data: ChatDataset, field: str) -> Chats:
         return RowChats(Tables(folder, files, data.column, ("tools", *REFUSED)), data.column)
     except OrreryError as error:
         raise OrreryError(f"{field}.{error}") from error
-
-
-# Parsing
 
 
 def _chat(where: str, read: Callable[[], dict[str, Any]]) -> Chat:
@@ -229,9 +225,6 @@ KINDS: dict[str, Callable[[Any, str], Chats]] = {
 }
 
 
-# Tokens
-
-
 class Examples:
     def __init__(
         self,
@@ -297,7 +290,7 @@ class Examples:
 def load_examples(
     manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)
 ) -> "Examples | Texts":
-    """Open the training data, and check this rank's share of it: (rank, number of ranks)."""
+    """Open the training data, and check this rank's `share`: (rank, number of ranks)."""
     examples = open_examples(manifest, manifest.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples
@@ -307,7 +300,7 @@ def open_examples(
     manifest: Manifest, data: SftData, field: str, tokenizer: Path
 ) -> "Examples | Texts":
     if data.kind == "text":
-        from orrery.trainer.text_data import open_texts  # late: `text_data` imports this module
+        from orrery.trainer.text_data import open_texts  # `text_data` imports this module
 
         return open_texts(manifest, field, data, tokenizer)
     renderer = Renderer(tokenizer, manifest.model.vocab_size)
@@ -331,7 +324,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield a function that returns the next item. A thread prepares one item in advance."""
+    """Yield a function that returns the next item. A thread prepares one item ahead."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

@@ -1,4 +1,4 @@
-"""Give DiLoCo's outer loop access to the weights and ranks of one site (DiLoCo worker)."""
+"""Give DiLoCo's outer loop access to one site's weights and ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class LearnerWeights:
-    """This rank's shard of the trained weights as one vector f32 [n], sorted by weight name."""
+    """This rank's trained weights as one vector f32 [n], sorted by name."""
 
     def __init__(self, learner: Learner) -> None:
         named = sorted(learner.weights.items())
@@ -65,8 +65,8 @@ class LearnerWeights:
 class WorldRanks:
     """Exchange msgpack messages among the ranks of this site.
 
-    A separate process group allows calls from a thread during the trainer's collectives. Its
-    timeout `limit_s` must exceed the time that rank 0 waits for other sites.
+    A separate process group allows calls from threads during the trainer's collectives. `limit_s`
+    must exceed rank 0's wait for other sites.
     """
 
     def __init__(self, world: World, limit_s: float) -> None:
@@ -116,6 +116,6 @@ class WorldRanks:
 
 
 def fresh_outer(learner: Learner) -> dict[str, torch.Tensor]:
-    """Return f32 zeros by weight name, into which DiLoCo's outer state is loaded."""
+    """Return f32 zeros by weight name for DiLoCo's outer state."""
     weights = LearnerWeights(learner)
     return weights.views(np.zeros(weights.num_parameters, dtype=np.float32))

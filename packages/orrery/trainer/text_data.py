@@ -1,8 +1,8 @@
-"""Read plain text for SFT. Each token is trained once an epoch.
+"""Read plain text for SFT.
 
 - A stop token precedes and follows each document.
-- A long document is cut into parts that overlap by one token.
-- The loss excludes the first token of each part.
+- Long documents are cut into parts that overlap by one token.
+- The loss excludes each part's first token, so each token is trained once an epoch.
 """
 
 import json
@@ -31,7 +31,7 @@ CHECKED_CHARACTERS = 1_000_000
 
 
 class TextDocuments:
-    """Present documents as chats, to compare training data with validation data."""
+    """Present documents as chats, to compare training with validation data."""
 
     def __init__(self, texts: "Texts") -> None:
         self._texts = texts
@@ -44,7 +44,7 @@ class TextDocuments:
 
 
 class Texts:
-    """A set of documents. With `is_partial`, files of other DiLoCo sites may be missing."""
+    """With `is_partial`, files of other DiLoCo sites may be missing."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Texts:
         return len(self.rows)
 
     def check(self, indices: Sequence[int]) -> None:
-        """Raise OrreryError if one of the first documents of `indices` is malformed."""
+        """Raise OrreryError if one of the first `indices` is malformed."""
         num_characters = 0
         for index in indices:
             num_characters += len(self.text(index))
@@ -113,9 +113,9 @@ class Texts:
                 return
 
     def documents(self, shard: int | None) -> Sequence[int]:
-        """Return the indices of the documents in `shard` (None: all).
+        """Return the document indices of `shard` (None: all).
 
-        Raise OrreryError if a file of the shard is missing, or if the shard is empty.
+        Raise OrreryError if the shard is empty or lacks a file.
         """
         if shard is None:
             return range(len(self.rows))
@@ -201,7 +201,6 @@ def text_order(documents: Sequence[int], seed: int, shard: int | None, start: in
 def text_batches(
     texts: Texts, manifest: Manifest, num_done: int, site: "SiteTraining | None"
 ) -> Iterator[Columns]:
-    """Yield the batches after step `num_done`. A DiLoCo `site` has its own shard and position."""
     spec = manifest.sft
     shard, start = None, num_done * spec.examples_per_batch
     if site is not None:

@@ -5,8 +5,8 @@
     python -m orrery.trainer.uploader restore TARGET RUN_DIR STAGE
 
 - TARGET is an fsspec URL, such as `s3://bucket/runs`. Files lie below `<run>/<stage>`.
-- `blocks/<sha256>` is a block of a file. `round_<step>.json` (the "header") lists the blocks.
-- The header is written last, so a killed upload leaves the previous checkpoint valid.
+- `blocks/<sha256>` is a block of a file. `round_<step>.json` (the header) lists blocks.
+- The header is written last, because an upload may be killed.
 """
 
 import hashlib
@@ -111,7 +111,7 @@ def target_of(url: str, run_dir: Path, stage: str) -> FsspecTarget:
 def _kept(folder: Path, links: Path) -> Iterator[Path]:
     """Yield hard links to the files of `folder`, or `folder` itself if linking fails.
 
-    The trainer may remove `folder` during the upload. Links keep the files.
+    Links keep files that the trainer removes during the upload.
     """
     shutil.rmtree(links, ignore_errors=True)
     files = links
@@ -142,7 +142,6 @@ def _digest(folder: Path) -> str:
 
 
 def upload(target: FsspecTarget, run_dir: Path, stage: str, keep: int) -> None:
-    """Upload the newest checkpoint. Repeat until there is no newer one."""
     done = None
     while (newest := checkpoints.latest(run_dir, stage)) not in (None, done):
         assert newest is not None

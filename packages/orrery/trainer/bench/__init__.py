@@ -69,7 +69,7 @@ class BenchRequest:
     seed: int
     options: Options
     document_tokens: int
-    overrides: dict[str, list[Any]]  # field → [value in the manifest, value in the measurement]
+    overrides: dict[str, list[Any]]  # field → [manifest's value, measured value]
 
     @property
     def num_devices(self) -> int:
@@ -205,7 +205,7 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
 def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
     """Return `mesh` with dp_shard changed to use all `devices`.
 
-    Also reduce ep to a divisor of dp_shard · cp, unless `given` (the user's options) has ep.
+    Also reduce ep to a divisor of dp_shard · cp, unless `given` has ep.
     """
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
@@ -248,7 +248,7 @@ def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Colu
 
 
 def _document_lengths(request: BenchRequest, rng: np.random.Generator) -> np.ndarray:
-    """Return document lengths that fill one micro-batch, padding included if the model pads.
+    """Return document lengths that fill one micro-batch, including padding.
 
     Variable lengths are log-uniform in [longest / 16, longest].
     """
@@ -281,7 +281,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.options.loss == "rl":
-        # log-probs near those of a random network keep importance ratios finite
+        # log-probs near a random network's keep importance ratios finite
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),
@@ -300,7 +300,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """Return expert ids [tokens, layers, K], assigned round-robin to balance the load."""
+    """Return expert ids [tokens, layers, K], assigned round-robin."""
     shape = route_shape(model)
     assert shape is not None
     experts = np.arange(num_tokens * shape.top_k) % shape.num_experts

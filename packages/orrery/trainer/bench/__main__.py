@@ -1,7 +1,7 @@
 """Measure a manifest's trainer: `python -m orrery.trainer.bench MANIFEST [options]`.
 
-MANIFEST is a file, or the name of a manifest in the checkout's `manifests/`. Options that are not
-given come from `ROWS` (options by run name), then from defaults.
+MANIFEST is a file, or a name in the checkout's `manifests/`. Omitted options come from `ROWS`
+(options by run name), then from defaults.
 """
 
 import argparse
@@ -202,7 +202,7 @@ def keep_trace(trace: Path, folder: Path, request: BenchRequest) -> None:
 def run_ranks(request: BenchRequest, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
     """Run one process per device, and return their results.
 
-    Kill all processes and raise RunFailed if one fails or `deadline_s` passes.
+    If one fails or `deadline_s` passes, kill all and raise RunFailed.
     """
     import torch.distributed as dist
 

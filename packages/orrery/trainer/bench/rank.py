@@ -1,6 +1,6 @@
 """Time training steps on one rank: `python -m orrery.trainer.bench.rank FOLDER`.
 
-Weights are random. Each rank writes its results or its error to `FOLDER/rank.<n>.json`.
+Each rank writes its results or its error to `FOLDER/rank.<n>.json`.
 """
 
 import json
@@ -53,10 +53,10 @@ IDLE = "idle"
 COMMUNICATION = "communication"
 COPIES = "copies"
 _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|b)?mm_?$"
-# (kind, regex of kernel name, regex of a profiler range around the launch). First match wins.
+# (kind, regex of kernel name, regex of a surrounding profiler range). First match wins.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # must precede "optimizer", which matches FSDP too
+    ("sharding copies", None, r"FSDP::"),  # before "optimizer", because its rules match FSDP
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
@@ -84,7 +84,7 @@ KINDS = (
 )
 _DIRECTIONS = {"to host": re.compile(r"Memcpy DtoH"), "to device": re.compile(r"Memcpy HtoD")}
 
-Event = dict[str, Any]  # an event of a Chrome trace, with times in µs
+Event = dict[str, Any]  # Chrome trace event, times in µs
 Spans = list[tuple[float, float]]
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     partial.write_text(json.dumps(answer))
     partial.replace(folder / f"rank.{rank}.json")
     if "steps" not in answer:
-        os._exit(1)  # an orderly exit would wait for unfinished collectives
+        os._exit(1)  # an orderly exit would wait for collectives
 
 
 def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
@@ -141,18 +141,18 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
         model, trainer = request.model, request.trainer
         text = describe_error(error, rank, step, model, trainer, request.load, size)
         return {"out_of_memory": text}
-    destroy_world(world)  # skipped after an error, because collectives may be unfinished
+    destroy_world(world)  # skipped after an error, because collectives may hang
     return answer
 
 
 def make_learner(request: BenchRequest, world: World) -> Learner:
     trainer = request.trainer
     policy = build_policy(request.model, trainer, world)
-    # Offloaded weights get the values of others, so that losses and norms can be compared.
+    # Offload must not change the values, so that losses are comparable.
     weights.initialize_on_device(policy.network, STD, request.seed, world.device)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
-            for weight in (adapter.a, adapter.b):  # not zeros, because their products run faster
+            for weight in (adapter.a, adapter.b):  # random, because products of zeros run faster
                 local_tensor(weight).normal_(std=STD)
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
 
@@ -221,13 +221,13 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict. The end of the `with` block writes the GPU's mean clock and power to it."""
+    """Yield a dict that receives the GPU's mean clock and power when the `with` block ends."""
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
         yield found
         return
-    # Select the GPU by UUID, because nvidia-smi ignores CUDA_VISIBLE_DEVICES.
+    # nvidia-smi ignores CUDA_VISIBLE_DEVICES, so select the GPU by UUID.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     with tempfile.TemporaryFile("w+") as file:
         with clock_reader(command, uuid, file.fileno()):
@@ -265,7 +265,7 @@ def mean_clocks(text: str) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one profiled step. The values of `by_kind` (kind of kernel) add up to `step_s`."""
+    """Seconds of one profiled step. `by_kind` adds up to `step_s`."""
 
     step_s: float
     by_kind: dict[str, float]
@@ -277,7 +277,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A kernel, copy or operator. Times are in µs."""
+    """A kernel, copy or operator, in µs."""
 
     begin: float
     end: float
@@ -291,13 +291,13 @@ class HostCopies:
     num_bytes: int
     num_copies: int
     seconds: float
-    hidden_s: float  # the part of `seconds` that overlaps with computation
+    hidden_s: float  # part of `seconds` that overlaps with computation
 
 
 def divide_step(events: list[Event], step: str) -> Phases:
-    """Divide the time of the profiled step `step` by kind of kernel, by pass and by kernel.
+    """Divide the time of the profiled step by kernel kind, pass and kernel.
 
-    By kind, overlapping time counts as computation, else as copies, else as communication.
+    In `by_kind`, computation hides copies, and both hide communication.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]
@@ -342,7 +342,7 @@ def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
 
 
 def kind_of(name: str, around: Iterable[str]) -> str:
-    """Return the kind of kernel `name`. `around`: profiler ranges around its launch."""
+    """Return a kernel's kind. `around`: profiler ranges around the launch."""
     around = tuple(around)
     for kind, own, outer in _RULES:
         if own is not None and not re.search(own, name):
@@ -418,7 +418,7 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
-        edges.sort(key=lambda edge: edge[:3])  # ties: ends (inner first), begins (outer first)
+        edges.sort(key=lambda edge: edge[:3])  # ties: inner ends first, outer begins first
         open_ranges: list[Event] = []
         clock = 0.0
         for at, opens, _, event in edges:

@@ -1,7 +1,6 @@
 """`orrery bench rates`: measure this machine's rates, for `manifest/rates/<device>.json`.
 
-- A rate is the median of several runs of a matrix product, grouped product, attention or copy.
-- Link rates need two devices. With one device, the file repeats the current link rates.
+Link rates need two devices. On one device, the file repeats the current link rates.
 """
 
 import argparse

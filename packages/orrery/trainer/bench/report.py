@@ -1,7 +1,7 @@
-"""Return a benchmark's result as a JSON object, and print it beside the expected times.
+"""Return a benchmark's result as JSON, and print it beside the expected times.
 
-A step takes as long as its slowest rank. Tokens per second are the median over steps. MFU is
-relative to the data sheet's bf16 rate.
+A step takes as long as its slowest rank. Tokens per second are medians over steps. MFU uses the
+data sheet's bf16 rate.
 """
 
 import os
@@ -128,7 +128,7 @@ def _work(
 ) -> dict[str, float | None]:
     """Return FLOPs per token, FLOP/s and MFU.
 
-    `every`: each step's document lengths. `device_s`: mean seconds of a step · number of devices.
+    `every`: each step's document lengths. `device_s`: mean step seconds · number of devices.
     """
     model, trainer = request.model, request.trainer
     if not is_counted(model):

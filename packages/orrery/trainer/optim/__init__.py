@@ -1,6 +1,6 @@
 """Build the manifest's optimizer.
 
-Norms and biases have no weight decay, which would pull a norm's gain towards zero.
+Norms and biases have no weight decay, because it would shrink a norm's gain.
 """
 
 from torch import nn

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from orrery.models.placement import local_tensor
 from orrery.trainer.optim.gradient import sharding_axes
 
-ALIGNMENT = 128  # alignment of shards in values, for vectorised kernels
+ALIGNMENT = 128  # in values, for vectorised kernels
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """A part of one weight, with its gradient and state on the device.
+    """Flat slices of a weight, its gradient and its state on the device.
 
-    Tensors are flat slices of the local shard, or the whole shard if the rule needs it.
+    Slices are whole shards if the rule needs them.
     """
 
     source: nn.Parameter
@@ -28,9 +28,9 @@ class WeightPart:
 
 
 class UpdateRule:
-    """A rule that updates weights. `keys` names its state tensors, each with the weight's shape.
+    """`keys` names a rule's state tensors, each with the weight's shape.
 
-    If `counts_steps`, the state has `step`, a float32 scalar that counts earlier steps.
+    `counts_steps` adds `step`, a float32 scalar that counts earlier steps.
     """
 
     keys: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class UpdateRule:
 
 @dataclass
 class ParamGroup:
-    """Weights that share a rule. `lr` is the schedule's peak learning rate."""
+    """Weights of one rule. `lr` is the peak learning rate."""
 
     weights: list[nn.Parameter]
     rule: UpdateRule
@@ -66,12 +66,12 @@ def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup
 
 
 def is_bias(name: str) -> bool:
-    return name.endswith("bias")  # stacked biases have two dimensions, so `ndim` does not tell
+    return name.endswith("bias")  # stacked biases have `ndim` 2
 
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Values `start` to `stop` of a weight's local shard, stored at `offset` in `FlatShards`."""
+    """Values `start` to `stop` of a local shard, at `offset` in `FlatShards`."""
 
     weight: nn.Parameter
     start: int
@@ -94,7 +94,7 @@ class Bucket:
 
 @dataclass
 class FlatShards:
-    """A group's local shards of one dtype, joined into one flat tensor."""
+    """A group's local shards of one dtype in one flat tensor."""
 
     weights: list[nn.Parameter]
     dtype: torch.dtype
@@ -126,7 +126,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield ranges of whole shards. All ranks get the same weights in the same range."""
+        """Yield ranges of whole shards, with the same weights on all ranks."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):

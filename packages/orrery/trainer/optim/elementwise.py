@@ -1,4 +1,4 @@
-"""Elementwise update rules: AdamW, SGD with momentum and sign SGD."""
+"""Elementwise update rules: AdamW, SGD, sign SGD."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ class AdamWRule(UpdateRule):
             [part.state["exp_avg"] for part in parts],
             [part.state["exp_avg_sq"] for part in parts],
             [],
-            # Copy the count, because `adamw` increments it for each part of a weight.
+            # Copy, because `adamw` increments the count for each part of a weight.
             list(torch._foreach_add([part.state["step"] for part in parts], 0.0)),
             fused=True,
             grad_scale=divisor,
@@ -42,7 +42,7 @@ class AdamWRule(UpdateRule):
 
 
 class SgdRule(UpdateRule):
-    """SGD with momentum. Weight decay is an L2 term, added to the clipped gradient."""
+    """Weight decay is an L2 term, added to the clipped gradient."""
 
     def __init__(self, spec: Sgd):
         super().__init__(spec)
@@ -69,7 +69,7 @@ class SgdRule(UpdateRule):
 class SignSgdRule(UpdateRule):
     """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434): w ← w − lr · (sign(g) + decay · w).
 
-    The divisor is ignored, because it does not change signs.
+    `divisor` is ignored, because it keeps signs.
     """
 
     def update(

@@ -1,4 +1,4 @@
-"""Compute the global gradient norm, clip gradients by it, and find NaN and infinity.
+"""Compute the gradient norm and the clipping divisor, and find NaN and infinity.
 
 Gradients must already be summed over replicas.
 """
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from orrery.models.placement import local_tensor
 from orrery.trainer.parallel.world import World
 
-CPU_PART = 1 << 16  # maximum number of values in a float32 sum
+CPU_PART = 1 << 16  # maximum values per float32 sum
 
 
 def sharding_axes(weight: Tensor) -> dict[int, int]:
@@ -48,7 +48,7 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
     if (replicas := world.axis_size("dp_replicate")) > 1:
-        # Average, because norms that differ by rounding would let replicas diverge.
+        # Average, because rounding differences would let replicas diverge.
         dist.all_reduce(total, group=world.group("dp_replicate"))
         total /= replicas
     return total.sqrt().float()

@@ -4,11 +4,11 @@
     u = m, or Nesterov: momentum · m + (1 − momentum) · g
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
-The factor 0.2 · √max(rows, columns) gives updates the root mean square of AdamW's updates (arXiv
-2502.16982, eq. 4). Other weights use AdamW. Updates are collectives, so a weight must have a
-gradient on all of its ranks or on no rank.
+The factor 0.2 · √max(rows, columns) matches the RMS of AdamW's updates (arXiv 2502.16982, eq. 4).
+Other weights use AdamW. Updates are collectives, so all ranks of a weight must have its gradient,
+or none.
 
-B: matrices in a stack · M: rows · N: columns
+B: matrices in a stack, M: rows, N: columns
 """
 
 import math
@@ -32,17 +32,16 @@ from orrery.trainer.parallel.world import all_to_all
 RMS = 0.2
 FUSED = re.compile(r"\.gate_up_(proj|proj\.weight|lora\.b)$")
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
-# Coefficients of the odd quintic polynomial that moves singular values fastest towards 1.
+# Odd quintic polynomial that moves singular values fastest towards 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 
 
 @dataclass(frozen=True)
 class GateUp:
-    """Layout of a weight [M, N] or [B, M, N] that joins an MLP's gate and up projections.
+    """Joined gate and up projections of an MLP, [M, N] or [B, M, N].
 
-    `dim` is −2 for joined rows, and −1 for joined columns. Gate and up alternate if
-    `is_interleaved`. Otherwise the gate comes first.
+    `dim`: −2 for joined rows, −1 for joined columns. The gate comes first unless `is_interleaved`.
     """
 
     dim: int = -2
@@ -106,10 +105,10 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 
 
 def gate_up(policy: nn.Module, name: str) -> GateUp:
-    """Return the layout of the weight `name`, inferred from the shape of the layer's `down_proj`.
+    """Return the layout of weight `name`, inferred from the shape of `down_proj`.
 
-    For E experts, MLP size I and hidden size D, Orrery has [E, 2·I, D]. Some transformers models
-    have [E, D, 2·I], and gpt_oss interleaves gate and up.
+    Orrery has [experts, 2·MLP size, hidden size]. Some transformers models swap the last two
+    dimensions, and gpt_oss interleaves gate and up.
     """
     owner = policy.get_submodule(name.rpartition(".")[0])
     shape, down = policy.get_parameter(name).shape, getattr(owner, "down_proj", None)
@@ -134,7 +133,7 @@ def groups(spec: Muon, policy: nn.Module, weights: dict[str, nn.Parameter]) -> l
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """This rank's shard of a weight's update direction, [M, N] or [B, M, N]."""
+    """This rank's shard of an update direction, [M, N] or [B, M, N]."""
 
     source: nn.Parameter
     shard: Tensor
@@ -149,14 +148,14 @@ class MatrixShard:
 
     @cached_property
     def axes(self) -> dict[int, int]:
-        """Return {mesh axis: matrix dimension (0 or 1)} of the axes that split matrices."""
+        """Return {mesh axis: matrix dimension (0 or 1)} of axes that split matrices."""
         first = self.source.ndim - 2
         cut = sharding_axes(self.source)
         return {axis: dim - first for axis, dim in cut.items() if dim >= first}
 
     @cached_property
     def split(self) -> tuple[DeviceMesh, int, int] | None:
-        """Return (mesh, axis, dim) if exactly one mesh axis splits the matrices."""
+        """Return (mesh, axis, dim) if exactly one mesh axis splits matrices."""
         if len(self.axes) != 1:
             return None
         assert isinstance(self.source, DTensor)
@@ -203,7 +202,7 @@ def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]:
-    """Return this rank's shard of each orthogonalized direction. A collective.
+    """Return this rank's shards of the orthogonalized directions. A collective.
 
     Compute in bfloat16 on CUDA, and in the shard's dtype on a CPU.
     """
@@ -338,7 +337,7 @@ def _split_matrices(
 
 
 def _bounds(size: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the offsets at which DTensor's `Shard` cuts a dimension of `size`."""
+    """Return the offsets at which DTensor's `Shard` cuts a dimension."""
     step = -(-size // num_ranks)
     return tuple(min(step * rank, size) for rank in range(num_ranks + 1))
 

@@ -1,6 +1,6 @@
-"""Update groups of weights in buckets, each group by its own rule.
+"""Update weights in buckets, by the rule of their group.
 
-State is sharded like its weight. It exists before the first step, to load checkpoints into it.
+State is sharded like its weight, and exists before the first step, to load checkpoints.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from orrery.trainer.optim.buckets import (
 )
 from orrery.trainer.optim.state_offload import StateOffload
 
-RESIDENT_BYTES = 1 << 30  # bucket size, a bound of temporary memory
+RESIDENT_BYTES = 1 << 30  # bucket size, to bound temporary memory
 
 
 class BucketedOptimizer:
@@ -31,7 +31,7 @@ class BucketedOptimizer:
         bucket_bytes: int | None = None,
         resident: float = 0.0,
     ):
-        """If `offload`, keep only the fraction `resident` of the state on the device."""
+        """With `offload`, keep only the fraction `resident` of the state on the device."""
         self._rate = 1.0
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._prepared: list[list[WeightPart]] = []
@@ -55,7 +55,6 @@ class BucketedOptimizer:
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Return state by weight and key. Offloaded tensors are in host memory."""
         if self.offload is not None:
             self.offload.settle()
         return self._state
@@ -163,8 +162,7 @@ def named_state(
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (state key, weight name, local tensor, box) in `weights` order, with sorted keys.
 
-    `box`: the local region of the full tensor, or () for a scalar that all ranks share. To load a
-    tensor, fill it in place.
+    `box`: region of the full tensor, or () for a scalar. Fill tensors in place to load them.
     """
     state = optimizer.state
     for name, weight in weights.items():

@@ -1,11 +1,8 @@
 """Keep optimizer state in pinned host memory, and copy it during computation.
 
-A bucket (range of weights) needs device memory (a slot) for its state during its update.
-`StateStream` copies state in during a step's last backward pass, and out during the next step's
-first micro-batch. `manifest/budget/state_rooms.py` plans the memory for slots.
-
-The GPU updates weights, because AdamW on the host would move 30 bytes per weight through host
-memory, and copies of state move 16.
+- A slot is device memory for a bucket's state during the bucket's update.
+- `StateStream` copies state in during a step's last backward pass, and out during the next step's
+  first micro-batch. `manifest/budget/state_rooms.py` plans the slots' memory.
 """
 
 from collections import deque
@@ -27,8 +24,6 @@ from orrery.trainer.optim.buckets import Bucket
 
 
 class StateOffload:
-    """Optimizer state on the host, and slots (memory for one bucket's state) on the device."""
-
     def __init__(self, buckets: list[Bucket]):
         self._buckets = buckets
         self.device = local_tensor(buckets[0].shards.weights[0]).device
@@ -44,14 +39,14 @@ class StateOffload:
         self.drains_late = False  # whether slots stay until `drain`
         self._limit = NUM_SLOTS
         self._slots: dict[int, Tensor] = {}
-        self._leaving: deque[tuple[int, Tensor]] = deque()  # (bucket, slot), the oldest first
+        self._leaving: deque[tuple[int, Tensor]] = deque()  # (bucket, slot), oldest first
         self._num_fetched = 0
         self._cuda = self.device.type == "cuda"
         if self._cuda:
             self._inward = torch.cuda.Stream(self.device)
             self._outward = torch.cuda.Stream(self.device)
             self._arrived = [torch.cuda.Event() for _ in buckets]
-            # A wait for an event that is not recorded yet returns at once.
+            # A wait for an unrecorded event returns at once.
             self._returned = [torch.cuda.Event() for _ in buckets]
 
     @property
@@ -66,14 +61,14 @@ class StateOffload:
 
     @torch.no_grad()
     def drain(self, room_bytes: int = 0) -> None:
-        """Free slots whose state is on the host, until the rest fits into `room_bytes`."""
+        """Free slots whose state is on the host, until slots fit into `room_bytes`."""
         while self._leaving and self.held_bytes > room_bytes:
             index, _ = self._leaving.popleft()
             if self._cuda:
                 torch.cuda.current_stream(self.device).wait_event(self._returned[index])
 
     def visits(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield each bucket's index and its state on the device, to be changed in place."""
+        """Yield each bucket's index and device state, to be changed in place."""
         self._fetch_all()
         for index in range(len(self._buckets)):
             if self._cuda:
@@ -86,7 +81,7 @@ class StateOffload:
             self.drain()
 
     def settle(self) -> None:
-        """Wait until the host has the newest state, and discard prefetched state."""
+        """Wait until the host has the newest state. Discard prefetched state."""
         if self._cuda:
             self._inward.synchronize()
             self._outward.synchronize()
@@ -97,7 +92,7 @@ class StateOffload:
         while self._num_fetched < len(self._buckets):
             if len(self._slots) + len(self._leaving) < self._limit:
                 slot = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.device)
-                if self._cuda:  # queued kernels may still use the slot's memory
+                if self._cuda:  # queued kernels may still use this memory
                     self._inward.wait_stream(torch.cuda.current_stream(self.device))
             elif self._leaving:
                 index, slot = self._leaving.popleft()
@@ -154,10 +149,7 @@ class StateOffload:
 
 
 class StateStream:
-    """Copy state while `blocks` compute, within the memory that a plan leaves free.
-
-    `one` and `many`: plans of steps with one and with several micro-batches.
-    """
+    """Copy state while `blocks` compute. `one`, `many`: memory plans by number of micro-batches."""
 
     def __init__(
         self, offload: StateOffload, blocks: Sequence[nn.Module], one: StateRooms, many: StateRooms

@@ -1,9 +1,9 @@
-"""Apply parallelism to model code that is written for one device, in this order.
+"""Apply parallelism to single-device model code, in this order.
 
 1. Context parallel replaces the attention core, or the keys of latent attention.
 2. Expert parallel replaces the token exchange and shards the experts.
 3. Compilation and activation checkpointing wrap blocks, or modules in them.
-4. Activation offload wraps blocks, because it moves the activations that blocks save.
+4. Activation offload moves the activations that blocks save.
 5. FSDP2 comes last, because its hooks must run outside all other wrappers.
 """
 
@@ -28,9 +28,9 @@ from orrery.trainer.policy import Policy
 
 
 def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
-    """Return the parallelized policy with unset weights, on "meta" if FSDP shards it.
+    """Return the policy with unset weights, on "meta" if FSDP shards it.
 
-    Raise OrreryError if the kernel of `trainer.attention` is not installed.
+    Raise OrreryError if `trainer.attention` is not installed.
     """
     try:
         prefer(trainer.attention)
@@ -44,7 +44,7 @@ def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
 
 
 def build_network(model: Model, trainer: Trainer, device: torch.device | str) -> CausalLm:
-    """Return the network for one device. With adapters, frozen weights have compute dtype."""
+    """Return the unsharded network. With adapters, frozen weights have compute dtype."""
     param_dtype = getattr(torch, trainer.param_dtype)
     if trainer.lora is None:
         network = build(model, param_dtype, device)

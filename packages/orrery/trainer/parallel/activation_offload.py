@@ -1,8 +1,8 @@
 """Keep tensors saved for the backward pass in pinned host memory.
 
-While a block computes, tensors of up to `max_in_flight` other blocks are copied to the host or
-back. The device keeps weights, small and non-dense tensors, arguments that blocks share, and
-tensors of the last block.
+While a block computes, tensors of up to `max_in_flight` other blocks move to the host or back.
+The device keeps weights, small and non-dense tensors, arguments shared by blocks, and the last
+block's tensors.
 """
 
 from collections import defaultdict, deque
@@ -40,7 +40,7 @@ class HostBufferPool:
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> tuple[Tensor, Any]:
-        """Return a buffer of at least `num_bytes`, and an event to wait for before writing."""
+        """Return a buffer of at least `num_bytes`, and an event to await before writing."""
         size = 1 << (num_bytes - 1).bit_length()
         if self._free[size]:
             return self._free[size].pop()
@@ -52,7 +52,7 @@ class HostBufferPool:
 
 
 class OffloadedTensor:
-    """A saved tensor. `device_tensor` is None while only the host has the data."""
+    """`device_tensor` is None while only the host has the data."""
 
     def __init__(self, owner: "BlockActivations", tensor: Tensor):
         self.owner, self.dtype = owner, tensor.dtype
@@ -171,7 +171,7 @@ class ActivationOffload:
             return
         activations.is_fetched = True
         if self._in is not None:
-            # New tensors may reuse memory that the current stream still reads.
+            # New tensors may reuse memory that the current stream reads.
             self._in.wait_stream(torch.cuda.current_stream(self.device))
             self._in.wait_event(activations.copied_out)
         for saved in activations.saved.values():
@@ -192,7 +192,7 @@ class ActivationOffload:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill their memory without gaps, in any order."""
+    """Return whether elements fill memory without gaps, in any order."""
     if not tensor.numel():
         return False
     expected = 1

@@ -1,9 +1,8 @@
 """Run blocks under activation checkpointing and torch.compile.
 
-- A checkpointed block keeps its input. With `selective` it also keeps results of named operations.
+- Checkpointed blocks keep their input, and with `selective` the results of named operations.
 - A compiled block is one graph with the checkpoint inside. If ranks exchange tokens or keys in
-  the block, the checkpoint wraps several graphs instead.
-- `recall` returns numbers that `keep` stored, so that recomputation needs no device sync.
+  the block, the checkpoint wraps several graphs.
 """
 
 import textwrap
@@ -42,7 +41,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# Combinations of block kind, gradient and routes exceed torch's limit of 8 graphs a function.
+# Variants by block kind, gradient and routes exceed torch's limit of 8 graphs per function.
 MAX_GRAPHS = 64
 
 
@@ -87,9 +86,6 @@ def explain_compile_error(model: Model) -> Iterator[None]:
         ) from error
 
 
-# Checkpointing
-
-
 def _checkpoint(policy: Policy, trainer: Trainer) -> None:
     if not trainer.memory.recomputes_blocks:
         return
@@ -109,7 +105,7 @@ def _checkpoint(policy: Policy, trainer: Trainer) -> None:
 def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
     """Return keyword arguments of torch's `checkpoint` that keep results of chosen operations.
 
-    If a block is one graph, they also stop torch 2.11 from saving experts' activations.
+    For a block of one graph, they also stop torch 2.11 from saving experts' activations.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
     if model.mla is not None:  # keep chosen keys, because a second choice could differ
@@ -150,10 +146,7 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def without_view(x: Tensor) -> Tensor:
-    """Return x as a base tensor (no view) of the same memory. The gradient passes through.
-
-    Otherwise torch would compile another graph for views.
-    """
+    """Return x as a base tensor, because torch would compile another graph for views."""
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 
 
@@ -184,9 +177,6 @@ def _operations(name: str) -> list[Any]:
     raise AssertionError(f"blocks.py lacks the schema's option {name!r}")
 
 
-# Recomputation
-
-
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
@@ -202,10 +192,10 @@ _hooks: ContextVar[tuple[Pack, Unpack]] = ContextVar("hooks", default=(_identity
 def recomputation_contexts(
     operations: Collection[Any] = (), compiled: Collection[Any] = ()
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the forward and the recomputation context for `context_fn` of torch's `checkpoint`.
+    """Return the forward and recomputation contexts of torch's `checkpoint`.
 
-    They replace torch's selective checkpointing, which FSDP's hooks break, for `operations`.
-    Results of operations in `compiled` are cloned, because compiled graphs may overwrite them.
+    Keep results of `operations`, because FSDP's hooks break torch's selective checkpointing. Clone
+    results of operations in `compiled`, because graphs may overwrite them.
     """
     answers: list[Any] = []
     results: dict[Any, deque[Any]] = defaultdict(deque)
@@ -230,7 +220,7 @@ def storage_of_results() -> tuple[Pack, Unpack]:
 
 
 def keep(answer: Any) -> Any:
-    """Return `answer`. In a checkpointed block's forward pass, store it for `recall`."""
+    """Return `answer`, stored for `recall`, so that recomputation needs no device sync."""
     run = _current.get()
     if run is not None and not run.is_recomputation:
         run.answers.append(answer)

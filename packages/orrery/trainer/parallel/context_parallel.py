@@ -4,10 +4,10 @@
 
     ulysses   one contiguous part. An all-to-all gives each rank all tokens for 1/cp of the heads
     ring      pieces r and 2·cp − 1 − r of a document's 2·cp pieces. Ranks pass keys in a ring
-    dsa       pieces as in ring. Each rank gathers all ranks' latent keys (latent attention only)
+    dsa       pieces as in ring. Each rank gathers all latent keys (latent attention only)
 
-All ranks get equally many tokens. Padding repeats a real token. It is not scored, and real tokens
-do not attend to it.
+Ranks get equally many tokens. Padding repeats a real token, is not scored, and is hidden from
+real tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,9 +55,9 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
-    """Call `observe` in forward passes with each attention output (or gathered keys).
+    """Call `observe` with each attention output (or gathered keys) in forward passes.
 
-    A gradient hook on that tensor sees this rank's gradient before ranks exchange gradients.
+    Gradient hooks on this tensor run before ranks exchange gradients.
     """
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore | GatheredKeys):
@@ -73,15 +73,15 @@ def shard(batch: MicroBatch, world: World, mesh: Mesh) -> MicroBatch:
 
 
 class TokenShard(NamedTuple):
-    source: np.ndarray  # i64 [t]: index of each token in the micro-batch
+    source: np.ndarray  # i64 [t]: each token's index in the micro-batch
     is_real: np.ndarray  # bool [t]: False for padding
-    cu_seqlens: np.ndarray  # i32: document offsets for the attention core
+    cu_seqlens: np.ndarray  # i32: document offsets for attention
 
 
 def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
     """Return part `rank` of `num_ranks` equal parts of the padded micro-batch.
 
-    `cu_seqlens` covers all parts. Padding forms a document at the end.
+    `cu_seqlens` covers all parts. Padding forms the last document.
     """
     num_tokens = sum(lengths)
     size = -(-num_tokens // num_ranks)
@@ -97,7 +97,7 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
     """Return pieces `rank` and 2·num_ranks − 1 − `rank` of each document's 2·num_ranks pieces.
 
-    `cu_seqlens` covers this rank's tokens only, and is equal on all ranks.
+    `cu_seqlens` covers one rank's tokens, and is equal on all ranks.
     """
     length = np.asarray(lengths, dtype=np.int64)
     piece = -(-length // (2 * num_ranks))
@@ -166,8 +166,8 @@ def _routes(
 class UlyssesCore(nn.Module):
     """Ulysses (Jacobs et al. 2023, arXiv 2309.14509): each rank attends with 1/cp of the heads.
 
-    t: tokens of this rank · T = cp·t: tokens of the group · H: query heads · G: key and value heads
-    K: head size. `documents` cover all T tokens.
+    t: tokens of this rank, T = cp·t: tokens of the group and of `documents`, H: query heads,
+    G: key and value heads, K: head size
     """
 
     eager = ("forward",)  # not compiled (`blocks.py`)

@@ -1,10 +1,10 @@
 """Expert parallel: each ep rank holds 1/ep of every layer's experts, and receives their tokens.
 
-Expert parameters are DTensors with Shard(0) on the mesh axis `ep`. An expert's gradient covers the
-tokens of all ep ranks.
+Expert parameters are DTensors with Shard(0) on mesh axis `ep`. Their gradients cover the tokens
+of all ep ranks.
 
-    T: tokens of this rank · K: experts per token · M = T·K: rows of this rank · R: ranks
-    E: experts · D: hidden size · N: tokens from all ranks with an expert of this rank
+    T: this rank's tokens, K: experts per token, M = T·K: this rank's rows, R: ranks,
+    E: experts, D: hidden size, N: tokens from all ranks with an expert of this rank
 """
 
 from collections.abc import Callable, Iterator
@@ -109,11 +109,8 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-# torch.distributed
-
-
 class TorchExchange(nn.Module):
-    """Send each token once to each rank that has some of its experts, and sum the results."""
+    """Send each token once to each rank with some of its experts. Sum the results."""
 
     eager = ("forward",)  # not compiled (`blocks.py`)
 
@@ -152,7 +149,7 @@ class TorchExchange(nn.Module):
         here = _rows(expert_NK, num_local, slots_of_expert, experts.row_block)
         y_ND = experts(x_ND, score_NK, here, has_spare=True)
         (y_MD,) = exchange(to_tokens, to_experts, y_ND)
-        if len(rows.row_M) > num_sent:  # choices not sent read zeros
+        if len(rows.row_M) > num_sent:  # duplicate choices of a rank read zeros
             y_MD = torch.cat((y_MD, y_MD.new_zeros(1, y_MD.shape[1])))
         return combine_rows(y_MD, rows)
 
@@ -186,9 +183,6 @@ class HostLengths:
         return self._numbers.tolist()
 
 
-# DeepEP
-
-
 class DeepEpExchange(nn.Module):
     """Exchange tokens in bfloat16 over NVLink and RDMA (https://github.com/deepseek-ai/DeepEP)."""
 
@@ -215,7 +209,7 @@ class DeepEpExchange(nn.Module):
     ) -> Tensor:
         if (size := self.chunk_tokens) is None:
             return self._exchange(x_TD, score_TK, expert_TK, experts)
-        # A collective: agree on the number of chunks. Ranks with few tokens exchange empty chunks.
+        # Exchanges are collectives, so all ranks run equally many chunks, even empty chunks.
         if (count := blocks.recall()) is None:
             most = torch.tensor(len(x_TD), device=x_TD.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
@@ -240,7 +234,7 @@ class DeepEpExchange(nn.Module):
 def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: int) -> RowOrder:
     """Sort received tokens by local expert. Pad each expert's rows to a multiple of `block`.
 
-    `expert_NK` is −1 for experts of other ranks. `rows_of_expert`: numbers of rows.
+    `expert_NK` is −1 for experts of other ranks.
     """
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local, block)
     last = sum((count + block - 1) // block * block for count in rows_of_expert)
@@ -250,7 +244,7 @@ def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: i
 
 @cache
 def _buffer(group: dist.ProcessGroup, row_bytes: int, num_sms: int | None) -> Any:
-    """Return the DeepEP buffer of the group. All layers share it. A collective."""
+    """Return the group's DeepEP buffer, shared by all layers. A collective."""
     from deep_ep import Buffer
 
     if num_sms is not None:

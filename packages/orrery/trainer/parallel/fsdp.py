@@ -1,8 +1,7 @@
 """FSDP2: shard weights over dp_shard · cp ranks, and replicate them over dp_replicate (HSDP).
 
-- With expert parallel, a layer's experts are sharded over the ranks that hold the same experts.
-- Gradients are summed over ranks, because the loss already divides by global counts.
-- A single rank may run without FSDP (`Trainer.needs_fsdp`), with `ComputeCopies` instead.
+- With expert parallel, experts are sharded over the ranks that hold the same experts.
+- Gradients are summed, because the loss already divides by global counts.
 """
 
 import itertools
@@ -50,7 +49,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Otherwise FSDP would reduce with PREMUL_SUM, which gloo lacks.
+            # Avoid FSDP's reduction PREMUL_SUM, because gloo lacks it.
             module.set_force_sum_reduction_for_comms(True)
     if trainer.mesh.ep > 1:
         _prefetch(policy)
@@ -68,7 +67,7 @@ def _allocate_on_host(policy: Policy, device: torch.device) -> None:
 
 
 def _prefetch(policy: Policy) -> None:
-    """Prefetch the next layer explicitly, because the host waits in token exchanges."""
+    """Prefetch layers explicitly, because the host waits in token exchanges."""
     layers = [
         [module for module in layer.modules() if isinstance(module, FSDPModule)]
         for layer in policy.network.layers
@@ -88,7 +87,7 @@ def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
 
 
 def reshard_all(policy: Policy) -> None:
-    """Reshard all weights. Otherwise an export would read weights in compute dtype."""
+    """Reshard all weights. Otherwise exports would read compute-dtype weights."""
     if policy.copies is not None:
         policy.copies.restore()
     for module in policy.modules():
@@ -97,7 +96,7 @@ def reshard_all(policy: Policy) -> None:
 
 
 class ComputeCopies:
-    """Copies of one rank's weights in the compute dtype. Results are bit-equal to FSDP on one rank.
+    """Compute-dtype copies of one rank's weights. Results are bit-equal to FSDP on one rank.
 
     Modules hold the copies from a forward pass until `restore`.
     """

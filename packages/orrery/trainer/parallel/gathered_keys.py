@@ -4,8 +4,8 @@
 - The padded stream is all padded documents in order.
 - Each rank sums the gradients of its keys in float32, in rank order.
 
-t: queries of this rank · S = R·t: keys of all ranks · K: keys that this rank reads. K is S if keys
-stay latent, and (R + ½)·t if dense attention expands them.
+t: queries of this rank, S = R·t: all keys, K: keys that this rank reads
+K is S if keys stay latent, and (R + ½)·t if dense attention expands keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,17 +25,17 @@ from orrery.trainer.parallel import blocks
 class KeyOrder(NamedTuple):
     """The keys that this rank's queries read, as rows of the all-gathered keys.
 
-    Row r·t + i is the key of token i of rank r. If keys stay latent, both pieces read one copy of
-    all keys. If keys are expanded, each piece reads its own copy of the document's prefix. No copy
-    has a row twice, as `begin_back` requires.
+    Row r·t + i is the key of token i of rank r. Latent keys: both pieces read one copy of all keys.
+    Expanded keys: each piece reads a copy of the document's prefix. No copy has a row twice, as
+    `begin_back` requires.
     """
 
-    row: Tensor  # i64 [K], each key's row of the all-gathered keys
+    row: Tensor  # i64 [K], rows of the all-gathered keys
     parts: list[tuple[Tensor, Tensor | None]]  # each copy's rows, and indices in `row` (None: all)
     first: Tensor  # i32 [t], each query's first key in the padded stream
-    last: Tensor  # i32 [t], each query's last key, which is its own
+    last: Tensor  # i32 [t], each query's last key (its own)
     queries: Documents  # early and late pieces as separate sequences
-    keys: Documents  # expanded: the pieces' prefixes; latent: whole documents
+    keys: Documents  # the pieces' prefixes, or whole documents if latent
 
     @classmethod
     def of(cls, documents: Documents, t: int, size: int, rank: int, is_latent: bool) -> "KeyOrder":
@@ -64,7 +64,7 @@ class KeyOrder(NamedTuple):
 def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
     """Return i64 [R, t], each rank's tokens as indices in the padded stream.
 
-    `start`, `length`: i64 [documents], first index and length in the stream. `size` is R.
+    `start`, `length`: i64 [documents], in the stream. `size` is R.
     """
     here = length // size
     start_t, before_t, piece_t = (
@@ -78,7 +78,7 @@ def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
 
 
 def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
-    """Return `Documents` with two sequences for each document: its early and its late part."""
+    """Return two sequences per document, its early and its late part."""
     lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
     return Documents(offsets, max(counts) * longest)
@@ -87,7 +87,7 @@ def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
 def _prefixes(
     row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the prefixes' rows of the all-gathered keys, and their indices in `KeyOrder.row`."""
+    """Return the prefixes' rows of the all-gathered keys, and indices in `KeyOrder.row`."""
     before = length.cumsum(0) - length
     offset = torch.arange(total, device=start.device)
     offset = offset - before.repeat_interleave(length, output_size=total)
@@ -99,10 +99,7 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
 class GatheredKeys(LocalKeys):
-    """Give this rank's queries the keys of all ranks in `group`.
-
-    Recomputation gathers the keys again, unless `keeps` stores them in the forward pass.
-    """
+    """Recomputation gathers the keys again, unless `keeps` stores them."""
 
     is_gathered = True
     eager = ("send", "receive", "ranges", "sides")  # not compiled (`blocks.py`)
@@ -138,9 +135,9 @@ class GatheredKeys(LocalKeys):
 
 
 class _Transfer:
-    """Gather one layer's keys from all ranks, and send gradients back.
+    """Gather one layer's keys, and send gradients back.
 
-    `known`: None in a forward pass. In a recomputation, the stored keys or ().
+    `known`: None in a forward pass. In recomputation, the stored keys or ().
     """
 
     def __init__(
@@ -206,9 +203,9 @@ class _Transfer:
 
 
 class _Send(torch.autograd.Function):
-    """Begin the all-gather of the keys. Return a scalar zero (ticket) as input of `_Receive`.
+    """Begin the all-gather of keys. Return a scalar zero (ticket) as input of `_Receive`.
 
-    The ticket makes autograd run the backward pass of `_Receive` before this one.
+    The ticket makes autograd run the backward pass of `_Receive` first.
     """
 
     @staticmethod

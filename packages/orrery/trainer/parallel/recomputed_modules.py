@@ -1,7 +1,7 @@
 """Run named modules of a block again in the backward pass (`ModuleCheckpointing`).
 
-Each call of such a module runs under torch's `checkpoint`, which keeps only the call's inputs.
-Hooks prevent later operations from saving the result. A block compiled to one graph needs none.
+Calls of these modules run under torch's `checkpoint`, and keep only inputs. Hooks prevent later
+operations from saving results. A block compiled to one graph needs no hooks.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def _methods(block: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 class _Calls:
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
-        self._results: dict[int, Tensor] = {}  # by storage address, until the forward pass ends
+        self._results: dict[int, Tensor] = {}  # by storage address, during the forward pass
 
     def run_block(self, *args: Any, **kwargs: Any) -> Any:
         pack, unpack = blocks.storage_of_results()
@@ -91,7 +91,7 @@ def _save_results(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Saved(torch.autograd.Function):
-    """Return x, and save it for recomputation. `ctx.recomputed` caches x in the backward pass."""
+    """Identity that saves x. `ctx.recomputed` caches x in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

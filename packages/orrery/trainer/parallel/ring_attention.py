@@ -1,11 +1,11 @@
 """Ring attention (Liu et al. 2023, arXiv 2310.01889) in zig-zag order.
 
-T: tokens of this rank · H: query heads · G: key and value heads · K: head size
+T: tokens of this rank, H: query heads, G: key and value heads, K: head size
 
 Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`). Ranks
-pass keys and values in a ring. A step with rank j's keys computes one of three equal-cost cases:
+pass keys and values in a ring. A step with rank j's keys is one of three equal-cost cases:
 
-    j = r   all queries, all keys, causal in the order of this rank's tokens
+    j = r   all queries, all keys, causal in this rank's token order
     j < r   all queries, early keys
     j > r   late queries, all keys
 """
@@ -25,10 +25,10 @@ _KEYS, _GRADIENTS = 0, 1  # message tags
 
 
 class Halves(NamedTuple):
-    early: Tensor  # i64 [T / 2], indices of tokens
+    early: Tensor  # i64 [T / 2], token indices
     late: Tensor  # i64 [T / 2]
-    cu_whole: Tensor  # i32 [documents + 1], offsets of both halves together
-    cu_half: Tensor  # i32 [documents + 1], offsets in `early`, equal to those in `late`
+    cu_whole: Tensor  # i32 [documents + 1], offsets of whole documents
+    cu_half: Tensor  # i32 [documents + 1], offsets in `early` and `late`
     max_whole: int
     max_half: int
 
@@ -63,7 +63,7 @@ _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
 class RingStep(NamedTuple):
-    """Queries and keys of one step, as indices of a rank's tokens. None means all tokens."""
+    """Queries and keys of one step, as token indices. None means all tokens."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -124,7 +124,7 @@ class _Ring(torch.autograd.Function):
             k, v = (_pick(x, pair.keys) for x in kv)
             part, part_lse = attention_forward(_pick(q_THK, pair.queries), k, v, *pair.offsets)
             if step == 0:
-                # Copy, because later steps change the sums, and checkpointing may keep the results.
+                # Copy, because later steps change the sums, and checkpointing may keep `part`.
                 total_THK, lse_TH = part.to(part_lse.dtype, copy=True), part_lse.clone()
             else:
                 before, before_lse = _pick(total_THK, pair.queries), _pick(lse_TH, pair.queries)

@@ -1,6 +1,6 @@
-"""Build the device meshes of a trainer's ranks. The last axis of a mesh is the innermost.
+"""Build the device meshes of a trainer's ranks. The last axis is the innermost.
 
-    mesh          dp_replicate × dp_shard × cp       documents, each split over a cp group
+    mesh          dp_replicate × dp_shard × cp       documents, each split over cp
     fsdp_mesh     [dp_replicate ×] fsdp              weights. fsdp = dp_shard · cp
     expert_mesh   dp_replicate × expert_fsdp × ep    experts. expert_fsdp · ep = fsdp
 
@@ -36,7 +36,7 @@ COLLECTIVE_BLOCKS = 16  # default of NCCL_MAX_CTAS
 
 @dataclass(frozen=True)
 class World:
-    """A rank and its meshes. With a single rank, every collective is the identity."""
+    """On a single rank, all collectives are the identity."""
 
     rank: int
     size: int
@@ -114,7 +114,7 @@ def device_for(accelerator: str, index: int) -> torch.device:
     if accelerator == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         return torch.device("cpu")
-    # CUDA_VISIBLE_DEVICES may leave a process only one GPU.
+    # CUDA_VISIBLE_DEVICES may leave only one GPU.
     device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
     torch.cuda.set_device(device)
     return device
@@ -170,7 +170,7 @@ def open_rendezvous(ctx: "RoleContext", world_size: int) -> dist.Store:
 
     timeout = timedelta(seconds=scaled(JOIN_DEADLINE_S))
     if ctx.index == 0:
-        # Without a bound socket TCPStore would listen on all interfaces.
+        # An unbound TCPStore would listen on all interfaces.
         listener = socket.create_server((ctx.host, ctx.port))
         port = listener.getsockname()[1]
         store = dist.TCPStore(
@@ -197,18 +197,15 @@ def destroy_world(world: World) -> None:
         dist.destroy_process_group()
 
 
-# Exchanges with a gradient
-
-
 def all_to_all(
     tensors: Sequence[Tensor],
     group: dist.ProcessGroup,
     sent: list[int] | None = None,
     arriving: list[int] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Send `sent[r]` rows of each tensor to each rank r of `group`, in rank order.
+    """Send `sent[r]` rows of each tensor to rank r of `group`.
 
-    Return tensors with `arriving[r]` rows from each rank r. By default, all row counts are equal.
+    Return `arriving[r]` rows from each rank r, in rank order. By default, all counts are equal.
     """
     num_rows = None if arriving is None else sum(arriving)
     results = [
