@@ -1,1 +1,1 @@
-"""Kernels, one module or folder per op. Every backend agrees with `reference_<function>`."""
+"""Kernels, one module or folder per op. All backends agree with `reference_<function>`."""

@@ -1,13 +1,13 @@
-"""Reorder tokens by expert and back, and apply SwiGLU between an expert's two products.
+"""Sort token rows by expert and back, and apply SwiGLU between an expert's products.
 
-T tokens · K experts per token · M = T·K routed rows · E experts · D hidden · I expert intermediate
+T tokens, K experts per token, M = T·K routed rows, E experts, D hidden, I expert intermediate
 
     rows = sort_by_expert(expert_TK, E)
     x_MD, score_M = gather_rows(x_TD, rows), order_slots(score_TK, rows)
     act_MI = swiglu_rows(grouped_matmul(x_MD, gate_up_E2ID, rows.ends_E), score_M)
     out_TD = combine_rows(grouped_matmul(act_MI, down_EDI, rows.ends_E), rows)
 
-Sums are in float32, in a fixed order. There are no host syncs.
+Sums are in float32, in a fixed order.
 """
 
 import os
@@ -27,21 +27,20 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class RowOrder(NamedTuple):
-    """Slot t·K + k is the k-th expert choice of token t. Rows are the slots sorted by expert."""
+    """Slot t·K + k is token t's k-th expert choice. Rows are slots sorted by expert."""
 
     row_M: Tensor  # i64: slot of each row (padding: 0)
-    place_TK: Tensor  # i64: each slot's row, the inverse of row_M
-    ends_E: Tensor  # i32: the end of each expert's rows, rising
-    counts_E: Tensor  # i32: each expert's number of slots
+    place_TK: Tensor  # i64: row of each slot
+    ends_E: Tensor  # i32: end of the expert's rows
+    counts_E: Tensor  # i32: number of slots
 
 
 def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:
-    """Sort slots stably by expert. `expert_TK` holds integers in [0, num_experts].
+    """Sort slots stably by expert id, 0 to `num_experts`.
 
-    Slots with `num_experts` have no expert and come last. Padding makes each expert's rows begin at
-    a multiple of `block`.
+    The id `num_experts` means no expert. Each expert's rows begin at a multiple of `block`.
     """
-    # Narrow sort keys are faster, because a radix sort makes one pass per byte.
+    # Radix sort is faster on narrow keys: it makes one pass per byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
     if num_experts < 256:
         key_dtype = torch.uint8
@@ -75,9 +74,9 @@ def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
 
 
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
-    """Return silu(gate) · up · score in gate_up's dtype.
+    """Return silu(gate) · up · score [M, I] in gate_up's dtype.
 
-    gate_up is [M, 2·I], with gate first. score is [M]. Raise ValueError on other shapes.
+    gate_up is [M, 2·I], gate first, score [M]. Raise ValueError on other shapes.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
         raise ValueError(
@@ -307,7 +306,7 @@ def _(x, weight):
 
 @torch.library.custom_op("orrery::wide_linear_backward", mutates_args=())
 def _wide_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Split grad into its half-precision value and the rounding error, to keep its precision."""
+    """Split grad into a half-precision value and its rounding error, to keep precision."""
     rounded = grad.to(x.dtype)
     parts = torch.cat((rounded, (grad - rounded.float()).to(x.dtype)), dim=1)
     grad_x = torch.mm(parts, torch.cat((weight, weight)))

@@ -1,6 +1,6 @@
-"""Triton kernels for `expert_rows.py`, which compute in float32.
+"""Triton kernels of `expert_rows.py`, in float32, on contiguous tensors.
 
-Tensors are contiguous. Offsets have 64 bits, because a tensor can have more than 2³¹ elements.
+Offsets have 64 bits for tensors above 2³¹ elements.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_BLOCK = 2048  # maximum number of columns in registers
+MAX_BLOCK = 2048  # columns in registers at once
 
 
 def spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:

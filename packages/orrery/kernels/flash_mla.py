@@ -1,7 +1,7 @@
-"""Load FlashMLA and run its sparse forward pass on Hopper GPUs.
+"""Run FlashMLA's sparse forward pass on Hopper.
 
-The library is `_flashmla_C` in vLLM's wheel. vLLM itself is not imported. Releases differ in the
-base of the log-sum-exp, e or 2, so `load` makes a test call.
+The library `_flashmla_C` of vLLM's wheel is loaded without importing vLLM. A test call finds the
+base of its log-sum-exp, e or 2.
 """
 
 import importlib.util
@@ -17,18 +17,18 @@ from torch import Tensor
 log = logging.getLogger("orrery.kernels.flash_mla")
 
 HOPPER = (9, 0)
-WIDTH, VALUE_WIDTH = 576, 512  # accepted widths of a key and of its value
-HEADS, KEYS = 64, 128  # numbers of heads and of chosen keys must be multiples of these
+WIDTH, VALUE_WIDTH = 576, 512  # widths of a key and its value
+HEADS, KEYS = 64, 128  # must divide the numbers of heads and chosen keys
 
 
 class FlashMLA(NamedTuple):
     operation: Any
-    lse_factor: float  # converts the operation's log-sum-exp to base e
+    lse_factor: float  # converts the log-sum-exp to base e
 
 
 @cache
 def load() -> FlashMLA | None:
-    """Return FlashMLA, or None without its library, without Hopper, or if the test call fails."""
+    """Return FlashMLA, or None if it cannot run here."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     vllm = importlib.util.find_spec("vllm")
@@ -61,7 +61,7 @@ def supports(q_THD: Tensor, value_width: int, num_chosen: int) -> bool:
 def forward(
     q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, length_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H]. Call only if `supports` is true.
+    """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H]. `supports` must be true.
 
     `length_T`: `sparse_mla_triton.lengths(indices_TK)`.
     """
@@ -74,9 +74,9 @@ def forward(
 
 
 def lse_factor(lse: float, num_keys: int) -> float:
-    """Return the factor that converts log-sum-exps to base e.
+    """Return the factor to base e, given `lse`, the log-sum-exp of `num_keys` zeros.
 
-    `lse` is the log-sum-exp of `num_keys` zeros. Raise ValueError if its base is not e or 2.
+    Raise ValueError unless its base is e or 2.
     """
     for factor in (1.0, math.log(2.0)):
         if abs(lse * factor - math.log(num_keys)) < 1e-3:

@@ -1,10 +1,10 @@
-"""Multiply each expert's rows by the expert's matrix, with or without LoRA adapters a and b.
+"""Multiply each group's rows by its matrix, optionally with LoRA adapters a and b.
 
-out[rows of group e] = x[rows of group e] @ weight[e]ᵀ, with adapters + (x a[e]ᵀ) b[e]ᵀ
+out[group e] = x[group e] @ weight[e]ᵀ, with adapters + (x[group e] @ a[e]ᵀ) @ b[e]ᵀ
 
-- For bfloat16 on a GPU, torch's grouped GEMM runs if 8 divides both sides of weight[e], and Triton
-  runs adapters up to rank 64. Other inputs run in a slow loop.
-- Rows from `ends[-1]` on have no group, and are undefined in the output and x's gradient.
+bfloat16 on a GPU uses torch's grouped GEMM if 8 divides both sides of weight[e], and Triton for
+adapters up to rank 64. Other inputs run in a slow loop. Rows from `ends[-1]` on have no group, and
+are undefined in the output and x's gradient.
 """
 
 from collections.abc import Iterator
@@ -16,17 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A private function of torch. Without it, products are slow while a collective runs.
+# Private torch API. Without it, products are slow during collectives.
 _set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
 _num_reserved = 0
 HAS_TRITON = find_spec("triton") is not None
 
 
 def reserve_multiprocessors(count: int) -> None:
-    """Leave `count` multiprocessors free for collectives in all later grouped products.
+    """Leave `count` streaming multiprocessors (SMs) free for collectives.
 
-    torch's grouped GEMM runs one block per multiprocessor. The block of a multiprocessor that runs
-    a collective would start after all other blocks.
+    torch's grouped GEMM runs one block per SM. A block whose SM runs a collective would start last.
     """
     global _num_reserved
     _num_reserved = count
@@ -34,7 +33,7 @@ def reserve_multiprocessors(count: int) -> None:
 
 @contextmanager
 def _carveout() -> Iterator[None]:
-    """Reserve multiprocessors for one launch only, because torch's setting is global."""
+    """Reserve SMs for one launch, because torch's setting is global."""
     if _set_carveout is None or not _num_reserved:
         yield
         return
@@ -48,8 +47,8 @@ def _carveout() -> Iterator[None]:
 def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return [M, N] in x's dtype: rows `ends[e − 1]:ends[e]` of x times weight[e]ᵀ.
 
-    x [M, K] and weight [E, N, K] have one dtype. ends i32 [E] rises to at most M. Groups may be
-    empty. Raise ValueError if shapes or dtypes do not match.
+    x [M, K] and weight [E, N, K] have one dtype. ends i32 [E] ascends to at most M. Groups may be
+    empty. Raise ValueError on other shapes or dtypes.
     """
     num_groups, _, width = weight_ENK.shape
     fits = x_MK.shape[1] == width and ends_E.shape == (num_groups,)
@@ -64,7 +63,6 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 def reference_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     ends = [0, *ends_E.tolist()]
-    # `unbind` makes one gradient, but a `select` per group would make one of full size each.
     weights = enumerate(weight_ENK.unbind(0))
     outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in weights]
     return torch.cat([*outputs, x_MK.new_zeros(x_MK.shape[0] - ends[-1], weight_ENK.shape[1])])
@@ -89,7 +87,7 @@ def product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def weight_gradient(grad_MN: Tensor, x_MK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return [E, N, K]: grad[rows of group e]ᵀ @ x[rows of group e], 0 for an empty group."""
+    """Return [E, N, K]: grad[group e]ᵀ @ x[group e], 0 for an empty group."""
     num_groups, n, k = ends_E.shape[0], grad_MN.shape[1], x_MK.shape[1]
     if x_MK.shape[0] and _is_fused(x_MK, n, k):
         with _carveout():
@@ -129,7 +127,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
     x_MK, weight_ENK, ends_E = ctx.saved_tensors
-    grad_MN = grad_MN.contiguous()  # a sum's gradient has stride 0, which the grouped GEMM refuses
+    grad_MN = grad_MN.contiguous()  # grouped GEMM refuses stride 0 (a sum's gradient)
     grad_x_MK = grad_weight_ENK = None
     if ctx.needs_input_grad[0]:
         grad_x_MK = _product(grad_MN, weight_ENK.transpose(1, 2), ends_E)
@@ -146,7 +144,7 @@ def adapted_grouped_matmul(
 ) -> Tensor:
     """Return [M, N]: rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e])ᵀ.
 
-    x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] have one dtype. See `grouped_matmul`.
+    a is [E, R, K], b is [E, N, R]. Otherwise see `grouped_matmul`.
     """
     (num_groups, rank, _), width = a_ERK.shape, x_MK.shape[1]
     wide = weight_ENK.shape == (num_groups, b_ENR.shape[1], width) and a_ERK.shape[2] == width
@@ -210,7 +208,7 @@ def _(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
 def _adapter_gradient(
     wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool
 ) -> Tensor:
-    """Return b's gradient [E, W, R], or a's gradient [E, R, W] if `narrow_first`. W: N or K."""
+    """Return b's gradient [E, N, R], or with `narrow_first` a's gradient [E, R, K]."""
     wide_MW, narrow_MR = wide_MW.contiguous(), narrow_MR.contiguous()
     if low_rank := _low_rank(wide_MW, narrow_MR.shape[1]):
         return low_rank.thin_gradient(wide_MW, narrow_MR, ends_E, narrow_first)

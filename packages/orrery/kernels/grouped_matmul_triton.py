@@ -1,6 +1,6 @@
-"""Triton kernels for adapters of small rank R in a grouped product, from x [M, K] to y [M, N].
+"""Triton kernels for LoRA adapters in grouped products, from x [M, K] to y [M, N].
 
-Sums are float32. x a[e]ᵀ is rounded to x's dtype before the product with b.
+Sums are float32. x a[e]ᵀ is rounded to x's dtype before the product with b[e]ᵀ.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_RANK = 64
-# Tile sizes, the fastest on an H200
+# Fastest tile sizes on an H200
 ROWS, INNER, OUTER, GRADIENT_WIDTH = 64, 64, 128, 128
 LAUNCH = {"num_warps": 4, "num_stages": 3}
 
@@ -17,7 +17,7 @@ LAUNCH = {"num_warps": 4, "num_stages": 3}
 def add_low_rank(
     y_MN: Tensor, x_MK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor
 ) -> Tensor:
-    """Add (x a[e]ᵀ) b[e]ᵀ to y in the rows of each group e. Return x a[e]ᵀ [M, R].
+    """Add (x a[e]ᵀ) b[e]ᵀ to each group's rows of y. Return x a[e]ᵀ [M, R].
 
     y, x, a and b have one dtype. y and x are contiguous.
     """
@@ -42,7 +42,7 @@ def narrow_product(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
 def thin_gradient(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool) -> Tensor:
     """Return wideᵀ @ narrow [E, W, R] by group, or narrowᵀ @ wide [E, R, W] if `narrow_first`.
 
-    Both factors are contiguous.
+    Inputs must be contiguous.
     """
     num_groups, width, rank = ends_E.shape[0], wide_MW.shape[1], narrow_MR.shape[1]
     sides, strides = ((rank, width), (1, width)) if narrow_first else ((width, rank), (rank, 1))

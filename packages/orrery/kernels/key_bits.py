@@ -1,24 +1,23 @@
-"""Read an engine's choice of keys, one bit per key, and compare it with the trainer's choice.
+"""Compare an inference engine's choice of keys with the trainer's.
 
-T queries · K chosen keys · B bytes per query: bit j of byte b is the key at position 8·b + j of the
-query's document.
+T queries, K chosen keys, B bytes per query. Bit j of byte b is key 8·b + j of the query's document.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**24  # maximum number of unpacked bits in memory: 128 MiB as int64
+CHUNK_ELEMENTS = 2**24  # bits unpacked at a time: 128 MiB as int64
 
 
 def engine_keys(
     bits_TB: Tensor, own_TK: Tensor, first_T: Tensor, last_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the engine's keys i32 [T, K], and i64 [2]: numbers of valid queries and of new keys.
+    """Return the engine's keys, i32 [T, K], and the numbers of valid queries and new keys, i64 [2].
 
-    `own`: the trainer's keys, i32 indices or −1. Query t sees keys `first_t` to `last_t`. A query
-    is valid if it sees more than K keys, and exactly K bits are set, all for seen keys. An invalid
-    query gets `own_t`. A valid query's key is new if `own_t` lacks it.
+    `own`: the trainer's keys, i32 indices or −1. Query t sees keys first_t to last_t. It is valid
+    if it sees more than K keys, and exactly K bits are set, all for seen keys. Invalid queries get
+    `own_t`. Keys of valid queries are new if `own_t` lacks them.
     """
     return torch.ops.orrery.engine_keys(bits_TB, own_TK, first_T, last_T)
 
@@ -45,7 +44,7 @@ def _chunk(bits: Tensor, own: Tensor, first: Tensor, last: Tensor) -> tuple[Tens
     is_known_T = is_set_TL.sum(dim=1) == num_keys
     is_known_T &= ((is_set_TL & is_seen_TL) == is_set_TL).all(dim=1) & (max_T >= num_keys)
     place_TL = torch.where(is_set_TL, is_set_TL.cumsum(dim=1) - 1, num_keys).clamp_(max=num_keys)
-    chosen_TK = own.new_empty(len(own), num_keys + 1)  # the last column is a sink for unset keys
+    chosen_TK = own.new_empty(len(own), num_keys + 1)  # the last column collects unset bits
     chosen_TK.scatter_(1, place_TL, first[:, None].int() + position_L)
     inside_TK = own_position_TK.clamp(0, is_set_TL.shape[1] - 1).long()
     is_same_TK = is_set_TL.gather(1, inside_TK) & (own >= 0) & (own_position_TK == inside_TK)

@@ -1,10 +1,10 @@
 """Choose the keys that each query attends to (DeepSeek-V3.2's lightning indexer).
 
-T queries · S keys · H indexer heads · D indexer width
+T queries, S keys, H indexer heads, D indexer width
 
     score_ts = Σ_h weights_th · relu(q_th · k_s), in float32, for first_t ≤ s ≤ last_t
 
-Source: https://arxiv.org/abs/2512.02556, equation 1. The scores [T, S] are never all in memory.
+Source: https://arxiv.org/abs/2512.02556, equation 1.
 """
 
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ Backend = Literal["deep_gemm", "triton", "plain"]
 
 HAS_TRITON = find_spec("triton") is not None
 CHUNK_KEYS = 4096
-CHUNK_ELEMENTS = 2**24  # maximum number of products q_th · k_s at a time: 64 MiB in float32
+CHUNK_ELEMENTS = 2**24  # products q_th · k_s at a time: 64 MiB in float32
 
 
 @torch.no_grad()
@@ -34,9 +34,9 @@ def select_keys(
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], in any order.
 
-    Query t chooses among keys first_t to last_t (inclusive). With fewer than `top_k` keys, −1 fills
-    the row. Among equal scores the lowest index wins. FP8 inputs come from `sparse_index_fp8`, and
-    the weights contain q's scales. Raise ValueError if shapes do not match.
+    Query t chooses among keys first_t to last_t. With fewer keys, −1 fills the row. Equal scores
+    prefer the lowest index. FP8 q and k come from `sparse_index_fp8`, with q's scales in `weights`.
+    Raise ValueError on other shapes.
     """
     num_queries, num_heads, width = q_THD.shape
     is_fp8 = q_THD.dtype == sparse_index_fp8.DTYPE
@@ -113,7 +113,7 @@ def _select_keys(
 def _stream(
     q: Tensor, k: Tensor, weights: Tensor, first: Tensor, last: Tensor, top_k: int
 ) -> Tensor:
-    """Merge chunks of keys in rising order, so that a stable sort prefers the lowest index."""
+    """Merge chunks by ascending index, so that stable sorting prefers the lowest index."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     best_TK = torch.full((q.shape[0], top_k), -torch.inf, dtype=dtype, device=q.device)
     index_TK = torch.full_like(best_TK, -1, dtype=torch.int64)

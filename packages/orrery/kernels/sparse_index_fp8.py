@@ -1,9 +1,7 @@
-"""Choose keys with the arithmetic of vLLM's indexer: FP8 scores, by DeepGEMM on a Hopper GPU.
+"""Choose keys with FP8 scores as in vLLM's indexer, by DeepGEMM on Hopper.
 
-T queries · S keys · H indexer heads · D indexer width, 128 · R rotated width
-
-Each head of a query, and each key, has one scale, a power of two. Source: vLLM 0.32,
-`models/deepseek_v32/common/kernels.py`.
+D = 128, R rotated width. `sparse_index` defines other letters. Each query head and each key has one
+scale, a power of two. Source: vLLM 0.32, `models/deepseek_v32/common/kernels.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,20 +15,20 @@ from torch import Tensor
 from orrery.kernels.fp8.products import load
 from orrery.kernels.fp8.quantize import DTYPE, MAX
 
-HEADS, WIDTH = (32, 64), 128  # values of H and D that DeepGEMM accepts
-MIN_AMAX = 1e-4  # lower bound of the amax of a query's head or a key, as in vLLM
+HEADS, WIDTH = (32, 64), 128  # accepted by DeepGEMM
+MIN_AMAX = 1e-4  # lower bound of amax, as in vLLM
 SCALE_BYTES = 4
-MAX_CUDNN_TOP_K = 2048  # largest top_k that cuDNN accepts
-CHUNK_ELEMENTS = 2**26  # maximum number of scores per chunk: 256 MiB
-CHOICES = 3  # top-k calls per chunk, because cuDNN's buffer takes 8 bytes per score of a call
-QUANTIZED = 2**24  # maximum number of elements quantized at a time: 64 MiB in float32
+MAX_CUDNN_TOP_K = 2048
+CHUNK_ELEMENTS = 2**26  # scores per chunk: 256 MiB
+CHOICES = 3  # top-k calls per chunk, because cuDNN allocates 8 bytes per score
+QUANTIZED = 2**24  # elements quantized at a time: 64 MiB in float32
 
 
 def has_library() -> bool:
     return load() is not None
 
 
-# The result is constant for torch.compile. `assume_constant_result` would import the compiler.
+# Same as `torch.compiler.assume_constant_result`, but without importing the compiler.
 has_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -45,13 +43,13 @@ def quantize_index(
     """Return x rotated and quantized: float8_e4m3fn [T, H, D], and scales f32 [T, H].
 
     `angles`: cosines and sines [T, 1, R], with equal halves. The first R columns are rotated in
-    pairs (0, 1), (2, 3), … if `turns_pairs`, else (i, i + R/2).
+    pairs (2i, 2i + 1) if `turns_pairs`, otherwise (i, i + R/2).
     """
     return torch.ops.orrery.quantize_index(x_THD.detach(), *angles, turns_pairs)
 
 
 def pack(key_T1D: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [S, …]: the bytes of each key, then of its scale, viewed as `dtype`."""
+    """Return [S, …]: each key's bytes, then its scale's, viewed as `dtype`."""
     key, scale = key_T1D.flatten(1).view(torch.uint8), scale_T1.view(torch.uint8)
     return torch.cat((key, scale), dim=1).view(dtype)
 
@@ -72,9 +70,9 @@ def select_keys(
     top_k: int,
     top_keys: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Return the `top_k` best keys of each query: i32 [T, top_k], in rising order, then −1.
+    """Return the `top_k` best keys of each query: i32 [T, top_k], ascending, padded with −1.
 
-    q is from `quantize_index`, and the keys are from `pack`.
+    q comes from `quantize_index`, `packed` from `pack`.
     """
     (key_SD, scale_S), num_queries = unpack(packed), q_THD.shape[0]
     num_keys = key_SD.shape[0]
@@ -85,7 +83,7 @@ def select_keys(
     end_T = torch.maximum(last_T.clamp(max=num_keys - 1).int() + 1, begin_T)
     choose = top_keys or (cudnn_top_keys() if top_k <= MAX_CUDNN_TOP_K else None) or triton_top_keys
     library: Any = load()
-    step = max(4, CHUNK_ELEMENTS // num_keys // 4 * 4)  # DeepGEMM scores blocks of 4 or 2 queries
+    step = max(4, CHUNK_ELEMENTS // num_keys // 4 * 4)  # DeepGEMM scores 2 or 4 queries per block
     for start in range(0, num_queries, step):
         rows = slice(start, start + step)
         ranges = begin_T[rows].contiguous(), end_T[rows].contiguous()
@@ -100,13 +98,13 @@ def select_keys(
             place = choose(score_CS[some], (ranges[1] - ranges[0])[some], top_k)
             found = torch.where(place < 0, -1, place + ranges[0][some, None])
             index_TK[start + part : start + part + len(found)] = found
-        del score_CS  # free the scores before allocating the next chunk's
+        del score_CS  # free before the next allocation
     return index_TK
 
 
 @cache
 def cudnn_top_keys() -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """Return cuDNN's counterpart of `triton_top_keys`, or None without cuDNN's front end."""
+    """Return cuDNN's version of `triton_top_keys`, or None if cuDNN's frontend is missing."""
     try:
         from cudnn.deepseek_sparse_attention.indexer_top_k.api import indexer_top_k_wrapper
     except (ImportError, RuntimeError):
@@ -122,9 +120,9 @@ def cudnn_top_keys() -> Callable[[Tensor, Tensor, int], Tensor] | None:
 
 
 def triton_top_keys(score_CS: Tensor, count_C: Tensor, top_k: int) -> Tensor:
-    """Return the columns of each row's best scores: i32 [C, top_k], in rising order, then −1.
+    """Return the columns of each row's best scores: i32 [C, top_k], ascending, padded with −1.
 
-    Only the first `count_C` columns are read. Among equal scores the first column wins.
+    Row c has `count_C[c]` columns. Equal scores prefer the first column.
     """
     from orrery.kernels import sparse_index_triton as kernels
 

@@ -1,13 +1,13 @@
-"""Compute the loss that teaches an indexer to score keys as attention weighs them.
+"""Compute the KL loss that trains an indexer to score keys as attention weighs them.
 
-T queries · S keys · H heads · D key width · J indexer heads · I indexer width · K chosen keys
+T queries, S keys, H heads, D key width, J indexer heads, I indexer width, K chosen keys
 
     score_tk = Σ_j weights_tj · relu(q_tj · k_c), c = chosen_tk, in float32
     p_tk     = 1/H Σ_h softmax over k of scale · (q_th · kv_c)
     KL_t     = Σ_k p_tk (log p_tk − log softmax over k of score_tk)
 
-q_tj and k_c belong to the indexer, q_th and kv_c to attention. −1 in `chosen` means no key. p has
-no gradient. Source: https://arxiv.org/abs/2512.02556, equation 4.
+q_tj and k_c belong to the indexer, q_th and kv_c to attention. c = −1 means no key. p has no
+gradient. Source: https://arxiv.org/abs/2512.02556, equation 4.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,7 +20,7 @@ from orrery.kernels.sparse_mla import _add_rows, _chunks, _wide
 def chosen_scores(q_TJI: Tensor, k_SI: Tensor, weights_TJ: Tensor, chosen_TK: Tensor) -> Tensor:
     """Return the indexer's scores of the chosen keys, f32 [T, K], 0 where `chosen_TK` is −1.
 
-    q, k and weights get gradients. Raise ValueError if shapes do not match.
+    q, k and weights get gradients. Raise ValueError on other shapes.
     """
     num_queries, num_heads, width = q_TJI.shape
     if k_SI.shape[1:] != (width,) or weights_TJ.shape != (num_queries, num_heads):

@@ -1,9 +1,7 @@
 """Triton kernels of the indexer: score a chunk of queries, then choose each query's best keys.
 
-T queries · S keys · H indexer heads · D indexer width · C queries of a chunk · K chosen keys
-
-`_choose` appends keys to the query's buffer, and cuts a full buffer to its K best keys. Among equal
-scores the lowest keys stay, so results are reproducible.
+C queries of a chunk, K chosen keys. `sparse_index` defines other letters. `_choose` fills a buffer
+per query, and cuts a full buffer to its K best keys.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,14 +16,14 @@ from torch import Tensor
 class IndexTiles(NamedTuple):
     rows: int = 256  # queries × heads in a score tile
     keys: int = 64  # keys in a score tile
-    span: int = 4096  # maximum number of keys per program of `_score`
-    warps: int = 8  # of `_score`
-    stages: int = 2  # of `_score`
+    span: int = 4096  # keys per program of `_score`
+    warps: int = 8  # for `_score`
+    stages: int = 2  # for `_score`
     block: int = 4096  # scores that `_choose` reads at once
-    buffer: int = 8192  # minimum size of a query's buffer
+    buffer: int = 8192  # minimum entries of a query's buffer
     choose_warps: int = 8
-    choose_registers: int | None = None  # maximum number of registers per thread in `_choose`
-    chunk_elements: int = 2**26  # maximum number of scores per chunk, C·S: 256 MiB in float32
+    choose_registers: int | None = None  # maximum registers per thread of `_choose`
+    chunk_elements: int = 2**26  # scores per chunk, C·S: 256 MiB in float32
 
 
 TILES = IndexTiles()
@@ -46,7 +44,7 @@ def select_keys(
     top_k: int,
     tiles: IndexTiles = TILES,
 ) -> Tensor:
-    """Return the result of `sparse_index.select_keys`, in rising order."""
+    """Return the keys of `sparse_index.select_keys` in ascending order."""
     num_queries, num_keys = q_THD.shape[0], k_SD.shape[0]
     indices_TK = q_THD.new_full((num_queries, top_k), -1, dtype=torch.int32)
     step = max(1, tiles.chunk_elements // max(1, num_keys))
@@ -55,7 +53,7 @@ def select_keys(
         ends = (first_T[rows].clamp(min=0).int(), last_T[rows].clamp(max=num_keys - 1).int())
         score_CS = score(q_THD[rows], k_SD, weights_TH[rows], *ends, tiles)
         choose(score_CS, *ends, indices_TK[rows], tiles)
-        del score_CS  # free the scores before allocating the next chunk's
+        del score_CS  # free before the next allocation
     return indices_TK
 
 
@@ -67,7 +65,7 @@ def score(
     last_C: Tensor,
     tiles: IndexTiles,
 ) -> Tensor:
-    """Return scores float32 [C, S] of S keys for C queries. Query c has keys first_c to last_c."""
+    """Return scores f32 [C, S]. Keys outside first_c to last_c have undefined scores."""
     (num_queries, num_heads, width), num_keys = q_CHD.shape, k_SD.shape[0]
     score_CS = torch.empty(num_queries, num_keys, dtype=torch.float32, device=q_CHD.device)
     queries = max(1, tiles.rows // num_heads)
@@ -85,7 +83,7 @@ def choose(
 ) -> None:
     """Write each query's K best keys in [first_c, last_c] to `indices_CK`, sorted by index.
 
-    With fewer than K keys, the rest of the row is unchanged.
+    With fewer than K keys, the row's rest is unchanged.
     """
     num_queries, top_k = indices_CK.shape
     size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))
@@ -163,21 +161,21 @@ def _choose(
 
 @triton.jit
 def _rank(value):
-    """Map float32 scores to uint32 ranks above 0 in the same order. −0 and 0 have one rank."""
+    """Map f32 scores to uint32 ranks above 0 in the same order. −0 and 0 rank equally."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
-    """Cut a buffer of `count` ranks and key indices to the K best. Return the K-th best rank."""
+    """Cut `count` ranks and keys to the K best. Return the K-th best rank."""
     tl.debug_barrier()
     at = tl.arange(0, SIZE)
     known = at < count
     rank = tl.load(ranks + at, mask=known, other=0).to(tl.uint32, bitcast=True)
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x40000000, tl.uint32)
-    for _ in range(16):  # each step finds two bits; `counts` packs three 20-bit counts
+    for _ in range(16):  # each step finds two bits, from three 20-bit counts in `counts`
         low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
         counts = (rank >= low).to(tl.int64) + ((rank >= middle).to(tl.int64) << 20)
         counts = tl.sum(counts + ((rank >= high).to(tl.int64) << 40), axis=0)

@@ -1,11 +1,11 @@
 """Attend from latent queries to chosen latent keys: absorbed MLA with sparse attention.
 
-T queries · H heads · S keys · K chosen keys per query · D key width · V value width
+T queries, H heads, S keys, K chosen keys per query, D key width, V value width
 
     p_thk = softmax over k of scale · (q_th · kv_j), j = indices_tk, without k where j = −1
     out_th = Σ_k p_thk kv_j[:V]                lse_th = log Σ_k exp(scale · (q_th · kv_j))
 
-All heads share the keys, and the first V columns of a key are its value (DeepSeek-V2,
+All heads share the keys. A key's first V columns are its value (DeepSeek-V2,
 https://arxiv.org/abs/2405.04434, section 2.1; DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
 """
 
@@ -20,8 +20,8 @@ from orrery.kernels import flash_mla
 
 Backend = Literal["flash_mla", "triton", "plain"]
 
-CHUNK_ELEMENTS = 2**24  # maximum number of elements of a chunk's gathered keys: 64 MiB in float32
-GPU_CHUNK_ELEMENTS = 2**27  # larger on a GPU, for fewer kernel launches: 512 MiB in float32
+CHUNK_ELEMENTS = 2**24  # elements of gathered keys per chunk: 64 MiB in float32
+GPU_CHUNK_ELEMENTS = 2**27  # on a GPU, for fewer launches: 512 MiB
 HAS_TRITON = find_spec("triton") is not None
 
 
@@ -36,8 +36,8 @@ def sparse_mla(
     """Return out [T, H, V] in q's dtype, and lse [T, H] in float32 (float64 for float64).
 
     V is `value_width`. q and kv have one floating dtype. `indices` are i32 rows of kv, unique per
-    query, or −1 for no key. A query without keys gets out 0 and lse −∞. Gradients flow only through
-    out. Results are reproducible bitwise. Raise ValueError if shapes or dtypes do not match.
+    query, or −1. Queries without keys get out 0 and lse −∞. Only out has gradients. Raise
+    ValueError on other shapes or dtypes.
     """
     width = kv_SD.shape[-1]
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
@@ -157,10 +157,9 @@ def _backward(
 
 
 def _add_rows(total_SD: Tensor, row_TK: Tensor, value_TKD: Tensor) -> None:
-    """Add `value_TKD[t, k]` to row `row_TK[t, k]` of `total_SD` in a fixed order. Skip rows of −1.
+    """Add `value_TKD[t, k]` to row `row_TK[t, k]` of `total_SD` in a fixed order. Skip rows −1.
 
-    On a GPU, `index_add_` adds in no fixed order, and `index_put_` is slow if many slots share a
-    row, as those of −1 would.
+    On a GPU, only `index_put_` has a fixed order. It is slow if many values share a row.
     """
     known_TK = row_TK >= 0
     row_M, value_MD = row_TK[known_TK].long(), value_TKD[known_TK]

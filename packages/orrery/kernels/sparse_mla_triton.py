@@ -1,12 +1,12 @@
-"""Triton kernels of sparse MLA: the forward pass, and a backward pass without atomics.
+"""Triton kernels of sparse MLA: forward pass, and backward pass without atomics.
 
-T queries · H heads · S keys · K chosen keys per query · D key width · V value width · C queries of
-a chunk. A pair is a query and one of its chosen keys. Steps of the backward pass:
+C queries of a chunk. `sparse_mla` defines other letters. A pair is a query and one of its chosen
+keys. The backward pass writes:
 
-1. `_logit_gradients` writes p and dlogit = d(q · key), [C, K, H] each.
-2. `_query_gradients` writes dq = dlogitᵀ · keys.
-3. `_pair_gradients` writes each pair's dkv [D]: dlogit · q, plus p · dout in the first V columns.
-4. `_sum_pairs` adds dkv over each key's pairs, in float32 in a fixed order.
+- `_logit_gradients`: p and dlogit = d(q · key), [C, K, H] each
+- `_query_gradients`: dq = dlogitᵀ · keys
+- `_pair_gradients`: each pair's dkv [D], dlogit · q, plus p · dout in the first V columns
+- `_sum_pairs`: each key's sum of dkv over pairs, in float32 in a fixed order
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,19 +23,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from orrery.manifest.devices import SPARSE_PAIRS
 
 LOG2_E = math.log2(math.e)
-SHARED_BYTES = 227 * 1024  # shared memory per program on Hopper, needed for D = 576
-MAX_HEADS = 64  # maximum number of heads per tile in kernels that gather keys
+SHARED_BYTES = 227 * 1024  # Hopper's shared memory per program, needed for D = 576
+MAX_HEADS = 64  # heads per tile in kernels that gather keys
 
 
 class Tiles(NamedTuple):
-    """Tile sizes. Kernels of the backward pass have (keys or pairs, columns, warps, stages)."""
+    """Tile sizes. In the backward pass: (keys or pairs, columns, warps, stages)."""
 
     forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
     logits: tuple[int, int, int, int] = (128, 64, 4, 3)
     queries: tuple[int, int, int, int] = (64, 128, 4, 4)
     pairs: tuple[int, int, int, int] = (128, 64, 4, 3)
     sums: tuple[int, int, int, int] = (2, 1024, 4, 3)
-    chunk_rows: int = SPARSE_PAIRS  # maximum number of pairs per chunk, C·K
+    chunk_rows: int = SPARSE_PAIRS  # maximum pairs per chunk, C·K
     query_first: bool = True  # consecutive programs of `_logit_gradients` share a query
 
 
@@ -55,7 +55,7 @@ def _shared_bytes(device: int) -> int:
 
 
 def lengths(indices_TK: Tensor) -> Tensor:
-    """Return i32 [T]: 1 + the query's last column with a key, or 0 without keys."""
+    """Return i32 [T]: 1 + the query's last column with a key, or 0."""
     place_K = torch.arange(1, indices_TK.shape[1] + 1, dtype=torch.int32, device=indices_TK.device)
     return torch.where(indices_TK >= 0, place_K, 0).amax(dim=1)
 
@@ -94,7 +94,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dq and dkv in the dtype of q and kv.
 
-    Each pair's dkv is rounded to that dtype, summed in float32, and rounded again.
+    Each pair's dkv is rounded to that dtype, then summed in float32.
     """
     grad_q_THD = torch.empty_like(q_THD)
     grad_kv_SD = torch.zeros_like(kv_SD, dtype=torch.float32)
@@ -162,11 +162,11 @@ def _chunk(
 
 
 def _columns(wanted: int, *parts: int) -> int:
-    """Return the largest power of two up to `wanted` that divides all `parts`."""
+    """Return the largest power of two ≤ `wanted` that divides all `parts`."""
     return min(wanted, *(n & -n for n in parts))
 
 
-# Cache of `_order_of_keys`, because several layers share a tensor of chosen keys.
+# Cache of `_order_of_keys`, because layers share tensors of chosen keys.
 _orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -179,9 +179,9 @@ def _orders_of(indices_TK: Tensor, num_keys: int, step: int) -> list[tuple[Tenso
 
 
 def _order_of_keys(indices_CK: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return each pair's row number, i32 [C, K], and each key's first row, i32 [S + 1].
+    """Return each pair's row, i32 [C, K], and each key's first row, i32 [S + 1].
 
-    Rows are sorted by key, then query. Pairs without a key come last.
+    Rows are pairs sorted by key, then query. Pairs without key come last.
     """
     key_M = torch.where(indices_CK >= 0, indices_CK, num_keys).flatten()
     key_M, pair_M = key_M.sort(stable=True)

@@ -1,12 +1,11 @@
-"""Compute log-probabilities of given tokens and entropies, from hidden states and the LM head.
+"""Compute log-probs of target tokens and entropies, from hidden states and the LM head.
 
-    z_tv = (hidden_t · weight_v) / temperature_t        in float32 (float64 for float64 inputs)
+    z_tv = (hidden_t · weight_v) / temperature_t        in float32
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
     entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
 
-- Logits are computed in tiles of at most `chunk_tokens` × V values (V: vocabulary size).
-- The backward pass computes bitwise equal tiles again, unless `keep_logits` is set.
-- Only hidden and weight get gradients, without second derivatives. There are no host syncs.
+A tile has at most `chunk_tokens` × vocabulary logits. The backward pass recomputes bitwise equal
+tiles, unless `keep_logits` is set. Only hidden and weight get gradients. There are no host syncs.
 """
 
 from collections.abc import Callable
@@ -37,11 +36,11 @@ def token_logprob(
     keep_logits: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-prob of `target_T` under softmax(hidden · weightᵀ / temperature), and entropy.
+    """Return log-probs of `target_T` and entropies, float32 [T] each (float64 for float64).
 
-    Both are float32 [T]. hidden [T, D] and weight [V, D] have one floating dtype, target i64 [T] is
-    in [0, V), and temperature f32 [T] > 0. `keep_logits` takes 4·T·V bytes and saves the backward
-    pass a third of its matrix products. Raise ValueError if shapes or dtypes do not match.
+    hidden [T, D] and weight [V, D] have one floating dtype. target i64 [T] is in [0, V),
+    temperature f32 [T] > 0. `keep_logits` takes 4·T·V bytes and saves a third of the backward
+    products. Raise ValueError on other shapes or dtypes.
     """
     num_tokens = hidden_TD.shape[0]
     if chunk_tokens != "auto" and chunk_tokens < 1:
@@ -77,7 +76,7 @@ def reference_token_logprob(
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Return 256 on a CPU, or as many tokens as fill 1/16 of a GPU's memory at 6 bytes a logit."""
+    """Return 256 on a CPU, or tokens for 1/16 of GPU memory at 6 bytes per logit."""
     if device.type != "cuda":
         return AUTO_CPU_TOKENS
     device_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -87,9 +86,9 @@ def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
 def tiles(
     num_tokens: int, vocab_size: int, chunk_tokens: int, backend: Backend
 ) -> list[tuple[slice, slice]]:
-    """Return (tokens, words) slices of tiles with at most `chunk_tokens` × V logits.
+    """Return (tokens, vocabulary) slices of tiles with at most `chunk_tokens` × V logits.
 
-    A plain tile has all words of some tokens. A Triton tile has all tokens and some words.
+    A plain tile spans the vocabulary, a Triton tile all tokens.
     """
     if backend == "plain":
         starts = range(0, num_tokens, chunk_tokens)
@@ -104,7 +103,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b, accumulated and returned in float32 (float64 for float64)."""
+    """Return a @ b in float32 (float64 for float64)."""
     out = _wide(a)
     if a.dtype == out:
         return a @ b
@@ -147,11 +146,11 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         state_4T = initial_state(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
         for tokens, words in ctx.tiles:
             logits_CB = wide_matmul(hidden_TD[tokens], weight_VD[words].T)
-            if keep_logits:  # clone, because the plain pass overwrites the logits
+            if keep_logits:  # the plain pass overwrites the logits
                 ctx.logits.append(logits_CB.clone() if backend == "plain" else logits_CB)
             rows = (target_T[tokens], temperature_T[tokens])
             update(state_4T[:, tokens], logits_CB, *rows, words.start)
-            del logits_CB  # free the tile before allocating the next
+            del logits_CB  # free before the next allocation
         logprob_T, entropy_T, log_normalizer_T = finish_state(state_4T)
         inputs = (hidden_TD, weight_VD, target_T, temperature_T)
         ctx.save_for_backward(*inputs, log_normalizer_T, entropy_T)
@@ -168,7 +167,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         _, gradient_pass = _passes(ctx.backend)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dtype = _wide(hidden_TD)
-        # Tiles that split the tokens add to the same rows of the weight's gradient.
+        # Tiles of different tokens share rows of the weight's gradient.
         is_summed = len({tokens.start for tokens, _ in ctx.tiles}) != 1
         multiply_weight = _add_matmul if is_summed else _write_matmul
         grad_hidden_TD = grad_weight_VD = None
@@ -207,14 +206,14 @@ def _passes(backend: Backend) -> tuple[Callable[..., None], Callable[..., Tensor
 def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the initial state [4, T]: `update_state`'s m, s and w, and the target's z."""
     state_4T = torch.zeros(4, num_tokens, dtype=dtype, device=device)
-    state_4T[0] = -1e38  # finite: −∞ would make the first update 0 · ∞ = NaN
+    state_4T[0] = -1e38  # finite, because −∞ would give 0 · ∞ = NaN
     return state_4T
 
 
 def update_state(
     state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
 ) -> None:
-    """Update the state with logits of words from `first_column` on. Overwrite the logits.
+    """Update the state with logits of columns from `first_column` on. Overwrite the logits.
 
     Online softmax: m = max z, s = Σ exp d, w = Σ d exp d with d = z − m. When m rises by δ, w
     becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s.

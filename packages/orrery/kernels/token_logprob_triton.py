@@ -1,6 +1,6 @@
-"""Triton kernels of `token_logprob`, each with one pass over a block of float32 logits.
+"""Triton kernels of `token_logprob`, each with one pass over float32 logits.
 
-NaN and infinite logits give NaN. Offsets have 64 bits, because tokens × words can exceed 2³¹.
+NaN and infinite logits give NaN. Offsets have 64 bits, because T × V can exceed 2³¹.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,7 @@ NUM_WARPS = 8
 def update_state(
     state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
 ) -> None:
-    """Update the f32 state with contiguous f32 logits [T, B], words from `first_column` on."""
+    """Update the f32 state with contiguous f32 logits [T, B] of columns from `first_column` on."""
     num_rows, width = logits_TB.shape
     if logits_TB.numel():
         block = min(ABSORB_BLOCK, triton.next_power_of_2(width))
@@ -41,7 +41,7 @@ def gradient(
     grad_TB = torch.empty_like(logits_TB, dtype=out_dtype)
     if grad_TB.numel():
         block = min(GRADIENT_BLOCK, triton.next_power_of_2(width))
-        # The gradient of a sum has stride 0, but the kernel needs contiguous rows.
+        # The gradient of a sum has stride 0 and is not contiguous.
         gradients = (grad_logprob_T.contiguous(), grad_entropy_T.contiguous())
         rows = (target_T, temperature_T, log_normalizer_T, entropy_T, *gradients)
         _gradient[(num_rows, triton.cdiv(width, block))](

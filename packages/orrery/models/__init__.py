@@ -1,4 +1,4 @@
-"""Networks, written for one device, and their weights in Hugging Face's format."""
+"""Networks on one device, and their weights in Hugging Face's format."""
 
 from orrery.models.families import build, expert_modules, fsdp_units, hf_config
 

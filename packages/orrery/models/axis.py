@@ -1,8 +1,7 @@
 """Describe a Hugging Face folder as a Jsonnet model axis: `python -m orrery.models.axis FOLDER …`.
 
-- A model gets one of our own families if `hf_folder.check_config` passes. Other causal models get
-  the family `hugging_face`, and the output gives the reason.
-- The output is JSON: the axis, family, number of parameters, vocabulary size, and a reason or null.
+The family is our own if `hf_folder.check_config` passes, otherwise `hugging_face` with a reason.
+The output is JSON: axis, family, number of parameters, vocabulary size, reason or null.
 """
 
 import argparse
@@ -31,7 +30,7 @@ OWN_TYPES = {  # transformers' model type → our model family
     "glm_moe_dsa": "glm5",
 }
 NO_DIGEST = "0" * 64
-# Defaults of lib/run.libsonnet. An axis omits fields with these values.
+# Defaults of lib/run.libsonnet, omitted from an axis
 DEFAULTS = {
     "rotary_fraction": 1.0,
     "rope_scaling": None,
@@ -59,10 +58,9 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return (model, reason). `reason`: why the model has no network of our own, or None.
+    """Return the model, and why it has no network of our own (or None).
 
-    Raise OrreryError if the weights are quantized, except in FP8 blocks, or if transformers lacks
-    the model type.
+    Raise OrreryError for quantized weights, except FP8 blocks, and types unknown to transformers.
     """
     content = read_object(folder / CONFIG_FILE, "fetch the model again")
     kind = content.get("model_type")
@@ -92,7 +90,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Return the number of MTP layers in the weights. `config.json` may state more."""
+    """Count MTP layers in the weights, because `config.json` may state more."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated
@@ -183,7 +181,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # longrope rotates a whole batch by its longest document
+    for rope in ropes:  # longrope rotates a batch by its longest document
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads = found.get("num_heads", 1)

@@ -1,9 +1,8 @@
-"""Define the interface of every network, from packed tokens to log-probs, and our own decoder.
+"""Define the interface of all networks, from packed tokens to log-probs, and our own decoder.
 
-T tokens · D hidden · V vocabulary · L layers with experts · K experts per token
+T tokens, D hidden, V vocabulary, L layers with experts, K experts per token
 
-- `lm_head_weight` may be a shard, because FSDP gathers it only while its module runs.
-- Parameters are NaN until `orrery.models.weights` fills them.
+`lm_head_weight` may be a shard, because FSDP gathers it only while its module runs.
 """
 
 from collections.abc import Sequence
@@ -26,14 +25,11 @@ from orrery.models.layers import (
     rotary_angles,
 )
 
-# Our parameter name → Hugging Face's name. `{expert}`: index in dimension 0 of our tensor.
-# Several names: equal parts along dimension 0, or for stacked experts along dimension 1.
-Names = dict[str, str | tuple[str, ...]]
+# Our parameter name → Hugging Face's name. `{expert}` is the index in dimension 0.
+Names = dict[str, str | tuple[str, ...]]  # tuple: equal parts of dimension 0, or 1 if stacked
 
 
 class LmHead(nn.Module):
-    """Map hidden states to log-probs and entropies. `weight` is [V, D]."""
-
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
@@ -56,12 +52,12 @@ class LmHead(nn.Module):
 class CausalLm(nn.Module):
     """Map packed tokens to hidden states (`forward`), then to log-probs (`log_probs`).
 
-    A subclass defines `layers`, `lm_head` (None if tied), `lm_head_weight` and `hidden_states`.
+    Subclasses define `layers`, `lm_head` (None if tied), `lm_head_weight` and `hidden_states`.
     """
 
     layers: nn.ModuleList
     lm_head: Any
-    names: Names | None = None  # None: `families.hf_names` decides
+    names: Names | None = None  # None: see `families.hf_names`
     # Results of the latest forward pass:
     num_routes_differ: Tensor | None = None  # i64 []
     expert_load_LE: Tensor | None = None  # i64
@@ -74,7 +70,7 @@ class CausalLm(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """Return the weight [V, D] of the LM head, or the tied embedding."""
+        """Return the LM head's weight [V, D], or the tied embedding."""
         raise NotImplementedError
 
     def forward(
@@ -87,13 +83,13 @@ class CausalLm(nn.Module):
         engine_keys_TIB: Tensor | None = None,
         is_padding_T: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden states [T, D] after the final norm. Documents do not attend to each other.
+        """Return hidden states [T, D] of packed documents after the final norm.
 
         - `token_ids`, `positions`: i64 [T].
-        - `cu_seqlens`: i32 [n + 1], from 0 to T. Passing `max_seqlen` saves a device-to-host copy.
-        - `routed_experts`: integers [T, L, K], experts that an engine chose.
-        - `engine_keys`: u8 [T, indexers, bytes], keys that an engine chose (`kernels/key_bits`).
-        - `is_padding`: bool [T], tokens that the indexers' loss and the experts' load exclude.
+        - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
+        - `routed_experts`: integers [T, L, K], an engine's choice of experts.
+        - `engine_keys`: u8 [T, indexers, bytes], an engine's choice of keys (`kernels/key_bits`).
+        - `is_padding`: bool [T], tokens without indexer loss or expert load.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
         replayed = routed_experts_TLK, engine_keys_TIB
@@ -110,10 +106,10 @@ class CausalLm(nn.Module):
         raise NotImplementedError
 
     def compute_buffers(self) -> None:
-        """Fill the non-persistent buffers, whose storage is already allocated."""
+        """Fill the allocated non-persistent buffers."""
 
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """Return a parameter's initial value, unsharded, on the CPU. None: default distribution."""
+        """Return a parameter's initial value, unsharded on the CPU, or None for the default."""
         return None
 
     def log_probs(
@@ -124,7 +120,7 @@ class CausalLm(nn.Module):
         chunk_tokens: ChunkTokens,
         keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-prob of each target token and the entropy of its distribution.
+        """Return each target token's log-prob, and its distribution's entropy.
 
         Both are f32 [T], differentiable. `target` is i64 [T], `temperature` f32 [T] > 0.
         """
@@ -167,7 +163,7 @@ class TransformerBlock(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, RouteCounts | None, ChosenKeys | None]:
-        """Return output [T, D], route counts (None if dense) and chosen keys for the next block."""
+        """Return output [T, D], route counts (None if dense) and the next block's `choice`."""
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
             out_TD, choice = self.self_attn(inner_TD, angles, documents, choice, engine_keys_TB)

@@ -1,11 +1,7 @@
 """Describe families of networks as data: Hugging Face's parameter names and config fields.
 
-- `qwen3`, `qwen3_moe`: Qwen3 (https://arxiv.org/abs/2505.09388).
-- `llama`: Llama 2 to 3.3 and SmolLM2 (https://arxiv.org/abs/2407.21783).
-- `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471).
-- `glm5`: GLM-5, 5.1 and 5.2 (https://arxiv.org/abs/2602.15763).
-- `deepseek_v3` (https://arxiv.org/abs/2412.19437), `deepseek_v32` with an indexer, `kimi_k2`.
-- `hugging_face`: any causal language model of transformers.
+Sources on arXiv: Qwen3 2505.09388, Llama 2407.21783, GLM-4.5 2508.06471, GLM-5 2602.15763,
+DeepSeek-V3 2412.19437.
 """
 
 import re
@@ -25,7 +21,7 @@ from orrery.manifest.schema.model import EXPERT_GROUPS
 from orrery.models import lora
 from orrery.models.causal_lm import CausalLm, Decoder, Names
 
-# Parameters that are not listed: Hugging Face's name is "model." and our name.
+# Our parameter name → Hugging Face's. Other parameters get the prefix "model.".
 _NAMES: Names = {
     "lm_head.weight": "lm_head.weight",
     "layers.{layer}.mlp.gate.expert_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
@@ -137,9 +133,9 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "qk_rope_head_dim": mla.rope_head_dim,
         "qk_head_dim": config.head_dim,
         "v_head_dim": mla.value_head_dim,
-        "head_dim": mla.rope_head_dim,  # width of the rotated part
+        "head_dim": mla.rope_head_dim,  # rotated width
         "rope_interleave": True,
-        # vLLM chooses the expert router by the next two fields
+        # vLLM chooses the expert router by the next two fields.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         **_indexer_config(mla.indexer, config.num_layers),
@@ -210,11 +206,11 @@ def _decoder_config(config: Model) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A family of our own networks, or any network of transformers.
+    """Names and module groups of a model family.
 
-    - `ignored`: regular expressions of HF names that loading skips.
-    - `fsdp_units`: groups of modules, in the order of their `fully_shard` calls. `layers.*` means
-      one group per layer. FSDP must not cast inputs, because temperatures are float32.
+    - `ignored`: patterns of HF names that loading skips.
+    - `fsdp_units`: groups of modules in `fully_shard` order. `layers.*` means one group per layer.
+      FSDP must not cast inputs, because temperatures are float32.
     - `expert_modules`: name patterns of modules whose parameters have experts as dimension 0.
     """
 
@@ -228,7 +224,7 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# Tied embeddings belong to the root FSDP unit, because the first and last modules read them.
+# The first and last modules read tied embeddings, so the root FSDP unit owns them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
 # Old checkpoints store rotary frequencies.
@@ -252,7 +248,7 @@ def build(
 ) -> CausalLm:
     """Return the manifest's network with NaN parameters, or without storage on "meta".
 
-    Raise OrreryError if transformers is needed but missing, or if the model is not supported.
+    Raise OrreryError for unsupported models, or without transformers if needed.
     """
     with torch.device("meta"):
         module = _network(model)
@@ -301,7 +297,7 @@ def _check_shared_experts(model: Model) -> None:
 
 
 def hf_config(model: Model) -> dict[str, Any]:
-    """Return the content of `config.json`, except the dtype."""
+    """Return `config.json` without the dtype."""
     return FAMILIES[model.family].hf_config(model)
 
 

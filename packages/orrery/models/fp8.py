@@ -1,7 +1,6 @@
-"""Quantize weights to FP8 once per optimizer step, to the same values that engines receive.
+"""Quantize weights to FP8 once per optimizer step, to the values that engines receive.
 
-A layer in FP8 has lists `<name>_fp8` of quantized weights. If a list is empty, each forward pass
-quantizes the weight anew.
+A layer in FP8 has lists `<name>_fp8` of quantized weights. If empty, each forward pass quantizes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +29,7 @@ from orrery.wire.weight_wire.fp8_blocks import SCALE, in_blocks
 
 
 def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
-    """Yield (list of quantized weights, unquantized weights) for each FP8 matrix product."""
+    """Yield (quantized weights, weights) of each FP8 matrix product."""
     for module in network.modules():
         found: list[tuple[Parts | None, list[Tensor]]] = []
         if isinstance(module, Attention):
@@ -72,8 +71,8 @@ class WeightCache:
 class SentWeights:
     """This rank's FP8 weights for engines, at constant addresses.
 
-    They are quantized from bfloat16, as in a training step. `refresh` raises OrreryError if the
-    edge of a shard lies inside an FP8 block.
+    Weights are quantized from bfloat16, as in training. `refresh` raises OrreryError if a shard's
+    edge splits an FP8 block.
     """
 
     def __init__(self, network: CausalLm):
@@ -104,7 +103,7 @@ class SentWeights:
             self._scales[name].copy_(scale)
 
     def scales(self) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-        """Yield (scale tensor, index ranges in this tensor, this rank's scales in these ranges)."""
+        """Yield (scale tensor, box within it, this rank's scales in the box)."""
         weights = dict(self._network.named_parameters())
         for hf in filter(self.is_sent, hf_tensors(self._network)):
             held = local_box(weights[hf.parameter_name])
@@ -115,7 +114,7 @@ class SentWeights:
             yield (of, box, local) if hf.expert is None else (of, box[1:], local[0])
 
     def encoded(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor). Replace an FP8 weight by its scales, then its FP8 values."""
+        """Yield (name, whole tensor). An FP8 weight becomes its scales, then its values."""
         sent = {hf.name for hf in hf_tensors(self._network) if self.is_sent(hf)}
         for name, tensor in tensors:
             if name not in sent:

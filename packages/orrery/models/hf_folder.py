@@ -1,11 +1,8 @@
 """Read and write Hugging Face folders: safetensors files, an index and `config.json`.
 
-- `config.json` is removed first and written last, so it exists only in complete folders.
-- FP8 matrices (e4m3, as in DeepSeek-V3) have a scale per block of 128 × 128 values.
-- `check_config` compares `config.json` with the manifest, because tensor shapes do not show rotary
-  embeddings, norm epsilons or routing.
-- Layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) are not
-  trained, only copied to new checkpoints.
+`config.json` is removed first and written last, so it marks complete folders. FP8 matrices (e4m3)
+have a scale per block of 128 × 128. Multi-token-prediction layers (MTP,
+https://arxiv.org/abs/2412.19437, section 2.2) are copied to checkpoints, not trained.
 """
 
 import copy
@@ -37,12 +34,12 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 TIED_HEAD = "lm_head.weight"
-FP8 = "F8_E4M3"  # name in safetensors files
+FP8 = "F8_E4M3"  # dtype name in safetensors
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a checkpoint, and its index ranges (`box`) in our parameter.
+    """A checkpoint tensor, and its index ranges (`box`) in our parameter.
 
     An expert's tensor lacks the expert dimension. An MTP tensor has an empty `parameter_name`.
     """
@@ -75,8 +72,8 @@ def open_tensors(
 ) -> Iterator[dict[str, Any]]:
     """Check the folder's tensors, and yield {tensor name: open file} for `read`.
 
-    Raise OrreryError unless the folder has the `wanted` names and shapes. Other names must be FP8
-    scales or accepted by `is_expected`. With `tied`, ignore the LM head.
+    Raise OrreryError unless all `wanted` names and shapes exist, and other names are FP8 scales or
+    `is_expected`. With `tied`, ignore the LM head.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)
@@ -121,7 +118,7 @@ def tensor_names(directory: Path) -> list[str]:
 
 
 def read(files: dict[str, Any], hf: HfTensor, box: Box | None = None) -> Tensor:
-    """Return a tensor, or its index ranges `box`. Dequantize FP8 to float32."""
+    """Return a tensor or its part `box`. FP8 is dequantized to float32."""
     file = files[hf.name]
     value = file.get_slice(hf.name)[slices(box)] if box else file.get_tensor(hf.name)
     if value.dtype != torch.float8_e4m3fn:
@@ -156,7 +153,7 @@ def _refuse(directory: Path, problem: str, names: list[str]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files. Raise OrreryError if the folder is incomplete or has none."""
+    """Raise OrreryError if the folder is incomplete."""
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
             f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory. "
@@ -187,7 +184,7 @@ def check_digest(directory: Path, expected: str) -> None:
 
 
 def assign_files(tensors: Sequence[HfTensor], max_file_bytes: int) -> dict[str, list[HfTensor]]:
-    """Return {file name: tensors}, in order. A tensor above `max_file_bytes` gets its own file."""
+    """Return {file name: tensors}. A tensor above `max_file_bytes` gets its own file."""
     groups: list[list[HfTensor]] = [[]]
     used = 0
     for hf in tensors:
@@ -213,7 +210,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})
-        temporary.chmod(0o666 & ~_umask())  # safetensors creates files with mode 0600
+        temporary.chmod(0o666 & ~_umask())  # safetensors sets mode 0600
         publish_file(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -238,7 +235,7 @@ def _publish_json(path: Path, content: dict) -> None:
     write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-JOIN = "eh_proj.weight"  # each MTP layer has one tensor with this name
+JOIN = "eh_proj.weight"  # occurs once per MTP layer
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -265,10 +262,9 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 
 
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
-    """Return the MTP tensors in `files`.
+    """Return the MTP tensors in `files`. FP8 tensors get `dtype`, as `read` dequantizes them.
 
-    FP8 tensors get `dtype`, because `read` dequantizes them. Raise OrreryError for other dtypes
-    outside `DTYPES`.
+    Raise OrreryError for other dtypes outside `DTYPES`.
     """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):
@@ -286,7 +282,7 @@ def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list
     return tensors
 
 
-# field of `config.json` → field of the manifest's model
+# `config.json` field → field of the manifest's model
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -323,7 +319,7 @@ NOT_COMPARED = re.compile(
     r"|.*(dropout|pdrop)|.*aux_loss_coef|pretraining_tp"
 )
 YARN_FAMILIES = ("deepseek_v3", "deepseek_v32", "kimi_k2")
-SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # type that transformers lacks → type with the same config
+SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # type unknown to transformers → type with the same config
 _POSITIONS = ("model_type", "max_position_embeddings", "n_positions")
 _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 COMPARED_SEPARATELY = _POSITIONS + _ROTATION
@@ -397,7 +393,7 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
 
 def rotation(settings: Any) -> dict[str, Any]:
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    # If the values are dicts, each holds the rotary settings of one layer type.
+    # Nested values are dicts of rotary settings, one per layer type.
     if not rope or any(isinstance(one, dict) for one in rope.values()):
         return rope
     rope.pop("type", None)  # older name of rope_type

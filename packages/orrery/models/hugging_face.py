@@ -1,9 +1,7 @@
 """Give any causal language model of transformers the interface of our own networks.
 
-- Documents are padded to one batch. Only causal models ignore this padding, so others are refused.
-- Context parallelism, expert parallelism and router replay are not supported.
-
-T tokens · E experts · D hidden · V vocabulary
+Documents are padded to one batch. Only causal models ignore padding, so others are refused. Context
+and expert parallelism and router replay are not supported.
 """
 
 import copy
@@ -30,9 +28,9 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm, Names
 
-# transformers lists these types as causal, but their tokens attend to later tokens.
+# Listed as causal by transformers, but tokens attend to later tokens
 NOT_CAUSAL = ("cpmant", "xlnet")
-# Field of the manifest's model → its possible names in a config of transformers.
+# Field of the manifest's model → names in transformers configs
 FIELDS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -106,7 +104,7 @@ def check_type(config: PreTrainedConfig) -> None:
 
 
 def find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
-    """Return the first of `names` that the type of `config` defines and that is not None."""
+    """Return the first of `names` that the config's type defines and `config` sets."""
     known = {*dir(type(config)), *config.attribute_map, *(one.name for one in fields(config))}
     found = (name for name in names if name in known and getattr(config, name) is not None)
     return next(found, None)
@@ -136,12 +134,12 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network does not support `max_positions` positions.
 
-    With `longrope` and `dynamic` rotary embeddings, a document beyond the limit would change the
-    output of the other documents in its batch.
+    Beyond a limit of `longrope` or `dynamic` rotary embeddings, one document would change others in
+    its batch.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
-    if model.max_positions > most > 0:  # xlnet has -1: no limit
+    if model.max_positions > most > 0:  # xlnet's −1 means no limit
         raise OrreryError(
             f"model.max_positions {model.max_positions}: model.hf_config.{field} is {most}, "
             f"the maximum of this network. Set model.max_positions to {most} or less"
@@ -163,12 +161,12 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
             )
 
 
-try:  # private function that renames tensors as `save_pretrained` does
+try:  # private function, renames tensors as `save_pretrained` does
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # shape of an expert in a test tensor. 2, 3 or 4 parts can divide 12 rows.
+PROBE_SHAPE = (12, 2)  # shape of a probe expert. 2, 3 or 4 parts divide 12 rows
 
 _global_generator = threading.Lock()  # held while transformers draws from torch's global generator
 
@@ -193,7 +191,7 @@ class HuggingFaceLm(CausalLm):
         self.lm_head = Head(network, body_name, head_name, embedding)
         self.body.eval()
         self._latest_draw: tuple[tuple[str, int, float], Tensor] | None = None
-        self._network = (network,)  # a tuple, so that `network` is no submodule
+        self._network = (network,)  # the tuple hides it from `nn.Module`
         ours = {f"{body_name}.{name}": f"body.{name}" for name in self.body.state_dict()}
         ours |= {f"{head_name}.{name}": f"lm_head.{name}" for name in self.lm_head.state_dict()}
         state = network.state_dict(keep_vars=True)
@@ -208,7 +206,7 @@ class HuggingFaceLm(CausalLm):
         self.names = {ours[name]: in_file for name, in_file in in_files.items()}
 
     def train(self, mode: bool = True) -> "HuggingFaceLm":
-        """Set training or evaluation mode, but keep dropout off, as in engines."""
+        """Set the mode, but keep dropout off, as in engines."""
         super().train(mode)
         self.body.eval()
         return self
@@ -232,7 +230,7 @@ class HuggingFaceLm(CausalLm):
     ) -> Tensor:
         if routes is not None or engine_keys_TIB is not None:
             raise ValueError("a network of transformers cannot replay an engine's choices")
-        # For an empty batch, compute one token, so that gradients and collectives run.
+        # An empty batch computes one token, so that gradients and collectives run.
         num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
         index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
         row_T = torch.searchsorted(documents.cu_seqlens[1:].long(), index_T, right=True)
@@ -307,15 +305,15 @@ class _PassthroughBody(nn.Module):
 
 
 class _PassthroughHead(nn.Identity):
-    """Identity with a `weight`, because some networks cast inputs to the weight's dtype."""
+    """Identity with a `weight`, because some networks cast inputs to its dtype."""
 
     weight = torch.empty(0)
 
 
 class Head(nn.Module):
-    """Map hidden states to log-probs and entropies, with the interface of `LmHead`.
+    """Map hidden states to log-probs and entropies, as `LmHead`.
 
-    A head with a bias or soft-capping computes logits in chunks, and again in the backward pass.
+    With a bias or soft-capping, the backward pass recomputes chunks of logits.
     """
 
     def __init__(
@@ -323,7 +321,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         head = network.get_submodule(head_name)
-        self._embedding = (embedding,)  # a tuple, so that `embedding` is no submodule
+        self._embedding = (embedding,)  # the tuple hides it from `nn.Module`
         self.weight = head.weight if embedding is None else None
         self.bias = head.bias
         shell = copy.copy(network)
@@ -374,7 +372,7 @@ class Head(nn.Module):
 
 
 class _WideLinear(torch.autograd.Function):
-    """Return hidden · weightᵀ in float32 (or float64). Gradients have the inputs' dtype."""
+    """Return hidden · weightᵀ in float32 (float64), with gradients in the inputs' dtype."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -403,10 +401,9 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 
 
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
-    """Return the name of one expert's tensor in checkpoints, with `{expert}` for its index.
+    """Return the checkpoint name of one expert's tensor, with `{expert}` for its index.
 
-    Return several names if checkpoints split an expert into equal parts. Raise OrreryError for any
-    other split.
+    Return several names if checkpoints split it evenly. Raise OrreryError for other splits.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")
@@ -447,7 +444,7 @@ def _as_linear(head: Head) -> nn.Linear:
 
 
 def _nan_copy(owner: nn.Module) -> nn.Module:
-    """Return a shallow copy, filled with NaN on the CPU to find uninitialised values."""
+    """Return a shallow CPU copy, filled with NaN to find uninitialised values."""
     filled = copy.copy(owner)
     filled._parameters, filled._buffers = {}, {}
     for key, one in owner._parameters.items():

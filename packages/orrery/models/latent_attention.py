@@ -1,14 +1,13 @@
-"""Multi-head latent attention (MLA), dense, or sparse over the keys that an indexer chooses.
+"""Multi-head latent attention (MLA), dense or sparse over an indexer's choice of keys.
 
-T queries · S keys (S = T without context parallelism) · D hidden · H heads · C latent width
-N unrotated width of a head · R rotated width · V value width · W = C + R width of a latent key
-K number of chosen keys, or the head width N + R · J indexer heads · I width of an indexer's keys
+T queries, S keys (S = T without context parallelism), D hidden, H heads, C latent width, N
+unrotated head width, R rotated width, V value width, W = C + R latent key width, K chosen keys or
+head width N + R, J indexer heads, I indexer width
 
-- MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
-  https://arxiv.org/abs/2512.02556. Layers that share a choice of keys: GLM-5.1,
-  https://arxiv.org/abs/2603.12201.
-- Attention is dense while no document is longer than the indexer's `top_k`.
-- Indexers are frozen without `train_indexers`. Their loss gives other weights no gradient.
+MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
+https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
+Attention is dense while no document exceeds the indexer's `top_k`. Indexers are frozen without
+`train_indexers`. Their loss gives other weights no gradient.
 """
 
 from collections.abc import Sequence
@@ -28,11 +27,11 @@ from orrery.kernels.sparse_mla import sparse_mla
 from orrery.manifest.schema import MLA, Indexer, Model, YarnRopeScaling
 from orrery.models.layers import apply_rotary, project, yarn_scale
 
-INDEXER_EPSILON = 1e-6  # as in the code of DeepSeek-V3.2 and GLM-5
+INDEXER_EPSILON = 1e-6  # as in DeepSeek-V3.2 and GLM-5
 
 
 def rotate_pairs(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
-    """Rotate column pairs (0, 1), (2, 3), …. Return all even columns, then all odd columns."""
+    """Rotate column pairs (0, 1), (2, 3), …. Return even columns, then odd columns."""
     return apply_rotary(torch.cat((x_THR[..., ::2], x_THR[..., 1::2]), dim=-1), *angles)
 
 
@@ -41,25 +40,25 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """The keys that an indexer chose. `score_TK` and `kl` are None unless indexers learn."""
+    """An indexer's choice of keys. `score_TK` and `kl` are None unless indexers are trained."""
 
-    chosen_TK: Tensor  # i32 indices of keys, −1 for none
+    chosen_TK: Tensor  # i32 key indices, −1 for none
     score_TK: Tensor | None = None  # f32
-    kl: Tensor | None = None  # f32 [], sum of the indexers' losses up to this layer
-    differ: Tensor | None = None  # i64 [2], sum of the counts of `engine_keys` up to this layer
+    kl: Tensor | None = None  # f32 [], sum of indexer losses up to this layer
+    differ: Tensor | None = None  # i64 [2], sum of `engine_keys` counts up to this layer
 
 
 class KeyIndexer(nn.Module):
     """Choose for query t the keys s of highest score Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
 
-    GLM-5 rotates column pairs of q and k (`turns_pairs`). DeepSeek-V3.2 rotates halves.
+    GLM-5 rotates column pairs of q and k (`turns_pairs`), DeepSeek-V3.2 halves.
     """
 
     def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer, turns_pairs: bool) -> None:
         super().__init__()
         self.turns_pairs = turns_pairs
         self.rotate = rotate_pairs if turns_pairs else rotate_halves
-        self.replays = False  # see `replay_choices`
+        self.replays = False  # set by `replay_choices`
         self.indexer, self.rotary_dim = indexer, mla.rope_head_dim
         width, num_heads = indexer.head_dim, indexer.num_heads
         self.wq_b = nn.Linear(mla.q_lora_rank, num_heads * width, bias=False)
@@ -73,13 +72,13 @@ class KeyIndexer(nn.Module):
         return self.wk.weight.requires_grad and torch.is_grad_enabled()
 
     def in_fp8(self, x_TD: Tensor) -> bool:
-        """Return whether keys are chosen with vLLM's FP8 arithmetic."""
+        """Return whether to choose keys with vLLM's FP8 arithmetic."""
         return sparse_index_fp8.supports(x_TD, self.indexer.num_heads, self.indexer.head_dim)
 
     def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
-        """Return the indexer keys of this device's tokens: [T, I], or FP8 with scales [T, ·].
+        """Return this rank's indexer keys: [T, I], or packed FP8 keys and scales [T, ·].
 
-        An FP8 indexer that learns returns both, in this order.
+        An FP8 indexer in training returns both.
         """
         k_TI = self.wk(x_TD.detach())
         if not self.in_fp8(x_TD):
@@ -107,8 +106,8 @@ class KeyIndexer(nn.Module):
         """Choose at most K = min(`top_k`, `longest`) keys for each query, padded with −1.
 
         - `keys`: results of the method `keys`, gathered from all ranks.
-        - `longest`: number of tokens of the longest document.
-        - `engine_keys_TB`: an inference engine's choice as bits, used instead if `replays`.
+        - `longest`: length of the longest document.
+        - `engine_keys_TB`: an engine's choice as bits, taken instead if `replays`.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
@@ -136,19 +135,19 @@ class KeyIndexer(nn.Module):
 
 
 class LocalKeys(nn.Module):
-    """Pass on this device's keys. Context parallelism replaces this module, to gather keys."""
+    """Context parallelism replaces this module to gather keys."""
 
     is_gathered = False
 
     def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
-        """Start to gather `keys`, tensors [T, ·]. `receive` returns the gathered tensors [S, ·]."""
+        """Start gathering tensors [T, ·]. `receive` returns the gathered tensors [S, ·]."""
         return keys
 
     def receive(self, sent: Any) -> Sequence[Tensor]:
         return sent
 
     def ranges(self, documents: Documents, num_queries: int) -> tuple[Tensor, Tensor]:
-        """Return the first and last key that each query may see, i32 [T] each."""
+        """Return each query's first and last visible key, i32 [T] each."""
         last_T = torch.arange(num_queries, dtype=torch.int32, device=documents.cu_seqlens.device)
         document_T = torch.searchsorted(documents.cu_seqlens, last_T, right=True) - 1
         return documents.cu_seqlens[document_T], last_T
@@ -158,7 +157,7 @@ class LocalKeys(nn.Module):
 
 
 def every_key(first_T: Tensor, last_T: Tensor, longest: int) -> Tensor:
-    """Return i32 [T, longest]. Row t has the indices `first_T[t]` to `last_T[t]`, then −1."""
+    """Return i32 [T, longest]: row t has the indices `first_T[t]` to `last_T[t]`, then −1."""
     key_TK = first_T[:, None] + torch.arange(longest, dtype=torch.int32, device=first_T.device)
     return key_TK.masked_fill(key_TK > last_T[:, None], -1)
 
@@ -179,7 +178,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
-        # q_a and kv_a are too narrow for FP8. kv_b is not quantized, because `absorb` reads it.
+        # q_a and kv_a are too narrow for FP8. `absorb` reads kv_b unquantized.
         is_fp8 = "attention" in (config.fp8 or ())
         self.q_b_fp8: Parts | None = [] if is_fp8 else None
         self.o_fp8: Parts | None = [] if is_fp8 else None
@@ -198,9 +197,9 @@ class LatentAttention(nn.Module):
         choice: ChosenKeys | None = None,
         engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, ChosenKeys | None]:
-        """Return the output [T, D] and the `choice` of keys for the next layer.
+        """Return the output [T, D] and the next layer's `choice`.
 
-        `choice` comes from the previous layer. A layer with an indexer may replace it.
+        `choice` comes from the previous layer. An indexer may replace it.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -213,7 +212,7 @@ class LatentAttention(nn.Module):
         keys = [torch.cat((self.kv_a_layernorm(latent_TC), k_TR), dim=-1)]
         if indexer is not None:
             keys += indexer.keys(x_TD, angles)
-        # Keep gathered keys latent, so that no rank expands the keys of all ranks.
+        # Keep gathered keys latent, so that no rank expands all keys.
         is_latent = is_sparse or (mla.indexer is not None and self.keys.is_gathered)
         sent = self.keys.send(keys, documents, is_latent)
         q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
@@ -254,7 +253,7 @@ class LatentAttention(nn.Module):
     def _with_loss(
         self, choice: ChosenKeys, q_THW: Tensor, kv_SW: Tensor, documents: Documents
     ) -> ChosenKeys:
-        """Add this layer's loss to `choice.kl`. Layers that share a choice average their losses."""
+        """Add this layer's loss to `choice.kl`, averaged over layers that share the choice."""
         attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
         if documents.is_padding is not None:
@@ -270,7 +269,7 @@ class LatentAttention(nn.Module):
         return out_THK[..., : self.mla.value_head_dim]
 
     def expand(self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each head's queries, keys and values, padded with zeros to one width."""
+        """Return each head's queries, keys and values, zero-padded to one width."""
         mla = self.mla
         latent_SC, k_SR = kv_SW.split((mla.kv_lora_rank, mla.rope_head_dim), dim=-1)
         expanded = self.kv_b_proj(latent_SC).unflatten(-1, (q_THN.shape[1], -1))
@@ -286,7 +285,7 @@ class LatentAttention(nn.Module):
         return q_THK, k_SHK, F.pad(v_SHV, (0, width - value_width))
 
     def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
-        """Return queries [T, H, W] for latent keys, multiplied by the key part of `kv_b_proj`."""
+        """Return queries [T, H, W] for latent keys, multiplied by `kv_b_proj`'s key part."""
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
         return torch.cat((q_THC, q_THR), dim=-1)
@@ -303,9 +302,9 @@ class LatentAttention(nn.Module):
 
 
 def num_served(types: Sequence[str], index: int) -> int:
-    """Return the number of layers that share the choice of layer `index`.
+    """Return the number of layers that use layer `index`'s choice, itself included.
 
-    A "full" layer has an indexer. The "shared" layers after it read its choice.
+    A "full" layer has an indexer. The "shared" layers after it reuse its choice.
     """
     first = max(i for i in range(index + 1) if types[i] == "full")
     after = (i for i in range(first + 1, len(types)) if types[i] == "full")
@@ -319,7 +318,7 @@ def train_indexers(module: nn.Module) -> None:
 
 
 def replay_choices(module: nn.Module) -> None:
-    """Let indexers use an inference engine's choice of keys instead of their own."""
+    """Let indexers use an engine's choice of keys."""
     for one in module.modules():
         if isinstance(one, KeyIndexer):
             one.replays = True

@@ -1,8 +1,7 @@
 """Layers of pre-norm transformers: attention, feed-forward, and mixtures of experts.
 
-T tokens · D hidden · H query heads · G key and value heads · K head size · R rotated width
-In mixtures of experts: E experts · K experts per token · M = T·K rows, one per token and expert ·
-I intermediate width of an expert
+T tokens, D hidden, H query heads, G key and value heads, K head size, R rotated width. In mixtures:
+E experts, K experts per token, M = T·K rows, I expert intermediate.
 """
 
 import math
@@ -30,9 +29,9 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 
 
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
-    """Return each linear layer's output, computed in FP8 unless `fp8` is None.
+    """Return each linear layer's output, in FP8 unless `fp8` is None.
 
-    `fp8` holds the quantized weights. An empty list means that each call quantizes them.
+    `fp8` holds the quantized weights. If empty, the call quantizes them.
     """
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
@@ -104,7 +103,7 @@ def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
 
 
 def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate between them (YaRN)."""
+    """Divide low frequencies by `factor`, keep high frequencies, interpolate between (YaRN)."""
     half = frequency.shape[0]
 
     def index(turns: float) -> float:
@@ -135,7 +134,7 @@ def apply_rotary(x_THK: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
 
 
 class LocalCore(nn.Module):
-    """Attention on this device. Context parallelism replaces this module."""
+    """Context parallelism replaces this module."""
 
     def forward(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, documents: Documents) -> Tensor:
         return varlen_attention(q_THK, k_TGK, v_TGK, documents)
@@ -164,7 +163,7 @@ class Attention(nn.Module):
     def project_heads(
         self, x_TD: Tensor, angles: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries [T, H, K], rotated keys [T, G, K] and values [T, G, K]."""
+        """Return rotated q [T, H, K] and k [T, G, K], and v [T, G, K]."""
         q, k, v = project(x_TD, self.qkv_fp8, self.q_proj, self.k_proj, self.v_proj)
         q_THK = self.q_norm(q.unflatten(-1, (-1, self.head_dim)))
         k_TGK = self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
@@ -173,13 +172,12 @@ class Attention(nn.Module):
 
 
 class Router(nn.Module):
-    """Choose each token's top K experts and score them.
+    """Choose and score each token's top K experts.
 
-    - Scores are probabilities times `scale`. `normalize_top_k` first divides the K probabilities by
-      their sum.
+    - Scores are probabilities times `scale`. `normalize_top_k` first divides them by their sum.
     - A "sigmoid" router adds `expert_bias` [E] for the choice only (DeepSeek-V3,
-      https://arxiv.org/abs/2412.19437, equation 16). A bias in bfloat16 would change choices.
-    - `groups` (n, k) limits the choice to the best k of n groups of experts.
+      https://arxiv.org/abs/2412.19437, equation 16). Bfloat16 biases would change choices.
+    - `groups` (n, k) limits the choice to the best k of n expert groups.
     """
 
     expert_bias: Tensor | None
@@ -207,8 +205,8 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return scores f32 [T, K], expert ids i64 [T, K] and the count i64 [] of differing routes.
 
-        Valid ids in `replayed_TK` replace the router's choice (router replay). A route differs if
-        the router did not choose the replayed id.
+        Valid ids in `replayed_TK` replace the router's choice. A route differs if the router did
+        not choose the replayed id.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -230,7 +228,7 @@ class Router(nn.Module):
 
 
 def _keep_groups(choice_TE: Tensor, num_groups: int, num_kept: int) -> Tensor:
-    """Keep the `num_kept` groups whose two best values have the highest sums. Set others to −∞."""
+    """Keep the `num_kept` groups with the highest sums of two best values. Set others to −∞."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1)
     kept_TG = best_TG.topk(num_kept, dim=-1).indices
@@ -245,7 +243,7 @@ def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tens
 
 
 class Experts(nn.Module):
-    """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has gate rows before up rows."""
+    """`gate_up_proj` [E, 2·I, D] has gate rows before up rows."""
 
     def __init__(
         self, num_experts: int, hidden_size: int, intermediate_size: int, is_fp8: bool = False
@@ -253,7 +251,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_fp8: Parts | None = [] if is_fp8 else None
         self.down_fp8: Parts | None = [] if is_fp8 else None
-        self.row_block = BLOCK if is_fp8 else 1  # each expert's rows start at a multiple of this
+        self.row_block = BLOCK if is_fp8 else 1  # alignment of each expert's first row
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         )
@@ -266,13 +264,13 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return [T, D]: each token's sum of score · output over its experts.
 
-        `has_spare`: the last of the rows in expert order belong to no expert.
+        With `has_spare`, rows after `rows.ends_E[-1]` have no expert.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
             return fp8_experts(x_TD, score_TK, rows, weights, parts, has_spare)
         x_MD, score_M, ends_E = gather_rows(x_TD, rows), order_slots(score_TK, rows), rows.ends_E
-        if has_spare:  # kernels leave rows beyond `ends_E[-1]` undefined
+        if has_spare:  # kernels leave rows after `ends_E[-1]` undefined
             is_real_M = torch.arange(x_MD.shape[0], device=x_MD.device) < ends_E[-1]
             x_MD = torch.where(is_real_M[:, None], x_MD, 0)
             score_M = torch.where(is_real_M, score_M, 0)
@@ -292,7 +290,7 @@ def _project(x_MK: Tensor, weight_ENK: Tensor, adapter: Adapter | None, ends_E: 
 
 
 class LocalExchange(nn.Module):
-    """Keep tokens on this device. Expert parallelism replaces this module."""
+    """Expert parallelism replaces this module."""
 
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
@@ -302,7 +300,7 @@ class LocalExchange(nn.Module):
 
 
 class RouteCounts(NamedTuple):
-    load_E: Tensor  # i64, tokens of each expert, without padding
+    load_E: Tensor  # i64, tokens per expert without padding
     num_differing: Tensor | None  # i64 [], see `Router.forward`
 
 

@@ -1,8 +1,7 @@
-"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A, W frozen.
+"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A.
 
-- Merging computes in float32 and rounds once.
-- A starts uniform in ±1/√(number of inputs), B at zero. The initial A depends only on the seed and
-  the adapter's name.
+Merging computes in float32 and rounds once. A starts uniform in ±1/√(number of inputs), seeded by
+run seed and adapter name. B starts at zero.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(module: CausalLm, lora: Lora, dtype: torch.dtype) -> None:
-    """Freeze all weights, and add uninitialised adapters to the layers in `lora.targets`."""
+    """Freeze all weights, and add uninitialised adapters to layers in `lora.targets`."""
     module.requires_grad_(False)
     for layer in module.layers:
         for owner in list(layer.modules()):
@@ -71,7 +70,7 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
-    """Return the whole `weight` merged with its adapter. This is a collective if sharded."""
+    """Return the whole `weight` merged with its adapter. Collective if sharded."""
     a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
     return (weight.float() + adapter.scale * (b @ a)).to(weight.dtype)
 
@@ -80,7 +79,7 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
 def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
     """Return this rank's shard of `weight` merged with its adapter.
 
-    This is a collective unless weight and adapter are sharded alike.
+    Collective unless weight and adapter are sharded alike.
     """
     *stack, rows, columns = local_box(weight)
     rank, local = (0, adapter.a.shape[-2]), local_tensor(weight.detach())
@@ -96,7 +95,7 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
     """Return part `box` of an adapter's factor A or B.
 
-    Placements alone decide whether to gather, so either all ranks gather or none.
+    Only placements decide whether to gather, so all ranks agree.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

@@ -1,4 +1,4 @@
-"""Find the part of a whole tensor that this rank's shard holds.
+"""Find this rank's part of a tensor.
 
 A shard is a box: a range `[start, stop)` per dimension. Replicas have equal boxes.
 """
@@ -20,7 +20,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole tensor. This is a collective if the tensor is sharded."""
+    """Return the whole tensor. Collective if sharded."""
     if not isinstance(parameter, DTensor):
         return parameter
     mesh, local = parameter.device_mesh, parameter.to_local()
@@ -62,7 +62,7 @@ def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> 
     """Return this rank's box. Mesh axes split `shape` like `torch.chunk`.
 
     Each axis is (strided, tensor dim, number of parts, this rank's part). Strided axes
-    (`_StridedShard`) split after the other axes.
+    (`_StridedShard`) split last.
     """
     box = [(0, size) for size in shape]
     for _, dim, num_parts, part in sorted(axes, key=lambda axis: axis[0]):

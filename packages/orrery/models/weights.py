@@ -1,8 +1,7 @@
-"""Load, initialise and save weights as Hugging Face folders, on whole or sharded networks.
+"""Load, initialise and save weights, whole or sharded, as Hugging Face folders.
 
-- On a sharded module, `save` and `named_hf_tensors` are collectives. Each rank must iterate fully.
-- Values drawn by `initialize` depend on the seed and the tensor's name, not on the mesh.
-- A Hugging Face ("HF") tensor is a slice ("box") of a parameter or buffer, with adapters merged.
+On sharded modules, `save` and `named_hf_tensors` are collectives, and all ranks must iterate fully.
+A Hugging Face ("HF") tensor is a slice ("box") of a parameter or buffer, with adapters merged.
 """
 
 import hashlib
@@ -37,13 +36,16 @@ from orrery.models.placement import (
 
 MAX_FILE_BYTES = 5_000_000_000
 MAX_DRAWING_THREADS = 16  # each thread holds a float32 tensor in host memory
-# Activation checkpointing and torch.compile add these to parameter names.
+# Parts of parameter names from activation checkpointing and torch.compile
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @torch.no_grad()
 def initialize(module: CausalLm, model: Model) -> None:
-    """Load pretrained weights, or draw normal weights, with norm weights 1 and biases 0."""
+    """Load pretrained weights, or draw normal weights, norm weights 1, biases 0.
+
+    Drawn values depend on seed and tensor name, not on the mesh.
+    """
     if model.init.kind == "pretrained":
         with _open_pretrained(module, model, model.init) as files:
             _fill(module, files)
@@ -72,7 +74,7 @@ def _seed(init: RandomInit, name: str) -> int:
 def initialize_on_device(
     module: CausalLm, std: float, seed: int, device: torch.device | None = None
 ) -> None:
-    """Draw shards on `device`, or on their own. The values depend on it and on the mesh."""
+    """Draw shards on `device`, by default their own. Values depend on device and mesh."""
     _allocate(module)
     device = device or local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
@@ -92,11 +94,11 @@ def initialize_on_device(
 def write_initial(
     model: Model, directory: Path | str, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
 ) -> int:
-    """Write the initial weights as `save` does. Return the parameter count."""
+    """Write the initial weights as `save`. Return the parameter count."""
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
-    # Pretrained weights need only one thread, because the disk limits the speed.
+    # The disk limits reads of pretrained weights, so one thread suffices.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as (tensors, tensor), pool:
@@ -151,7 +153,7 @@ def load(
 ) -> None:
     """Fill the module from a Hugging Face folder, in the module's dtype.
 
-    Call `on_tensor` after every tensor. If the folder does not match, raise OrreryError before any
+    Call `on_tensor` after every tensor. If the folder mismatches, raise OrreryError before any
     change.
     """
     with open_checkpoint(module, Path(directory)) as files:
@@ -169,7 +171,7 @@ def _fill(
 
 @contextmanager
 def open_checkpoint(module: CausalLm, directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield a folder's open files. Raise OrreryError if its tensors do not match the module."""
+    """Yield open files. Raise OrreryError if their tensors do not match the module."""
     config = module.config
 
     def is_expected(name: str) -> bool:
@@ -190,8 +192,8 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files, each of at most `max_file_bytes` or one tensor.
 
-    Copy multi-token-prediction (MTP) layers from the folder `start`. Each rank holds at most one
-    file in host memory.
+    Copy MTP (multi-token-prediction) layers from `start`. Each rank holds at most one file in
+    memory.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -216,7 +218,7 @@ def save(
                 elif is_mine:
                     tensor = hf_folder.read(base, hf)
                 if is_mine:
-                    # Copy, because a view would keep the whole gathered parameter in memory.
+                    # A view would keep the gathered parameter in memory.
                     tensor = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
                     held[hf.name], held_file = tensor, file
             ends_round = index % num_ranks == num_ranks - 1 or index == len(files) - 1
@@ -253,7 +255,7 @@ def unwrapped_name(parameter_name: str) -> str:
 
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
-    """Return the checkpoint's tensors in writing order. This is no collective."""
+    """Return the checkpoint's tensors in writing order, without a collective."""
     tensors = []
     for name, tensor in _checkpoint_state(module).items():
         key, layer = unwrapped_name(name), ""
@@ -298,10 +300,10 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, detached tensor) in the order of `hf_tensors`.
 
-    On a module that is not sharded, tensors are views of parameters.
+    Without sharding, tensors are views of parameters.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
-    # One parameter's tensors are adjacent, so only one gathered parameter is in memory.
+    # One parameter's tensors are adjacent, so only one is gathered at a time.
     for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):
         whole = full_tensor(state[parameter_name].detach())
         if (adapter := adapter_of.get(parameter_name)) is not None:
@@ -313,7 +315,7 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (PEFT name, tensor in `dtype`) of all adapters. This is a collective if sharded.
+    """Yield (PEFT name, tensor in `dtype`) of all adapters. Collective if sharded.
 
     `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale. Experts are not supported.
     """
@@ -331,9 +333,9 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
 def named_hf_slices(
     module: CausalLm, replacements: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-    """Yield (HF tensor, box within it, this rank's data) without a gather or a copy.
+    """Yield (HF tensor, box within it, this rank's data) without gather or copy.
 
-    Replicas yield equal boxes. `replacements`: other shards to yield, by parameter name.
+    Replicas yield equal boxes. `replacements`: other shards by parameter name.
     """
     state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}

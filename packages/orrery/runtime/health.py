@@ -1,8 +1,8 @@
-"""Write and read health files: a process's current activity and open waits.
+"""Write and read health files: a process's activity and open waits.
 
-- `stages/<stage>/health/<role>.<i>.json` is replaced atomically, without fsync.
-- `time_s` is the time of the last change other than a heartbeat. `clock_s` is the same time on the
-  host's monotonic clock. `boot` is the host's boot id.
+`stages/<stage>/health/<role>.<i>.json` is replaced atomically, without fsync. `time_s` is the last
+change except heartbeats, `clock_s` its time on the host's monotonic clock, `boot` the host's boot
+id.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # maximum time between heartbeats, as NFS may delay one by a minute
+HANG_S = 90.0  # maximum time between heartbeats, as NFS may delay them by a minute
 
 
 @dataclass(frozen=True)
 class Wait:
-    """An open wait for `what`, such as "batch 4 from orchestrator".
+    """A wait for `what`, such as "batch 4 from orchestrator".
 
-    `behind_s`: if another rank hangs in a collective and the role makes no progress for this
-    time, the waiting rank counts as late.
+    If another rank hangs in a collective, this rank is late once its role makes no progress for
+    `behind_s`.
     """
 
     what: str
@@ -280,7 +280,7 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return the health of `attempt` (None: all) by process name. Skip unreadable files."""
+    """Return health by process name, of `attempt` or all. Skip unreadable files."""
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:
@@ -294,7 +294,7 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 
 @asynccontextmanager
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
-    """Write event-loop heartbeats during the body. If they stop, the launcher ends the process."""
+    """Write event-loop heartbeats. If they stop, the launcher ends the process."""
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:
         yield

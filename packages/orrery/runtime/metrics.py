@@ -1,10 +1,10 @@
 """Append metrics and spans as JSON lines, and read them.
 
-- `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`.
+- `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
-  **attrs}`, times as `time.time()`.
-- Readers skip an incomplete row, left by a kill or full disk.
-- If an attempt resumes at step n, its rows replace older attempts' rows from step n on.
+  **attrs}`, times as `time.time()`
+- Readers skip incomplete rows.
+- If an attempt resumes at step n, its rows replace older rows from step n on.
 """
 
 import json
@@ -76,7 +76,7 @@ class _Lines:
                 self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
             if self._is_torn:
                 line = b"\n" + line
-            while line:  # a full disk may store only a part
+            while line:  # a full disk may store a part
                 line = line[os.write(self._file, line) :]
                 self._is_torn = bool(line)
 
@@ -146,7 +146,7 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Find rows that no newer attempt replaces. First call `add` with all rows."""
+    """Find rows that no newer attempt replaces. Call `add` with all rows first."""
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}
@@ -197,7 +197,7 @@ class MetricsTail:
         return [path for path in found if not path.name.endswith(".spans.jsonl")]
 
     def new_rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield `(process, row)`. Raise any OSError after all files are read."""
+        """Yield `(process, row)`. Raise any OSError after reading all files."""
         trouble: OSError | None = None
         for path in self._paths():
             try:
@@ -237,7 +237,7 @@ class Stat:
 
 
 def parse_stat(stat: str) -> Stat:
-    """Parse /proc/<pid>/stat. The process's name may contain spaces and brackets."""
+    """Parse /proc/<pid>/stat. Names may contain spaces and brackets."""
     fields = stat.rpartition(")")[2].split()
     return Stat((int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES)
 
@@ -274,7 +274,7 @@ class Sampler:
 
 
 class UsageRows:
-    """Write the CPU use (100 % is one core) and memory of this process and its descendants."""
+    """Write CPU use (100% per core) and memory of this process and its descendants."""
 
     def __init__(self, name: str, metrics: MetricsFile, period_s: float = PERIOD_S):
         self._name, self._metrics, self._period_s = name, metrics, period_s

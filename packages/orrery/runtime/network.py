@@ -1,6 +1,6 @@
-"""Find free ports and the address on which a role listens. Roles never listen on all interfaces.
+"""Find free ports and a role's address. Roles never listen on all interfaces.
 
-ORRERY_INTERFACE names the network interface. The default is loopback, for one machine.
+ORRERY_INTERFACE names the network interface. The default is loopback.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""End a process soon after its parent has ended.
+"""End a process soon after its parent.
 
-- A role polls its parent (`ParentWatch`) and then kills its own process group.
-- A third-party program does not poll. Start it with `preexec_fn=die_with_parent`.
+A role polls its parent (`ParentWatch`), then kills its own process group. Third-party programs need
+`preexec_fn=die_with_parent`.
 """
 
 import ctypes
@@ -11,9 +11,9 @@ import sys
 import threading
 from collections.abc import Callable
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # the parent's pid. 0: unknown
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # parent's pid, 0 if unknown
 START = "ORRERY_START"
-# Read at import, because `ParentWatch` removes the variable LAUNCHER_PID.
+# Read at import, because `ParentWatch` removes LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
 POLL_S = 0.5
 CALLBACKS_S = 3.0
@@ -32,7 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the thread that forked this process ends.
 
-    exec keeps the setting. Forks do not inherit it.
+    exec keeps the setting, forks lose it.
     """
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -42,15 +42,15 @@ def adopt_orphans() -> None:
 
 
 def hide_memory() -> None:
-    """Hide memory, environment and open files from other processes of this user.
+    """Hide memory, environment and open files from this user's other processes.
 
-    Forks inherit the setting. exec resets it.
+    Forks keep the setting, exec loses it.
     """
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities permanently, so that root loses its privileges."""
+    """Drop all capabilities permanently, also from root."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for capability in range(CAPABILITIES):  # no effect unless root
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -69,7 +69,7 @@ class ParentWatch:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], object]] = []
         self.is_launched = LAUNCHER_PID in os.environ
-        # Remove the variable: children must watch this process, not the launcher.
+        # Children must watch this process, not the launcher.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)

@@ -1,10 +1,9 @@
 """Stop a stage at a checkpoint before its job's time limit, and end single engines.
 
-- Preemption: near the time limit, the launcher writes `stages/<stage>/wind_down`. The orchestrator
-  then stops all trainer ranks at the same step.
-- Fence: if an engine does not respond, the orchestrator writes
-  `stages/<stage>/fenced/<name>.<attempt>.<incarnation>`. The launcher kills that process. An
-  engine's incarnation is its number of restarts.
+- Preemption: near the limit, the launcher writes `stages/<stage>/wind_down`. The orchestrator then
+  stops all trainer ranks at one step.
+- Fence: for an unresponsive engine, the orchestrator writes
+  `stages/<stage>/fenced/<name>.<attempt>.<restarts>`, and the launcher kills that process.
 """
 
 import os
@@ -38,7 +37,7 @@ def is_requested(run_dir: Path, stage: str) -> bool:
 
 @dataclass(frozen=True)
 class Fenced:
-    """A request to kill the process `name`, such as `inference.1`."""
+    """A request to kill process `name`, such as `inference.1`."""
 
     name: str
     incarnation: int

@@ -1,10 +1,10 @@
 """Run a role's process: its command line, logs, signals and exit code.
 
-- An `OrreryError` prints a line `error: …` and exits with the error's code. `Preempted` exits with
-  EXIT_PREEMPTED. Other exceptions, even `SystemExit(0)`, print a traceback and exit with 1.
+- `OrreryError` prints `error: …` and exits with its code. `Preempted` exits with EXIT_PREEMPTED.
+  Other exceptions, even `SystemExit(0)`, print a traceback and exit with 1.
 - SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
-- SIGUSR1 writes all threads' stacks to stderr, even if the main thread is stuck.
-- The incarnation of a process is its number of restarts.
+- SIGUSR1 writes all threads' stacks to stderr.
+- A process's incarnation is its number of restarts.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class RoleContext:
         self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.parent_watch = ParentWatch()
-        # A role started by hand must not remove a running stage's shared memory.
+        # A role started by hand must not remove a running stage's memory.
         if self.parent_watch.is_launched:
             self.on_orphaned(
                 lambda: run_directory.remove_memory(run_directory.memory_prefix(run_dir))
@@ -147,7 +147,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
         usage.start()
     try:
         set_level()
-        take()  # take the token before a child inherits standard input
+        take()  # before a child inherits standard input
         yield ctx
     except Preempted as end:
         ctx.health.preempted(end.step)
@@ -177,7 +177,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
 
 
 def _allow_open_files() -> None:
-    """Raise the limit of open files. Each rollout in flight needs a connection."""
+    """Raise the limit: each rollout in flight needs a connection."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:

@@ -1,10 +1,10 @@
 """A run's directory: paths, layout version, attempts and checkpoints.
 
-- Runs of another layout than LAYOUT are refused, not migrated.
-- Every start of a run is an attempt. It begins with an exclusive, synced mkdir of `attempts/<k>/`,
-  so two launchers never share one.
-- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`. An old process on an unreachable
-  node never changes a newer attempt's checkpoint.
+- Runs of another LAYOUT are refused, not migrated.
+- Every start of a run is an attempt. An exclusive, synced mkdir of `attempts/<k>/` begins it, so
+  launchers never share an attempt.
+- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so older processes never change
+  newer checkpoints.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from orrery.manifest.publish import make_folder, sync, write_atomic
 LAYOUT = 2
 LAYOUT_FILE = "layout"
 ATTEMPTS = "attempts"
-COMPLETE = "COMPLETE"  # marker of a complete checkpoint
+COMPLETE = "COMPLETE"  # marks a complete checkpoint
 MANIFEST = "manifest.json"
 STATUS = "status.json"
 SITE_FILE = "site.json"
 LOCK = ".lock"
-ADOPTED = "adopted.json"  # the run and stage that this run continues (`orrery adopt`)
+ADOPTED = "adopted.json"  # run and stage that this run continues (`orrery adopt`)
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
@@ -41,11 +41,11 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    return stage_dir(run_dir, stage) / "DONE"  # the last file that a stage writes
+    return stage_dir(run_dir, stage) / "DONE"  # the stage's last file
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
-    """Return the file of a stage's verified inputs: {path: sha256}."""
+    """Return the file of a stage's verified inputs, {path: sha256}."""
     return stage_dir(run_dir, stage) / "inputs.json"
 
 
@@ -62,17 +62,17 @@ def health_dir(run_dir: Path, stage: str) -> Path:
 
 
 def fence_dir(run_dir: Path, stage: str) -> Path:
-    """Return the folder of kill requests, named `<process>.<attempt>.<restart number>`."""
+    """Return the folder of kill requests `<process>.<attempt>.<restart number>`."""
     return stage_dir(run_dir, stage) / "fenced"
 
 
 def request_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker file that asks a stage to write a checkpoint and end."""
+    """Return the marker that asks a stage to save and end."""
     return stage_dir(run_dir, stage) / "wind_down"
 
 
 def no_requeue_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker file that forbids requeuing of a preempted job."""
+    """Return the marker that forbids requeuing a preempted job."""
     return stage_dir(run_dir, stage) / "stay"
 
 
@@ -132,7 +132,7 @@ def check_layout(run_dir: Path) -> None:
     try:
         found = int(read_regular(file))
     except FileNotFoundError:
-        found = 1  # the first layout had no layout file
+        found = 1  # layout 1 had no layout file
     except ValueError:
         raise OrreryError(
             f"{file}: does not hold a number; write {LAYOUT} if this release began the run, or "
@@ -212,13 +212,13 @@ def whole_checkpoints(run_dir: Path, stage: str = "rl") -> list[Checkpoint]:
     return sorted(one for one in found if one is not None)
 
 
-# Shared memory and scratch folders outside the run's directory
+# Shared memory and scratch folders
 
 SHARED_MEMORY = Path("/dev/shm")
 ENLARGE = f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
 
 
-# Environment variable: fsspec URL of a folder for copies of complete checkpoints.
+# Environment variable: fsspec URL for copies of checkpoints
 CHECKPOINT_TARGET = "ORRERY_CHECKPOINT_TARGET"
 
 
@@ -229,7 +229,7 @@ def place(run_dir: Path) -> str:
 def memory_prefix(run_dir: Path) -> str:
     """Return the prefix of a run's files in /dev/shm: `orrery-<run id>-<hash of the path>-`.
 
-    The launcher removes these files at a stage's start and end.
+    The launcher removes them before and after each stage.
     """
     return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
 
@@ -244,7 +244,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove files `*name*` in /dev/shm and return their paths. No process may use them."""
+    """Remove files `*name*` in /dev/shm, and return their paths. No process may use them."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -258,7 +258,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's KV-cache folders. Raise FileNotFoundError without a manifest.
 
-    A new run in the same folder gets another prefix, because it repeats version numbers.
+    A new run in this folder gets another prefix, because it repeats version numbers.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
@@ -270,7 +270,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
-    """Return the prefix of engines' socket folders. It is short: socket paths allow 107 bytes."""
+    """Return the short prefix of engines' socket folders. Socket paths allow 107 bytes."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

@@ -1,6 +1,6 @@
 """Scale deadlines for slow machines, adapt the period of metrics, and format durations.
 
-The environment variable ORRERY_DEADLINE_SCALE (default 1) multiplies the deadlines in the code.
+ORRERY_DEADLINE_SCALE (default 1) multiplies deadlines.
 """
 
 import math
@@ -10,7 +10,7 @@ from orrery.manifest.errors import OrreryError
 
 SCALE = "ORRERY_DEADLINE_SCALE"
 LONGEST_S = 60.0
-HAND_OVER_S = 30.0  # maximum time that a leaving site waits for another coordinator
+HAND_OVER_S = 30.0  # maximum wait of a leaving site for another coordinator
 SHARE_OF_AGE = 1e-3
 
 
@@ -33,7 +33,7 @@ def period_s(age_s: float, shortest_s: float) -> float:
 
 
 class Pace:
-    """Decide when the next row of metrics is due. Poll `due` at least every `shortest_s`."""
+    """Decide when the next metrics row is due. Poll `due` at least every `shortest_s`."""
 
     def __init__(self, shortest_s: float, now_s: float):
         self._shortest_s, self._begin_s, self._next_s = shortest_s, now_s, now_s
@@ -47,7 +47,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """Return `12.3 s`, `4 min 12 s`, `3 h 5 min` or `41 days 16 h`."""
+    """Format as `12.3 s`, `4 min 12 s` or `41 days 16 h`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     if round(seconds) < 3600:

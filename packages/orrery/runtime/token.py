@@ -1,10 +1,9 @@
-"""Pass an attempt's secret token from the launcher to each role, and authenticate callers with it.
+"""Pass an attempt's secret token from the launcher to roles, and authenticate callers with it.
 
-- The token is the first line of a role's standard input, never a variable or argument.
-- ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file, such as a mounted Kubernetes
-  secret.
-- A process with the token hides its memory from the user's other processes.
-- A request carries a credential, derived from the token, for one `Purpose`.
+- Roles read it from standard input, never from a variable or argument.
+- ORRERY_TOKEN_FILE is `-` for standard input, or a file, such as a Kubernetes secret.
+- A process with the token hides its memory.
+- Requests carry a credential, derived from the token, for one `Purpose`.
 """
 
 import hmac
@@ -21,7 +20,7 @@ from orrery.runtime.timing import scaled
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
 STANDARD_INPUT = "-"
 MAX_BYTES = 256
-TAKE_S = 60.0  # time limit for the token to arrive through srun
+TAKE_S = 60.0  # time limit to receive the token through srun
 
 _kept = ""
 
@@ -40,7 +39,7 @@ def handed_over(token: str) -> Iterator[int]:
 def take() -> str:
     """Return this process's token, read at the first call, or "" without ORRERY_TOKEN_FILE.
 
-    Raise OrreryError if the file is unreadable, or if no token arrives within TAKE_S.
+    Raise OrreryError if the file is unreadable, or no token arrives within TAKE_S.
     """
     global _kept
     place = os.environ.pop(TOKEN_FILE, "")

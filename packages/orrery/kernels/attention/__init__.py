@@ -1,4 +1,4 @@
-"""Compute causal attention over packed documents with grouped query heads."""
+"""Compute causal grouped-query attention over packed documents."""
 
 from orrery.kernels.attention.dispatch import (
     attention_backward,

@@ -1,4 +1,4 @@
-"""Run cuDNN attention in half precision on Hopper and later GPUs."""
+"""Run cuDNN attention on Hopper and later."""
 
 import logging
 import threading
@@ -36,10 +36,7 @@ _lock = threading.Lock()
 
 
 def runs_on(q: Tensor) -> bool:
-    """Return whether cuDNN supports q's device, dtype and head size in both passes.
-
-    cuDNN's gradients are not reproducible bitwise, so deterministic runs do not use it.
-    """
+    """Return whether cuDNN supports q, and gradients need not be bitwise reproducible."""
     return (
         q.is_cuda
         and not torch.are_deterministic_algorithms_enabled()
@@ -52,14 +49,14 @@ def runs_on(q: Tensor) -> bool:
 
 
 class CudnnDense(AttentionBackend):
-    """Attend in documents of equal length through torch's cuDNN operator.
+    """Attend in documents of equal length with torch's cuDNN operator.
 
-    Torch needs about 100 ms to plan a new shape, so lengths must be multiples of 256.
+    Planning a new shape takes 100 ms, so lengths must be multiples of 256.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         num_q, num_k = q.shape[0], k.shape[0]
-        # cuDNN aligns causal masks at the first key, `Layout` at the last. Equal lengths agree.
+        # cuDNN aligns causal masks top left, `Layout` bottom right. Both agree for equal lengths.
         agrees = not layout.causal or num_q == num_k
         recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
         fits = agrees and recurs and layout.is_dense(num_q, num_k)
@@ -80,7 +77,7 @@ class CudnnDense(AttentionBackend):
         )
         lse_NHL = lse_HT.unflatten(1, (layout.num_documents, -1)).transpose(0, 1).contiguous()
         tensors = (dout_NHLD, q_NHLD, k_NGMD, v_NGMD, out_NHLD, lse_NHL[..., None])
-        rng_state = torch.zeros((), dtype=torch.int64, device=q_THD.device)  # for dropout only
+        rng_state = torch.zeros((), dtype=torch.int64, device=q_THD.device)  # for dropout
         lengths = (q_NHLD.shape[2], k_NGMD.shape[2])
         options = (rng_state, rng_state, None, None, None, *lengths, 0.0, layout.causal)
         gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -100,7 +97,7 @@ def _packed(x_NHLD: Tensor) -> Tensor:
 
 @cache
 def load_library() -> Any:
-    """Return the `cudnn` package, or None if it is missing or lacks the packed backward pass."""
+    """Return the `cudnn` package, or None if it is missing or too old."""
     try:
         import cudnn
 
@@ -115,9 +112,9 @@ def load_library() -> Any:
 
 
 class CudnnPacked(AttentionBackend):
-    """Attend in packed documents of any lengths, through NVIDIA's optional `cudnn` package.
+    """Attend in packed documents with NVIDIA's optional `cudnn` package.
 
-    Sizes are rounded up, so that similar shapes share a cached execution plan.
+    Rounded-up sizes let similar shapes share an execution plan.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -186,13 +183,13 @@ class PlanShape(NamedTuple):
 
 
 def round_up(count: int) -> int:
-    """Return the smallest of 128, 192, 256, 384, 512, 768, … that is at least `count`."""
+    """Return the smallest of 128, 192, 256, 384, 512, … ≥ `count`."""
     power = max(128, 1 << max(count - 1, 0).bit_length())
     return power * 3 // 4 if power > 128 and count <= power * 3 // 4 else power
 
 
 def _without_keys(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_q: int) -> Tensor:
-    """Return bool [T]: queries without keys, whose outputs cuDNN leaves undefined."""
+    """Return bool [T]: queries without keys. cuDNN leaves their outputs undefined."""
     empty_N = cu_seqlens_k.diff() == 0
     return empty_N.repeat_interleave(cu_seqlens_q.diff(), output_size=num_q)
 

@@ -1,6 +1,6 @@
-"""Choose attention's backend, and define its custom operators.
+"""Choose an attention backend, and define attention's custom operators.
 
-Backends are tried from fastest to slowest. A process does not use a failed backend again.
+Backends are tried from fastest to slowest, unless they failed before.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -56,7 +56,7 @@ _order: list[str] = list(BACKENDS)
 def prefer(choice: str) -> None:
     """Try the backends of `choice` first. With "plain", try no others.
 
-    Raise ValueError if a needed package cannot be imported.
+    Raise ValueError if its package cannot be imported.
     """
     names = CHOICES[choice]
     if choice in PACKAGES and PACKAGES[choice][1]() is None:
@@ -78,9 +78,9 @@ def varlen_attention(
 ) -> Tensor:
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
-    q is [T, H, D]. k and v are [T, G, D]: query head h reads key head h // (H / G). Scores are
-    scaled by D^-1/2. With `documents_k`, k and v are [S, G, D], packed by `documents_k`. A
-    document's last query sees all keys of the document.
+    q is [T, H, D], k and v are [T, G, D]. Query head h reads key head h // (H / G). Scores are
+    scaled by D^-1/2. With `documents_k`, k and v are [S, G, D], and the causal mask is aligned
+    bottom right.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
@@ -116,10 +116,9 @@ def _attend(
     max_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D], and log-sum-exp [T, H], which has no gradient.
+    """Return out [T, H, D], and log-sum-exp [T, H] without gradient.
 
-    `Layout` defines the arguments. A query without keys gets out 0 and log-sum-exp −∞. Raise
-    ValueError unless G divides H.
+    Queries without keys get 0 and −∞. Raise ValueError unless G divides H.
     """
     num_heads, num_groups = q_THD.shape[1], k_SGD.shape[1]
     if num_heads % num_groups:
@@ -130,7 +129,7 @@ def _attend(
     return out_THD, lse_HT.t()
 
 
-# Without autograd: callers compute gradients through `attention_backward`.
+# Without autograd: gradients come from `attention_backward`.
 attention_forward = torch.no_grad()(_attend)
 
 
@@ -150,8 +149,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v.
 
-    In ring attention (arXiv 2310.01889), k and v may be a part of the keys and values, but `out`
-    and `lse` [T, H] are of all. The caller then sums dq over the parts in float32.
+    In ring attention (arXiv 2310.01889), k and v may be one shard of the keys, but `out` and
+    `lse` [T, H] cover all shards. The caller sums dq over shards in float32.
     """
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
     sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
@@ -271,7 +270,7 @@ def _tell_first_use(name: str, q: Tensor, k: Tensor) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether to try another backend. Return False after an out-of-memory error."""
+    """Return whether to try another backend: False for out-of-memory errors."""
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 
 

@@ -1,4 +1,4 @@
-"""Run torch's FlashAttention 2, or FlashAttention 4 from the package `flash-attn-4`."""
+"""Run FlashAttention 2 (torch) or 4 (package `flash-attn-4`)."""
 
 import contextlib
 import inspect
@@ -49,13 +49,13 @@ class Flash2(AttentionBackend):
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             q_THD, k_SGD, v_SGD, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale
         )
-        if not layout.is_self_attention:  # for queries without keys, the kernel's lse is +∞
+        if not layout.is_self_attention:  # the kernel returns +∞ for queries without keys
             lse_HT = lse_HT.masked_fill(lse_HT == torch.inf, -torch.inf)
         return out_THD, lse_HT
 
     def backward(self, dout_THD: Tensor, saved: Saved, layout: Layout) -> Gradients:
         cu_q, cu_k, max_q, max_k, causal, scale = layout
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=dout_THD.device)  # for dropout only
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=dout_THD.device)  # for dropout
         unused = torch.empty(0, device=dout_THD.device)
         options = (cu_q, cu_k, max_q, max_k, 0.0, causal, rng_state, unused)
         return torch.ops.aten._flash_attention_backward(dout_THD, *saved, *options, scale=scale)
@@ -71,7 +71,7 @@ _FLASH4_PARAMETERS = {
 
 @cache
 def load_flash4() -> Any:
-    """Return FlashAttention 4's interface, or None if it is missing, broken or incompatible."""
+    """Return FlashAttention 4's interface module, or None if missing, broken or incompatible."""
     _set_compile_cache()
     try:
         from flash_attn.cute import interface
@@ -91,9 +91,9 @@ def load_flash4() -> Any:
 
 
 def _set_compile_cache() -> None:
-    """Set a private cache folder for `flash-attn-4`. Call this before importing the package.
+    """Set a private cache folder before `flash-attn-4` is imported.
 
-    The package executes cached files, and another user could create the default folder first.
+    The package executes cached files, and another user could own the default folder.
     """
     folder = Path(tempfile.gettempdir()) / f"orrery-flash4-{os.getuid()}"
     try:
@@ -108,7 +108,7 @@ def _set_compile_cache() -> None:
 
 @contextlib.contextmanager
 def _as_runtime_error() -> Iterator[None]:
-    """Raise FlashAttention 4's errors as RuntimeError, so that another backend runs."""
+    """Convert FlashAttention 4's errors to RuntimeError, so that another backend runs."""
     try:
         yield
     except (AssertionError, ImportError, NotImplementedError, OSError, ValueError) as error:
@@ -127,10 +127,7 @@ def _documents(layout: Layout) -> dict[str, Any]:
 
 
 class Flash4(AttentionBackend):
-    """Run FlashAttention 4 on Hopper.
-
-    Gradients are not reproducible bitwise, so deterministic runs do not use it.
-    """
+    """Run FlashAttention 4 on Hopper, unless gradients must be bitwise reproducible."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         return (

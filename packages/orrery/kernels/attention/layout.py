@@ -1,4 +1,4 @@
-"""Define packed documents and the interface of attention backends."""
+"""Packed documents, and the interface of attention backends."""
 
 import itertools
 import logging
@@ -12,10 +12,10 @@ log = logging.getLogger("orrery.kernels.attention")
 
 
 class Documents:
-    """Packed documents. Document i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
+    """Document i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
-    `cu_seqlens` is i32 [n + 1]. `max_seqlen` is an upper bound of the lengths. Compiled code must
-    pass it, because its default syncs the device. `is_padding` is bool [T].
+    `cu_seqlens` is i32 [n + 1], `is_padding` bool [T]. `max_seqlen` bounds the lengths. Compiled
+    code must pass it, because the default syncs the device.
     """
 
     def __init__(
@@ -31,11 +31,10 @@ class Documents:
 
 
 class Layout(NamedTuple):
-    """The keys that each query attends to, and the scale of scores.
+    """Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`, and keys likewise.
 
-    Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`, and keys likewise. `max_q` and
-    `max_k` are upper bounds of the lengths. With `causal`, query a of a document with l queries and
-    m keys attends to keys 0 to a + m − l.
+    `max_q` and `max_k` bound the lengths. If `causal`, query a of a document with l queries and m
+    keys attends to keys 0 to a + m − l. `scale` multiplies all scores.
     """
 
     cu_seqlens_q: Tensor
@@ -51,18 +50,18 @@ class Layout(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Return whether queries and keys have the same offset tensor, without a device sync."""
+        """Return whether queries and keys share an offset tensor. No device sync."""
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
     def is_dense(self, num_q: int, num_k: int) -> bool:
-        """Return whether all documents have the maximum length, without a device sync."""
+        """Return whether all documents have maximum length. No device sync."""
         n = self.num_documents
         full = n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k)
         return n > 0 and full and num_q > 0 and num_k > 0
 
     def spans(self) -> list[tuple[int, int, int, int]]:
-        """Return (first query, query end, first key, key end) per document, with a device sync."""
+        """Return (query start, query end, key start, key end) per document. Syncs the device."""
         pairs_q = itertools.pairwise(self.cu_seqlens_q.tolist())
         pairs_k = itertools.pairwise(self.cu_seqlens_k.tolist())
         return [(*q, *k) for q, k in zip(pairs_q, pairs_k, strict=True)]
@@ -70,11 +69,11 @@ class Layout(NamedTuple):
 
 Output = tuple[Tensor, Tensor]  # out [T, H, D] and the natural log-sum-exp [H, T]
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q [T, H, D], k, v [S, G, D], out, lse
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 class AttentionBackend(Protocol):
-    """Interface of a backend. Tensors are contiguous. The two passes may use different backends."""
+    """Tensors are contiguous. Forward and backward may use different backends."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...
 
@@ -88,7 +87,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def has_signatures(signatures: dict[str, str]) -> bool:
-    """Return whether this torch's private operators have the expected first parameters."""
+    """Return whether torch's private operators start with the expected parameters."""
     return all(_matches(name, tuple(words.split())) for name, words in signatures.items())
 
 

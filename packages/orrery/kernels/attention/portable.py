@@ -1,4 +1,4 @@
-"""Attend on any device, in padded batches of documents or document by document.
+"""Attend on any device, document by document or in padded batches.
 
 `Plain` and `Batched` compute in float32 (float64 for float64). Formulas: FlashAttention (arXiv
 2205.14135), appendix B. Padding follows each document, so the causal mask hides it.
@@ -21,9 +21,9 @@ from orrery.kernels.attention.layout import (
 )
 
 _BLOCK_QUERIES = 512
-_SHORTEST_SHARE = 0.75  # minimum ratio of shortest to longest document in a padded grid
-_MAX_LENGTH = 1024  # maximum document length of `Batched`
-_MAX_SCORES = 1 << 26  # maximum number of scores at a time: three float32 tensors of 256 MiB
+_SHORTEST_SHARE = 0.75  # minimum length ratio of shortest to longest document
+_MAX_LENGTH = 1024  # longest document in `Batched`
+_MAX_SCORES = 1 << 26  # scores at a time: three float32 tensors of 256 MiB
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -34,8 +34,6 @@ _SIGNATURES = {
 
 
 class Plain(AttentionBackend):
-    """Use plain matrix products, for any inputs."""
-
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         return True
 
@@ -106,15 +104,15 @@ def _scores(
 
 
 def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
-    """Return exp(score − lse). The clamp gives queries without keys (lse −∞) 0, not NaN."""
+    """Return exp(score − lse). The clamp avoids NaN for queries without keys (lse −∞)."""
     return (scores_HTS - lse_HT.clamp_min(torch.finfo(lse_HT.dtype).min)[..., None]).exp()
 
 
 class Grids:
-    """Documents sorted by length into padded grids, one document a row.
+    """Padded batches ("grids") of documents of similar length, one document per row.
 
-    `sources[b]` i64 [N_b, L_b]: the token in each cell of grid b. Padding repeats the row's last
-    token. `place` i64 [T]: each token's cell number over all grids, or None for token order.
+    `sources[b]` i64 [N_b, L_b]: token of each cell in grid b. Padding repeats the row's last token.
+    `place` i64 [T]: each token's cell in the concatenated grids, or None for token order.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:
@@ -125,13 +123,13 @@ class Grids:
         return _grids(tuple(cu_seqlens.tolist()), cu_seqlens.device)
 
     def gather(self, x: Tensor, grid: int) -> Tensor:
-        """Return one grid's cells [N_b, L_b, …] of packed x [T, …]."""
+        """Return packed x [T, …] as cells [N_b, L_b, …] of one grid."""
         source_NL = self.sources[grid]
         cells = x if self.place is None else x.index_select(0, source_NL.view(-1))
         return cells.unflatten(0, source_NL.shape)
 
     def spread(self, x: Tensor) -> list[Tensor]:
-        """Return every grid's cells [N_b, L_b, …] of packed x [T, …], with zeros in padding."""
+        """Return packed x [T, …] as cells [N_b, L_b, …] of every grid, zero-padded."""
         sizes = [source.numel() for source in self.sources]
         if self.place is not None:
             x = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, self.place, x)
@@ -167,7 +165,7 @@ def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
 
 
 class Padded(AttentionBackend):
-    """Run causal self-attention on a CPU through torch's kernel."""
+    """Run causal self-attention on a CPU with torch's FlashAttention."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         is_causal = layout.causal and layout.is_self_attention
@@ -217,7 +215,7 @@ def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
 
 
 class Batched(AttentionBackend):
-    """Run causal self-attention of short documents on a GPU in float32 or float64."""
+    """Run causal self-attention of short documents on a GPU, in float32 or float64."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         is_causal = layout.causal and layout.is_self_attention

@@ -1,10 +1,8 @@
-"""Run linear layers and groups of experts in FP8, with float32 sums.
+"""Compute linear layers and grouped experts in FP8, with float32 sums.
 
-- y = x · wᵀ and dx = dy · w read x and dy quantized by rows. dw = dyᵀ · x reads both quantized by
-  columns.
-- Backends: DeepGEMM on a Hopper GPU, bitwise equal to vLLM, or a slow reference in float32.
-- `fp8_experts` fuses the steps of an expert layer, with bitwise equal results.
-- Callers may quantize a weight once and pass it as `parts`. Otherwise, each pass quantizes it.
+y = x · wᵀ and dx = dy · w quantize x and dy by rows. dw = dyᵀ · x quantizes them by columns.
+Backends: DeepGEMM on Hopper, bitwise equal to vLLM, or a slow float32 reference. `parts` holds a
+weight quantized in advance. Without it, each pass quantizes the weight.
 """
 
 import importlib
@@ -42,10 +40,10 @@ BY_CHANNEL = (1, 1, BLOCK)  # DeepGEMM's recipe for 1 × 128 blocks in both oper
 
 @cache
 def load() -> ModuleType | None:
-    """Return DeepGEMM, or None without it or a Hopper GPU."""
+    """Return DeepGEMM, or None if it cannot run here."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
-    # Use vLLM's default folder, to share compiled kernels with the host's engines.
+    # Use vLLM's default folder, to share compiled kernels with this host's engines.
     root = os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(root).expanduser() / "deep_gemm"))
     try:
@@ -58,7 +56,7 @@ def load() -> ModuleType | None:
     folder = Path(vllm.origin).parent / "third_party" / "deep_gemm"
     if not (folder / "__init__.py").is_file():
         return None
-    # Register vLLM's copy as `deep_gemm`, because its submodules import that name.
+    # Register vLLM's copy under the name that its submodules import.
     spec = importlib.util.spec_from_file_location(
         "deep_gemm", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -74,14 +72,14 @@ def load() -> ModuleType | None:
 
 
 def product(library: Any, x: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return x · weightᵀ [M, N]. x [M, K] has blocks of 1 × 128, weight [N, K] of 128 × 128."""
+    """Return x · weightᵀ [M, N]. x [M, K] has 1 × 128 blocks, weight [N, K] 128 × 128."""
     out_MN = x.value.new_empty(x.value.shape[0], weight.value.shape[0], dtype=dtype)
     library.fp8_gemm_nt(tuple(x), tuple(weight), out_MN, disable_ue8m0_cast=True)
     return out_MN
 
 
 def weight_gradient(library: Any, grad: Quantized, x: Quantized) -> Tensor:
-    """Return f32 [N, K]: gradᵀ · x. Both inputs are columns from `quantize`."""
+    """Return gradᵀ · x, f32 [N, K]. Both inputs are columns from `quantize`."""
     out_NK = grad.value.new_zeros(grad.value.shape[0], x.value.shape[0], dtype=torch.float32)
     sides = ((each.value, each.scale.T) for each in (grad, x))
     library.fp8_gemm_nt(*sides, out_NK, c=out_NK, recipe=BY_CHANNEL, disable_ue8m0_cast=True)
@@ -91,7 +89,7 @@ def weight_gradient(library: Any, grad: Quantized, x: Quantized) -> Tensor:
 def grouped_product(
     library: Any, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
 ) -> Tensor:
-    """Return [M, N]: rows of group e times weight[e]ᵀ. Padding rows are undefined."""
+    """Return [M, N]: rows of group e times weight[e]ᵀ, undefined in padding."""
     num_rows = x.value.shape[0]
     out_MN = x.value.new_empty(num_rows, weight.value.shape[1], dtype=dtype)
     group_M = group_of_rows(groups, num_rows)
@@ -104,11 +102,11 @@ def grouped_product(
 def grouped_weight_gradient(
     library: Any, grad: Quantized, x: Quantized, groups: RowGroups, sides: tuple[int, int]
 ) -> Tensor:
-    """Return f32 [E, N, K]: gradᵀ · x per group, 0 if empty. Inputs: columns from `quantize`."""
+    """Return gradᵀ · x per group, f32 [E, N, K]. Both inputs are columns from `quantize`."""
     num_groups = groups.ends_E.shape[0]
     out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
     length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
-    # DeepGEMM uses `sizes` only to choose tile shapes and check the buffers.
+    # DeepGEMM uses `sizes` only to choose tiles and check buffers.
     num_blocks = x.scale.shape[0]
     each, rest = divmod(num_blocks, num_groups)
     sizes = [(each + (e < rest)) * BLOCK for e in range(num_groups)]
@@ -117,7 +115,7 @@ def grouped_weight_gradient(
     return out_ENK
 
 
-Parts = list[Tensor]  # value and scale of a quantized weight, then of its transpose
+Parts = list[Tensor]  # value and scale of the weight, then of its transpose
 
 
 def weight_parts(weight: Tensor) -> Parts:
@@ -144,8 +142,8 @@ def fp8_grouped_matmul(
 ) -> Tensor:
     """Return [M, N] in x's dtype: x's rows of group e times weight[e]ᵀ.
 
-    Padding rows are undefined in the result and in x's gradient. `parts`: `weight_parts(weight)`.
-    128 must divide M. Raise ValueError unless it divides N and K.
+    Padding is undefined in the result and x's gradient. `parts`: `weight_parts(weight)`. 128 must
+    divide M. Raise ValueError unless it divides N and K.
     """
     keeps = torch.is_grad_enabled() and weight_ENK.requires_grad
     return _grouped(x_MK, weight_ENK, parts or [], *groups, keeps)[0]
@@ -155,7 +153,7 @@ def fp8_grouped_matmul(
 def _linear(
     x_MK: Tensor, weight_NK: Tensor, parts: list[Tensor], keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and values and scales of x quantized by columns. Both are empty unless `keeps`."""
+    """Return y, and value and scale of x quantized by columns (empty unless `keeps`)."""
     weight = Quantized(*(parts or weight_parts(weight_NK))[:2])
     rows, columns = quantize(x_MK, has_columns=keeps)
     return _product(rows, weight, x_MK.dtype), *columns
@@ -178,7 +176,7 @@ def _linear_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dx in grad's dtype and dw in float32. Unwanted gradients are empty.
 
-    `weight`: the plain weight, or value and scale of its transpose.
+    `weight`: [weight], or [value, scale] of its quantized transpose.
     """
     rows, grad_columns = quantize(grad_MN, None, wants_x, wants_weight)
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0, dtype=torch.float32)
@@ -229,7 +227,7 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as `_linear`. Autograd supports neither `token_M` nor `score_M`."""
+    """Compute `_linear` by group. `token_M` and `score_M` do not support autograd."""
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),
@@ -266,10 +264,7 @@ def _grouped_gradients(
     wants_weight: bool,
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [M, K] and dw [E, N, K] as `_linear_gradients` does.
-
-    dy is grad, or grad[token_M] with `token_M`.
-    """
+    """Return dx [M, K] and dw [E, N, K] as `_linear_gradients`. dy is grad or grad[token_M]."""
     groups = RowGroups(ends_E, counts_E)
     rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight, token_M)
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0, dtype=torch.float32)
@@ -389,11 +384,11 @@ def fp8_experts(
     parts: tuple[Parts, Parts],
     has_spare: bool = False,
 ) -> Tensor:
-    """Return [T, D]: each token's sum of score · output over its K experts.
+    """Return [T, D]: each token's sum of score · output over its experts.
 
-    `rows`: from `sort_by_expert` with block 128. `weights`: gate-up [E, 2·I, D] and down [E, D, I].
-    `parts`: each weight's `weight_parts`, or two empty lists. With `has_spare`, the last 128 rows
-    have no expert and count as zero. Raise ValueError if 128 does not divide the number of rows.
+    `rows` come from `sort_by_expert` with block 128. `weights`: gate-up [E, 2·I, D], down [E, D,
+    I]. `parts`: their `weight_parts`, or two empty lists. With `has_spare`, the last 128 rows have
+    no expert. Raise ValueError unless 128 divides the number of rows.
     """
     if rows.row_M.shape[0] % BLOCK:
         raise ValueError(f"experts in FP8 take a multiple of 128 rows, not {rows.row_M.shape[0]}")

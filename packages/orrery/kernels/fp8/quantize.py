@@ -1,11 +1,9 @@
 """Quantize to float8_e4m3fn with one float32 scale per block.
 
-M rows · K columns · N outputs · E groups. Blocks of activations are 1 × 128 (`rows`) or 128 × 1
-(`columns`, stored transposed). Blocks of weights are 128 × 128.
-
-- Rows equal bitwise those of vLLM 0.32's `per_token_group_fp8_quant`, and weights those of
-  `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0).
-- With groups, no block of `columns` spans two groups. Padding rows count as zero.
+M rows, K columns, N outputs, E groups. Blocks are 1 × 128 in `rows` of activations, 128 × 1 in
+`columns` (stored transposed), and 128 × 128 in weights. No column block spans two groups, and
+padding rows count as zero. Rows equal vLLM 0.32's `per_token_group_fp8_quant` bitwise, and weights
+`per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0).
 """
 
 from importlib.util import find_spec
@@ -21,31 +19,27 @@ from orrery.kernels.expert_rows import swiglu_rows
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 MAX = 448.0
-MIN_AMAX_ROWS = 1e-10  # lower bound of a block's amax for activations, as in vLLM
-MIN_AMAX_WEIGHT = 1e-4  # the same for weights
+MIN_AMAX_ROWS = 1e-10  # lower bounds of a block's amax, as in vLLM
+MIN_AMAX_WEIGHT = 1e-4
 HAS_TRITON = find_spec("triton") is not None
 
 
 class Quantized(NamedTuple):
-    """A quantized tensor: value · scale of the block."""
-
     value: Tensor  # float8_e4m3fn
     scale: Tensor  # float32
 
 
 class RowGroups(NamedTuple):
-    """Row groups that begin at multiples of 128.
+    """Group e has the rows `ends[e − 1]:ends[e]`: `counts[e]` real rows, then padding.
 
-    Group e has the rows `ends[e − 1]:ends[e]`: `counts[e]` real rows, then padding.
+    128 divides all `ends`.
     """
 
-    ends_E: Tensor  # i32, rising
+    ends_E: Tensor  # i32, ascending
     counts_E: Tensor  # i32
 
 
 class Weight(NamedTuple):
-    """A quantized weight [.., N, K] and its transpose."""
-
     forward: Quantized  # [.., N, K], scales [.., N/128, K/128]
     backward: Quantized  # [.., K, N]
 
@@ -63,11 +57,9 @@ def quantize(
     With `token_M`, x is [T, K]: quantize x[token]. With `score_M`, x is [M, 2·K]: quantize
     swiglu_rows(x, score).
 
-    - Rows are values [M, K] and scales [M, K/128].
-    - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' = M rounded up to whole
-      blocks. With groups the values are flat: the matrix [K, rows] of each group in turn.
-
-    Raise ValueError if 128 does not divide K.
+    Rows are values [M, K] and scales [M, K/128]. Columns are values of xᵀ [K, M'] and scales
+    [M'/128, K], M' = M rounded up to whole blocks. With groups, column values are flat: one matrix
+    [K, rows] per group. Raise ValueError if 128 does not divide K.
     """
     if x_MK.dim() != 2 or x_MK.shape[1] % (BLOCK if score_M is None else 2 * BLOCK):
         raise ValueError(f"x in FP8 is [M, K] with K a multiple of 128, not {_sides(x_MK)}")
@@ -137,7 +129,7 @@ def dequantize_rows(x: Quantized) -> Tensor:
 
 
 def dequantize_columns(x: Quantized) -> Tensor:
-    """Return float32 xᵀ [K, M'] from ungrouped columns of `quantize`."""
+    """Return f32 xᵀ [K, M'] from ungrouped columns of `quantize`."""
     return dequantize_rows(Quantized(x.value, x.scale.T))
 
 
@@ -148,7 +140,7 @@ def dequantize_weight(weight: Quantized) -> Tensor:
 
 
 def group_of_rows(groups: RowGroups, num_rows: int) -> Tensor:
-    """Return i32 [M]: each row's group, or −1 for padding."""
+    """Return each row's group, i32 [M], −1 for padding."""
     row_M = torch.arange(num_rows, device=groups.ends_E.device, dtype=torch.int32)
     group_M = torch.searchsorted(groups.ends_E, row_M, right=True)
     last = groups.ends_E.shape[0] - 1

@@ -1,6 +1,6 @@
-"""Triton kernels of FP8 quantization, with one program per tile of 128 × 128.
+"""Triton kernels of FP8 quantization, one program per 128 × 128 tile.
 
-As in vLLM, rows of activations are divided by their scales with correct rounding (Markstein 1990,
+As in vLLM, activation rows are divided by their scales with correct rounding (Markstein 1990,
 theorem 8.3), and weights are multiplied by approximate reciprocals.
 """
 
@@ -63,9 +63,9 @@ def quantize(
 
 
 def _tiles(groups, num_tiles: int) -> Tensor:
-    """Return i32 [tiles, 3]: number of real rows, the group's first row, the group's length.
+    """Return i32 [tiles, 3]: number of real rows, first row and padded length of the group.
 
-    The length includes padding. Tiles after the last group have −1 real rows.
+    Tiles after the last group have −1 real rows.
     """
     first_T = torch.arange(num_tiles, device=groups.ends_E.device, dtype=torch.int32) * BLOCK
     group_T = torch.searchsorted(groups.ends_E, first_T, right=True)
@@ -171,8 +171,8 @@ def _tile(
     HAS_TOKENS: tl.constexpr,
     HAS_SCORES: tl.constexpr,
 ):
-    """Load a tile of x, x[token] or swiglu_rows(x, score), with zeros in padding."""
-    # A tile's offset needs 64 bits. Offsets inside a tile have 32 bits, to save registers.
+    """Load a tile of x, x[token] or swiglu_rows(x, score), zero in padding."""
+    # Only tile offsets need 64 bits. 32-bit offsets inside a tile save registers.
     is_real = row < num_real
     if HAS_TOKENS:
         token_row = tl.load(token + tile * 128 + row, mask=is_real, other=0).to(tl.int64)
@@ -183,7 +183,7 @@ def _tile(
         gate = tl.load(source, mask=is_real[:, None], other=0.0).to(tl.float32)
         up = tl.load(source + width, mask=is_real[:, None], other=0.0).to(tl.float32)
         weight = tl.load(score + tile * 128 + row, mask=is_real, other=0.0).to(tl.float32)
-        # Round to x's dtype first, as `swiglu_rows` does.
+        # Round to x's dtype first, as `swiglu_rows`.
         return (gate * tl.sigmoid(gate) * up * weight[:, None]).to(x.dtype.element_ty)
     else:
         source = x + tile * 128 * width + block * 128 + (row[:, None] * width + column[None, :])
