@@ -36,8 +36,8 @@ def sparse_mla(
     """Return out [T, H, V] in q's dtype, and lse [T, H] in float32 (float64 for float64).
 
     V is `value_width`. q and kv have one floating dtype. `indices` are i32 rows of kv, unique per
-    query, or −1. Queries without keys get out 0 and lse −∞. Only out has gradients. Raise
-    ValueError on other shapes or dtypes.
+    query, or −1 for no key. Queries without keys get out 0 and lse −∞. Only out has gradients.
+    Results are bitwise reproducible. Raise ValueError on other shapes or dtypes.
     """
     width = kv_SD.shape[-1]
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
