@@ -37,7 +37,7 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600
 HEAD, MEET_S = "engine_head", 0.1  # role that publishes an engine's address
 KEEP_ALIVE_S = 600  # longer than clients keep an idle connection
-# vLLM's LoRA kernels for experts need a GPU, so adapters never target experts.
+# Adapters never target experts, because vLLM's LoRA kernels for experts do not run on CPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),

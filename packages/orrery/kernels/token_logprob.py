@@ -39,8 +39,8 @@ def token_logprob(
     """Return log-probs of `target_T` and entropies, float32 [T] each (float64 for float64).
 
     hidden [T, D] and weight [V, D] have one floating dtype. target i64 [T] is in [0, V),
-    temperature f32 [T] > 0. `keep_logits` takes 4·T·V bytes and saves a third of the backward
-    products. Raise ValueError on other shapes or dtypes.
+    temperature f32 [T] > 0. `keep_logits` keeps 4·T·V bytes of logits, and saves one of the three
+    matrix products of the backward pass. Raise ValueError on other shapes or dtypes.
     """
     num_tokens = hidden_TD.shape[0]
     if chunk_tokens != "auto" and chunk_tokens < 1:

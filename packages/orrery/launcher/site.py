@@ -124,7 +124,7 @@ class Network(Record):
 
 
 class Roles(Record):
-    """`deadline_scale` multiplies deadlines.
+    """Settings of all roles. `deadline_scale` multiplies deadlines.
 
     `checkpoint_target`: fsspec URL of a folder for copies of complete checkpoints.
     """

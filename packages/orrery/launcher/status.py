@@ -21,7 +21,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # longer than `lock_holder` holds the lock
+LOOKED_AT_S = 1.0  # maximum wait for the lock while `lock_holder` briefly takes it
 
 
 @dataclass

@@ -313,7 +313,7 @@ def explain(
         str, typer.Argument(help="A field, such as trainer.optimizer.lr, or an object of fields.")
     ],
 ) -> None:
-    """Say which file and axis gave a field its value."""
+    """Say which spec file gave a field its value."""
     for explanation in explanations(find_workspace(), run, field):
         print(explanation)
 

@@ -243,7 +243,7 @@ def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tens
 
 
 class Experts(nn.Module):
-    """`gate_up_proj` [E, 2·I, D] has gate rows before up rows."""
+    """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has gate rows before up rows."""
 
     def __init__(
         self, num_experts: int, hidden_size: int, intermediate_size: int, is_fp8: bool = False

@@ -183,13 +183,13 @@ class _SeenRank:
 class RankStallDetector:
     """Find the ranks that delay their role.
 
-    A role has stalled when each rank is in one of these states. A rank may report its own limit
-    (`still_s`). Progress is any change of health except heartbeats.
+    A role has stalled when each of its ranks is in one of these states. A rank's limit is its
+    reported `still_s`, or the detector's. Heartbeats are not progress.
 
-    - silent: no expected heartbeat within the limit.
-    - held: no progress within the limit, in a collective.
-    - still: no progress within the rank's own limit, outside collectives.
-    - late: waits for data while another rank is held, without progress of the role for `behind_s`.
+    - silent: the rank sent no expected heartbeat within its limit.
+    - held: the rank is in a collective, without progress within its limit.
+    - still: the rank is outside collectives, without progress within its reported limit.
+    - late: the rank waits for data, another rank is held, and the role stood still for `behind_s`.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
     silent for `hang_s` are blamed without a stall too.

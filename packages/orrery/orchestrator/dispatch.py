@@ -25,7 +25,7 @@ PROOF_S = 30.0
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """Training and evaluation number their groups separately."""
+    """A request for `size` rollouts of one problem. Each purpose numbers its groups from 0."""
 
     purpose: Purpose
     group_id: int

@@ -33,7 +33,7 @@ from orrery.wire.rollout_wire import Batch, RolloutSender
 
 TICK_S = 0.5
 POLL_S = 0.03
-GATHER_S = 0.01  # pause between starts, so that rollouts of a group start together
+GATHER_S = 0.01  # delay of starts, so that rollouts of a group start together
 FIRST_VERSION_S = 600.0
 NUM_SAMPLES = 4
 MANY_TRUNCATED = 0.5

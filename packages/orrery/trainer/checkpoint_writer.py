@@ -286,7 +286,11 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 class StageCheckpoints:
-    """`beside`: role that writes part of each checkpoint. `spared`: bytes of /dev/shm left free."""
+    """Write one rank's checkpoints of a stage.
+
+    `beside`: another role that writes a part of each checkpoint. `spared`: bytes of shared memory
+    to leave free.
+    """
 
     def __init__(
         self,

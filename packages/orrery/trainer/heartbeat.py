@@ -114,7 +114,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
 
 def _report_compilation(ctx: RoleContext) -> None:
-    """Report compilations as waits, because any step may recompile."""
+    """Report each compilation as a wait, so that no detector takes it for a stall."""
     from torch._dynamo import on_compile_end, on_compile_start
 
     compiling = ExitStack()

@@ -126,7 +126,7 @@ class StepResult:
 
 
 class Learner:
-    """`step` is also the version of the weights."""
+    """The policy, its optimizer and `step`, which is also the version of the weights."""
 
     def __init__(
         self,

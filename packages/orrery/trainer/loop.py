@@ -168,7 +168,8 @@ class RlLoop:
         ctx = self.ctx
         still_s = io_stall_s(self.world.size)
         ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
-        self.learner.check_weights()  # `compare` misses NaN in experts without tokens
+        # Check all weights, because `compare` sees no NaN in experts without tokens.
+        self.learner.check_weights()
         start, made = start_weights(ctx), weights_path(ctx.run_dir, "rl")
         export_policy(self.learner.policy, self.world, ctx.manifest.model, start, made)
 

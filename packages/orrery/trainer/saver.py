@@ -259,7 +259,7 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
         stdout=subprocess.PIPE,
         pass_fds=inherited(memory),
         start_new_session=True,
-        # The launcher kills processes with this variable.
+        # The launcher kills processes that have START, but the saver outlives the trainer.
         env={name: value for name, value in os.environ.items() if name != START},
     )
 

@@ -67,9 +67,10 @@ def _groups(
     STEPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Add to `out` the shares of slices whose rows are whole groups.
+    """Add each slice's part of its fingerprint to `out`. The slices' rows must be whole groups.
 
-    `begin` is a multiple of LOAD, in 32-bit words. Other fields of `Rows` count groups.
+    `begin` counts 32-bit words, and is a multiple of LOAD. `num_columns`, `row_stride` and `origin`
+    count groups.
     """
     PARTS: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = GROUP // PARTS

@@ -41,7 +41,7 @@ class RouteShape(NamedTuple):
 
 
 class CheckedRoutes(NamedTuple):
-    """Routes that fit the model. Missing routes have ids of no expert."""
+    """Routes that fit the model. A missing route has the ids 255 (uint8) or −1 (int16)."""
 
     # uint8 or int16 [tokens, layers with experts, top_k]
     ids: np.ndarray

@@ -16,7 +16,7 @@ TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
 # Environment variable: factor that enlarges vLLM's store of routed experts.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: maximum tokens per sequence, if engines report sparse attention's keys.
+# Environment variable: maximum tokens per sequence. If set, engines report sparse attention's keys.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 

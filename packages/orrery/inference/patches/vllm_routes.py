@@ -21,7 +21,7 @@ _known: set[str] = set()  # hashes of KV blocks with known routes
 
 
 def routes_on_cpu() -> None:
-    """Call this in the engine's parent process."""
+    """Make engines on CPU return routes. Call this in the engine's parent process."""
     from vllm.config import VllmConfig
     from vllm.v1.worker import cpu_worker
 

@@ -64,7 +64,7 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """`incarnation` counts an engine's restarts. It is −1 until a process listens."""
+    """The state of one engine. `incarnation` counts restarts, and is −1 until a process listens."""
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING
@@ -442,7 +442,10 @@ class EnginePool:
 
     @contextmanager
     def _prove(self, index: int) -> Iterator[None]:
-        """Mark an engine as unproven in the `with` body, and permanently after WeightsDiffer."""
+        """Mark an engine as unproven: it has not answered the canary correctly yet.
+
+        The mark ends with the `with` body, but stays after WeightsDiffer.
+        """
         self._proving.add(index)
         try:
             yield

@@ -25,7 +25,7 @@ class LeaseOver(Exception):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """`listen`: ADDRESS:PORT where the site serves weights to other sites, or ""."""
+    """A site's first message. `listen`: ADDRESS:PORT where it serves weights to others, or ""."""
 
     terms: Terms
     release: dict[str, str]  # of the engine's packages
@@ -34,14 +34,14 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """`attempt`: id of the run's start. Weight versions of earlier starts are invalid."""
+    """The answer to Entry. `attempt`: id of the run's start. Other starts' weights are invalid."""
 
     lease: int
     attempt: str
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """`version`, `digest`: the engine's weights. `room`: maximum number of jobs to get."""
+    """A request for at most `room` jobs. `version`, `digest`: the engine's weights."""
 
     lease: int
     version: int
@@ -50,7 +50,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class SampleJob(msgspec.Struct, frozen=True):
-    """`prompt`: token ids, i32 [p]."""
+    """A request for one sample. `prompt`: token ids, i32 [p]."""
 
     id: str
     prompt: bytes
@@ -61,7 +61,7 @@ class SampleJob(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """`version`: newest weights that the site may fetch. `peers`: addresses that serve them."""
+    """The answer to Ask. `version`: newest weights to fetch. `peers`: addresses that serve them."""
 
     version: int
     peers: tuple[str, ...] = ()

@@ -28,7 +28,7 @@ class WeightPart:
 
 
 class UpdateRule:
-    """`keys` names a rule's state tensors, each with the weight's shape.
+    """A rule that updates weights. `keys` names its state tensors, each with the weight's shape.
 
     `counts_steps` adds `step`, a float32 scalar that counts earlier steps.
     """
@@ -126,7 +126,10 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield ranges of whole shards, with the same weights on all ranks."""
+        """Yield (begin, end, slices) of whole shards.
+
+        A range has the same parameters on all ranks.
+        """
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):

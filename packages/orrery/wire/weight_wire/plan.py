@@ -59,7 +59,7 @@ class Move(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """`box` of tensor `name`, dense and row-major at byte `offset` of a bucket."""
+    """A part of tensor `name`: `box`, dense and row-major at byte `offset` of a bucket."""
 
     name: str
     box: Box
