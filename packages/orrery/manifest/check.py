@@ -39,7 +39,7 @@ def some_of(name: str, among: list[str]) -> str:
 
 
 def sentence(error: ValidationError) -> str:
-    """Describe one error. Unknown fields precede invalid values, and these missing fields."""
+    """Describe the first error, with unknown fields first and missing fields last."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])

@@ -3,7 +3,8 @@
 A device outside `DEVICES` has a name such as `l40g_sm89_44gb`: an L40G of compute capability 8.9
 with 44 GiB. It gets the lowest rates in `DEVICES` of the same or next lower capability.
 
-`rates/` holds measured rates. Without them, a device gets the H200's share of data sheet rates.
+`rates/` holds measured rates. Without them, a device gets its data sheet's rates, multiplied by the
+H200's ratio of measured to data sheet rates.
 """
 
 import re
@@ -134,7 +135,7 @@ def _short(name: str) -> str:
 
 @cache
 def find_device(accelerator: str) -> Device | None:
-    """Return the device of a key of `DEVICES` or a name from `told_accelerator`, or None."""
+    """Return the device with this key in `DEVICES` or name from `told_accelerator`, or None."""
     if accelerator in DEVICES:
         return DEVICES[accelerator]
     if (told := TOLD.fullmatch(accelerator)) is None:

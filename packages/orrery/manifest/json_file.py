@@ -60,7 +60,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Raise ValueError if `text` is not JSON or is refused."""
+    """Raise ValueError if `text` is not JSON or has content that this module refuses."""
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -66,7 +66,7 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Use half of the GPUs to train, half for engines. A single GPU does both."""
+        """Return a layout: half of the GPUs train, half run engines. A single GPU does both."""
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,

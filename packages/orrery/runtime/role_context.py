@@ -69,7 +69,7 @@ class RoleContext:
         self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.parent_watch = ParentWatch()
-        # A role started by hand must not remove a running stage's memory.
+        # A role started by hand must not remove a running stage's shared memory.
         if self.parent_watch.is_launched:
             self.on_orphaned(
                 lambda: run_directory.remove_memory(run_directory.memory_prefix(run_dir))

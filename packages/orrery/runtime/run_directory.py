@@ -258,7 +258,8 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's KV-cache folders. Raise FileNotFoundError without a manifest.
 
-    A new run in this folder gets another prefix, because it repeats version numbers.
+    A new run in this folder gets another prefix, because it repeats policy versions,
+    the salt of cache keys.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"

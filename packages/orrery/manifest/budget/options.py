@@ -280,7 +280,7 @@ def _checkpointing(
 
 
 def module_choices(model: Model) -> list[tuple[RecomputedModule, ...]]:
-    """Return two choices of modules to recompute: without matrix products, and all."""
+    """Return two sets of modules to recompute: only modules without matrix products, and all."""
     every = tuple(recomputable_modules(model))
     cheap = tuple(name for name in every if name in ("norms", "experts_activation"))
     return [cheap, every]
@@ -352,7 +352,10 @@ GIB = 2**30
 
 
 def memory_misfits(run: Manifest) -> Iterator[str]:
-    """Yield a sentence per role that exceeds device memory. Skip CPUs and family `hugging_face`."""
+    """Yield a sentence per role that certainly exceeds device memory.
+
+    Skip CPUs and family `hugging_face`.
+    """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return
@@ -368,7 +371,7 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def memory_doubts(run: Manifest) -> Iterator[str]:
-    """Yield a sentence for each role whose planned memory exceeds a device, but which may fit."""
+    """Yield a sentence per role that exceeds device memory by its plan, but may still fit."""
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face" or any(memory_misfits(run)):
         return
@@ -391,10 +394,10 @@ def _trainer_sentence(found: "_TrainerMisfit", capacity: int, needs: str, doubt:
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
-    """Return new values by manifest field, so that the engines fit or, if they do, the trainer.
+    """Return new values by manifest field that make the engines fit into device memory.
 
-    If the engines fit already, the values make the trainer fit on as many devices. Return {} if the
-    run fits or no change suffices.
+    If the engines already fit, return values that make the trainer fit without more devices. Return
+    {} if the run fits or no change suffices.
     """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
@@ -420,7 +423,10 @@ class _TrainerMisfit:
 def _trainer_misfit(
     run: Manifest, capacity: int, is_certain: bool = True, max_tier: int = 2
 ) -> _TrainerMisfit | None:
-    """Return the first stage whose trainer does not fit, for certain or by its plan."""
+    """Return the first stage whose trainer exceeds device memory, or None.
+
+    `is_certain`: report it only if `LARGEST_ERROR` cannot explain the excess.
+    """
     engine_bytes = _least_engine_bytes(run) if is_certain else _engine_bytes(run)
     stages = ["rl"] if run.stages.sft is None else ["sft", "rl"]
     counted = count_parameters(run.model, run.trainer.lora)

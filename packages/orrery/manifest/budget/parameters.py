@@ -90,8 +90,8 @@ class ParameterCounts:
 def keys_per_query(model: Model, cp: int) -> float:
     """Return the ratio of keys to queries in a rank's latent attention.
 
-    A rank has 2 of a document's 2·cp pieces. With indexers, it gathers all keys. Without, each
-    piece needs all keys up to its end: 2·cp + 1 pieces.
+    A rank has the queries of 2 of a document's 2·cp pieces. With indexers, it gathers all keys.
+    Without, each piece needs the keys up to its end: 2·cp + 1 pieces of keys for both.
     """
     if cp == 1 or model.mla is None:
         return 1.0

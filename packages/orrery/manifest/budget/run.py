@@ -308,7 +308,7 @@ class RunPlan:
         }
 
     def checkpoint(self) -> dict[str, float]:
-        """Return bytes and seconds. Training waits for "waits_s", but not for "writes_s"."""
+        """Return bytes and seconds of a save. Training waits for "waits_s", but not "writes_s"."""
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
         whole = values * DTYPE_BYTES[self.trainer.param_dtype]
@@ -331,7 +331,7 @@ class RunPlan:
         if self.manifest.transport.routed_experts and (moe := self.model.moe) is not None:
             layers, choice = self.model.num_layers, self.manifest.choice_bytes
             layer_bytes = (self.manifest.route_bytes - choice) // layers
-            if not choice:  # rows with chosen keys hold routes of dense layers too
+            if not choice:  # rows without chosen keys leave out dense layers
                 layers -= moe.num_dense_layers
             found["routed experts to trainer"] = self.batch_tokens * layers * layer_bytes
         if self.manifest.choice_bytes:
@@ -356,7 +356,10 @@ class RunPlan:
         return found | ({f"with ep {ep}": c * largest.gathered(ep)} if ep > 1 else {})
 
     def other_ep(self) -> dict[str, Bytes]:
-        """Return how another `ep` (1, or if now 1, up to 8) changes the trainer's peak memory."""
+        """Return how the trainer's peak memory changes with another `ep`.
+
+        The other `ep` is 1 or, if `ep` is 1, the largest of 8, 4 and 2 that divides dp_shard · cp.
+        """
         mesh, moe = self.trainer.mesh, self.model.moe
         ranks = mesh.dp_shard * mesh.cp
         other = 1 if mesh.ep > 1 else next((n for n in (8, 4, 2) if ranks % n == 0), 1)

@@ -17,8 +17,8 @@ SHARE = 0.9  # share of free memory to use, as plans have errors
 class StateRooms:
     """Bytes of optimizer state that fit on the device, by block.
 
-    `forward`, `backward`: during the block's passes in the first micro-batch. `head`: during its LM
-    head. `arriving`: from the block's last backward pass to the end of the step.
+    `forward`, `backward`: during the block's passes in the first micro-batch. `head`: during the LM
+    head in that micro-batch. `arriving`: from the block's last backward pass to the step's end.
     """
 
     forward: tuple[int, ...]
@@ -53,7 +53,7 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # In `first`, no gradients wait for later micro-batches.
+    # The plan `first` counts no unsharded gradients that wait for later micro-batches.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
     # maximum memory in use from each moment on

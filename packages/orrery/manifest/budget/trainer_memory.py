@@ -60,10 +60,10 @@ class _Results:
     """Bytes per token of a block's forward results.
 
     - `named`: results that selective checkpointing can keep, by their name in `keep`.
-    - `unread`: more results of these names, unread by the backward pass.
+    - `unread`: results with the same names that the backward pass does not read.
     - `rest`: unnamed results.
     - `for_attention`: recomputed results that only attention's backward pass reads.
-    - `of_attention`, `of_feed_forward`: results of each recomputed module (`modules`).
+    - `of_attention`, `of_feed_forward`: results per recomputed module in that half of the block.
     """
 
     named: dict[str, int]

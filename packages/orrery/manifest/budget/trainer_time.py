@@ -226,7 +226,8 @@ def _optimizer_s(
 ) -> tuple[float, float, float]:
     """Return (seconds of kernels, number of values in states, seconds of Muon's all-to-alls).
 
-    Constants from 24 to 60 are bytes moved per value, with the gradient's norm and scale.
+    Constants from 24 to 60 are bytes moved per value, also to compute the gradient's norm and to
+    scale the gradient.
     """
     optimizer, shards = trainer.optimizer, trainer.mesh.dp_shard * trainer.mesh.cp
     products_s = exchanged_bytes = 0.0
@@ -265,7 +266,7 @@ def _state_copies_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return (values that Muon updates, values in sharded matrices, operations).
+    """Return (values that Muon updates, values in sharded matrices, operations per iteration).
 
     A Newton-Schulz iteration on an m×n matrix (m ≤ n) takes 4·m²·n + 2·m³ operations.
     """
@@ -276,7 +277,7 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
                 continue
             m, n = sorted((weight.shape[-2] // weight.num_matrices, weight.shape[-1]))
             values += weight.size
-            # Each expert's matrix is whole on one rank.
+            # Each expert's matrix is on a single rank.
             split += weight.size if len(weight.shape) == 2 else 0
             operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)
     return values, split, operations
@@ -403,7 +404,7 @@ def step_bytes(
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return the number of values that a rank sends per token to each other cp rank."""
+    """Return the number of values that a rank sends per token to every other cp rank."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp

@@ -42,19 +42,19 @@ class Elastic(Record):
     """Training of one model at several sites, each with this manifest's mesh.
 
     - Training starts once `min_sites` have joined. At most `max_sites` train at a time.
-    - A round has `inner_steps` optimizer steps. Then sites exchange Δ, the weights at the round's
-      start minus the current weights, encoded by `codec`. `error_feedback` adds the codec's error
-      to the next Δ.
+    - A round has `inner_steps` optimizer steps. Then sites exchange Δ, encoded by `codec`. Δ is the
+      weights at the round's start minus the current weights. `error_feedback` adds the codec's
+      error to the next Δ.
     - `weights` "tokens": a site's weight in the mean Δ is its tokens since the last exchange.
     - `admission` "closed": sites may join only before the first round.
-    - An exchange starts when all live sites have arrived, or `grace_s` after `quorum` sites. A late
-      site adds its Δ to the next round.
+    - An exchange starts when all live sites have arrived, or `grace_s` after `quorum` sites have.
+      A late site adds its Δ to the next round.
     - A site sends heartbeats every `heartbeat_s` / 2. After `dead_after_s` without any it is dead.
     - `voters`: maximum number of sites with etcd, the store of the log of rounds.
     - `fragments` F: layer i belongs to fragment i mod F. Every `inner_steps` / F steps, sites
       exchange the next fragment (Streaming DiLoCo, arXiv 2501.18512).
     - `delay_steps`: training steps during an exchange. Then the fragment's weights become
-      `delay_merge` · own + (1 − `delay_merge`) · common weights.
+      `delay_merge` · local + (1 − `delay_merge`) · common weights.
     """
 
     min_sites: Count

@@ -89,8 +89,9 @@ class GuestEngines(Record):
     versions. `lease_s`: a site without requests for this time counts as failed.
 
     `verified_share`: share of a guest site's rollouts whose log-probs the trainer's site recomputes
-    to find the mean |Δ log-prob| of each rollout. A guest site is refused if this deviation exceeds
-    both `min_logprob_difference` and `tolerance` · the 90th percentile of own engines' deviations.
+    to find each rollout's deviation: its mean |Δ log-prob|. A guest site is refused if a deviation
+    exceeds both `min_logprob_difference` and `tolerance` · the 90th percentile of the deviations of
+    the run's own engines.
     """
 
     max_sites: Count

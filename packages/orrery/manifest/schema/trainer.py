@@ -219,7 +219,8 @@ class Memory(Record):
 
     - `activation_checkpointing_every` n: recompute only in blocks 0, n, 2·n, …
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
-    - `activation_offload_max_in_flight`: maximum blocks in copy at a time.
+    - `activation_offload_max_in_flight`: maximum number of blocks with unfinished copies to the
+      host.
     - `optimizer_offload`: keep optimizer state in pinned host memory, except the share
       `optimizer_offload_resident`.
     - `lm_head_chunk_tokens`: maximum number of tokens with logits in memory.
@@ -337,6 +338,7 @@ class Trainer(Record):
     def unseen(self) -> tuple[str, ...]:
         """Return the outputs that are recomputed even if `keep` names them.
 
-        With `cp` or `ep` above 1, blocks are compiled in parts. Their products have no names.
+        With `cp` or `ep` above 1, blocks are compiled in parts. Their products have no names, so
+        checkpointing cannot keep the results.
         """
         return ("projections",) if self.compile and self.mesh.has_exchange else ()

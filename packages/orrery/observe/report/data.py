@@ -1,7 +1,7 @@
 """Read a report's data once from a run directory.
 
-If several attempts trained a step, the newest row counts. Lines longer than POINTS are thinned to
-means, extremes or maxima of intervals.
+If several attempts trained a step, the newest row counts. Curves with more than POINTS points are
+thinned to means, extremes or maxima of intervals.
 """
 
 import logging
