@@ -27,7 +27,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class RowOrder(NamedTuple):
-    """Slot t·K + k is token t's k-th expert choice. Rows are slots sorted by expert."""
+    """The order of rows: slots sorted by expert. Slot t·K + k is token t's k-th expert."""
 
     row_M: Tensor  # i64: slot of each row (padding: 0)
     place_TK: Tensor  # i64: row of each slot
@@ -306,7 +306,7 @@ def _(x, weight):
 
 @torch.library.custom_op("orrery::wide_linear_backward", mutates_args=())
 def _wide_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Split grad into a half-precision value and its rounding error, to keep precision."""
+    """Return the gradients of x and weight. Two half-precision terms keep grad's precision."""
     rounded = grad.to(x.dtype)
     parts = torch.cat((rounded, (grad - rounded.float()).to(x.dtype)), dim=1)
     grad_x = torch.mm(parts, torch.cat((weight, weight)))

@@ -74,9 +74,9 @@ def forward(
 
 
 def lse_factor(lse: float, num_keys: int) -> float:
-    """Return the factor to base e, given `lse`, the log-sum-exp of `num_keys` zeros.
+    """Return the factor that converts FlashMLA's log-sum-exp to base e.
 
-    Raise ValueError unless its base is e or 2.
+    `lse`: FlashMLA's log-sum-exp of `num_keys` zeros. Raise ValueError unless its base is e or 2.
     """
     for factor in (1.0, math.log(2.0)):
         if abs(lse * factor - math.log(num_keys)) < 1e-3:

@@ -25,7 +25,8 @@ HAS_TRITON = find_spec("triton") is not None
 def reserve_multiprocessors(count: int) -> None:
     """Leave `count` streaming multiprocessors (SMs) free for collectives.
 
-    torch's grouped GEMM runs one block per SM. A block whose SM runs a collective would start last.
+    torch's grouped GEMM runs one block per SM. A block whose SM runs a collective would start late
+    and delay the product.
     """
     global _num_reserved
     _num_reserved = count

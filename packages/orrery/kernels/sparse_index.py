@@ -34,9 +34,9 @@ def select_keys(
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], in any order.
 
-    Query t chooses among keys first_t to last_t. With fewer keys, −1 fills the row. Equal scores
-    prefer the lowest index. FP8 q and k come from `sparse_index_fp8`, with q's scales in `weights`.
-    Raise ValueError on other shapes.
+    Query t chooses among keys first_t to last_t. With fewer keys, −1 fills the rest of the row.
+    Equal scores prefer the lowest index. FP8 q and k come from `sparse_index_fp8`, and `weights`
+    are multiplied by q's scales. Raise ValueError on other shapes.
     """
     num_queries, num_heads, width = q_THD.shape
     is_fp8 = q_THD.dtype == sparse_index_fp8.DTYPE

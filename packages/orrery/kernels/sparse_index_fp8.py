@@ -20,7 +20,7 @@ MIN_AMAX = 1e-4  # lower bound of amax, as in vLLM
 SCALE_BYTES = 4
 MAX_CUDNN_TOP_K = 2048
 CHUNK_ELEMENTS = 2**26  # scores per chunk: 256 MiB
-CHOICES = 3  # top-k calls per chunk, because cuDNN allocates 8 bytes per score
+CHOICES = 3  # top-k calls per chunk, to save memory: cuDNN allocates 8 bytes per score
 QUANTIZED = 2**24  # elements quantized at a time: 64 MiB in float32
 
 

@@ -175,7 +175,7 @@ def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
     rank = tl.load(ranks + at, mask=known, other=0).to(tl.uint32, bitcast=True)
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x40000000, tl.uint32)
-    for _ in range(16):  # each step finds two bits, from three 20-bit counts in `counts`
+    for _ in range(16):  # each step finds two bits of `least`, from three 20-bit counts in `counts`
         low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
         counts = (rank >= low).to(tl.int64) + ((rank >= middle).to(tl.int64) << 20)
         counts = tl.sum(counts + ((rank >= high).to(tl.int64) << 40), axis=0)

@@ -26,7 +26,7 @@ from orrery.models.layers import (
 )
 
 # Our parameter name → Hugging Face's name. `{expert}` is the index in dimension 0.
-Names = dict[str, str | tuple[str, ...]]  # tuple: equal parts of dimension 0, or 1 if stacked
+Names = dict[str, str | tuple[str, ...]]  # tuple: equal parts of dimension 0, or 1 with {expert}
 
 
 class LmHead(nn.Module):
@@ -50,7 +50,7 @@ class LmHead(nn.Module):
 
 
 class CausalLm(nn.Module):
-    """Map packed tokens to hidden states (`forward`), then to log-probs (`log_probs`).
+    """A network from packed tokens to hidden states (`forward`), then to log-probs (`log_probs`).
 
     Subclasses define `layers`, `lm_head` (None if tied), `lm_head_weight` and `hidden_states`.
     """
@@ -89,7 +89,7 @@ class CausalLm(nn.Module):
         - `cu_seqlens`: i32 [n + 1], from 0 to T. `max_seqlen` saves a device-to-host copy.
         - `routed_experts`: integers [T, L, K], an engine's choice of experts.
         - `engine_keys`: u8 [T, indexers, bytes], an engine's choice of keys (`kernels/key_bits`).
-        - `is_padding`: bool [T], tokens without indexer loss or expert load.
+        - `is_padding`: bool [T], tokens to leave out of indexer loss and expert load.
         """
         documents = Documents(cu_seqlens, max_seqlen, is_padding_T)
         replayed = routed_experts_TLK, engine_keys_TIB

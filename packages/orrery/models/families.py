@@ -248,7 +248,7 @@ def build(
 ) -> CausalLm:
     """Return the manifest's network with NaN parameters, or without storage on "meta".
 
-    Raise OrreryError for unsupported models, or without transformers if needed.
+    Raise OrreryError for unsupported models, or if transformers is needed but missing.
     """
     with torch.device("meta"):
         module = _network(model)
@@ -297,7 +297,7 @@ def _check_shared_experts(model: Model) -> None:
 
 
 def hf_config(model: Model) -> dict[str, Any]:
-    """Return `config.json` without the dtype."""
+    """Return the content of the model's `config.json` without the dtype."""
     return FAMILIES[model.family].hf_config(model)
 
 

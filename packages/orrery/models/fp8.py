@@ -1,6 +1,7 @@
 """Quantize weights to FP8 once per optimizer step, to the values that engines receive.
 
-A layer in FP8 has lists `<name>_fp8` of quantized weights. If empty, each forward pass quantizes.
+A layer in FP8 has lists `<name>_fp8` of quantized weights. With an empty list, each forward
+pass quantizes the weight.
 """
 
 from collections.abc import Iterable, Iterator
@@ -52,7 +53,7 @@ def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
 
 
 class WeightCache:
-    """Quantize changed weights before a forward pass, on a network without FSDP."""
+    """Quantized weights of a network without FSDP. Pre-hook `refresh` quantizes changed weights."""
 
     def __init__(self, network: nn.Module):
         self._network = network

@@ -153,7 +153,7 @@ def _refuse(directory: Path, problem: str, names: list[str]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Raise OrreryError if the folder is incomplete."""
+    """Return the folder's safetensors files. Raise OrreryError if it is incomplete."""
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
             f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory. "

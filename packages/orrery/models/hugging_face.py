@@ -134,8 +134,8 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network does not support `max_positions` positions.
 
-    Beyond a limit of `longrope` or `dynamic` rotary embeddings, one document would change others in
-    its batch.
+    Beyond a limit of `longrope` or `dynamic` rotary embeddings, the longest document of a
+    batch would change the angles of all.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
@@ -166,7 +166,7 @@ try:  # private function, renames tensors as `save_pretrained` does
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # shape of a probe expert. 2, 3 or 4 parts divide 12 rows
+PROBE_SHAPE = (12, 2)  # shape of a probe expert, with rows for 2, 3 or 4 equal parts
 
 _global_generator = threading.Lock()  # held while transformers draws from torch's global generator
 
@@ -311,7 +311,7 @@ class _PassthroughHead(nn.Identity):
 
 
 class Head(nn.Module):
-    """Map hidden states to log-probs and entropies, as `LmHead`.
+    """The LM head of a transformers network, with the interface of `LmHead`.
 
     With a bias or soft-capping, the backward pass recomputes chunks of logits.
     """
@@ -403,7 +403,8 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
     """Return the checkpoint name of one expert's tensor, with `{expert}` for its index.
 
-    Return several names if checkpoints split it evenly. Raise OrreryError for other splits.
+    Return a tuple of names if checkpoints split the tensor into equal parts. Raise OrreryError for
+    other splits.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")

@@ -107,7 +107,7 @@ class KeyIndexer(nn.Module):
 
         - `keys`: results of the method `keys`, gathered from all ranks.
         - `longest`: length of the longest document.
-        - `engine_keys_TB`: an engine's choice as bits, taken instead if `replays`.
+        - `engine_keys_TB`: an engine's choice as bits. It replaces the indexer's if `replays`.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
@@ -135,7 +135,7 @@ class KeyIndexer(nn.Module):
 
 
 class LocalKeys(nn.Module):
-    """Context parallelism replaces this module to gather keys."""
+    """Keys of one rank. Context parallelism replaces this module to gather all keys."""
 
     is_gathered = False
 
@@ -285,7 +285,7 @@ class LatentAttention(nn.Module):
         return q_THK, k_SHK, F.pad(v_SHV, (0, width - value_width))
 
     def absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
-        """Return queries [T, H, W] for latent keys, multiplied by `kv_b_proj`'s key part."""
+        """Return queries [T, H, W] for latent keys: q_THN · `kv_b_proj`'s key rows, then q_THR."""
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
         return torch.cat((q_THC, q_THR), dim=-1)

@@ -134,7 +134,7 @@ def apply_rotary(x_THK: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
 
 
 class LocalCore(nn.Module):
-    """Context parallelism replaces this module."""
+    """Attention on one rank. Context parallelism replaces this module."""
 
     def forward(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, documents: Documents) -> Tensor:
         return varlen_attention(q_THK, k_TGK, v_TGK, documents)
@@ -228,7 +228,7 @@ class Router(nn.Module):
 
 
 def _keep_groups(choice_TE: Tensor, num_groups: int, num_kept: int) -> Tensor:
-    """Keep the `num_kept` groups with the highest sums of two best values. Set others to −∞."""
+    """Keep the `num_kept` groups whose two best values have the highest sum. Set others to −∞."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1)
     kept_TG = best_TG.topk(num_kept, dim=-1).indices
@@ -290,7 +290,7 @@ def _project(x_MK: Tensor, weight_ENK: Tensor, adapter: Adapter | None, ends_E: 
 
 
 class LocalExchange(nn.Module):
-    """Expert parallelism replaces this module."""
+    """Experts on one rank. Expert parallelism replaces this module."""
 
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts

@@ -42,7 +42,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @torch.no_grad()
 def initialize(module: CausalLm, model: Model) -> None:
-    """Load pretrained weights, or draw normal weights, norm weights 1, biases 0.
+    """Load pretrained weights, or draw normal values. Norm weights start at 1, biases at 0.
 
     Drawn values depend on seed and tensor name, not on the mesh.
     """
@@ -94,7 +94,7 @@ def initialize_on_device(
 def write_initial(
     model: Model, directory: Path | str, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
 ) -> int:
-    """Write the initial weights as `save`. Return the parameter count."""
+    """Write the initial weights as `save` does. Return the parameter count."""
     directory = Path(directory)
     module = build(model, dtype, "meta")
     hf_folder.remove_weights(directory)
@@ -335,7 +335,7 @@ def named_hf_slices(
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
     """Yield (HF tensor, box within it, this rank's data) without gather or copy.
 
-    Replicas yield equal boxes. `replacements`: other shards by parameter name.
+    Replicas yield equal boxes. `replacements`: shards that replace parameters, by name.
     """
     state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}

@@ -41,7 +41,7 @@ KINDS = {  # kind -> module:class, imported at first use
 
 @cache
 def kinds() -> dict[str, str]:
-    """Raise OrreryError if two packages add the same kind."""
+    """Return `module:class` by kind. Raise OrreryError if two packages add the same kind."""
     found = dict(KINDS)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if found.setdefault(point.name, point.value) != point.value:
@@ -99,7 +99,7 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
 
 
 class FewShot:
-    """Put solved examples before each problem of an inner task."""
+    """A task that puts solved examples before each problem of an inner task."""
 
     class Args(Record):
         kind: str

@@ -68,7 +68,7 @@ class Renderer:
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
         """Return the token ids of `messages`, then of the generation prompt.
 
-        If no stop token `closed` the previous turn, begin with its end-of-turn token.
+        Unless `closed`, the previous turn has no stop token: begin with its end-of-turn token.
         """
         chat = [*BEHIND, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, add_generation_prompt=True)
@@ -94,8 +94,8 @@ class Renderer:
     ) -> Example:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
-        In `trained_roles`, assistant turns are trained whole, other messages only in their content
-        and end-of-turn token. The first token is untrained.
+        Messages in `trained_roles` are trained: all tokens of assistant turns, and the content and
+        end-of-turn token of other messages. The first token is untrained.
 
         Raise OrreryError if the order of roles is invalid, no message is trained, or the template
         mixes a trained message with other text.

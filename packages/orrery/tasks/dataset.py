@@ -44,7 +44,7 @@ FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows in an error message
 TRIED = 16  # rows that test a user's reward function
 LONG_ANSWER = 4  # an answer of this many words may be a solution
-KEPT = 8192  # more than rollouts in flight
+KEPT = 8192  # cached problems, more than rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
@@ -383,7 +383,7 @@ class RowFailed(Exception):
 def watched(
     check: Callable[[int], Any], rows: Sequence[int], limit_s: float = ROW_S
 ) -> dict[int, Any]:
-    """Call `check` on each row in a fork. Return the results by row, except None.
+    """Call `check` on each row, in one fork. Return the results by row, except None.
 
     Results must be JSON values other than strings. Raise RowFailed if a row ends the fork or takes
     more than `limit_s` seconds. Reraise an OrreryError of `check`.

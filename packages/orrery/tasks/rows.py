@@ -125,7 +125,7 @@ class JsonLines:
         self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
         digest = hashlib.sha256()
         with path.open("rb") as file:
-            # Read bytes, because only \n separates JSON lines.
+            # Read bytes, because text mode would split lines at \r too.
             for number, line in enumerate(file, 1):
                 digest.update(line)
                 if not line.isspace():
@@ -193,7 +193,8 @@ class Joined:
 class Tables:
     """Rows of Parquet or Arrow files, without null fields.
 
-    If `needed` is given, each file must have that column, and rows have only `needed` and `also`.
+    With `needed`, each file must have that column, and rows have only the columns `needed` and
+    `also`.
     """
 
     def __init__(

@@ -2,7 +2,8 @@
 
 - All processes need the same PYTHONHASHSEED, because some reasoning-gym families order words by
   hash.
-- A failed process is replaced. Its answer raises OrreryError and never scores 0.
+- A failed process is replaced. Scoring its answer raises OrreryError, and the answer
+  never scores 0.
 """
 
 import asyncio
@@ -100,7 +101,7 @@ class ScorerPool:
             return await scorer.score(kind, request, text, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """Score a right and a wrong answer. Raise JudgeBroken if a score is wrong."""
+        """If due, score a right and a wrong answer. Raise JudgeBroken if a score is wrong."""
         if scorer.num_until_canary == 0:
             question, right = _canary()
             for text, known in ((right, 1.0), (WRONG, 0.0)):
@@ -198,7 +199,7 @@ def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}
-    # Each numpy thread takes limited address space.
+    # Each numpy thread takes some of the limited address space.
     return kept | python | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

@@ -47,7 +47,7 @@ class Tool(msgspec.Struct, frozen=True):
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     """A chat that ends before the assistant's turn, and the reference answer (JSON).
 
-    `exact_tokens`: tokens in every assistant turn. None: until a stop token.
+    `exact_tokens`: length of every assistant turn, or None for turns that end at a stop token.
     """
 
     index: int
@@ -63,7 +63,7 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgeBroken(RunFailed):
-    """End the run, because the judge gives wrong rewards."""
+    """The judge gives wrong rewards, so the run must end."""
 
 
 @runtime_checkable
@@ -106,7 +106,7 @@ def scored(score: float | None) -> Judgement:
 
 
 def split_of(text: str, held_out: float = HELD_OUT) -> Split:
-    """Choose a text's split by its hash. `held_out`: share of held-out texts."""
+    """Return a text's split, chosen by its hash. `held_out`: fraction of held-out texts."""
     first = int.from_bytes(hashlib.blake2b(text.encode()).digest()[:4], "big")
     return "held_out" if first < held_out * 2**32 else "train"
 

@@ -35,9 +35,9 @@ class Math(Record):
 
 
 class Exact(Record):
-    """The reply equals the answer. With `pattern`, group 1 of its last match does.
+    """The reply equals the answer. With `pattern`, group 1 of its last match equals the answer.
 
-    Unicode form (NFKC), whitespace and final full stops do not matter.
+    Unicode form (NFKC), amounts of whitespace and final full stops do not matter.
     """
 
     kind: Literal["exact"]
@@ -73,7 +73,7 @@ class Choice(Record):
 
 
 class JsonSchema(Record):
-    """The reply, or its last fenced block, is JSON that fits the answer, a JSON schema."""
+    """The answer is a JSON schema. The reply, or its last fenced block, is JSON that fits it."""
 
     kind: Literal["json_schema"]
 

@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 def runs_on(q: Tensor) -> bool:
-    """Return whether cuDNN supports q, and gradients need not be bitwise reproducible."""
+    """Return whether cuDNN supports q and torch's deterministic mode is off."""
     return (
         q.is_cuda
         and not torch.are_deterministic_algorithms_enabled()
@@ -49,9 +49,9 @@ def runs_on(q: Tensor) -> bool:
 
 
 class CudnnDense(AttentionBackend):
-    """Attend in documents of equal length with torch's cuDNN operator.
+    """torch's cuDNN operator, for documents of equal length.
 
-    Planning a new shape takes 100 ms, so lengths must be multiples of 256.
+    A new shape costs 100 ms of planning. Lengths must be multiples of 256, so that shapes recur.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -112,9 +112,9 @@ def load_library() -> Any:
 
 
 class CudnnPacked(AttentionBackend):
-    """Attend in packed documents with NVIDIA's optional `cudnn` package.
+    """NVIDIA's optional `cudnn` package, for packed documents.
 
-    Rounded-up sizes let similar shapes share an execution plan.
+    Sizes are rounded up, so that similar shapes share an execution plan.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:

@@ -56,7 +56,7 @@ _order: list[str] = list(BACKENDS)
 def prefer(choice: str) -> None:
     """Try the backends of `choice` first. With "plain", try no others.
 
-    Raise ValueError if its package cannot be imported.
+    Raise ValueError if the package of `choice` cannot be imported.
     """
     names = CHOICES[choice]
     if choice in PACKAGES and PACKAGES[choice][1]() is None:

@@ -127,7 +127,7 @@ def _documents(layout: Layout) -> dict[str, Any]:
 
 
 class Flash4(AttentionBackend):
-    """Run FlashAttention 4 on Hopper, unless gradients must be bitwise reproducible."""
+    """FlashAttention 4 on Hopper. Not used in torch's deterministic mode."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         return (

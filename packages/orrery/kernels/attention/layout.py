@@ -12,7 +12,7 @@ log = logging.getLogger("orrery.kernels.attention")
 
 
 class Documents:
-    """Document i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
+    """Packed documents: document i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
     `cu_seqlens` is i32 [n + 1], `is_padding` bool [T]. `max_seqlen` bounds the lengths. Compiled
     code must pass it, because the default syncs the device.
@@ -31,10 +31,11 @@ class Documents:
 
 
 class Layout(NamedTuple):
-    """Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`, and keys likewise.
+    """Packed queries and keys. Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`.
 
-    `max_q` and `max_k` bound the lengths. If `causal`, query a of a document with l queries and m
-    keys attends to keys 0 to a + m − l. `scale` multiplies all scores.
+    Its keys are `cu_seqlens_k[i]:cu_seqlens_k[i + 1]`. `max_q` and `max_k` bound the lengths. If
+    `causal`, query a of a document with l queries and m keys attends to keys 0 to a + m − l.
+    `scale` multiplies all scores.
     """
 
     cu_seqlens_q: Tensor
@@ -73,7 +74,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 class AttentionBackend(Protocol):
-    """Tensors are contiguous. Forward and backward may use different backends."""
+    """An attention kernel. Tensors are contiguous. `backward` may get another backend's output."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...
 

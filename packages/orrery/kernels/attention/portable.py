@@ -112,7 +112,7 @@ class Grids:
     """Padded batches ("grids") of documents of similar length, one document per row.
 
     `sources[b]` i64 [N_b, L_b]: token of each cell in grid b. Padding repeats the row's last token.
-    `place` i64 [T]: each token's cell in the concatenated grids, or None for token order.
+    `place` i64 [T]: each token's cell in the concatenated grids, or None if cell i is token i.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:
@@ -165,7 +165,7 @@ def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
 
 
 class Padded(AttentionBackend):
-    """Run causal self-attention on a CPU with torch's FlashAttention."""
+    """Causal self-attention on a CPU with torch's FlashAttention."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         is_causal = layout.causal and layout.is_self_attention
@@ -215,7 +215,7 @@ def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
 
 
 class Batched(AttentionBackend):
-    """Run causal self-attention of short documents on a GPU, in float32 or float64."""
+    """Causal self-attention of short documents on a GPU, in float32 or float64."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         is_causal = layout.causal and layout.is_self_attention

@@ -106,7 +106,7 @@ def grouped_weight_gradient(
     num_groups = groups.ends_E.shape[0]
     out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
     length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
-    # DeepGEMM uses `sizes` only to choose tiles and check buffers.
+    # `sizes` need not be exact: DeepGEMM only chooses tiles and checks buffers by them.
     num_blocks = x.scale.shape[0]
     each, rest = divmod(num_blocks, num_groups)
     sizes = [(each + (e < rest)) * BLOCK for e in range(num_groups)]
@@ -227,7 +227,7 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `_linear` by group. `token_M` and `score_M` do not support autograd."""
+    """Compute `_linear` by group. Calls with `token_M` or `score_M` do not support autograd."""
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),

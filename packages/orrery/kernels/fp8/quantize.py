@@ -30,7 +30,7 @@ class Quantized(NamedTuple):
 
 
 class RowGroups(NamedTuple):
-    """Group e has the rows `ends[e − 1]:ends[e]`: `counts[e]` real rows, then padding.
+    """Groups of rows. Rows `ends[e − 1]:ends[e]` are group e: `counts[e]` real rows, then padding.
 
     128 divides all `ends`.
     """
