@@ -94,8 +94,8 @@ class EtcdServer:
     def start(self, names: Iterable[str] = (), is_new: bool = False) -> None:
         """Start etcd from its data folder, or join the cluster `names` if the folder is empty.
 
-        Only the first server sets `is_new`, because etcd may then replace damaged data by an empty
-        log.
+        Set `is_new` only for the run's first server, because with it etcd may replace damaged data
+        by an empty log.
         """
         others = set(names) - {self.name}
         files = self._certificates

@@ -35,7 +35,7 @@ class ExchangeStats:
 
 
 class ErrorFeedback:
-    """Add a rank's encoding errors, f32[n], to the values of the next exchange.
+    """A rank's encoding errors, f32[n], to add to the values of the next exchange.
 
     Call `commit` after each committed round. Memory: 8 bytes a parameter.
     """
@@ -120,7 +120,7 @@ class _Piece:
 
 
 def _pieces(buckets: Iterable[slice], num_sites: int, num_lanes: int) -> list[_Piece]:
-    """Cut buckets into one chunk per site, and chunks into pieces of at most PIECE values."""
+    """Cut each bucket into one chunk per site, and chunks into pieces of at most PIECE values."""
     pieces: list[_Piece] = []
     turn = -1
     for bucket in buckets:
@@ -151,7 +151,7 @@ class _Site:
 
 
 class _Lane(ABC):
-    """Exchange a share of the pieces in one thread. `final`: encoded sums by piece."""
+    """The exchange of one lane's pieces, in one thread. `final`: encoded sums by piece."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         self.site, self.lane, self.pieces = site, lane, pieces
@@ -163,7 +163,7 @@ class _Lane(ABC):
 
     @abstractmethod
     def first(self) -> Iterator[None]:
-        """Send the frames without received data. Yield after each frame."""
+        """Send the frames that need no received data. Yield after each frame."""
 
     @abstractmethod
     def take(self, frame: Frame) -> None: ...

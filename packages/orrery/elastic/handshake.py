@@ -137,9 +137,9 @@ def _greeted(tls: ssl.SSLSocket, first: Header, end_s: float) -> ssl.SSLSocket:
 
 
 def widen(sock: socket.socket) -> None:
-    """Enlarge the send buffer to at most WINDOW bytes if the kernel's limit is lower.
+    """Enlarge the send buffer to WINDOW bytes or the kernel's maximum, if tuning allows less.
 
-    The kernel doubles the given size and stops tuning the buffer (socket(7)).
+    The kernel doubles the given size, and stops tuning the buffer itself (socket(7)).
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         tuned = int((KERNEL / "ipv4/tcp_wmem").read_text().split()[2])

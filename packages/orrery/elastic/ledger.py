@@ -88,9 +88,9 @@ class Ledger(msgspec.Struct, frozen=True):
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
     """Add a site, as a member at once or from the next exchange on.
 
-    It is a member at once if it holds the newest state, no exchange runs, and no round is committed
-    or no member is live. Raise ElasticError if the run refuses the site, and StateLacking if it
-    must wait for another.
+    It is a member at once if three conditions hold: it has the newest state, no exchange runs, and
+    either no round is committed or no member is live. Raise ElasticError if the run refuses the
+    site, and StateLacking if no member is live and the site lacks the newest state.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
@@ -150,7 +150,8 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
     """Return whether at least `quorum` live sites have arrived for an exchange.
 
-    If members are live, one must have arrived, because the epoch drops late members.
+    If members are live, at least one must have arrived, because the new epoch drops late members,
+    and must not drop all.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
@@ -301,10 +302,10 @@ def _speeds(ledger: Ledger, members: Iterable[SiteMember]) -> tuple[tuple[int, .
 
 
 class ShardMap(msgspec.Struct):
-    """Assign each site a shard of the data. `holders`: shard by site id.
+    """The shard of the data that each site trains. `holders`: shard by site id.
 
-    `trained[k]`: number of documents of shard k that sites, even lost sites, may have trained.
-    Hence no document is trained twice before its shard ends.
+    `trained[k]`: number of documents of shard k that sites may have trained. Documents of lost
+    sites count too, so that no document is trained twice before its shard ends.
     """
 
     trained: list[int]

@@ -104,7 +104,7 @@ class _Result(NamedTuple):
 
 
 class OuterLoop:
-    """Run one rank's rounds. `round`: next round. `fragment`: weights that it exchanges."""
+    """Run one rank's rounds. `round`: next round. `fragment`: weights that this round exchanges."""
 
     def __init__(
         self,

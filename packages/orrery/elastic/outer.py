@@ -47,7 +47,7 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return θ_now (`now`) as the next θ, without the rounding error of θ_start − Δ."""
+    """Return θ_now (`now`) as the next θ. This is exact for one site with η = 1 and μ = 0."""
     return now, momentum
 
 
@@ -120,6 +120,6 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product. Sum runs in float32, and their sums in float64."""
+    """Return the inner product. Sum each block in float32, and the blocks' sums in float64."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)

@@ -44,7 +44,7 @@ def ring_order(epoch: Epoch) -> tuple[int, ...]:
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
-    """Return the slowest edge of the ring of `chosen`, by the speeds of `newest`."""
+    """Return the speed of the slowest edge in `chosen`'s ring, by the speeds of `newest`."""
     order = ring_order(chosen)
     edges = zip(order, [*order[1:], *order[:1]], strict=True)
     found = [_path(newest, a, relay(chosen, a, b), b) for a, b in edges if a != b]

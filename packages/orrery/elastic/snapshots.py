@@ -246,7 +246,7 @@ def verify(snapshot: Path) -> StateSnapshot:
 def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
     """Fetch a snapshot and publish it below `folder`.
 
-    Drop sources that fail or send a wrong block. Raise ElasticError if blocks are left.
+    Drop sources that fail or send a wrong block. Raise ElasticError if blocks are still missing.
     """
     place = snapshot_dir(folder, header.round)
     partial = place.with_name(f".{place.name}.{_digest_of(header)[:12]}.partial")
@@ -304,7 +304,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Return a block to read, or None. Wait while other threads may return blocks."""
+        """Return a block not in `lacking`, or None. Wait while threads may put blocks back."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):

@@ -59,7 +59,10 @@ class OuterRound(msgspec.Struct, frozen=True):
 
 
 class SitePlace(msgspec.Struct, frozen=True):
-    """This site's listener ("" without), the ADDRESS:PORT that it joins, and its certificates."""
+    """This site's settings.
+
+    `listen`: own ADDRESS:PORT, or "". `join`: ADDRESS:PORT of any site (at the first site: own).
+    """
 
     listen: str
     join: str

@@ -247,7 +247,7 @@ class EngineRestarts:
             return False
         if any(health.doing == FAILED for health in others):
             return False
-        # Slurm sends SIGTERM to a failed step's other tasks, so prefer other endings.
+        # Slurm ends a failed step's other tasks by SIGTERM, so prefer a task that ended otherwise.
         first = {
             process.plan.whole: process
             for process in sorted(ended, key=lambda one: one.poll() not in TERMINATED)

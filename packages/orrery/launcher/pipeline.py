@@ -1,4 +1,4 @@
-"""Describe how this site starts a run's stages, as text or files. Check Snakemake targets."""
+"""Write down how this site starts a run's stages. Check the targets given to Snakemake."""
 
 import os
 import re

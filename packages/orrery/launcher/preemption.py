@@ -51,7 +51,7 @@ class Preemption:
         self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: deadline of saver processes
 
     def poll(self) -> Outcome | None:
-        """Request a checkpoint when preemption is due. Later, return the outcome."""
+        """Request a checkpoint if preemption is due. Return the outcome at its end or deadline."""
         stage = self.stage
         if not stage.is_preempted:
             if self._is_due():
@@ -95,7 +95,7 @@ class Preemption:
         """Return seconds to (write the checkpoint, end the stage)."""
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale, math.inf
-        ends_at_s = _job_ends_at_s(self.job)  # operators can change time limits
+        ends_at_s = _job_ends_at_s(self.job)  # again: operators can change time limits
         left_s = float(self.job.allocation.slurm.warning_s)
         if ends_at_s is not None:
             left_s = ends_at_s - time.monotonic()

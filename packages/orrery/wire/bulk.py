@@ -190,7 +190,7 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Reuse receive buffers, because allocation is as slow as filling."""
+    """Receive buffers for reuse, because allocating one takes as long as filling it."""
 
     def __init__(self) -> None:
         self._buffers: list[np.ndarray] = []

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # prefix of folders with orchestrator state after the checkpoint
+LATER = "later"  # prefix of folders with orchestrator state written after the checkpoint
 PUBLISHED = "published.json"  # digests of the published weight versions
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # folder prefix during removal

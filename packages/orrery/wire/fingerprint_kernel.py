@@ -25,9 +25,9 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice at element `begin` of the buffer and `origin` of the full tensor.
+    """A slice. It starts at element `begin` of the buffer and element `origin` of the full tensor.
 
-    Rows have `num_columns` consecutive elements and are `row_stride` apart in the tensor.
+    Rows have `num_columns` consecutive elements and start `row_stride` apart in the tensor.
     """
 
     begin: int
@@ -67,7 +67,7 @@ def _groups(
     STEPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Add each slice's part of its fingerprint to `out`. The slices' rows must be whole groups.
+    """Add each slice's fingerprint share to `out`. The slices' rows must be whole groups.
 
     `begin` counts 32-bit words, and is a multiple of LOAD. `num_columns`, `row_stride` and `origin`
     count groups.

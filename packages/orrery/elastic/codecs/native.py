@@ -36,7 +36,7 @@ class Library:
         self._library = ctypes.CDLL(str(path))
 
     def encoder(self, kind: str) -> Callable[..., int]:
-        """Return a function that returns the index of an invalid value or -1."""
+        """Return a function that encodes. It returns the index of an invalid value or -1."""
         call = self._library[f"{kind}_encode"]
         call.argtypes = (_READ, ctypes.c_int64, _WIRE, ctypes.c_int64, ctypes.c_int64)
         call.restype = ctypes.c_int64

@@ -191,10 +191,10 @@ class StepPlan:
 
 
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
-    """Return the stage's steps in the plan's order, servers first.
+    """Return the stage's steps in the plan's order of roles.
 
-    Overlapping steps get the same devices, so `task.sh` selects each task's devices. Trainer tasks
-    see all trainer devices of a node, for CUDA IPC.
+    Slurm gives overlapping steps the same devices, so `task.sh` selects each step's devices.
+    Trainer tasks see all trainer devices of a node, for CUDA IPC.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -287,7 +287,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Start the step again. Return the new step, as do later calls."""
+        """Start the step again, at the first call only. Return the new step."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)

@@ -193,7 +193,8 @@ def hostnames(listed: str) -> list[str]:
 def cancel(ids: Sequence[str]) -> None:
     """End the launchers of running jobs by SIGTERM, then cancel all jobs.
 
-    A launcher removes scratch folders in a step, and a cancelled job cannot start steps.
+    Launchers end first, because they remove scratch folders in a step, and a cancelled job cannot
+    start steps.
     """
     if not ids:
         return

@@ -50,7 +50,7 @@ class WireAddress(msgspec.Struct):
 
 
 class Arrival(msgspec.Struct):
-    """An engine rank is ready. A negative `transfer` ends rank 0's sending thread."""
+    """The message of a ready engine rank. A negative `transfer` ends rank 0's sending thread."""
 
     transfer: int
     engine: str
@@ -191,7 +191,7 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Serve a store on `host` while it is referenced. Write its address into `folder`."""
+    """Serve a store on `host`, until its last reference ends. Write its address into `folder`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # Pass a socket bound to `host`: the store itself would bind all interfaces.

@@ -4,7 +4,8 @@
 - The engine decodes them to bfloat16, and its model quantizes to FP8 again. This restores the sent
   values, because rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, less than half a
   step of e4m3 (at least 2⁻⁵).
-- It restores the scale, because 448 · scale rounds to the block's largest magnitude in bfloat16.
+- It restores the scale too. The scale is the block's largest magnitude / 448, and in bfloat16
+  448 · scale rounds to that magnitude.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -47,7 +48,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return values [N, K] times their blocks' scales [N/128, K/128], in bfloat16."""
-    # Shrink minimum scales: 448 · LEAST_SCALE rounds above 1e-4, the engine's minimum.
+    # Shrink minimum scales: 448 · LEAST_SCALE rounds above 1e-4, so engines would not use 1e-4.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):

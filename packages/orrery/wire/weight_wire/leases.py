@@ -1,8 +1,8 @@
 """Lease a policy version for its transfer over a direct wire. Needs no torch.
 
 A direct wire sends the trainer's parameters, so a version exists only until the next optimizer
-step. The orchestrator's lease delays that step until it is released or the version is sent. Both
-ends repeat messages, so a message may be lost, late or doubled.
+step. The orchestrator's lease delays that step until the lease is released or the version is sent.
+Both ends repeat messages, so a message may be lost, late or doubled.
 """
 
 import asyncio

@@ -138,7 +138,8 @@ class WeightSender:
         the sending thread failed.
 
         - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part.
-          It is called again only after a `standing` weight changed its storage.
+        - `standing`: this rank's parameters and buffers. `held` is called again only after one of
+          them changed its storage.
         - Rank 0 calls `report(version, error or "", seconds by phase)` after each transfer.
         """
         self.check()
@@ -259,7 +260,7 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # Paused engines wait for this stream. `publish` has waited for the optimizer step.
+                # High priority, because engines pause. `publish` has waited for the optimizer step.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -496,7 +497,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Messages in flight keep connections open and peers waiting.
+        # Drop messages in flight: they keep connections open and peers waiting.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
