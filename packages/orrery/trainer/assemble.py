@@ -42,7 +42,7 @@ from orrery.wire.weight_wire import (
     weight_dir,
 )
 
-STEP_DEADLINE_S = 600.0  # time limit for a batch, plus four rollout timeouts
+STEP_DEADLINE_S = 600.0  # a batch may take this long plus four rollout timeouts
 ORCHESTRATOR_DEADLINE_S = 900.0
 
 
@@ -64,7 +64,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
             world = init_world(trainer.mesh, ctx.index, device, store)
         try:
             yield world
-        except Preempted:  # all ranks raise it at the same step
+        except Preempted:  # all ranks raise it at the same step, so closing cannot hang
             destroy_world(world)
             raise
         destroy_world(world)
@@ -152,7 +152,7 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """Return the stall limit of a publication in seconds.
 
-    A direct transfer must time out first, because its error names the absent ranks.
+    A direct transfer must time out before this limit, because its error names the absent ranks.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -179,7 +179,10 @@ def _num_kept(manifest: Manifest) -> int:
 
 
 def _check_room(ctx: RoleContext) -> int:
-    """Return the bytes of shared memory for kept versions. Raise OrreryError if they do not fit."""
+    """Return the bytes of shared memory for published versions.
+
+    Raise OrreryError if they do not fit.
+    """
     manifest = ctx.manifest
     if manifest.transport.weights != "files":
         return 0

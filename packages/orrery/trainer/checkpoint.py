@@ -164,7 +164,7 @@ def _check_fits(
 
 
 class CheckpointReader:
-    """Reads raise RunFailed if a file is unreadable."""
+    """Read tensors of a checkpoint by name and box. Raise RunFailed if a file is unreadable."""
 
     def __init__(self, folder: Path):
         state = _read_json(folder / "state.json")

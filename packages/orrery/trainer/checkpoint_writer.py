@@ -58,7 +58,7 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """Call `copy`, then `write`. `check` raises errors of earlier writes.
+    """Write a rank's checkpoints by `copy`, then `write`. `check` raises errors of earlier writes.
 
     The end of the `with` block waits for the last checkpoint.
     """
@@ -182,7 +182,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait for the previous checkpoint's marker, because a collective could time out."""
+        """Poll for the previous checkpoint's marker, because a collective could time out."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:

@@ -98,7 +98,7 @@ class SiteTraining:
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
         self._phase = spec.inner_steps // spec.fragments
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
-        # Rounds after the last step exchange the other fragments.
+        # A round exchanges one fragment. Rounds after the last step exchange the others.
         self._last = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
         self._held, self._holders = NO_ROUND, dict[str, int]()
@@ -404,7 +404,7 @@ class SiteTraining:
 
 
 def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
-    """Raise ElasticError if the run cannot admit this site."""
+    """Raise ElasticError if the run cannot admit this site. `held`: this site's last round."""
     if spec.admission == "closed" and ledger.last > NO_ROUND and held == NO_ROUND:
         raise ElasticError(
             "trainer.elastic.admission 'closed': the run has begun, and admits no site; set it "

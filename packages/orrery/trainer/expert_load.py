@@ -1,4 +1,4 @@
-"""Count each expert's tokens in a step, and balance experts by router biases.
+"""Count each expert's tokens (load) in a step, and balance experts by router biases.
 
 A step changes an expert's bias by rate · sign(mean load − load), as in DeepSeek-V3
 (https://arxiv.org/abs/2412.19437, section 2.1.2). Loads are integer sums over ranks, so all ranks
@@ -15,7 +15,10 @@ from orrery.trainer.policy import Policy
 
 
 class ExpertLoad:
-    """Call `clear`, then `add` per forward pass, then `reduce`, `metrics` and `balance`."""
+    """Expert loads of a step.
+
+    Call `clear`, then `add` per forward pass, then `reduce`, `metrics` and `balance`.
+    """
 
     def __init__(self, policy: Policy, world: World, rate: float | None):
         self._world, self._rate = world, rate

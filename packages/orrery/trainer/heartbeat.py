@@ -29,7 +29,7 @@ IO_STALL_S = 300.0  # for one tensor or file on a shared file system
 
 
 def step_stall_s(world: World, trainer: Trainer, is_first: bool = False) -> float:
-    """Return the seconds without a collective or mark after which a step has stalled."""
+    """Return a step's stall limit: seconds without a collective or mark."""
     is_warm_up = is_first and warms_up(trainer, world.device)
     return scaled(WARM_UP_STALL_S if is_warm_up or world.size == 1 else STILL_S)
 

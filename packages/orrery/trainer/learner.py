@@ -113,7 +113,7 @@ class MismatchGuard:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Pairs are (begin, end) in Unix seconds."""
+    """Metrics and times of a step. Pairs are (begin, end) in Unix seconds."""
 
     metrics: Metrics
     wait_s: float
@@ -139,7 +139,7 @@ class Learner:
         self.policy, self.world, self.trainer = policy, world, trainer
         self.loss, self.max_grad_norm, self.peak_lr = trainer.loss, max_grad_norm, optimizer.lr
         self.route_shape = route_shape(policy.network.config)
-        self.num_indexers = self.top_k = 0  # 0 unless engines send their indexers' choices
+        self.num_indexers = self.top_k = 0  # 0 unless engines send the keys that indexers chose
         if trainer.indexer_choice != "own" and (mla := policy.network.config.mla) and mla.indexer:
             self.num_indexers, self.top_k = policy.network.config.num_indexers, mla.indexer.top_k
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
@@ -202,7 +202,7 @@ class Learner:
 
     @torch.no_grad()
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
-        """Return (maximum log-prob difference on equal weights, number of scored tokens).
+        """Return (maximum log-prob difference to engines of equal weights, count of scored tokens).
 
         The maximum is None if no sample has the current version. A collective.
         """

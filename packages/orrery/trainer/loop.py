@@ -138,7 +138,10 @@ class RlLoop:
             self.checkpoints.write()
 
     def compare(self, batch: ReceivedBatch) -> None:
-        """Raise RunFailed if no rollout is comparable, or if float32 log-probs on CPUs differ."""
+        """Record the maximum log-prob difference between trainer and engines.
+
+        Raise RunFailed if no rollout is comparable, or if float32 log-probs on CPUs differ.
+        """
         ctx, version = self.ctx, self.learner.step
         what = "comparing log-probs with the engines"
         ctx.health.doing(what, step=version, still_s=self._step_stall_s())

@@ -68,7 +68,7 @@ class StepSums:
     ) -> None:
         """Add one micro-batch's numbers to the last nine sums of `NAMES`. None adds 0.
 
-        `choices_differ`: i64 [2], compared and different choices of keys.
+        `choices_differ`: i64 [2], valid queries and new keys, counted by `key_bits.engine_keys`.
         """
         known, differ = (None, None) if choices_differ is None else choices_differ
         counts = (

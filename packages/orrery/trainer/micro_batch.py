@@ -39,10 +39,10 @@ class MicroBatch:
     num_samples: int
     num_tokens: int
     routes_missing: int = 0  # tokens without a route, except samples' last tokens
-    routes_replayed: int = 0  # expert choices in `routed_experts`
+    routes_replayed: int = 0  # valid expert ids in `routed_experts`
     engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys chosen by engines' indexers
     is_padding: torch.Tensor | None = None  # bool [T]: tokens that pad cp shards or empty batches
-    choices_sent: int = 0  # choices in `engine_keys` that omit keys
+    choices_sent: int = 0  # (token, indexer) pairs in `engine_keys` that omit keys
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
@@ -73,8 +73,8 @@ def micro_batch(
 ) -> MicroBatch:
     """Build the micro-batch that trains version `step` − 1.
 
-    `shard` selects this cp rank's tokens. `indexers`: (number, `top_k`) of indexers whose choices
-    engines send. Raise RunFailed for invalid samples or routes.
+    `shard` selects this cp rank's tokens. `indexers`: (number, `top_k`) if engines send
+    the keys that indexers chose. Raise RunFailed for invalid samples or routes.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class Policy(nn.Module):
-    """At most `chunk_tokens` tokens have logits at once, unless `keep_logits` keeps them."""
+    """Network and LM head.
+
+    At most `chunk_tokens` tokens have logits at once, unless `keep_logits` keeps them.
+    """
 
     def __init__(
         self, network: CausalLm, chunk_tokens: int | Literal["auto"], keep_logits: bool = False

@@ -59,7 +59,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 
 
 class SharedCopy:
-    """If shared memory is too small, `path` links to an anonymous file (memfd)."""
+    """A copy of tensors in shared memory. If that is too small, `path` links to a memfd file."""
 
     def __init__(self, path: Path, device: torch.device):
         self._path, self._device = path, device

@@ -42,7 +42,7 @@ POLL_S = 0.1
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Rank 0 marks the checkpoint complete, once role `beside` wrote its part."""
+    """Rank 0's task to mark the checkpoint complete, once role `beside` wrote its part."""
 
     run_dir: str
     stage: str

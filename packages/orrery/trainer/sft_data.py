@@ -49,7 +49,7 @@ class Chat:
 
 
 class Chats(Protocol):
-    """Indexing raises OrreryError for a malformed chat."""
+    """Chats of a data set. Indexing raises OrreryError for a malformed chat."""
 
     def __len__(self) -> int: ...
 
@@ -57,7 +57,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Raise OrreryError if the data set is missing, changed or empty."""
+    """Open a data set of chats. Raise OrreryError if it is missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")
@@ -290,7 +290,7 @@ class Examples:
 def load_examples(
     manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)
 ) -> "Examples | Texts":
-    """Open the training data, and check this rank's `share`: (rank, number of ranks)."""
+    """Open the training data, and check this rank's examples. `share`: (rank, number of ranks)."""
     examples = open_examples(manifest, manifest.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples

@@ -44,7 +44,7 @@ class TextDocuments:
 
 
 class Texts:
-    """With `is_partial`, files of other DiLoCo sites may be missing."""
+    """Text documents by index. With `is_partial`, files of other DiLoCo sites may be missing."""
 
     def __init__(
         self,

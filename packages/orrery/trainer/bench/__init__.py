@@ -300,7 +300,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """Return expert ids [tokens, layers, K], assigned round-robin."""
+    """Return round-robin expert ids [tokens, layers, experts per token]."""
     shape = route_shape(model)
     assert shape is not None
     experts = np.arange(num_tokens * shape.top_k) % shape.num_experts

@@ -56,7 +56,7 @@ _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|
 # (kind, regex of kernel name, regex of a surrounding profiler range). First match wins.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # before "optimizer", because its rules match FSDP
+    ("sharding copies", None, r"FSDP::"),  # before "optimizer", because FSDP's copies match it too
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
@@ -297,7 +297,7 @@ class HostCopies:
 def divide_step(events: list[Event], step: str) -> Phases:
     """Divide the time of the profiled step by kernel kind, pass and kernel.
 
-    In `by_kind`, computation hides copies, and both hide communication.
+    In `by_kind`, overlapping time counts as the first of: computation, copies, communication.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]

@@ -126,7 +126,7 @@ def result(
 def _work(
     request: BenchRequest, every: list[list[int]], device_s: float, device: Device | None
 ) -> dict[str, float | None]:
-    """Return FLOPs per token, FLOP/s and MFU.
+    """Return FLOPs per token, TFLOP/s per device and MFU.
 
     `every`: each step's document lengths. `device_s`: mean step seconds · number of devices.
     """

@@ -42,7 +42,7 @@ class AdamWRule(UpdateRule):
 
 
 class SgdRule(UpdateRule):
-    """Weight decay is an L2 term, added to the clipped gradient."""
+    """SGD. Weight decay is an L2 term, added to the clipped gradient."""
 
     def __init__(self, spec: Sgd):
         super().__init__(spec)
@@ -69,7 +69,7 @@ class SgdRule(UpdateRule):
 class SignSgdRule(UpdateRule):
     """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434): w ← w − lr · (sign(g) + decay · w).
 
-    `divisor` is ignored, because it keeps signs.
+    `divisor` is ignored, because it does not change signs.
     """
 
     def update(

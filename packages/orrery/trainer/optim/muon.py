@@ -5,8 +5,8 @@
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
 The factor 0.2 · √max(rows, columns) matches the RMS of AdamW's updates (arXiv 2502.16982, eq. 4).
-Other weights use AdamW. Updates are collectives, so all ranks of a weight must have its gradient,
-or none.
+Other weights use AdamW. Updates are collectives, so a weight must have a gradient on all of its
+ranks, or on none.
 
 B: matrices in a stack, M: rows, N: columns
 """

@@ -1,6 +1,6 @@
 """Update weights in buckets, by the rule of their group.
 
-State is sharded like its weight, and exists before the first step, to load checkpoints.
+State is sharded like its weight. It exists before the first step, because checkpoints fill it.
 """
 
 from collections.abc import Iterator

@@ -61,7 +61,7 @@ class StateOffload:
 
     @torch.no_grad()
     def drain(self, room_bytes: int = 0) -> None:
-        """Free slots whose state is on the host, until slots fit into `room_bytes`."""
+        """Free slots after their copies to the host, until slots fit into `room_bytes`."""
         while self._leaving and self.held_bytes > room_bytes:
             index, _ = self._leaving.popleft()
             if self._cuda:
@@ -149,7 +149,10 @@ class StateOffload:
 
 
 class StateStream:
-    """Copy state while `blocks` compute. `one`, `many`: memory plans by number of micro-batches."""
+    """Copy state while `blocks` compute.
+
+    `one`, `many`: memory plans for one and for several micro-batches.
+    """
 
     def __init__(
         self, offload: StateOffload, blocks: Sequence[nn.Module], one: StateRooms, many: StateRooms

@@ -194,8 +194,8 @@ def recomputation_contexts(
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the forward and recomputation contexts of torch's `checkpoint`.
 
-    Keep results of `operations`, because FSDP's hooks break torch's selective checkpointing. Clone
-    results of operations in `compiled`, because graphs may overwrite them.
+    Keep results of `operations` without torch's selective checkpointing, because FSDP's hooks
+    break it. Clone results of operations in `compiled`, because graphs may overwrite them.
     """
     answers: list[Any] = []
     results: dict[Any, deque[Any]] = defaultdict(deque)
@@ -220,7 +220,7 @@ def storage_of_results() -> tuple[Pack, Unpack]:
 
 
 def keep(answer: Any) -> Any:
-    """Return `answer`, stored for `recall`, so that recomputation needs no device sync."""
+    """Store `answer` for `recall`, so that recomputation needs no device sync. Return it."""
     run = _current.get()
     if run is not None and not run.is_recomputation:
         run.answers.append(answer)

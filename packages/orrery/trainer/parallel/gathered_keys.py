@@ -87,7 +87,7 @@ def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
 def _prefixes(
     row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the prefixes' rows of the all-gathered keys, and indices in `KeyOrder.row`."""
+    """Return each prefix key's row of the all-gathered keys, and its index in `KeyOrder.row`."""
     before = length.cumsum(0) - length
     offset = torch.arange(total, device=start.device)
     offset = offset - before.repeat_interleave(length, output_size=total)
@@ -99,7 +99,7 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
 class GatheredKeys(LocalKeys):
-    """Recomputation gathers the keys again, unless `keeps` stores them."""
+    """Gather keys of all ranks. Recomputation gathers them again, unless `keeps` stores them."""
 
     is_gathered = True
     eager = ("send", "receive", "ranges", "sides")  # not compiled (`blocks.py`)
@@ -137,7 +137,7 @@ class GatheredKeys(LocalKeys):
 class _Transfer:
     """Gather one layer's keys, and send gradients back.
 
-    `known`: None in a forward pass. In recomputation, the stored keys or ().
+    `known`: None in a forward pass. In recomputation, the stored keys, or () to gather again.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Run named modules of a block again in the backward pass (`ModuleCheckpointing`).
 
 Calls of these modules run under torch's `checkpoint`, and keep only inputs. Hooks prevent later
-operations from saving results. A block compiled to one graph needs no hooks.
+operations from saving the modules' results. A block compiled to one graph needs no hooks.
 """
 
 from collections.abc import Callable, Iterator

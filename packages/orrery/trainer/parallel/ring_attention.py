@@ -99,7 +99,7 @@ def _put(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
 
 
 def _add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
-    """Add `part` at distinct `places`, without the atomics of `index_add_`."""
+    """Add `part` to the distinct rows `places` of `whole`, without the atomics of `index_add_`."""
     if places is None:
         whole.add_(part)
     else:

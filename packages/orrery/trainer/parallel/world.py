@@ -36,7 +36,7 @@ COLLECTIVE_BLOCKS = 16  # default of NCCL_MAX_CTAS
 
 @dataclass(frozen=True)
 class World:
-    """On a single rank, all collectives are the identity."""
+    """A rank's device, meshes and collectives. On a single rank, collectives are the identity."""
 
     rank: int
     size: int
