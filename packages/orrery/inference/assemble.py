@@ -35,7 +35,7 @@ ADAPTER_BACKEND = "orrery_adapters"
 # The full name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600
-HEAD, MEET_S = "engine_head", 0.1  # role that publishes an engine's address
+HEAD, MEET_S = "engine_head", 0.1  # role that publishes where an engine's ranks meet
 KEEP_ALIVE_S = 600  # longer than clients keep an idle connection
 # Adapters never target experts, because vLLM's LoRA kernels for experts do not run on CPU.
 PROJECTIONS = {
@@ -82,7 +82,7 @@ def server_arguments(
         "--kv-cache-memory-bytes": str(inference.kv_cache_bytes),
         "--max-num-seqs": str(inference.max_num_sequences),
         "--max-num-batched-tokens": str(inference.max_batched_tokens),
-        "--logprobs-mode": "processed_logprobs",  # of the sampled distribution
+        "--logprobs-mode": "processed_logprobs",  # at the sampling temperature
         "--generation-config": "vllm",  # only requests set sampling parameters
         "--weight-transfer-config": json.dumps({"backend": backend}),
         "--worker-extension-cls": "orrery.inference.plugin.AttestingWorker",
@@ -111,7 +111,7 @@ def server_arguments(
     else:
         arguments |= _spread(manifest)
         if inference.dtype == "bfloat16":
-            # The trainer's output head computes float32 logits too.
+            # Compute float32 logits, as the trainer's output head does.
             arguments["--hf-overrides"] = json.dumps({"head_dtype": "float32"})
         if not inference.enforce_eager:
             flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
@@ -196,7 +196,7 @@ def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
 
 
 def node_arguments(inference: Inference, part: int, host: str, port: int) -> list[str]:
-    """Return the `vllm serve` arguments of an engine's node `part`. Only node 0 has a server."""
+    """Return the `vllm serve` arguments for node `part` of an engine. Only node 0 has a server."""
     ranks = inference.ranks_per_node
     where = ["--data-parallel-size-local", str(ranks), "--data-parallel-address", host]
     where += ["--data-parallel-rpc-port", str(port)]
@@ -206,7 +206,7 @@ def node_arguments(inference: Inference, part: int, host: str, port: int) -> lis
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> Path | None:
     """Return a folder with a LoRA adapter of zeros in PEFT's format, or None without LoRA.
 
-    All engines of a stage share the folder, because a KV block's hash includes its path.
+    All engines of a stage share the folder, because a KV block's hash includes the folder's path.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -279,4 +279,4 @@ def engine_environment(manifest: Manifest, host: str) -> None:
         # Otherwise vLLM pins every server to the same core.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # overrides --kv-cache-memory-bytes
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override --kv-cache-memory-bytes

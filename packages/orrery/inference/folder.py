@@ -43,7 +43,7 @@ def environment(host: str, is_cpu: bool) -> None:
     variables |= {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     if is_cpu:
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # overrides --kv-cache-memory-bytes
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override --kv-cache-memory-bytes
     os.environ.update(variables)
     os.environ.pop("VLLM_SERVER_DEV_MODE", None)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())

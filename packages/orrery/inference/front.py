@@ -1,6 +1,7 @@
-"""Check credentials in front of vllm-router. Otherwise any caller could add engines.
+"""A proxy that checks credentials for vllm-router. Otherwise any caller could add engines.
 
-vllm-router checks keys by a request to `AUTHORIZED`, so it also refuses direct callers.
+vllm-router checks keys by a request to this proxy's `AUTHORIZED`, so it also refuses callers that
+bypass the proxy.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Front:
-    """An empty token accepts every request."""
+    """The proxy. An empty token accepts every request."""
 
     def __init__(self, token: str, router_url: str) -> None:
         address = urlsplit(router_url)

@@ -2,7 +2,7 @@
 
 - The first `prefill_replicas` engines prefill, and the others read their KV blocks. A block's lease
   (time until reuse) outlasts any request. Otherwise NIXL could send another request's cache.
-- A resumed run repeats block hashes, so it removes the files of earlier attempts.
+- A resumed run repeats block hashes with other weights, so it removes earlier attempts' files.
 """
 
 import json
@@ -248,7 +248,7 @@ FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
 
 
 class BoundedFolder:
-    """Evict old files above a size limit. Readers must accept missing files."""
+    """A folder that evicts old files above a size limit. Readers must accept missing files."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes

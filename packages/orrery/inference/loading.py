@@ -186,9 +186,10 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the box of `of` in a dense tensor of `shape`, and the stride of `into` per dimension.
+    """Return the box that `of` views, and for each of its dimensions the stride in `into`.
 
-    Raise ValueError if the view is not a box.
+    `of` views a dense tensor of `shape`, and is copied to `into`. Raise ValueError if it views no
+    box.
     """
     full: list[int] = []
     stride = 1

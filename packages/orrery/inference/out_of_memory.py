@@ -9,8 +9,8 @@ from pathlib import Path
 from orrery.manifest.schema import Inference, Manifest
 from orrery.manifest.schema.inference import longest_blocks, longest_device_bytes
 
-RESERVE = 0.06  # share of device memory
-CPU_RESERVE = 0.1  # share of free host memory
+RESERVE = 0.06  # fraction of device memory
+CPU_RESERVE = 0.1  # fraction of free host memory
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 GIB, ROUND = 1 << 30, 1 << 20
 

@@ -80,7 +80,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """A transfer round's FP8 slices to decode, and copies into the model."""
+    """A transfer round: FP8 slices to decode, and runs to copy into the model."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -129,7 +129,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
-        """Make the model usable. Return its fingerprints, or {} if the update is not whole."""
+        """Make the model usable. Return its fingerprints, or {} if the update is incomplete."""
 
 
 class Receiver(Backend):

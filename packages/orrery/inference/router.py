@@ -40,7 +40,7 @@ PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_pro
 def router_arguments(
     manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int
 ) -> list[str]:
-    """Raise OrreryError if the run has no router."""
+    """Return vllm-router's arguments. Raise OrreryError if the run has no router."""
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")

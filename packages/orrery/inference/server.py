@@ -287,8 +287,8 @@ async def _healthy(host: str, port: int) -> bool:
 def root_cause(error: Exception, log: Path, begin: int) -> str:
     """Return the cause of a failed start: an exception in `log` after byte `begin`, or `error`.
 
-    Avoid consequences of another process's end, and handled exceptions. Prefer exceptions logged
-    as ERROR.
+    Prefer unhandled to handled exceptions, and both to consequences of another process's end. Among
+    equals, prefer exceptions logged as ERROR.
     """
     if POINTER not in str(error):
         return str(error)

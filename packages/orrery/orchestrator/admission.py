@@ -21,7 +21,7 @@ from orrery.runtime.timing import Pace, period_s
 
 BACKOFF = 0.05
 LEAST = 1e-9
-# The excess of `share` over its measurement decays by e^(−DECAY · ended / in flight).
+# Each poll multiplies `share` − measured share by e^(−DECAY · ended rollouts / in flight).
 DECAY = 3.0
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0
@@ -51,7 +51,7 @@ class AdaptiveLimit:
             return
         if self.share is None:
             self.share = self._first_share(loads)
-        # vLLM counts requests that load their cache as waiting, although they hold blocks.
+        # A request that loads KV blocks already holds them, but vLLM counts it as waiting.
         holding = sum(load.running + load.loading for load in loads.values())
         waiting = sum(load.waiting - load.loading for load in loads.values())
         if holding and in_flight:
@@ -160,7 +160,7 @@ async def poll_engines(
 
 
 class EngineActivity:
-    """Write `generate` spans while an engine has requests."""
+    """A writer of `generate` spans: the times during which an engine has requests."""
 
     def __init__(self, add_span: Callable[..., None]):
         self._add_span = add_span

@@ -1,4 +1,4 @@
-"""Build the parts of a stage."""
+"""Build the objects of a stage: engine pool, tasks, sender, scheduler and loop."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ SERVERS_START_S = 600.0
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
     """Wait until all engines and the router (if any) listen. Return their pool.
 
-    Raise Preempted with the newest checkpoint's step, or 0, if the stage is preempted.
+    If the stage is preempted, raise Preempted with the newest checkpoint's step (0 without any).
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)

@@ -2,7 +2,7 @@
 
 - The next group comes from the task furthest below its share of all groups.
 - Every request leaves exactly once: finished, failed, or in a `GroupDropped`.
-- Order: evaluation, started groups (their prompt is cached), new groups.
+- Order of starts: evaluation, started groups (their prompt is cached), new groups.
 - Failed rollouts are not retried, except evaluation rollouts of a lost engine.
 """
 
@@ -40,7 +40,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """One dispatched rollout. `version` is its group's policy version, used as cache salt."""
+    """One dispatched rollout. `version`: policy version at its group's start, and cache salt."""
 
     group: GroupRequest
     member: int
@@ -70,7 +70,7 @@ class GroupDropped:
 
 
 class Source:
-    """Return `unfinished` groups, then new groups. Problem indices start at `first_problem`."""
+    """A source of groups: `unfinished`, then new. Problem indices start at `first_problem`."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Dispatch:
 
 @dataclass
 class _Expired:
-    """A rollout past its timeout. `tokens`: {engine: its token count at the next poll}."""
+    """A rollout past its timeout. `tokens`: {engine: token count at the first poll after it}."""
 
     since_s: float
     tokens: dict[int, int] = field(default_factory=dict)

@@ -81,7 +81,7 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if `folder` does not hold the last weights that the trainer published.
 
-    Check only the weight transport `files` without FP8. Other digests are not comparable.
+    Check only if weights travel as `files` without FP8. Otherwise, digests are not comparable.
     """
     newest = checkpoints.latest(ctx.run_dir)
     comparable = ctx.manifest.transport.weights == "files" and not ctx.manifest.model.fp8

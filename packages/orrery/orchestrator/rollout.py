@@ -61,7 +61,7 @@ PROBLEMS = WorkerThread("problems")  # some problems take seconds to create
 
 @dataclass(frozen=True)
 class Failed:
-    """If `is_zero`, mean rewards include this rollout as 0."""
+    """A failed rollout. If `is_zero`, mean rewards include it as 0."""
 
     reason: str
     detail: str
@@ -89,7 +89,7 @@ NOT_THE_TASKS = (
 
 @dataclass(frozen=True)
 class Rollout:
-    """The arrays have one entry per token of the conversation.
+    """A finished episode. The arrays have one entry per token of the conversation.
 
     `advantage` is None until all rollouts of the group have ended.
     """

@@ -34,7 +34,7 @@ GONE_PAUSE_S = 1.0
 
 
 class Notifier:
-    """Wake all waiting tasks. Callers must not `await` between checking a condition and `wait`."""
+    """An event for all waiting tasks. Do not `await` between checking a condition and `wait`."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()

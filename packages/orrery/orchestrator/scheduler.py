@@ -173,7 +173,7 @@ def record(ctx: RoleContext, result: EvaluationResult, subject: str, **about: st
 
 @dataclass
 class Clock:
-    """Policy versions and batch numbers.
+    """The engines' policy version and the next batch's number.
 
     - Batch n ≥ 1 trains version n − 1 and makes version n.
     - A token may enter batch n only if its version ≥ n − 1 − `max_off_policy_steps`.

@@ -27,7 +27,7 @@ FORMAT = 4
 
 
 class _QueuedRollout(msgspec.Struct):
-    group: int  # index in the queued groups, followed by the spare groups
+    group: int  # index in [*queue, *spare]
     member: int
     advantage: float
     reward: float

@@ -82,7 +82,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # vLLM sends the sampling parameters to the engine when the first result is awaited.
+        # Not too late, because vLLM sends these parameters when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:

@@ -17,7 +17,7 @@ CHUNK_ROWS = 1024  # tokens per call of `pack_positions`
 
 
 def capture() -> None:
-    """Call this before a worker creates its model."""
+    """Make a worker record the chosen keys. Call this before it creates its model."""
     from vllm.distributed.aux_output_connector import worker
 
     bind = worker.bind_routed_experts_capturer

@@ -15,7 +15,7 @@ import numpy as np
 from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
-CHANGES = "routes that came and went"  # dict key beside request ids. They have no spaces
+CHANGES = "routes that came and went"  # key in a dict by request id. Ids have no spaces
 
 _known: set[str] = set()  # hashes of KV blocks with known routes
 

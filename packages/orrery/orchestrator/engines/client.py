@@ -152,7 +152,7 @@ class EngineClient:
                     *(chosen, take),
                 )
         except EngineGone as error:
-            # A healthy server also closes a kept connection after an error 500.
+            # A healthy server also closes a keep-alive connection after an error 500.
             if await self.health():
                 raise GenerationFailed(
                     f"{self.name} closed the connection of {what}, but is healthy"
@@ -228,7 +228,7 @@ class EngineClient:
     async def update_weights(self, published: "Published") -> None:
         """Load the published weights in all workers.
 
-        If a worker fails, all workers discard the weights. Raise UpdateFailed.
+        Raise UpdateFailed if a worker fails. All workers then discard the weights.
         """
         version = published.version
         await self._control("/start_weight_update", error=UpdateFailed)
@@ -255,7 +255,7 @@ class EngineClient:
         raise kind(f"{self.name} did not take version {version}: {shortened(reason)}")
 
     async def fingerprints(self) -> dict[str, TensorAttestation]:
-        """Raise WeightsDiffer if the workers disagree."""
+        """Return {tensor name: fingerprint}. Raise WeightsDiffer if the workers disagree."""
         first, *others = await self._ask_workers("fingerprints")
         for other in others:
             names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))

@@ -25,7 +25,7 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Salt suffixes: blocks surely in a decode engine's cache, and blocks that it computed itself.
+# Salt suffixes in `_decode_of`: blocks surely in the engine's cache, blocks that it computed.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0
@@ -95,9 +95,10 @@ class DisaggregatedEngines:
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
-        """Run `EngineClient.generate` on two engines, or on one if it caches most of the prompt.
+        """Run `EngineClient.generate` on two engines, or on one.
 
-        `cached_tokens` is from the engine that computes the prompt. `session` is ignored.
+        A decode engine that caches most of the prompt works alone. `cached_tokens` is from the
+        engine that computes the prompt. `session` is ignored.
         """
         if not self.is_serving:
             raise EngineGone(
@@ -124,9 +125,10 @@ class DisaggregatedEngines:
     def _is_local(
         self, prompt: np.ndarray, salt: str, decode: Chosen, routes_from: int | None
     ) -> bool:
-        """Return whether the decode engine computes the prompt.
+        """Return whether the decode engine computes the prompt's uncached tokens.
 
-        A decode engine cannot return routed experts of tokens that a prefill engine computed.
+        Return False if the request needs routed experts of cached tokens that a prefill engine
+        computed, because the decode engine lacks them.
         """
         if not self._max_local_tokens:
             return False
@@ -207,7 +209,7 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that a Mooncake prefill engine's process has ended.
 
-        Until then, they reserve blocks that the process may write.
+        Until told, they reserve the blocks into which the process may still write.
         """
         if index not in self.producers:
             return

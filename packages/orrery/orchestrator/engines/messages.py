@@ -95,11 +95,11 @@ class Attested(msgspec.Struct):
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """Totals count from the engine's start."""
+    """One engine's load. Totals count from the engine's start."""
 
     running: int
     waiting: int
-    kv_usage: float  # share of KV blocks in use, 0 to 1
+    kv_usage: float  # fraction of KV blocks in use, 0 to 1
     kv_tokens: int  # capacity of all KV caches, 0 if unknown
     preemptions_total: int
     generation_tokens_total: int
@@ -159,7 +159,7 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 def parse_generation(
     request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None
 ) -> Generation:
-    """Raise GenerationFailed if the answer is malformed or incomplete."""
+    """Decode an answer. Raise GenerationFailed if it is malformed or incomplete."""
     try:
         answer, routes = split(answer, routes_from or 0)
         generated = _decode_generated(answer)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Time limit for the other transfers after an interrupted transfer.
+# Time limit of the other engines' transfers once one engine's transfer is interrupted.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -171,6 +171,7 @@ class EnginePool:
         """Raise OrreryError without engines, or if several have no router and no `handovers`.
 
         - `restarting`: this process's context if the launcher restarts engines.
+        - `handovers`: as in `DisaggregatedEngines`. Empty without disaggregated prefill.
         - `canary`: prompt that checks the weights of an updated engine.
         - `leases`: client that asks the trainer to keep a version during direct transfers.
         """
@@ -311,8 +312,8 @@ class EnginePool:
     ) -> UpdateReport | None:
         """Update every engine while requests are in flight. Return the slowest engine's report.
 
-        `on_resumed` is called when all engines have resumed, before they answer the canary. Return
-        None if the trainer has dropped this version.
+        Return None if the trainer has dropped this version. `on_resumed` is called when all engines
+        have resumed, before they answer the canary.
         """
         async with self.updating:
             self.registry.want(published.version)

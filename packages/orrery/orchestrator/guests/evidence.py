@@ -17,7 +17,7 @@ from orrery.wire.recompute import Recomputed
 NUM_HONEST = 16  # own rollouts needed to compute bounds
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # ratio of the minimum bounds: largest to mean difference
+PEAK = 10.0  # minimum bound of the largest difference / of the mean
 NUM_ROLLOUTS = 64  # newest rollouts of a site, judged together
 MAX_DEVIATIONS = 6.0
 
@@ -88,7 +88,7 @@ class SiteEvidence:
                     f"{found:.3g}, more than {bound:.3g}"
                 )
         sums = np.array([(s.surprise, s.variance, s.square) for s in self._scores]).sum(0)
-        # Without `square`, a few unlikely tokens of a nearly certain policy would be evidence.
+        # A nearly certain policy has a tiny `variance`. `square` excuses its few unlikely tokens.
         deviations = sums[0] / np.sqrt(max(sums[1], sums[2], 1e-9))
         if not abs(deviations) <= MAX_DEVIATIONS:
             return (

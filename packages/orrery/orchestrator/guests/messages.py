@@ -12,7 +12,7 @@ from orrery.manifest.errors import OrreryError
 
 MAX_ANSWERS = 32
 MAX_REASON = 300
-POLL_S = 1.0  # until an `Ask` is answered
+POLL_S = 1.0  # longest time until an `Ask` is answered
 LEAST_LOGPROB = -50.0  # minimum accepted, a probability of 2e-22
 
 
@@ -34,7 +34,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """The answer to Entry. `attempt`: id of the run's start. Other starts' weights are invalid."""
+    """The answer to Entry. `attempt`: id of the run's last start. Older weights are invalid."""
 
     lease: int
     attempt: str
@@ -99,8 +99,8 @@ def check_answer(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the answer's tokens i32 [n] and log-probs f32 [n].
 
-    Raise GuestRefused if no correct engine gives this answer. `version`: the site's weight version
-    when it took the job.
+    Raise GuestRefused if no correct engine could give this answer. `version`: the site's weight
+    version when it took the job.
     """
     tokens, logprobs = _array(answer.token_ids, np.int32), _array(answer.logprobs, np.float32)
     num, stops = len(tokens), np.isin(tokens, job.stop_token_ids)

@@ -104,7 +104,7 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        At most as many sites fetch a version as serve it, including the run's own site.
+        At most as many sites fetch a version at once as serve it. The run's own site serves it too.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:
