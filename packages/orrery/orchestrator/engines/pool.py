@@ -443,10 +443,7 @@ class EnginePool:
 
     @contextmanager
     def _prove(self, index: int) -> Iterator[None]:
-        """Mark an engine as unproven: it has not answered the canary correctly yet.
-
-        The mark ends with the `with` body, but stays after WeightsDiffer.
-        """
+        """Mark an engine as unproven while it answers the canary, and after WeightsDiffer."""
         self._proving.add(index)
         try:
             yield
