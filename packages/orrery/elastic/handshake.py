@@ -156,7 +156,8 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack BBR
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        sock.getpeername()  # raises before `wrap_socket` leaks a lost peer's socket
+        # Raise if the peer is gone, because `wrap_socket` would then leak the socket.
+        sock.getpeername()
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:
         sock.close()

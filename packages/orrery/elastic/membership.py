@@ -31,7 +31,10 @@ class Membership(Protocol):
         """
 
     def commit(self, outer_round: OuterRound, digest: str) -> bool:
-        """Report `digest`. Return whether the round is committed. If not, retry it."""
+        """Report the `digest` of the outer step's result. Return whether the round is committed.
+
+        If not, the caller must begin the same round again.
+        """
 
     def abort(self, outer_round: OuterRound, lost: Iterable[int]) -> OuterRound:
         """Report lost ranks. Return the same round in a new epoch without dead sites."""

@@ -111,7 +111,7 @@ def is_within(part: slice, within: Fragment | None) -> bool:
 
 
 def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
-    """Return Σ wᵢΔᵢ / Σ wᵢ in float32, as a reference for exchanges."""
+    """Return Σ wᵢΔᵢ / Σ wᵢ in float32. Tests compare the result of an exchange with it."""
     total, mean = sum(weights), np.zeros_like(deltas[0])
     for delta, weight in zip(deltas, weights, strict=True):
         if weight:

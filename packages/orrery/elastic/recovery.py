@@ -77,7 +77,8 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         request.settimeout(HANDSHAKE_S)
         with suppress(OSError):
             try:
-                request.getpeername()  # raises before `wrap_socket` leaks a lost peer's socket
+                # Raise if the peer is gone, because `wrap_socket` would then leak the socket.
+                request.getpeername()
                 wrapped = self._tls.wrap_socket(request, server_side=True)
             finally:
                 self._strangers.release()

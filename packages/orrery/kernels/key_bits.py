@@ -13,11 +13,12 @@ CHUNK_ELEMENTS = 2**24  # bits unpacked at a time: 128 MiB as int64
 def engine_keys(
     bits_TB: Tensor, own_TK: Tensor, first_T: Tensor, last_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the engine's keys, i32 [T, K], and the numbers of valid queries and new keys, i64 [2].
+    """Return each query's keys, i32 [T, K], and two counts, i64 [2].
 
-    `own`: the trainer's keys, i32 indices or −1. Query t sees keys first_t to last_t. It is valid
-    if it sees more than K keys, and exactly K bits are set, all for seen keys. Invalid queries get
-    `own_t`. Keys of valid queries are new if `own_t` lacks them.
+    `own`: the trainer's keys, i32 indices or −1. Query t may attend to keys first_t to last_t. A
+    query is valid if this range has more than K keys, and the engine set exactly K bits, all in the
+    range. Valid queries get the engine's keys, others keep `own_t`. The counts are the valid
+    queries, and their engine keys that `own` lacks.
     """
     return torch.ops.orrery.engine_keys(bits_TB, own_TK, first_T, last_T)
 

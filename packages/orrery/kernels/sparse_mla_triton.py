@@ -5,7 +5,8 @@ keys. The backward pass writes:
 
 - `_logit_gradients`: p and dlogit = d(q · key), [C, K, H] each
 - `_query_gradients`: dq = dlogitᵀ · keys
-- `_pair_gradients`: each pair's dkv [D], dlogit · q, plus p · dout in the first V columns
+- `_pair_gradients`: dkv [D] of each pair, Σ_h dlogit_h · q_h. Its first V columns also get
+  Σ_h p_h · dout_h
 - `_sum_pairs`: each key's sum of dkv over pairs, in float32 in a fixed order
 """
 

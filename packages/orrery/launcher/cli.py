@@ -11,7 +11,7 @@ from orrery.manifest import cli as manifest_cli
 from orrery.manifest.errors import OrreryError, explain_os_error
 
 T = TypeVar("T")
-REQUEUED_S = 600  # time limit for Slurm to end a requeued job
+REQUEUED_S = 600  # maximum wait for Slurm to end this process after a requeue
 
 app = typer.Typer(
     name="orrery",

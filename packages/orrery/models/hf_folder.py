@@ -262,9 +262,9 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 
 
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
-    """Return the MTP tensors in `files`. FP8 tensors get `dtype`, as `read` dequantizes them.
+    """Return the MTP tensors in `files`. `dtype` replaces FP8, because `read` dequantizes FP8.
 
-    Raise OrreryError for other dtypes outside `DTYPES`.
+    Raise OrreryError for a dtype that is neither FP8 nor in `DTYPES`.
     """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):

@@ -14,7 +14,7 @@ from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.advantages import Group, with_advantages
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = 10  # the run ends after this many batches of consecutive untrainable rollouts
+BARREN_BATCHES = 10  # untrainable rollouts in a row that end the run, in batches
 RAISE = {  # drop reason → setting to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",

@@ -41,7 +41,7 @@ class Pace:
     def due(self, now_s: float) -> bool:
         if now_s < self._next_s - 0.5 * self._shortest_s:
             return False
-        # Count from the due time, so that early rows do not shorten the period.
+        # Add the period to the due time, not to now, because a row may come a little early.
         self._next_s = max(self._next_s + period_s(now_s - self._begin_s, self._shortest_s), now_s)
         return True
 

@@ -31,7 +31,7 @@ CHECKED_CHARACTERS = 1_000_000
 
 
 class TextDocuments:
-    """Present documents as chats, to compare training with validation data."""
+    """Present documents as chats, to find validation documents in the training data."""
 
     def __init__(self, texts: "Texts") -> None:
         self._texts = texts

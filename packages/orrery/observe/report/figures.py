@@ -170,7 +170,7 @@ def staleness(run: RunData) -> go.Figure | None:
 
 
 def versions(run: RunData) -> go.Figure | None:
-    """Number of policy versions in each batch, and of rollouts that mix versions."""
+    """Policy versions in each batch, and rollouts that mix versions."""
     if not run.batches:
         return None
     figure = _figure("step", "count", yaxis_rangemode="tozero")

@@ -89,7 +89,8 @@ class EngineRecovery:
         await asyncio.to_thread(
             preemption.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
-        await self.dismiss(url)  # fence first, so that the router cannot delay the restart
+        # After the fence, because a slow router must not delay the engine's restart.
+        await self.dismiss(url)
 
     async def dismiss(self, url: str) -> None:
         if self.pool.router is not None:

@@ -104,7 +104,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        At most as many sites fetch a version at once as serve it. The run's own site serves it too.
+        The run's own site serves it, and each listening guest that holds it. The number of fetches
+        at a time is at most the number of these servers.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:

@@ -27,7 +27,7 @@ class AdamWRule(UpdateRule):
             [part.state["exp_avg"] for part in parts],
             [part.state["exp_avg_sq"] for part in parts],
             [],
-            # Copy, because `adamw` increments the count for each part of a weight.
+            # A copy, because the parts of a weight share `step`, and `adamw` increments it.
             list(torch._foreach_add([part.state["step"] for part in parts], 0.0)),
             fused=True,
             grad_scale=divisor,

@@ -191,7 +191,7 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Serve a store on `host`, until its last reference ends. Write its address into `folder`."""
+    """Serve a store on `host`, until the caller drops it. Write its address into `folder`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # Pass a socket bound to `host`: the store itself would bind all interfaces.

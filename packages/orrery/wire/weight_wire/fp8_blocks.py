@@ -133,7 +133,10 @@ class SliceDecoder:
         return found
 
     def decode(self, scales: list[Slice], values: list[Slice], bucket: Tensor) -> Tensor:
-        """Store the scales from `bucket` (u8). Return a bucket with the decoded values."""
+        """Keep `scales` of `bucket` (u8), and decode `values`. Return a buffer with the results.
+
+        `widened(values)` gives the offsets in this buffer. The next call overwrites it.
+        """
         for name, box, offset in scales:
             if name not in self._scales:
                 shape = self._tensors[name].shape
