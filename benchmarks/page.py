@@ -95,10 +95,10 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("async/trl_h200", "… trained tokens/s", "orrery", "TRL 1.16", "TRL"),
             Line(
                 "async/trl_h200",
-                "… trained tokens/s of groups with signal alone",
+                "… trained tokens/s if groups without signal are dropped",
                 "orrery, groups with signal",
             ),
-            Line("async/trl_h100", "The same on one H100, before text was scored without forks"),
+            Line("async/trl_h100", "The same on one H100, measured with slower scoring of answers"),
             Line("async/trl_h100", "… trained tokens/s", "orrery", "TRL 1.16", "TRL"),
             Line("async/whole_loop_h200_2", "Two H200"),
             Line("async/whole_loop_h200_2_fp8", "Two H200, FP8 engine"),

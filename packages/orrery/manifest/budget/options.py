@@ -323,7 +323,7 @@ def jsonnet_of(fields: Mapping[str, Any]) -> str:
 
 
 def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
-    options, freed = chosen.options, f"about {chosen.freed_bytes / 2**30:.1f} GiB on each rank"
+    options, freed = chosen.options, f"about {chosen.freed_bytes / 2**30:.1f} GiB"
     if not options:
         return (
             "no memory option of the manifest frees any; it takes a smaller model, "
@@ -331,19 +331,24 @@ def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
         )
     needed = f"{needed_bytes / 2**30:.1f} GiB"
     places = " and ".join(dict.fromkeys(option.place for option in options))
+    each = "; ".join(f"{option} (cost: {option.cost})" for option in options)
+    values = f": `{jsonnet_of(chosen.fields)}`" if chosen.fields else ""
+    if not chosen.is_enough:
+        found = "this option frees" if len(options) == 1 else "all options together free"
+        return (
+            f"{found} only {freed} of the {needed} that are missing on each rank, so it takes more "
+            f"devices too; set in {places}: {each}{values}"
+        )
     if len(options) == 1:
-        text = f"{options[0]} frees {freed} (cost: {options[0].cost}); set it in {places}"
+        text = (
+            f"{options[0]} frees {freed} on each rank (cost: {options[0].cost}); set it in {places}"
+        )
     else:
-        each = "; ".join(f"{option} (cost: {option.cost})" for option in options)
         text = (
             f"no memory option alone frees the {needed} that are missing; "
-            f"together these free {freed}: {each}; set them in {places}"
+            f"together these free {freed} on each rank: {each}; set them in {places}"
         )
-    if chosen.fields:
-        text += f": `{jsonnet_of(chosen.fields)}`"
-    if chosen.is_enough:
-        return text
-    return f"{text}. That is less than the {needed} that are missing: it takes more devices too"
+    return text + values
 
 
 FRAGMENTATION = 0.065  # bytes lost in the allocator / allocated bytes: median in benchmarks/trainer
