@@ -6,7 +6,14 @@ import pytest
 from manifest_specs import REPOSITORY, checkout
 
 from orrery.manifest import cli, devices, machine
-from orrery.manifest.devices import DEVICES, device_of, find_device, rates_of, usable_bytes
+from orrery.manifest.devices import (
+    DEVICES,
+    device_of,
+    find_device,
+    rates_of,
+    told_accelerator,
+    usable_bytes,
+)
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load
 from orrery.manifest.machine import Machine, adapt, gpus, refuse_other_device, this_machine
@@ -225,6 +232,11 @@ def test_a_run_that_no_value_fits_is_refused_and_nothing_is_written(driver, work
     with pytest.raises(OrreryError, match=said):
         cli.render(["qwen3_8b_8k"], on_this_machine=True)
     assert sorted(workspace.root.rglob("*")) == before
+
+
+def test_a_small_gpu_gets_a_small_cache():
+    small = told_accelerator("NVIDIA Foo", (8, 9), 4 << 30)
+    assert Machine(small, "NVIDIA Foo", 1).cache_bytes(is_shared=True) == 256 << 20
 
 
 def test_a_run_file_that_a_person_wrote_is_kept(driver, workspace):

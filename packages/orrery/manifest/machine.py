@@ -44,6 +44,7 @@ DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype":
 MAX_FITS = 3  # maximum attempts to make a run fit into memory
 # The KV cache's share of GPU memory, by whether the GPU also trains.
 CACHE_SHARE = {True: 0.25, False: 0.5}
+MIN_CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Machine:
         }
 
     def cache_bytes(self, is_shared: bool) -> int:
-        return int(device_of(self.accelerator).memory_bytes * CACHE_SHARE[is_shared]) >> 30 << 30
+        cache = int(device_of(self.accelerator).memory_bytes * CACHE_SHARE[is_shared])
+        return max(MIN_CACHE_BYTES, cache >> 30 << 30)
 
 
 def this_machine() -> Machine:
