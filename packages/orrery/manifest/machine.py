@@ -113,12 +113,11 @@ def _told(found: Sequence[Gpu]) -> str:
 
 
 def missing_gpu() -> str | None:
-    """Return why no GPU is visible, or None. Raise OrreryError if `nvidia-smi` fails."""
+    """Return why no GPU can be visible, or None."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return "CUDA_VISIBLE_DEVICES is empty, so no GPU is visible"
     if shutil.which(QUERY[0]) is None and not DEVICE_FILE.exists():
         return "this machine has no NVIDIA driver (no `nvidia-smi`)"
-    gpus()
     return None
 
 

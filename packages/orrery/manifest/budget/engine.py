@@ -18,7 +18,7 @@ from orrery.manifest.budget.parameters import (
     is_sparse,
 )
 from orrery.manifest.devices import Rates
-from orrery.manifest.schema import Inference, Model
+from orrery.manifest.schema import Inference, Manifest, Model
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
@@ -120,6 +120,12 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
     if inference.devices_per_replica > 1:
         found["communication buffers"] = NCCL_BYTES
     return found | {"context": CONTEXT_BYTES}
+
+
+def memory_of(manifest: Manifest, shape: Inference) -> Bytes:
+    """Return the memory of a device of the manifest's engines with these fields (`shape`)."""
+    is_gpu = manifest.hardware.accelerator != "cpu"
+    return memory(manifest.model, shape, is_gpu, manifest.transport.weights == "adapters")
 
 
 @dataclass(frozen=True)

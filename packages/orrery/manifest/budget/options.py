@@ -3,8 +3,9 @@
 Options are tried by tier: 0 costs little speed, 1 moves all trainer state to host memory, 2 adds
 devices.
 
-Only roles that certainly do not fit are reported. The trainer's planned peak is therefore lowered
-by `LARGEST_ERROR`, and engines count only weights, cache and CUDA context.
+`memory_misfits` reports roles that certainly do not fit. It lowers the trainer's planned peak by
+`LARGEST_ERROR`, and counts only an engine's weights, cache and CUDA context. `memory_doubts`
+reports roles that do not fit by their whole plan.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from orrery.manifest.budget import engine
-from orrery.manifest.budget.engine import CONTEXT_BYTES, weight_bytes
+from orrery.manifest.budget.engine import CONTEXT_BYTES, NCCL_BYTES, weight_bytes
 from orrery.manifest.budget.parameters import ParameterCounts, count_parameters, is_sparse
 from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory, stage_workload
 from orrery.manifest.check import with_values
@@ -441,13 +442,17 @@ def _trainer_misfit(
         if run.hardware.shared_devices and stage == "rl":
             room = max(0, capacity - engine_bytes)
         plan = plan_memory(run.model, trainer, load, capacity, counted)
-        share = 1 - LARGEST_ERROR if is_certain else 1 + FRAGMENTATION
-        if int(share * plan.peak_bytes) + CONTEXT_BYTES > room:
-            missing = int(max(1, share) * plan.peak_bytes) + CONTEXT_BYTES - room
+        if is_certain:
+            needed, total = plan.peak_bytes, plan.peak_bytes + CONTEXT_BYTES
+            least = int((1 - LARGEST_ERROR) * plan.peak_bytes) + CONTEXT_BYTES
+        else:
+            needed = total = least = plan.peak_bytes + sum(unplanned_bytes(run, plan).values())
+        if least > room:
+            missing = total - room
             chosen = choose_options(
                 run.model, trainer, load, capacity, missing, counted, max_tier=max_tier
             )
-            return _TrainerMisfit(stage, plan.peak_bytes, room, missing, chosen)
+            return _TrainerMisfit(stage, needed, room, missing, chosen)
     return None
 
 
@@ -457,8 +462,20 @@ def _least_engine_bytes(run: Manifest) -> int:
 
 
 def _engine_bytes(run: Manifest) -> int:
-    has_adapters = run.transport.weights == "adapters"
-    return sum(engine.memory(run.model, run.inference, True, has_adapters).values())
+    return sum(engine.memory_of(run, run.inference).values())
+
+
+def unplanned_bytes(run: Manifest, plan: MemoryPlan) -> dict[str, int]:
+    """Return the device bytes of a trainer rank that `plan` does not count, by kind."""
+    found, mesh = {}, run.trainer.mesh
+    if run.hardware.accelerator != "cpu":
+        found["fragmentation"] = int(FRAGMENTATION * plan.peak_bytes)
+        found["context"] = CONTEXT_BYTES
+    if mesh.world_size > 1:
+        found["communication buffers"] = NCCL_BYTES
+    if row := run.choice_bytes:
+        found["chosen keys"] = run.trainer.memory.max_tokens_per_micro_batch // mesh.cp * row
+    return found
 
 
 def _engine_sentence(run: Manifest, needed: int, capacity: int) -> str:

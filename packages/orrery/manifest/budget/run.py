@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Any
 
 from orrery.manifest.budget import engine, trainer_time
-from orrery.manifest.budget.engine import CONTEXT_BYTES, NCCL_BYTES, Serving
-from orrery.manifest.budget.options import FRAGMENTATION, memory_misfits
+from orrery.manifest.budget.engine import Serving
+from orrery.manifest.budget.options import memory_misfits, unplanned_bytes
 from orrery.manifest.budget.parameters import ParameterCounts, count_parameters
 from orrery.manifest.budget.trainer_memory import (
     MemoryPlan,
@@ -128,12 +128,6 @@ def trainer_plan(manifest: Manifest, counted: ParameterCounts) -> MemoryPlan:
     return plan_memory(manifest.model, trainer, load, capacity, counted)
 
 
-def engine_memory(manifest: Manifest, shape: Inference) -> Bytes:
-    is_gpu = manifest.hardware.accelerator != "cpu"
-    has_adapters = manifest.transport.weights == "adapters"
-    return engine.memory(manifest.model, shape, is_gpu, has_adapters)
-
-
 class RunPlan:
     def __init__(
         self,
@@ -161,13 +155,7 @@ class RunPlan:
         plan = trainer_plan(self.manifest, self.counted)
         fullest = plan.moments[plan.fullest]
         memory = {kind: sum(fullest[each] for each in names) for kind, names in KINDS.items()}
-        if self.is_gpu:
-            memory["fragmentation"] = int(FRAGMENTATION * plan.peak_bytes)
-            memory["context"] = CONTEXT_BYTES
-        if mesh.world_size > 1:
-            memory["communication buffers"] = NCCL_BYTES
-        if row := self.manifest.choice_bytes:
-            memory["chosen keys"] = self.trainer.memory.max_tokens_per_micro_batch // mesh.cp * row
+        memory |= unplanned_bytes(self.manifest, plan)
         here = min(mesh.world_size, hardware.devices_per_node)
         copy = int(self.checkpoint()["rank_bytes"])
         trainer = RoleBudget(
@@ -196,7 +184,7 @@ class RunPlan:
         kept = inference.kv_cache_bytes // token_bytes(self.model, inference)
         kept *= inference.data_parallel * self.manifest.choice_bytes
         return RoleBudget(
-            name, devices, engine_memory(self.manifest, inference), replicas * (host + kept),
+            name, devices, engine.memory_of(self.manifest, inference), replicas * (host + kept),
             replicas * host * self.is_gpu, replicas * disk,
         )  # fmt: skip
 
