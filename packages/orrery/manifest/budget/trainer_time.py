@@ -110,8 +110,7 @@ def step_s(
     least = LAUNCH_S * model.num_layers * micro_batches
     idle = max(IDLE_SHARE * busy, least - busy)
     if mesh.ep > 1:
-        blocks = sum(is_sparse(model, layer) for layer in range(model.num_layers))
-        idle += EXPERT_WAIT_S * blocks * micro_batches
+        idle += EXPERT_WAIT_S * _num_moe_blocks(model) * micro_batches
     return {
         **seconds,
         "communication": exposed,
@@ -186,9 +185,8 @@ def _cpu_offload_s(
 ) -> float:
     """Return the seconds in which a rank's weights and gradients move between host and device."""
     shards = trainer.mesh.dp_shard * trainer.mesh.cp
-    gathers = micro_batches * (2 if trainer.fsdp.reshard_after_forward else 1)
+    gathers, reductions = _collectives(trainer, micro_batches)
     weights = DTYPE_BYTES[trainer.param_dtype] * counted.total / shards
-    reductions = micro_batches if trainer.fsdp.reduce_gradients == "micro_batch" else 1
     trained = sum(unit.trained for unit in counted.units) / shards
     gradients = DTYPE_BYTES[trainer.reduce_dtype] * trained
     return gathers * weights / rates.host_link_bytes + reductions * gradients / HOST_GRADIENTS
@@ -333,12 +331,11 @@ def traffic(model: Model, trainer: Trainer, counted: ParameterCounts, tokens: fl
     of_weights, of_experts = 1 - 1 / shards, 1 - mesh.ep / shards
     in_ep = in_cp = 0.0
     if mesh.ep > 1 and model.moe is not None:
-        layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
         # Expected number of ranks with a token's experts, if routing is uniform.
         reached = mesh.ep * (1 - (1 - 1 / mesh.ep) ** model.moe.num_experts_per_token)
         rows = tokens * reached * (mesh.ep - 1) / mesh.ep
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
-        in_ep = (6 if recomputes else 4) * rows * model.hidden_size * c * layers
+        in_ep = (6 if recomputes else 4) * rows * model.hidden_size * c * _num_moe_blocks(model)
     if mesh.cp > 1:
         in_cp = tokens * (mesh.cp - 1) * c * _context_values(model, trainer)
     own = sum(unit.trained for unit in units) / shards
@@ -367,9 +364,7 @@ def step_bytes(
     """
     one, mesh = traffic(model, trainer, counted, tokens), trainer.mesh
     shards = mesh.dp_shard * mesh.cp
-    gathers = micro_batches * (2 if trainer.fsdp.reshard_after_forward else 1)
-    by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
-    reductions = micro_batches if by_micro_batch else 1
+    gathers, reductions = _collectives(trainer, micro_batches)
 
     def here(ranks: int, stride: int = 1) -> int:
         return max(1, min(ranks, devices_per_node // stride))
@@ -401,6 +396,17 @@ def step_bytes(
             network = mesh.world_size * sum(outside for _, outside in rows)
             found[name] = {"links": every - network, "network": network}
     return found
+
+
+def _collectives(trainer: Trainer, micro_batches: int) -> tuple[int, int]:
+    """Return (gathers of a weight, reductions of a gradient) in a step."""
+    gathers = micro_batches * (2 if trainer.fsdp.reshard_after_forward else 1)
+    reductions = micro_batches if trainer.fsdp.reduce_gradients == "micro_batch" else 1
+    return gathers, reductions
+
+
+def _num_moe_blocks(model: Model) -> int:
+    return sum(is_sparse(model, layer) for layer in range(model.num_layers))
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
