@@ -73,7 +73,9 @@ async def update_engines(
 ) -> bool:
     """Load the newest policy version into all engines. Return whether a version was loaded.
 
-    Cancel stale rollouts first, because a paused engine handles no aborts.
+    - Cancel stale rollouts first, because a paused engine handles no aborts.
+    - Rollouts start when the engines resume. `pool.is_proving` holds batches back until the engines
+      have answered the canary.
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -215,7 +217,8 @@ class Loop:
     async def follow(self) -> None:
         while not self.scheduler.done:
             updating = self.ctx, self.scheduler, self.runner, self.pool, self.watch, self.changed
-            await update_engines(*updating)
+            if await update_engines(*updating):
+                self.changed.notify_all()  # the engines have answered the canary
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
             await asyncio.sleep(POLL_S)  # pause, because each pass reads files
