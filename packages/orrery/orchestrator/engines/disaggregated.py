@@ -25,7 +25,7 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Salt suffixes in `_decode_of`: blocks surely in the engine's cache, blocks that it computed.
+# Two records per salt in `_decode_of`: blocks in an engine's cache, and blocks that it computed.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0
