@@ -4,7 +4,7 @@
   float32 and encodes the sum. The total then travels W − 1 hops unchanged.
 - `all_to_all`: each rank sums one chunk and sends the sum to all.
 - A site with weight wᵢ = 0 forwards frames but adds no values.
-- If a peer fails, Δᵢ does not change.
+- A sum replaces its part of Δᵢ when it arrives. If a peer fails, compute Δᵢ again.
 """
 
 import threading
@@ -23,7 +23,7 @@ from orrery.elastic.links import PeerLinks
 from orrery.elastic.routes import ring_order
 from orrery.elastic.types import ElasticError, LinkBroken, OuterRound
 
-PIECE = 1 << 18  # maximum values per frame
+PIECE = 1 << 17  # maximum values per frame
 TIMEOUT_S = 600.0  # maximum wait per frame
 
 
@@ -63,7 +63,7 @@ def exchange(
     """Replace `delta`, f32[n], by the weighted mean over sites, or 0 if all weights are 0.
 
     `buckets`: slices that cover `delta`, equal at all sites. Raise LinkBroken if a peer fails, and
-    ElasticError if a value cannot be encoded.
+    ElasticError if a value cannot be encoded. Some parts of `delta` may then hold the mean.
     """
     if topology not in TOPOLOGIES:
         raise ElasticError(
@@ -91,7 +91,6 @@ def exchange(
     ]
     _in_threads([lane.run for lane in lanes])
     links.end()
-    _in_threads([lane.finish for lane in lanes])
     bytes_sent = sum(lane.bytes_sent for lane in lanes)
     codec_s = sum(lane.codec_s for lane in lanes)
     return ExchangeStats(bytes_sent, time.monotonic() - begin_s, codec_s)
@@ -151,12 +150,11 @@ class _Site:
 
 
 class _Lane(ABC):
-    """The exchange of one lane's pieces, in one thread. `final`: encoded sums by piece."""
+    """The exchange of one lane's pieces, in one thread."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         self.site, self.lane, self.pieces = site, lane, pieces
         self.bytes_sent, self.codec_s = 0, 0.0
-        self.final: dict[int, Bytes] = {}
         self._slab = Slab()
         self.awaited: set[tuple[int, int, int]] = set()  # (source, hop, piece)
         self._scratch = np.empty(max((_size(each) for each in pieces.values()), default=0), "f4")
@@ -190,10 +188,6 @@ class _Lane(ABC):
             else:
                 source, _, _ = next(iter(self.awaited))
                 raise links.failed(source, f"sent no frame for {self.site.timeout_s:g} s")
-
-    def finish(self) -> None:
-        for number, wire in self.final.items():
-            self.site.codec.decode(wire, self.site.delta[self.pieces[number].at])
 
     def _checked(self, frame: Frame) -> None:
         key = (frame.source, frame.hop, frame.piece)
@@ -229,6 +223,12 @@ class _Lane(ABC):
         wire = codec.encode_sum(x, float(self.site.share), added, out)
         self.codec_s += time.monotonic() - begin_s
         return wire
+
+    def finish(self, number: int, wire: Bytes) -> None:
+        """Replace a piece of Δ by its sum. This site's part of the sum is already sent."""
+        begin_s = time.monotonic()
+        self.site.codec.decode(wire, self.site.delta[self.pieces[number].at])
+        self.codec_s += time.monotonic() - begin_s
 
     def add(self, wire: Bytes, out: Floats) -> None:
         begin_s = time.monotonic()
@@ -274,10 +274,10 @@ class _RingLane(_Lane):
         last_sum, last = self.num_sites - 2, 2 * self.num_sites - 3
         if hop <= last_sum and self.site.is_heavy[self.site.rank]:
             wire = self.contribute(number, wire)
-        if hop >= last_sum:
-            self.final[number] = wire
         if hop < last:
             self.send(self.next, hop + 1, number, wire)
+        if hop >= last_sum:
+            self.finish(number, wire)
 
 
 class _AllToAllLane(_Lane):
@@ -305,7 +305,7 @@ class _AllToAllLane(_Lane):
 
     def take(self, frame: Frame) -> None:
         if frame.hop == 1:
-            self.final[frame.piece] = frame.payload
+            self.finish(frame.piece, frame.payload)
             return
         self._parts[frame.piece][frame.source] = frame.payload
         if len(self._parts[frame.piece]) == sum(self.site.is_heavy[rank] for rank in self.others):
@@ -315,9 +315,10 @@ class _AllToAllLane(_Lane):
         values = self.own(number)
         for _, wire in sorted(self._parts.pop(number).items()):
             self.add(wire, values)
-        wire = self.final[number] = self.encode(number, values)
+        wire = self.encode(number, values)
         for rank in self.others:
             self.send(rank, 1, number, wire)
+        self.finish(number, wire)
 
 
 TOPOLOGIES: dict[str, type[_Lane]] = {"ring": _RingLane, "all_to_all": _AllToAllLane}
