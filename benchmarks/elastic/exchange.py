@@ -160,11 +160,14 @@ def measure(case: Case) -> dict[str, Any]:
         certificates = make_site(Path(folder), "site")
         pipes = [context.Pipe() for _ in places]
         processes = [
-            context.Process(target=site, args=(r, case, places, certificates, barrier, end))
+            context.Process(
+                target=site, args=(r, case, places, certificates, barrier, end), daemon=True
+            )
             for r, (_, end) in enumerate(pipes)
         ]
-        for process in processes:
+        for process, (_, end) in zip(processes, pipes, strict=True):
             process.start()
+            end.close()  # a site that dies then ends `recv`
         found = [ours.recv() for ours, _ in pipes]
         for process in processes:
             process.join()
