@@ -162,6 +162,7 @@ start() {
 wait_for() {
   local seconds=$1 begin=$SECONDS job
   shift
+  for job in "$@"; do [ -d "$host/jobs/$job" ] || { echo "gpu_host.sh: no job $job has started" >&2 && exit 1; }; done
   for job in "$@"; do until [ -e "$host/jobs/$job/code" ] || [ $((SECONDS - begin)) -ge "$seconds" ]; do sleep 1; done; done
 }
 

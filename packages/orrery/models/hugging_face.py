@@ -271,9 +271,11 @@ class HuggingFaceLm(CausalLm):
             filled = _nan_copy(owner)
             before = getattr(network.config, "initializer_range", None)
             torch.manual_seed(seed)
-            network.config.initializer_range = std
-            network._init_weights(filled)
-            network.config.initializer_range = before
+            try:
+                network.config.initializer_range = std
+                network._init_weights(filled)
+            finally:
+                network.config.initializer_range = before
             value = {**filled._buffers, **filled._parameters}[attribute]
             assert value is not None
             if value.isnan().any():
