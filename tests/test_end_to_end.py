@@ -12,7 +12,6 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 from listeners import listening, undeclared

@@ -120,6 +120,23 @@ def test_strangers_and_older_epochs_get_nothing_and_others_go_on(certificates, t
         assert links[1].receive(0, 10.0).payload.tobytes() == b"fine"
 
 
+def test_strangers_of_one_address_leave_room_for_others(certificates):
+    meeting = Handshakes(certificates, lambda tls, hello: tls.close())
+    port = meeting.listen(HOST, 0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            silent = socket.create_connection((HOST, port), 5, ("127.0.0.2", 0))
+            stack.enter_context(silent)
+        with pytest.raises(OSError), certificates.client().wrap_socket(silent):
+            pass  # closed at once, as half of all handshakes are its address's
+        with (
+            socket.create_connection((HOST, port), 5) as sock,
+            certificates.client().wrap_socket(sock) as tls,
+        ):
+            assert tls.version() == "TLSv1.3"
+    meeting.close()
+
+
 class Exhausted:
     """A listener whose first calls of `accept` find no free file descriptor."""
 

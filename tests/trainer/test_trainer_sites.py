@@ -6,9 +6,11 @@ from site_threads import SiteFolders, ThreadSite, begun, flat, spec_of, together
 from test_trainer_stages import Stage, final_weights
 
 from orrery.elastic.outer import OuterOptimizer, weighted_mean
+from orrery.elastic.snapshots import copy_state
 from orrery.elastic.types import ElasticError
 from orrery.runtime.metrics import rows
 from orrery.runtime.run_directory import memory_prefix, metrics_path, remove_memory
+from orrery.trainer.elastic import check_listens
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -79,6 +81,33 @@ def test_a_site_that_lost_its_lease_takes_the_newest_state_in_a_closed_run(sites
     assert sorted(a.rows[-1]["weights"])[0] == 0
     together(a.train, b.train)
     assert digests(b)[-1] == digests(a)[-1] and min(a.rows[-1]["weights"]) > 0
+
+
+def test_a_host_without_memory_and_a_state_with_other_bits_are_refused(sites, monkeypatch):
+    _, (a, b, late, small) = sites("abcd")
+    together(a.enter, b.enter)
+
+    def copy_other(folder, number, digest, parts, *facts):
+        theta = np.frombuffer(parts["theta"], np.float32) + 1
+        return copy_state(folder, number, digest, {**parts, "theta": theta.data}, *facts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("orrery.trainer.elastic.copy_state", copy_other)
+        together(a.train, b.train)
+        with pytest.raises(ElasticError, match=r"state of round 1 from .* has other bits than the"):
+            late.enter()
+        patch.setattr("orrery.trainer.elastic.available_bytes", lambda: 1000)
+        with pytest.raises(
+            ElasticError, match=r"^memory: this site has 0.0 GB of host memory free"
+        ):
+            small.enter()
+
+
+def test_a_site_over_several_hosts_does_not_listen():
+    check_listens("", 4)
+    check_listens("10.0.0.1:29400", 0)
+    with pytest.raises(ElasticError, match=r"^--listen 10.0.0.1:29400: .* 4 ranks of this site"):
+        check_listens("10.0.0.1:29400", 4)
 
 
 def test_sites_that_accept_no_connections_join_and_train(sites):

@@ -11,6 +11,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,27 @@ WAIT_S = 60.0  # maximum wait for a pair's second site
 Pair = tuple[int, int, int, int]  # (epoch, lower rank, higher rank, lane)
 
 
+class Strangers:
+    """Count unfinished handshakes: at most `most`, and half of them from one address."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._by_address: Counter[str] = Counter()
+
+    def enter(self, address: str) -> bool:
+        with self._lock:
+            total, own = self._by_address.total(), self._by_address[address]
+            if total >= self._most or own >= self._most // 2:
+                return False
+            self._by_address[address] += 1
+            return True
+
+    def leave(self, address: str) -> None:
+        with self._lock:
+            self._by_address[address] -= 1
+            self._by_address = +self._by_address
+
+
 class Handshakes:
     """Make connections. `arrived(tls, hello)` gets accepted connections and must answer `hello`."""
 
@@ -42,7 +64,7 @@ class Handshakes:
         self._server, self._client = certificates.server(), certificates.client()
         self._arrived, self._relay = arrived, Relay()
         self._listener: socket.socket | None = None
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._strangers = Strangers(MAX_STRANGERS)
 
     def listen(self, host: str, port: int) -> int:
         try:
@@ -91,19 +113,19 @@ class Handshakes:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = listener.accept()
+                sock, (address, *_) = listener.accept()
             except OSError as error:
                 if listener.fileno() < 0 or error.errno == errno.EINVAL:  # `close` was called
                     return
                 log.warning("links: cannot accept a connection: %s", error)
                 time.sleep(RETRY_S)
                 continue
-            if not self._strangers.acquire(blocking=False):
+            if not self._strangers.enter(address):
                 sock.close()
                 continue
-            threading.Thread(target=self._meet, args=(sock,), daemon=True).start()
+            threading.Thread(target=self._meet, args=(sock, address), daemon=True).start()
 
-    def _meet(self, sock: socket.socket) -> None:
+    def _meet(self, sock: socket.socket, address: str) -> None:
         tls = None
         try:
             sock.settimeout(scaled(HANDSHAKE_S))
@@ -120,7 +142,7 @@ class Handshakes:
             (tls or sock).close()  # `tls` owns the file descriptor
             return
         finally:
-            self._strangers.release()
+            self._strangers.leave(address)
         if hello is None or hello.kind != Kind.HELLO:
             tls.close()
         else:

@@ -155,6 +155,10 @@ class OuterLoop:
         """Return the digest of θ_start and m. A collective."""
         return self._digest(no_step)
 
+    def digest_of(self, start: Floats, momentum: Floats) -> str:
+        """Return the digest of other θ_start and m. A collective."""
+        return self._joined(self.state.replaced(start, momentum).digest(no_step))
+
     def exchange(self) -> RoundRow:
         """Run a round between inner steps. A collective.
 
@@ -303,7 +307,9 @@ class OuterLoop:
         return self._optimizer.step
 
     def _digest(self, step: Step) -> str:
-        own = self.state.digest(step, self.fragment_of(self.round))
+        return self._joined(self.state.digest(step, self.fragment_of(self.round)))
+
+    def _joined(self, own: str) -> str:
         every = self._ranks.gather(own, str)
         return every[0] if len(every) == 1 else hashlib.sha256("".join(every).encode()).hexdigest()
 

@@ -9,6 +9,7 @@
 - Memory: 12 bytes a parameter.
 """
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,13 @@ class OuterState:
     def forget(self) -> None:
         """Drop cached digests, after writes to the arrays."""
         self._digests = [""] * len(self.fragments)
+
+    def replaced(self, start: Floats, momentum: Floats) -> "OuterState":
+        """Return a copy of this state with other θ and m."""
+        other = copy.copy(self)
+        other.start, other.momentum = start, momentum
+        other.forget()
+        return other
 
     def digest(self, step: Step, fragment: int = 0) -> str:
         """Return the digest of θ and m as if `step` had updated `fragment`."""

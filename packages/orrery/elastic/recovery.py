@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from orrery.elastic.certificates import Certificates
+from orrery.elastic.handshake import Strangers
 from orrery.elastic.snapshots import (
     HEADER,
     Block,
@@ -50,7 +51,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         self._blocks: dict[str, tuple[Path, Block]] = {}
         self._indexed: set[tuple[Path, int]] = set()
         self._indexing = threading.Lock()
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._strangers = Strangers(MAX_STRANGERS)
         super().__init__((host, port), _Handler)
 
     def newest(self) -> Path | None:
@@ -81,13 +82,13 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
                 request.getpeername()
                 wrapped = self._tls.wrap_socket(request, server_side=True)
             finally:
-                self._strangers.release()
+                self._strangers.leave(client_address[0])
             with wrapped:
                 wrapped.settimeout(SILENCE_S)
                 _Handler(wrapped, client_address, self)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self._strangers.acquire(blocking=False)
+        return self._strangers.enter(client_address[0])
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

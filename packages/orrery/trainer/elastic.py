@@ -35,7 +35,7 @@ from orrery.elastic.snapshots import check_room, copy_state, read_header
 from orrery.elastic.types import ElasticError, LeaseLost, OuterRound, SiteMember, read_place
 from orrery.manifest.identity import commit, run_id
 from orrery.manifest.schema import Elastic
-from orrery.manifest.schema.elastic import HOST_BYTES, host_bytes
+from orrery.manifest.schema.elastic import host_bytes, snapshot_bytes
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import SHARED_MEMORY, memory_prefix
 from orrery.runtime.timing import scaled
@@ -85,6 +85,9 @@ class SiteTraining:
         optimizer = OuterOptimizer(spec.outer.lr, spec.outer.momentum, spec.outer.nesterov)
         self._layers = layer_buckets(self._weights.sizes)
         fragments = make_fragments(self._layers, spec.fragments) if spec.fragments > 1 else ()
+        hosts = learner.world.all_gather(host_number())
+        self._ranks_here = hosts.count(host_number())
+        self._free_bytes = available_bytes() // self._ranks_here  # before the outer state
         times = "", spec.store_timeout_s
         self._loop = OuterLoop(
             optimizer, self._weights, None, self._exchange, *times, self._ranks, fragments
@@ -232,7 +235,9 @@ class SiteTraining:
         port, is_founder = int(text or 0), place.join == place.listen
         snapshots, links_port = (f"{host}:{port + 2}", port + 2 + size) if host else ("", 0)
         self._folder = SHARED_MEMORY / f"{memory_prefix(self._ctx.run_dir)}site-{rank}"
-        self._check_room()
+        check_listens(place.listen, size - self._ranks_here)
+        count = (spec.snapshots.keep + 1) * self._ranks_here
+        check_room(SHARED_MEMORY, snapshot_bytes(*self._sizes()), count)
         self._links = PeerLinks(self._run, files, host, links_port, shard=rank)
         self._stack.callback(self._links.close)
         keeping = KeeperOptions(
@@ -269,13 +274,9 @@ class SiteTraining:
             self._loop.rounds = self._site.membership
             self._site.membership.measured = self._links.speeds
 
-    def _check_room(self) -> None:
-        """Raise ElasticError if snapshots do not fit into memory. A collective."""
-        hosts = self._learner.world.all_gather(host_number())
-        state = HOST_BYTES // 3 * 2 * self._weights.num_parameters  # outer weights θ and momentum
-        num_bytes = state + sum(tensor.nbytes for tensor in self._inner())
-        count = (self._spec.snapshots.keep + 1) * hosts.count(host_number())
-        check_room(SHARED_MEMORY, num_bytes, count)
+    def _sizes(self) -> tuple[int, int]:
+        """Return this rank's number of trained parameters, and bytes of inner state."""
+        return self._weights.num_parameters, sum(tensor.nbytes for tensor in self._inner())
 
     def _join(self) -> None:
         """Join with a new site id, and fetch the newest state if this site lacks it.
@@ -308,13 +309,12 @@ class SiteTraining:
 
     def _terms(self, held: int, digest: str) -> Terms:
         assert self._site is not None
-        needed = host_bytes(self._spec, self._weights.num_parameters)
         is_first = self._site.log.read().ledger.terms is None
         return Terms(
             manifest=self._run,
             code=commit(Path(__file__).parents[3]),
             codec=self._spec.codec,
-            memory_bytes=needed if is_first else available_bytes() + needed,
+            memory_bytes=host_bytes(self._spec, *self._sizes()) if is_first else self._free_bytes,
             codecs=tuple(CODECS),
             round=held,
             digest=digest,
@@ -354,7 +354,10 @@ class SiteTraining:
                 failure = str(error)
             failures = [each for each in self._ranks.gather(failure, str) if each]
             if not failures:
+                assert found is not None
                 snapshot = found
+                bits = self._loop.digest_of(*_outer_state(snapshot))
+                check_bits(bits, digest, f"round {number} from {', '.join(peers)}")
             elif time.monotonic() > end_s:
                 raise ElasticError(failures[0])
         self._load(snapshot, number, keeps_delta)
@@ -379,8 +382,7 @@ class SiteTraining:
         if keeps_delta:
             for part, values in self._weights.parts(missed):
                 np.subtract(state.start[part], values, out=state.delta[part])
-        for name, values in (("theta", state.start), ("momentum", state.momentum)):
-            values[:] = np.fromfile(snapshot / name, dtype=np.float32)
+        state.start[:], state.momentum[:] = _outer_state(snapshot)
         state.forget()
         if keeps_delta:
             np.subtract(state.start, state.delta, out=state.delta)
@@ -415,6 +417,31 @@ def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
             f"trainer.elastic.max_sites {spec.max_sites}: that many sites already take part; "
             "join when one has left"
         )
+
+
+def check_listens(listen: str, num_elsewhere: int) -> None:
+    """Raise ElasticError if a site listens and has ranks on other hosts."""
+    if listen and num_elsewhere:
+        raise ElasticError(
+            f"--listen {listen}: a site listens on one host, and {num_elsewhere} ranks of this "
+            "site are on other hosts; join without --listen, or train this site on one host"
+        )
+
+
+def check_bits(found: str, digest: str, source: str) -> None:
+    if found != digest:
+        raise ElasticError(
+            f"recovery: the state of {source} has other bits than the run's log; restart these "
+            "sites, then join again"
+        )
+
+
+def _outer_state(snapshot: Path) -> tuple[Floats, Floats]:
+    """Return θ and m of a snapshot, each f32[n]."""
+    theta, momentum = (
+        np.memmap(snapshot / name, np.float32, mode="r") for name in ("theta", "momentum")
+    )
+    return theta, momentum
 
 
 def _shifted(donor: str, rank: int) -> str:

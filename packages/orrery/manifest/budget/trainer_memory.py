@@ -480,8 +480,9 @@ class _StepPlan:
             both = sum(2 * self.p * unit.trained + self.c * unit.frozen for unit in units)
             total += both // self.shards
         if self.trainer.elastic is not None:
-            trained = sum(unit.trained for unit in self.counted.units)
-            total += host_bytes(self.trainer.elastic, trained) // self.shards
+            trained = sum(unit.trained for unit in self.counted.units) // self.shards
+            inner = self.p * num_states(self.trainer.optimizer, self.counted) // self.shards
+            total += host_bytes(self.trainer.elastic, trained, inner)
         return total
 
     def gathered(self, unit: UnitParameters) -> int:

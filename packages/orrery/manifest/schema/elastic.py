@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Manifest
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-HOST_BYTES = 12  # per trained parameter: float32 weight at round start, momentum and weight change
+# Per trained parameter, in float32: weight at the round's start and momentum, and their sum with Δ
+OUTER_BYTES, HOST_BYTES = 8, 12
+FEEDBACK_BYTES = 8
 OFF = "or set trainer.elastic to null"
 
 
@@ -79,10 +81,19 @@ class Elastic(Record):
     snapshots: Snapshots
 
 
-def host_bytes(elastic: Elastic, num_parameters: int) -> int:
-    """Return the host bytes of the outer optimizer's state and of the Δ being sent."""
+def host_bytes(elastic: Elastic, num_parameters: int, inner_bytes: int) -> int:
+    """Return a rank's host bytes for rounds and snapshots.
+
+    `num_parameters`: trained by the rank. `inner_bytes`: its inner optimizer's state.
+    """
     sent = 4 * num_parameters // elastic.fragments if elastic.delay_steps else 0
-    return HOST_BYTES * num_parameters + sent
+    held = HOST_BYTES + FEEDBACK_BYTES * elastic.error_feedback
+    snapshots = (elastic.snapshots.keep + 1) * snapshot_bytes(num_parameters, inner_bytes)
+    return held * num_parameters + sent + snapshots
+
+
+def snapshot_bytes(num_parameters: int, inner_bytes: int) -> int:
+    return OUTER_BYTES * num_parameters + inner_bytes
 
 
 def elastic_misfits(run: "Manifest") -> Iterator[str]:
