@@ -216,7 +216,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             ),
             Line("elastic/exchange", "… 4 sites, 1 GB each, at 1 Gb/s", "4 sites, 1 GB, 1 Gb/s"),
             Line("elastic/failover", "Eight sites until rounds go on, slowest of four losses"),
-            Line("elastic/recovery", "A joiner of 1 GB at 1 Gb/s: seconds until it holds the state"),
+            Line("elastic/recovery", "A joiner of 1 GB at 1 Gb/s: seconds until it has all"),
             Line(
                 "elastic/recovery",
                 "… slow-down of the others",

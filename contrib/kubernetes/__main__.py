@@ -1,4 +1,4 @@
-"""Write Kubernetes manifests of a run's engines, for Dynamo's or llm-d's router. Apply nothing.
+"""Write, but do not apply, Kubernetes manifests of a run's engines, for Dynamo or llm-d.
 
     python contrib/kubernetes dynamo RUN --image IMAGE --claim CLAIM
     python contrib/kubernetes llm_d RUN --image IMAGE --claim CLAIM --proxy-image PROXY
@@ -21,7 +21,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.manifest.schema import Manifest
 from pods import Place
 
-Documents = dict[str, list[dict[str, object]]]  # by file name
+Documents = dict[str, list[dict[str, object]]]  # YAML documents by file name
 KINDS: dict[str, Callable[[Manifest, Place], Documents]] = {
     "dynamo": dynamo.render,
     "llm_d": llm_d.render,
@@ -29,7 +29,7 @@ KINDS: dict[str, Callable[[Manifest, Place], Documents]] = {
 
 
 class _Spelled(yaml.SafeDumper):
-    """A dumper without YAML references."""
+    """A dumper without YAML anchors and aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

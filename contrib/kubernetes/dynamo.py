@@ -1,6 +1,6 @@
 """Render a run as a DynamoGraphDeployment (nvidia.com/v1beta1) of a frontend and the engines.
 
-- A worker takes only vLLM's engine flags.
+- A worker takes vLLM's engine flags, not its server flags.
 - Dynamo reads a request's session from the header X-Dynamo-Session-ID.
 """
 
@@ -19,7 +19,7 @@ from pods import (
     weights_volume,
 )
 
-MAX_COMPONENTS = 25  # including the frontend
+MAX_COMPONENTS = 25  # Dynamo's limit, including the frontend
 # Flags of vLLM's API server → number of values.
 SERVER_FLAGS = {
     "--host": 1, "--port": 1, "--middleware": 1, "--uvicorn-log-level": 1, "--tokens-only": 0,
@@ -83,7 +83,7 @@ def _worker(manifest: Manifest, engine: Engine) -> dict[str, Any]:
         arguments += ["--kv-events-config", json.dumps(EVENTS)]
     if engine.part != "whole":
         arguments += ["--disaggregation-mode", engine.part]
-    # Dynamo's operator adds probes, ports and shared memory.
+    # Dynamo's operator adds its own probes, ports and shared memory.
     kept = {key: value for key, value in engine.container.items() if not key.endswith("Probe")}
     kept.pop("ports")
     mounts = [each for each in engine.container["volumeMounts"] if each["name"] != "shm"]

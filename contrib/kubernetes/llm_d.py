@@ -1,4 +1,4 @@
-"""Render a run for llm-d: a Deployment per engine, and values of chart llm-d-router-standalone.
+"""Render a run for llm-d: a Deployment per engine, and Helm values of llm-d-router-standalone.
 
 - llm-d's router, the endpoint picker, reads a request's session from the header X-Session-ID.
 - Any client with the run's token and a pod's address can use an engine.
@@ -20,7 +20,7 @@ from pods import (
 )
 
 ROLE = "llm-d.ai/role"
-CONNECTORS = {"nixl": "nixlv2", "mooncake": "mooncake"}  # the routing proxy's names
+CONNECTORS = {"nixl": "nixlv2", "mooncake": "mooncake"}  # the routing proxy's connectors
 PICKER_FILE = "picker.yaml"
 
 
@@ -97,7 +97,7 @@ def _values(manifest: Manifest) -> dict[str, Any]:
 
 
 def picker(manifest: Manifest) -> dict[str, Any]:
-    """Return the endpoint picker's configuration. For round robin, use the shortest queue."""
+    """Return the endpoint picker's configuration. Round robin becomes shortest queue."""
     router, apart = manifest.inference.router, manifest.inference.prefill_replicas > 0
     plugins: list[dict[str, Any]] = [
         {"type": "vllmhttp-parser"},

@@ -31,7 +31,8 @@ TOKEN_MOUNT: dict[str, Any] = {"name": "token", "mountPath": str(TOKEN_FOLDER), 
 class Place:
     """A cluster's images and weights.
 
-    `image` has vLLM, this package and, if used, Dynamo. The root of volume `claim` has the weights.
+    `image` has vLLM, this package and, if used, Dynamo. The root of volume claim `claim` has the
+    weights.
     """
 
     image: str
@@ -93,11 +94,11 @@ def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine
         apart = manifest.inference.prefill_replicas
         part = "whole" if not apart else "prefill" if index < apart else "decode"
         proxied = behind_proxy and part == "decode"
-        # A proxy reaches its engine on loopback.
+        # The proxy connects on loopback, and Kubernetes' probes on the pod's address.
         host, port = ("0.0.0.0", BEHIND_PROXY_PORT) if proxied else (ADDRESS, PORT)
         arguments = server_arguments(of_engine, WEIGHTS, index, host, port)
         if (config := connector_config(of_engine, index, TIERS)) is not None:
-            config.pop("engine_id", None)  # must differ at each start of a pod
+            config.pop("engine_id", None)  # let vLLM draw a new id at each start of a pod
             arguments += ["--kv-transfer-config", json.dumps(config)]
         container: dict[str, Any] = {
             "name": "engine",

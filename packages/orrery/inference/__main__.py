@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def run(role: str) -> None:
-    gc.disable()  # collections would slow the imports
+    gc.disable()  # garbage collection would slow the imports
     with role_process(role) as ctx:
         run_token()  # check the token before vLLM's long start
         ctx.health.doing("loading vLLM")

@@ -32,17 +32,17 @@ from orrery.wire.weight_wire import check_library, served_model
 PLUGIN = "orrery"
 BACKEND = "orrery"
 ADAPTER_BACKEND = "orrery_adapters"
-# The full name, because vLLM on CPU would replace "uni" by "mp".
+# The class name, because vLLM on CPU would replace "uni" by "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600
-HEAD, MEET_S = "engine_head", 0.1  # role that publishes where an engine's ranks meet
+HEAD, MEET_S = "engine_head", 0.1  # HEAD: role that publishes the ranks' rendezvous address
 KEEP_ALIVE_S = 600  # longer than clients keep an idle connection
 # Adapters never target experts, because vLLM's LoRA kernels for experts do not run on CPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),
 }
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of --max-lora-rank
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # permitted values of --max-lora-rank
 
 
 def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
@@ -83,7 +83,7 @@ def server_arguments(
         "--max-num-seqs": str(inference.max_num_sequences),
         "--max-num-batched-tokens": str(inference.max_batched_tokens),
         "--logprobs-mode": "processed_logprobs",  # at the sampling temperature
-        "--generation-config": "vllm",  # only requests set sampling parameters
+        "--generation-config": "vllm",  # ignore the checkpoint's sampling defaults
         "--weight-transfer-config": json.dumps({"backend": backend}),
         "--worker-extension-cls": "orrery.inference.plugin.AttestingWorker",
         "--middleware": "orrery.inference.front.RequireToken",
@@ -157,7 +157,7 @@ def _spread(manifest: Manifest) -> dict[str, str]:
         arguments |= {
             # One scale per 128 × 128 block, as in DeepGEMM and the trainer
             "--quantization": "fp8_per_block",
-            # FP8 routers would choose other experts.
+            # FP8 routers would choose other experts than the trainer.
             "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$", *others]}),
         }
     return arguments
@@ -173,7 +173,7 @@ def engine_and_part(ctx: RoleContext) -> tuple[int, int]:
 
 
 def meeting_point(ctx: RoleContext, engine: int, part: int) -> tuple[str, int]:
-    """Return the address where an engine's ranks meet. The first node chooses the port."""
+    """Return the host and port where an engine's ranks meet. Its first node chooses the port."""
     if not part:
         [port] = free_ports(1, ctx.host)
         rendezvous.publish(ctx, f"tcp://{ctx.host}:{port}", as_role=HEAD)
@@ -206,7 +206,7 @@ def node_arguments(inference: Inference, part: int, host: str, port: int) -> lis
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> Path | None:
     """Return a folder with a LoRA adapter of zeros in PEFT's format, or None without LoRA.
 
-    All engines of a stage share the folder, because a KV block's hash includes the folder's path.
+    All engines of a stage share the folder: its path is part of KV block hashes, which must agree.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -232,7 +232,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, name: str) -> P
         for factor, shape in shapes.items()
     }
     save_file(factors, aside / "adapter_model.safetensors")
-    sync_tree(aside)  # before the rename, because later starts do not check the folder
+    sync_tree(aside)  # before the rename: later starts trust an existing folder
     try:
         aside.rename(folder)
     except OSError:

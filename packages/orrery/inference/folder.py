@@ -1,7 +1,7 @@
 """Serve a Hugging Face folder for `orrery serve`: `python -m orrery.inference.folder`.
 
-The run directory links to the folder as `weights/serve`, and has no manifest. On a CPU, `--dtype`
-is from config.json, because vLLM would not choose float32.
+The run directory has no manifest, and `weights/serve` links to the folder. On CPU, vLLM's `--dtype`
+is config.json's dtype, because vLLM's default is never float32.
 """
 
 import gc

@@ -1,7 +1,7 @@
-"""A proxy that checks credentials for vllm-router. Otherwise any caller could add engines.
+"""Check credentials: a proxy for vllm-router, and middleware for engines.
 
-vllm-router checks keys by a request to this proxy's `AUTHORIZED`, so it also refuses callers that
-bypass the proxy.
+Without the proxy, any caller could add engines to the router. The router validates keys by requests
+to the proxy's route `AUTHORIZED`, so it also refuses callers that bypass the proxy.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Front:
-    """The proxy. An empty token accepts every request."""
+    """The proxy. With an empty token, it accepts every request."""
 
     def __init__(self, token: str, router_url: str) -> None:
         address = urlsplit(router_url)
@@ -84,7 +84,7 @@ class Front:
         return "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
 
     def allows(self, method: str, path: str, given: bytes) -> bool:
-        """Return whether the credential permits a route. Unknown routes need `administer`."""
+        """Return whether credential `given` permits a route. Unknown routes need `administer`."""
         purpose = ROUTES.get((method, path), Purpose.ADMINISTER)
         return hmac.compare_digest(given, self._wanted[purpose]) or not self._has_token
 
@@ -151,7 +151,7 @@ class _Caller(asyncio.Protocol):
         self._body_bytes, self._expects = 0, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's class is no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
         self._front.callers.add(self)
 
     def connection_lost(self, _: Exception | None) -> None:

@@ -2,7 +2,7 @@
 
 - The first `prefill_replicas` engines prefill, and the others read their KV blocks. A block's lease
   (time until reuse) outlasts any request. Otherwise NIXL could send another request's cache.
-- A resumed run repeats block hashes with other weights, so it removes earlier attempts' files.
+- An attempt removes earlier attempts' files: their block hashes recur with other weights.
 """
 
 import json
@@ -90,7 +90,7 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 
 def handover(config: Any, host: str) -> dict[str, str]:
     if config is None or "VLLM_MOONCAKE_BOOTSTRAP_PORT" not in os.environ:
-        return {}  # NIXL adds its id and address to each answer
+        return {}  # NIXL adds the engine's id and address to each answer
     return {
         "kv_engine_id": config.engine_id,
         "kv_bootstrap": f"http://{host}:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}",
@@ -196,7 +196,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write Mooncake's client config. Return the variable with its path."""
+    """Write Mooncake's client config. Return the environment variable with its path."""
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
     share = offload.segment_bytes // manifest.inference.devices_per_replica
@@ -232,7 +232,7 @@ def refuse_open_interfaces(what: str) -> None:
 
 
 def refuse_missing_rdma(field: str, protocol: str) -> None:
-    """Raise OrreryError if RDMA has no device. Mooncake would use TCP without a warning."""
+    """Raise OrreryError if RDMA has no device, because Mooncake would silently use TCP."""
     if protocol == "rdma" and not network.rdma_devices():
         raise OrreryError(
             f"{field}.protocol 'rdma': {socket.gethostname()} has no device in "
@@ -248,12 +248,12 @@ FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
 
 
 class BoundedFolder:
-    """A folder that evicts old files above a size limit. Readers must accept missing files."""
+    """A folder that evicts least recently used files above a size limit. Readers may miss files."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # by path, oldest use first
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # by path, least recently used first
         self._num_bytes = 0
         for path, _, num_bytes in sorted(_files(folder), key=lambda found: found[1]):
             _remove(self._enter([path], num_bytes))
@@ -321,7 +321,7 @@ def _path(folder: Path, key: str) -> Path:
 
 
 class RoutesOnDisk:
-    """Routes on disk, one file per KV block. One thread writes, any thread reads."""
+    """Routes (chosen experts) on disk, one file per KV block. Only one thread may write."""
 
     def __init__(self) -> None:
         self._folder = Path(os.environ[FOLDER])

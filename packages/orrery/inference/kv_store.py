@@ -1,4 +1,4 @@
-"""Run the master of a Mooncake Store: `python -m orrery.inference.kv_store`."""
+"""Run the master of a Mooncake Store (shared KV cache): `python -m orrery.inference.kv_store`."""
 
 import socket
 import subprocess
@@ -77,7 +77,7 @@ def _listens(host: str, port: int) -> bool:
 def _loads(library: str) -> bool:
     """Return whether the library loads in a subprocess.
 
-    In this process, it could conflict with NIXL's copy of rdma-core and crash at exit.
+    Loaded in this process, it could conflict with NIXL's copy of rdma-core and crash at exit.
     """
     probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"
     command = [sys.executable, "-S", "-c", probe, library]

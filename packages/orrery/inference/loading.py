@@ -1,8 +1,8 @@
 """Find the weight slices that this engine rank needs, and copy them into vLLM's layers.
 
-- `learn` records the boxes that the model's `load_weights` copies. A box is a (start, stop) per
-  dimension.
-- `Loading` passes complete layers to vLLM's layerwise reload. It keeps the addresses that CUDA
+- `learn` records the boxes that the model's `load_weights` copies. A box is an index range (start,
+  stop) per dimension.
+- `Loading` passes complete layers to vLLM's layerwise reload, which keeps the addresses that CUDA
   graphs use.
 """
 
@@ -76,7 +76,7 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
     """Return the slices that `model` loads. Leave the model unchanged.
 
     Raise ValueError if a layer gets only some of its elements, or if a loader does more than copy
-    slices.
+    slices and set constants.
     """
     with _without_storage(model) as owners:
         recorder = _Recorder(owners)
@@ -134,7 +134,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # By storage address. Keep the tensor, so that its address is not reused.
+        # By storage address. Holding the meta tensor prevents reuse of its address.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:
@@ -186,10 +186,10 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the box that `of` views, and for each of its dimensions the stride in `into`.
+    """Return the box of tensor `name` that `of` covers, and the stride in `into` per box dimension.
 
-    `of` views a dense tensor of `shape`, and is copied to `into`. Raise ValueError if it views no
-    box.
+    `of` is a view of this dense tensor of `shape`, to be copied to `into`. Raise ValueError if `of`
+    covers no box.
     """
     full: list[int] = []
     stride = 1
@@ -331,7 +331,7 @@ class Loading:
         """Call `initialize_layerwise_reload(model)` before this."""
         self._layers = dict(model.named_modules())
         self._needs = needs
-        self._missing: dict[str, int] = defaultdict(int)  # by layer
+        self._missing: dict[str, int] = defaultdict(int)  # elements by layer
         for destinations in needs.destinations.values():
             for each in destinations:
                 self._missing[each.layer] += math.prod(shape_of(each.box))

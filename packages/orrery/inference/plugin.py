@@ -33,13 +33,13 @@ def register() -> None:
 
 
 class AttestingWorker:
-    """A mixin for vLLM's worker class (`--worker-extension-cls`)."""
+    """Methods added to vLLM's worker class (`--worker-extension-cls`)."""
 
     weight_transfer_engine: Any
     finish_weight_update: Any
 
     def untaken(self) -> str | None:
-        """Return the last weight update's error, if any."""
+        """Return the last weight update's error, or None."""
         failure: str | None = self.weight_transfer_engine.failure
         return failure
 
@@ -85,7 +85,7 @@ class AttestingWorker:
         asyncio.run_coroutine_threadsafe(expire(), worker.sender_loop).result()
 
     def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail KV reads from an ended engine. NIXL detects lost engines itself."""
+        """Fail Mooncake's KV reads from an ended engine. NIXL detects ended engines itself."""
         from orrery.inference.patches.vllm import give_up_pulls_of
 
         worker = _connector_worker()

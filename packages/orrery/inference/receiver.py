@@ -1,8 +1,8 @@
 """Load a published weight version into the running model, and fingerprint its tensors.
 
 - A version comes in files (whole tensors or LoRA factors) or by direct transfer (slices).
-- Fingerprints are of the loaded model ("resident"). If the engine repacks or slices a tensor, its
-  fingerprint is taken on arrival ("as_consumed").
+- A fingerprint (64-bit hash) is of the loaded tensor ("resident") or, if the engine repacks or
+  slices the tensor, of its state on arrival ("as_consumed").
 - An update must have all tensors of the engine's first checkpoint.
 - Workers never raise, because vLLM 0.32 would mix up their results. If any worker fails, all
   discard the update.
@@ -72,7 +72,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Consumed(NamedTuple):
-    """A tensor as it arrived. `shape` is None if this rank receives only a part."""
+    """A tensor on arrival. `shape` is None if this rank receives only a part."""
 
     fingerprint: int
     shape: torch.Size | None
@@ -80,7 +80,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """A transfer round: FP8 slices to decode, and runs to copy into the model."""
+    """A transfer round's FP8 slices, and its copies of decoded FP8 (`wide`) and other slices."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -287,7 +287,7 @@ class Receiver(Backend):
                 )
 
     def _expected_names(self) -> set[str]:
-        """Return the tensor names of the engine's first checkpoint, without a tied head."""
+        """Return the tensor names of the engine's first checkpoint, without a tied LM head."""
         from safetensors import safe_open
 
         names: set[str] = set()
@@ -299,7 +299,7 @@ class Receiver(Backend):
         return names
 
     def _resident(self, name: str, consumed: Consumed) -> torch.Tensor | None:
-        """Return the loaded model's tensor, or None if vLLM repacked or sliced it."""
+        """Return the parameter that holds tensor `name`, or None if vLLM repacked or sliced it."""
         if name not in self._places:
             self._places[name] = self._place(name)
         place = self._places[name]
@@ -398,7 +398,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a LoRA factor's fingerprint and kind. Read vLLM's `buffer` if the factor fits."""
+    """Return a LoRA factor's fingerprint and kind, read from vLLM's `buffer` if it fits there."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED

@@ -44,7 +44,7 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # The router answers 429 above `most`. The factor 2 allows old and new requests to overlap.
+    # Above `most` requests, the router answers 429. The factor 2 lets old and new ones overlap.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
@@ -70,7 +70,7 @@ def router_arguments(
 def router_program() -> None:
     """Run vllm-router. The first argument is the URL that validates API keys.
 
-    vllm-router 0.1.17 has no option for this URL. An empty URL accepts every call.
+    vllm-router 0.1.17 has no option for this URL. Without the URL, it accepts every call.
     """
     from vllm_router.launch_router import launch_router, parse_router_args
 

@@ -1,7 +1,7 @@
 """Run one vLLM server in this process: start it, publish its address, end its processes.
 
-- vLLM's processes end with this process, at most WATCH_S after an engine core's death.
-- In the role `headless`, it runs engine cores for a server on another node.
+- vLLM's processes end with this process, which ends within WATCH_S of an engine core's death.
+- In the role `headless`, this process runs engine cores for a server on another node.
 - SIGTERM ends all processes within STOP_S and deletes KV blocks on disk. Failures keep the blocks.
 """
 
@@ -63,7 +63,7 @@ def serve(
     """Serve until SIGTERM, then remove `disk`, the folder of KV blocks.
 
     Raise RunFailed if the engine dies or does not start, or OutOfMemory if `explain` has a message
-    for the cause.
+    for a failed start.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -106,7 +106,7 @@ class Left:
     scratch: Path
     start: str
     shared: str
-    disk: Path | None  # of KV blocks
+    disk: Path | None  # folder of KV blocks
     pid: int  # the server's, because forks must not remove files
 
     @staticmethod
@@ -285,10 +285,10 @@ async def _healthy(host: str, port: int) -> bool:
 
 
 def root_cause(error: Exception, log: Path, begin: int) -> str:
-    """Return the cause of a failed start: an exception in `log` after byte `begin`, or `error`.
+    """Return an engine failure's cause: an exception in `log` after byte `begin`, or `error`.
 
-    Prefer unhandled to handled exceptions, and both to consequences of another process's end. Among
-    equals, prefer exceptions logged as ERROR.
+    Prefer unhandled to handled exceptions, and both to consequences of another process's end. In
+    each class, prefer exceptions logged as ERROR.
     """
     if POINTER not in str(error):
         return str(error)

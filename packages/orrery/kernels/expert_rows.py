@@ -27,12 +27,12 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class RowOrder(NamedTuple):
-    """The order of rows: slots sorted by expert. Slot t·K + k is token t's k-th expert."""
+    """Rows are slots sorted by expert. Slot t·K + k holds token t's k-th expert."""
 
     row_M: Tensor  # i64: slot of each row (padding: 0)
     place_TK: Tensor  # i64: row of each slot
     ends_E: Tensor  # i32: end of the expert's rows
-    counts_E: Tensor  # i32: number of slots
+    counts_E: Tensor  # i32: number of the expert's slots
 
 
 def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:
@@ -76,7 +76,7 @@ def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
     """Return silu(gate) · up · score [M, I] in gate_up's dtype.
 
-    gate_up is [M, 2·I], gate first, score [M]. Raise ValueError on other shapes.
+    gate_up [M, 2·I] has the gate's columns first. score is [M]. Raise ValueError on other shapes.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
         raise ValueError(
@@ -306,7 +306,7 @@ def _(x, weight):
 
 @torch.library.custom_op("orrery::wide_linear_backward", mutates_args=())
 def _wide_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight. Two half-precision terms keep grad's precision."""
+    """Return the gradients of x and weight, from two half-precision terms that sum to grad."""
     rounded = grad.to(x.dtype)
     parts = torch.cat((rounded, (grad - rounded.float()).to(x.dtype)), dim=1)
     grad_x = torch.mm(parts, torch.cat((weight, weight)))

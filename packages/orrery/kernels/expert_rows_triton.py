@@ -1,6 +1,6 @@
-"""Triton kernels of `expert_rows.py`, in float32, on contiguous tensors.
+"""Triton kernels of `expert_rows.py`. They compute in float32, on contiguous tensors.
 
-Offsets have 64 bits for tensors above 2³¹ elements.
+Offsets have 64 bits, because tensors may exceed 2³¹ elements.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,7 +1,7 @@
 """Run FlashMLA's sparse forward pass on Hopper.
 
-The library `_flashmla_C` of vLLM's wheel is loaded without importing vLLM. A test call finds the
-base of its log-sum-exp, e or 2.
+The library `_flashmla_C` of vLLM's wheel is loaded without importing vLLM. A test call finds
+whether its log-sum-exp has base e or 2.
 """
 
 import importlib.util

@@ -2,9 +2,9 @@
 
 out[group e] = x[group e] @ weight[e]ᵀ, with adapters + (x[group e] @ a[e]ᵀ) @ b[e]ᵀ
 
-bfloat16 on a GPU uses torch's grouped GEMM if 8 divides both sides of weight[e], and Triton for
-adapters up to rank 64. Other inputs run in a slow loop. Rows from `ends[-1]` on have no group, and
-are undefined in the output and x's gradient.
+Group e is rows `ends[e − 1]:ends[e]`. Later rows have no group: their output and x's gradient are
+undefined. In bfloat16 on a GPU, products use torch's grouped GEMM if 8 divides both sides of
+weight[e], and adapters up to rank 64 use Triton. Other inputs run in a slow loop.
 """
 
 from collections.abc import Iterator
@@ -128,7 +128,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
     x_MK, weight_ENK, ends_E = ctx.saved_tensors
-    grad_MN = grad_MN.contiguous()  # grouped GEMM refuses stride 0 (a sum's gradient)
+    grad_MN = grad_MN.contiguous()  # grouped GEMM refuses the stride 0 of a sum's gradient
     grad_x_MK = grad_weight_ENK = None
     if ctx.needs_input_grad[0]:
         grad_x_MK = _product(grad_MN, weight_ENK.transpose(1, 2), ends_E)
@@ -145,7 +145,7 @@ def adapted_grouped_matmul(
 ) -> Tensor:
     """Return [M, N]: rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e])ᵀ.
 
-    a is [E, R, K], b is [E, N, R]. Otherwise see `grouped_matmul`.
+    a is [E, R, K], b is [E, N, R]. For the rest, see `grouped_matmul`.
     """
     (num_groups, rank, _), width = a_ERK.shape, x_MK.shape[1]
     wide = weight_ENK.shape == (num_groups, b_ENR.shape[1], width) and a_ERK.shape[2] == width

@@ -40,7 +40,7 @@ def narrow_product(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def thin_gradient(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool) -> Tensor:
-    """Return wideᵀ @ narrow [E, W, R] by group, or narrowᵀ @ wide [E, R, W] if `narrow_first`.
+    """Return each group's wideᵀ @ narrow [E, W, R], or narrowᵀ @ wide [E, R, W] if `narrow_first`.
 
     Inputs must be contiguous.
     """

@@ -1,7 +1,7 @@
 """Choose keys with FP8 scores as in vLLM's indexer, by DeepGEMM on Hopper.
 
-D = 128, R rotated width. `sparse_index` defines other letters. Each query head and each key has one
-scale, a power of two. Source: vLLM 0.32, `models/deepseek_v32/common/kernels.py`.
+D = 128, R columns rotated by RoPE. `sparse_index` defines other letters. Each query head and each
+key has one scale, a power of two. Source: vLLM 0.32, `models/deepseek_v32/common/kernels.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -49,7 +49,7 @@ def quantize_index(
 
 
 def pack(key_T1D: Tensor, scale_T1: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [S, …]: each key's bytes, then its scale's, viewed as `dtype`."""
+    """Return [S, …]: rows of a key's bytes and its scale's, viewed as `dtype`."""
     key, scale = key_T1D.flatten(1).view(torch.uint8), scale_T1.view(torch.uint8)
     return torch.cat((key, scale), dim=1).view(dtype)
 
@@ -83,7 +83,7 @@ def select_keys(
     end_T = torch.maximum(last_T.clamp(max=num_keys - 1).int() + 1, begin_T)
     choose = top_keys or (cudnn_top_keys() if top_k <= MAX_CUDNN_TOP_K else None) or triton_top_keys
     library: Any = load()
-    step = max(4, CHUNK_ELEMENTS // num_keys // 4 * 4)  # DeepGEMM scores 2 or 4 queries per block
+    step = max(4, CHUNK_ELEMENTS // num_keys // 4 * 4)  # DeepGEMM's blocks have 2 or 4 queries
     for start in range(0, num_queries, step):
         rows = slice(start, start + step)
         ranges = begin_T[rows].contiguous(), end_T[rows].contiguous()
@@ -122,7 +122,7 @@ def cudnn_top_keys() -> Callable[[Tensor, Tensor, int], Tensor] | None:
 def triton_top_keys(score_CS: Tensor, count_C: Tensor, top_k: int) -> Tensor:
     """Return the columns of each row's best scores: i32 [C, top_k], ascending, padded with −1.
 
-    Row c has `count_C[c]` columns. Equal scores prefer the first column.
+    Row c has `count_C[c]` scores. Equal scores prefer the first column.
     """
     from orrery.kernels import sparse_index_triton as kernels
 

@@ -1,7 +1,7 @@
 """Triton kernels of the indexer: score a chunk of queries, then choose each query's best keys.
 
-C queries of a chunk, K chosen keys. `sparse_index` defines other letters. `_choose` fills a buffer
-per query, and cuts a full buffer to its K best keys.
+C queries of a chunk, K chosen keys. `sparse_index` defines other letters. `_choose` cuts each
+query's buffer of keys to the K best whenever it is full.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -83,7 +83,7 @@ def choose(
 ) -> None:
     """Write each query's K best keys in [first_c, last_c] to `indices_CK`, sorted by index.
 
-    With fewer than K keys, the row's rest is unchanged.
+    With fewer than K keys, the rest of the row is unchanged.
     """
     num_queries, top_k = indices_CK.shape
     size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))
@@ -168,7 +168,7 @@ def _rank(value):
 
 @triton.jit
 def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
-    """Cut `count` ranks and keys to the K best. Return the K-th best rank."""
+    """Keep the K best of `count` ranks and keys. Return the K-th best rank."""
     tl.debug_barrier()
     at = tl.arange(0, SIZE)
     known = at < count

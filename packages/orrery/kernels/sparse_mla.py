@@ -157,7 +157,7 @@ def _backward(
 
 
 def _add_rows(total_SD: Tensor, row_TK: Tensor, value_TKD: Tensor) -> None:
-    """Add `value_TKD[t, k]` to row `row_TK[t, k]` of `total_SD` in a fixed order. Skip rows −1.
+    """Add `value_TKD[t, k]` to row `row_TK[t, k]` of `total_SD` in a fixed order. Skip row −1.
 
     On a GPU, only `index_put_` has a fixed order. It is slow if many values share a row.
     """

@@ -1,7 +1,7 @@
 """Triton kernels of sparse MLA: forward pass, and backward pass without atomics.
 
 C queries of a chunk. `sparse_mla` defines other letters. A pair is a query and one of its chosen
-keys. The backward pass writes:
+keys. Outputs of the backward kernels:
 
 - `_logit_gradients`: p and dlogit = d(q · key), [C, K, H] each
 - `_query_gradients`: dq = dlogitᵀ · keys
@@ -56,7 +56,7 @@ def _shared_bytes(device: int) -> int:
 
 
 def lengths(indices_TK: Tensor) -> Tensor:
-    """Return i32 [T]: 1 + the query's last column with a key, or 0."""
+    """Return i32 [T]: 1 + each query's last column with a key, or 0."""
     place_K = torch.arange(1, indices_TK.shape[1] + 1, dtype=torch.int32, device=indices_TK.device)
     return torch.where(indices_TK >= 0, place_K, 0).amax(dim=1)
 
@@ -95,7 +95,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dq and dkv in the dtype of q and kv.
 
-    Each pair's dkv is rounded to that dtype, then summed in float32.
+    Each pair's dkv is rounded to this dtype, then summed in float32.
     """
     grad_q_THD = torch.empty_like(q_THD)
     grad_kv_SD = torch.zeros_like(kv_SD, dtype=torch.float32)
@@ -167,7 +167,7 @@ def _columns(wanted: int, *parts: int) -> int:
     return min(wanted, *(n & -n for n in parts))
 
 
-# Cache of `_order_of_keys`, because layers share tensors of chosen keys.
+# Results of `_order_of_keys`, because layers share tensors of chosen keys.
 _orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -182,7 +182,7 @@ def _orders_of(indices_TK: Tensor, num_keys: int, step: int) -> list[tuple[Tenso
 def _order_of_keys(indices_CK: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Return each pair's row, i32 [C, K], and each key's first row, i32 [S + 1].
 
-    Rows are pairs sorted by key, then query. Pairs without key come last.
+    Rows are pairs sorted by key, then query. Pairs with key −1 come last.
     """
     key_M = torch.where(indices_CK >= 0, indices_CK, num_keys).flatten()
     key_M, pair_M = key_M.sort(stable=True)

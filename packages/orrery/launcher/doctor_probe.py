@@ -72,7 +72,7 @@ def main():
 def say(found):
     """Print `found` as JSON in short lines, because srun splits lines above 1024 bytes.
 
-    Line format: `RANK/INDEX/COUNT PIECE`.
+    Line format: `RANK/INDEX/COUNT PIECE`, with piece INDEX of COUNT.
     """
     text = json.dumps(found)
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
@@ -142,7 +142,7 @@ def free(path):
 
 
 def meet(found, options, rank, size):
-    """Test network, clocks and shared folder with all other nodes. Add to `found`:
+    """Test network, clocks and shared folder with all other ranks, one per node. Add to `found`:
 
     - `unseen`: ranks whose file did not appear in the shared folder.
     - `tcp`: rank → connection error, or None.
@@ -169,7 +169,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # Look before the flag exists. NFS then caches its absence, the worst case to measure.
+            # Look before the flag exists: NFS then caches that it is missing, the worst case.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -184,7 +184,7 @@ def meet(found, options, rank, size):
         thread.join()
     held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
-    limit_s = time.monotonic() + wait_s  # serve until all ranks are done
+    limit_s = time.monotonic() + wait_s  # keep serving until all ranks are done
     done = [os.path.join(folder, f"done.{one}") for one in where]
     while time.monotonic() < limit_s and not all(map(os.path.exists, done)):
         time.sleep(POLL_S)

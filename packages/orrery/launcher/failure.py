@@ -1,6 +1,6 @@
 """Report the process that failed first, and restart inference engines.
 
-- If a process's error names another failed process, that process is reported.
+- If a failed process's error names another failed process, the latter is reported.
 - If one process of an engine ends, all processes of the engine restart.
 - An engine does not restart after a user error (exit code 2) or two failed starts in a row.
 """
@@ -26,7 +26,7 @@ POLL_S = 0.1
 BLAME_S = 5.0  # maximum wait for a blamed process to fail
 SETTLE_S = 0.3  # wait for further failures
 EVIDENCE_S = 2.0  # time to write stacks
-RECORDED_S = 10.0  # maximum wait for flight recorder files
+RECORDED_S = 10.0  # maximum wait for torch's flight recorder files
 SLURM_SAYS_S = 2.0  # maximum wait for Slurm to report the job's end
 
 
@@ -110,7 +110,7 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make processes write stacks and torch flight recorder files. Return a message."""
+    """Make processes write stacks and torch flight recorder files. Return where these are."""
     for process in stage.processes:
         if process.name in stage.health:  # SIGUSR1 kills a process without a health file
             process.signal(signal.SIGUSR1)
@@ -191,7 +191,7 @@ WINDOW_S = 24 * 3600.0  # period over which restarts count
 
 
 class Restarts:
-    """Allow `most` restarts in WINDOW_S, over all engines."""
+    """Allow `most` restarts of all engines together within WINDOW_S."""
 
     def __init__(self, most: int):
         self.most = most
@@ -204,7 +204,7 @@ class Restarts:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Count a restart of engine `name`. Return None, or a reason to refuse the restart.
+        """Return the reason to refuse a restart of engine `name`, or count it and return None.
 
         The reason is "" if `most` is 0.
         """
@@ -233,7 +233,7 @@ class EngineRestarts:
         self.refusal = ""
         self._policy = Restarts(stage.job.max_restarts)
         stage.engine_restarts = self._policy.by_name
-        self._replaced: list[int] = []  # process groups to reap
+        self._replaced: list[int] = []  # process groups of killed engines, to reap
 
     def restart_ended(self) -> bool:
         stage, job = self.stage, self.stage.job

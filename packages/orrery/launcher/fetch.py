@@ -1,6 +1,6 @@
 """Download a model or a dataset, but no code, from the Hugging Face hub: `orrery fetch`.
 
-The names of a dataset's files begin with their split.
+Downloaded dataset files get names that begin with their split.
 """
 
 import json
@@ -177,8 +177,8 @@ def fetch_dataset(
 ) -> list[str]:
     """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines to print.
 
-    `config`: for example `main` of openai/gsm8k, or None for the only config. `shard_word`: K/N, to
-    fetch only shard K.
+    `config`: for example `main` of openai/gsm8k, or None for the only config. `shard_word`: K/N for
+    shard K of N, or None for all files.
     """
     shard = None if shard_word is None else parse_shard(shard_word)
     source = hub.find("dataset", word, (CARD,))
@@ -217,7 +217,7 @@ def _fill(
 ) -> None:
     """Download the dataset's files into `folder`.
 
-    With `shard`, skip other shards' files, except if `target` has them or the hub has no sha256.
+    With `shard`, skip a file of another shard, unless `target` has it or the hub lists no sha256.
     """
     card = [CARD] if CARD in source.files else []
     header = _header(hub.download(source, card, folder).get(CARD))

@@ -25,7 +25,7 @@ constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
 WAITS_S = (1.0, 2.0, 4.0)
-LINKED_BYTES = 1 << 20  # larger files are hard links. Users may edit smaller files.
+LINKED_BYTES = 1 << 20  # copy smaller files, which users may edit. Hard-link the others.
 Kind = Literal["model", "dataset"]
 
 
@@ -56,7 +56,7 @@ class HubRepository:
 def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
     """Resolve OWNER/NAME[@REVISION] to a commit and list its files, or raise OrreryError.
 
-    With `HF_HUB_OFFLINE`, the cache must have the files that match `patterns`.
+    With `HF_HUB_OFFLINE`, the hub's cache must have the files that match `patterns`.
     """
     repository, _, asked = word.partition("@")
     if repository.count("/") != 1 or (asked == "" and "@" in word):
@@ -98,10 +98,10 @@ def _cached(folder: Path) -> dict[str, HubFile]:
 
 
 def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Download `names` into `folder`, and verify them.
+    """Download `names` into `folder` and verify them. Return paths by name.
 
-    Large files become hard links to the hub's cache on the same disk. Raise OrreryError if the hub
-    refuses, the disk is too small, or a digest differs.
+    Large files become hard links if the hub's cache is on the same disk. Raise OrreryError if the
+    hub refuses, the disk is too small, or a digest differs.
     """
     names = sorted(names)
     _check_disk(source, names, folder)
@@ -244,7 +244,7 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
 
 @contextmanager
 def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
-    """Yield a temporary folder. Afterwards, write its SHA256SUMS and rename it to `target`."""
+    """Yield a temporary folder. On exit, write SHA256SUMS into it and rename it to `target`."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):
         if not Path("/proc", stale.name.split(".")[-2]).exists():  # left by a killed process
@@ -261,7 +261,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
-    """Return whether `target` exists. Raise OrreryError if its files differ from `source`."""
+    """Return whether `target` exists. Raise OrreryError if its source differs or a file changed."""
     if not target.exists():
         return False
     sums = target / SUMS

@@ -1,4 +1,4 @@
-"""Write down how this site starts a run's stages. Check the targets given to Snakemake."""
+"""Describe how this site starts a run's stages, and check the targets given to Snakemake."""
 
 import os
 import re
@@ -209,7 +209,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError if a target is unknown or stale, or does not fit in memory."""
+        """Raise OrreryError if a target is unknown or stale, or its run does not fit in memory."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])
@@ -267,13 +267,13 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # each file renders alone, but two files define the same run
+    if not broken:  # each file renders alone, so two files define the same run
         raise first
     return render_all(workspace, whole), broken
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return the targets in `argv`, or [] if it is not Snakemake's command line."""
+    """Return Snakemake's targets in `argv`, or [] if another program has this command line."""
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:

@@ -22,7 +22,7 @@ from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
 WIND_DOWN_S = 600.0  # maximum wait for the checkpoint, without Slurm
-MARGIN_S = 60.0  # time to end the stage afterwards
+MARGIN_S = 60.0  # time to end the stage after the checkpoint
 STOP_S = 30.0
 
 
@@ -51,7 +51,10 @@ class Preemption:
         self._limit_s, self.saved_by_s = 0.0, math.inf  # `saved_by_s`: deadline of saver processes
 
     def poll(self) -> Outcome | None:
-        """Request a checkpoint if preemption is due. Return the outcome at its end or deadline."""
+        """Request a checkpoint if preemption is due.
+
+        Return the outcome at the stage's end or the deadline, else None.
+        """
         stage = self.stage
         if not stage.is_preempted:
             if self._is_due():
@@ -92,10 +95,10 @@ class Preemption:
         stage.log("winding down")
 
     def _time_left_s(self) -> tuple[float, float]:
-        """Return seconds to (write the checkpoint, end the stage)."""
+        """Return (seconds to write the checkpoint, seconds to end the stage)."""
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale, math.inf
-        ends_at_s = _job_ends_at_s(self.job)  # again: operators can change time limits
+        ends_at_s = _job_ends_at_s(self.job)  # ask again: operators can change time limits
         left_s = float(self.job.allocation.slurm.warning_s)
         if ends_at_s is not None:
             left_s = ends_at_s - time.monotonic()

@@ -2,7 +2,8 @@
 
 - The process leads its own session, so Ctrl-C does not reach it.
 - SIGTERM goes only to the process itself, because an engine ends its own workers in order.
-- Trainers and engines are pinned to adjacent cores. If a stage has both, each kind gets half.
+- Trainers and engines are pinned to adjacent cores. If a stage has both, each kind gets half of
+  the cores.
 """
 
 import os
@@ -28,7 +29,7 @@ from orrery.runtime.run_directory import CHECKPOINT_TARGET, log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
-PROCESS = "ORRERY_PROCESS"  # variable with name and restart number: `inference.0.2`
+PROCESS = "ORRERY_PROCESS"  # variable with process name and restart number: `inference.0.2`
 KINDS = ("trainer", *ENGINE_ROLES)
 MAX_THREADS = 4  # more threads do not speed up CPU models
 LOOPBACK = "127.0.0.1,localhost"
@@ -70,7 +71,7 @@ class Process:
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Return the exit code, or -N for fatal signal N, or None while it runs."""
+        """Return the exit code, -N after fatal signal N, or None while the process runs."""
         return self._popen.poll()
 
     @property
@@ -178,15 +179,15 @@ def _share(pool: Sequence[int], position: int, num_members: int) -> Sequence[int
 
 
 def installed_hardware() -> str | None:
-    """Return HARDWARE of `make setup`, "cpu" or "cuda", or None if unknown."""
+    """Return HARDWARE of `make setup` ("cpu" or "cuda"), or None if unknown."""
     marker = Path(sys.prefix) / "hardware"
     return marker.read_text().strip() if marker.is_file() else None
 
 
 def check_packages(name: str, needs_gpus: bool) -> None:
-    """Raise OrreryError if the packages in .venv, or this machine, are not for the run's hardware.
+    """Raise OrreryError if .venv's packages or this machine do not suit the run's hardware.
 
-    Packages that were not installed by `make setup` are not checked.
+    If `make setup` did not install the packages, check nothing.
     """
     needed, found = "cuda" if needs_gpus else "cpu", installed_hardware()
     reason = missing_gpu() if found == "cuda" else None
@@ -209,7 +210,7 @@ def check_packages(name: str, needs_gpus: bool) -> None:
 def share_devices(
     offered: Sequence[str], processes: Sequence[ProcessPlan]
 ) -> dict[tuple[str, int], tuple[str, ...]]:
-    """Return devices by (role, index). Raise ValueError for too few or repeated devices."""
+    """Return devices by (role, index). Raise ValueError if devices are too few or repeated."""
     shares: dict[tuple[str, int], tuple[str, ...]] = {}
     needed = max(process.first_device + process.num_devices for process in processes)
     for process in processes:
@@ -250,7 +251,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
-        LAUNCHER_PID: "0",  # Slurm starts the role, so no parent is watched
+        LAUNCHER_PID: "0",  # Slurm starts the role, so the launcher is not its parent
     }
 
 

@@ -42,8 +42,8 @@ from orrery.runtime.timing import scaled
 
 WITHIN_S = 60.0  # time limit of a command
 READ_S = 600.0
-KEPT_BYTES = 2**20  # maximum size of untracked files in the diff
-WHOLE_BYTES = 64 * 2**30  # larger weights are compared by file size, not by hash
+KEPT_BYTES = 2**20  # the diff omits larger untracked files
+WHOLE_BYTES = 64 * 2**30  # if weights are larger, record file sizes, not hashes
 CODE_FILE = r"\.(py|pyi|sh|jsonnet|libsonnet|smk|nix|def|md|c|cc|cpp|cu|cuh|h)"
 SECRET_FILE = re.compile(
     r"(^|/)(\.env(\..*)?|\.netrc|\.npmrc|\.pypirc|id_[a-z0-9]+|[^/]*\.(pem|key|p12)"
@@ -73,7 +73,7 @@ Software = dict[str, Any]  # this host's driver and package versions
 class CodeState:
     """A checkout's commit and diff.
 
-    `note`: why the commit is unknown, or which files the diff omits.
+    `note`: why the commit is unknown, or what the diff omits.
     """
 
     commit: str | None
@@ -92,8 +92,8 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
-    - `secrets`: more texts to remove, such as the run's token.
-    - `endings`: "exit code 0" or a signal such as "SIGKILL", by process.
+    - `secrets`: further texts to strike out, such as the run's token.
+    - `endings`: "exit code 0" or a signal such as "SIGKILL", by process name.
     """
     receipt: dict[str, Any] = {
         "schema": RECEIPT_SCHEMA,
@@ -182,7 +182,7 @@ def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
     parts = re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)
     edits = [part for part in parts if "\nnew file mode " not in part.partition("\n@@")[0]]
-    # If the diff file is lost, attempts must not compare equal.
+    # Compare a lost diff file by its name, which contains its digest.
     return code.commit, [*edits, *([] if file.exists() else [str(file)])]
 
 
@@ -236,7 +236,7 @@ def _so_far(run_dir: Path) -> dict[str, Any]:
 
 
 def code_state(run_dir: Path, root: Path) -> CodeState:
-    """Return the checkout's state. Store its diff, if any, in the run's folder."""
+    """Return the state of checkout `root`. Store its diff, if any, in the run's folder."""
     unknown = "neither commit nor diff is known"
     if shutil.which("git") is None:
         return CodeState(None, None, note=f"no git on this machine: {unknown}")
@@ -269,7 +269,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     """Return (diff against HEAD, untracked files that the diff omits).
 
-    git adds files to a copy of the index, so the user's index does not change.
+    git adds the other untracked files to a copy of the index, so the user's index does not change.
     """
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [
@@ -422,7 +422,7 @@ def verify(
     remedy: Callable[[str], str],
     stop: Callable[[], bool],
 ) -> list[str]:
-    """Compare the files that `stage` reads with the receipt. Write digests to `inputs.json`.
+    """Compare the files that `stage` reads with the receipt. Write their digests to `inputs.json`.
 
     Return the earlier stages whose files the receipt does not list. Raise OrreryError if a file
     differs.

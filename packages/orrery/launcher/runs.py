@@ -115,7 +115,7 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """Return the manifest in a run folder, or None. Raise OrreryError if it was edited."""
+    """Return a run folder's manifest, or None. Raise OrreryError if the manifest was edited."""
     file = path / MANIFEST
     if not file.exists():
         return None
@@ -154,7 +154,7 @@ def place_site(
 
 
 def check_shard(word: str, shard: int) -> None:
-    """Raise OrreryError if data is sharded by file and a file of `shard` is missing here."""
+    """Raise OrreryError if SFT data is sharded by file and `shard` is too large or lacks files."""
     workspace = find_workspace()
     sft = find(word, workspace).manifest.stages.sft
     if sft is None or sft.data.kind != "text" or sft.data.shard_by is None:
@@ -275,7 +275,8 @@ LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}
 def adopt(run: Run, other: Run) -> str:
     """Copy the state of `other` into a new folder for `run`.
 
-    Raise OrreryError if `run` has begun or cannot adopt `other`.
+    Raise OrreryError if `run` has begun, or if `other` has no finished stage or would learn
+    something else.
     """
     if run.path.exists():
         raise OrreryError(

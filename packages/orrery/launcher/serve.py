@@ -240,7 +240,7 @@ def _has_chat_template(folder: Path) -> bool:
     return config.is_file() and bool(read_object(config, "copy it again").get("chat_template"))
 
 
-# $1 becomes the container's /tmp, and is removed afterwards
+# $1 is the host folder of the container's /tmp, removed afterwards
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
 CPUS, MEMORY_MB = 2, 16_000
 

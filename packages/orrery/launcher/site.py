@@ -1,4 +1,4 @@
-"""Read the site file (TOML), a cluster's settings. They do not change a run's id.
+"""Read the site file (TOML): settings of a machine or cluster, which do not change a run's id.
 
 ORRERY_SITE names the file. The default is `site.toml` in the checkout.
 """
@@ -63,7 +63,7 @@ class Slurm(Record):
     poll_s: PositiveInt = 10
     extra: Annotated[tuple[str, ...], Field(strict=False)] = ()
     pre_run: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    template: str = ""  # Jinja2 job script in the checkout
+    template: str = ""  # path of a Jinja2 job script, relative to the checkout
 
     @model_validator(mode="after")
     def pre_run_holds_no_secrets(self) -> "Slurm":
@@ -207,7 +207,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # A misspelt key causes a missing key, so report it first.
+    # A misspelt key also makes a key missing, so report the misspelt key first.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

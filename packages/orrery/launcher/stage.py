@@ -42,15 +42,15 @@ from orrery.runtime.run_directory import (
 )
 
 KILLED_S = 10.0  # maximum wait after SIGKILL
-# exit codes after SIGTERM. Slurm sends it to all ranks of a failed step.
+# exit codes after SIGTERM, which Slurm sends to all ranks of a failed step
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to run. `num_devices` is None on CPUs, and `allocation` without Slurm.
+    """A stage to run. `num_devices`: devices per node, or None on CPUs.
 
-    `max_restarts`: maximum engine restarts per day.
+    `allocation` is None without Slurm. `max_restarts`: maximum engine restarts per day.
     """
 
     run_dir: Path
@@ -96,7 +96,7 @@ class RunningStage:
         self.processes: Sequence[Process | SlurmTask] = []
         self.health: dict[str, Health] = {}
         self.health_view = HealthView()
-        self.fenced: dict[str, str] = {}  # reason to kill, by process name
+        self.fenced: dict[str, str] = {}  # reason to kill an engine, by process name
         self.engine_restarts: Counter[str] = Counter()
         self.is_preempted = False
         slurm_job = job.allocation.job if job.allocation else None
@@ -210,8 +210,8 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
     """Kill processes that roles started outside their own process groups.
 
-    Their environment has the attempt's mark `start`. `incarnation` (such as `inference.0.2`) limits
-    the kill to one process's children.
+    The environment of these processes contains the attempt's mark `start`. With `incarnation` (such
+    as `inference.0.2`), kill only that process's children.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -254,10 +254,10 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -> None:
     """Save checkpoint copies that ended trainers left in shared memory.
 
-    Then upload the newest checkpoint to `target`, unless it is "".
+    Then upload the newest checkpoint to `target`, unless `target` is "".
     """
     found = run_directory.SHARED_MEMORY.glob(f"{run_directory.saves_prefix(run_dir)}*")
-    # Rank 0 comes last, because its save waits for other ranks.
+    # Rank 0's copy comes last, because its save waits for other ranks.
     if not (folders := sorted(map(str, found), reverse=True)):
         return
     log_path(run_dir, "trainer.0").parent.mkdir(exist_ok=True)

@@ -21,7 +21,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # maximum wait for the lock while `lock_holder` briefly takes it
+LOOKED_AT_S = 1.0  # maximum wait for the lock, which `lock_holder` takes briefly
 
 
 @dataclass
@@ -148,5 +148,5 @@ def lock_holder(run_dir: Path) -> Holder | None:
 
 
 def _started(pid: int) -> int:
-    """Return the start time in ticks since boot, independent of the wall clock."""
+    """Return the process's start time in clock ticks since boot."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

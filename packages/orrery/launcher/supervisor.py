@@ -2,7 +2,7 @@
 
 - If a process fails or a server ends early, the stage ends within seconds. Only engines can restart
   (`failure.py`).
-- If the launcher is killed, roles end by themselves. The next start removes their files.
+- If the launcher is killed, its processes end by themselves. The next start removes their files.
 - A stage is never retried, but Slurm may requeue its job.
 """
 
@@ -72,8 +72,8 @@ from orrery.runtime.timing import HAND_OVER_S, Pace, duration
 POLL_S, LOOK_S = 0.1, 0.5
 HUNG_S = 5.0  # maximum wait for a failed process to end
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
-SITE_END_S = STOPPED_END_S + HAND_OVER_S  # for a site of an elastic run
-SAVES_S = 3.0  # delay of a message about unsaved checkpoints
+SITE_END_S = STOPPED_END_S + HAND_OVER_S  # grace period of a run over several sites
+SAVES_S = 3.0  # delay until a message about unsaved checkpoints
 RESTART_LOCK_S = 90.0  # maximum wait for a dead node's lock
 
 
@@ -183,7 +183,7 @@ class Supervisor:
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         outcome = self._finish_saves(outcome)
         if outcome.requeue == "ask" and allocation is not None:
-            preemption.requeue(stage)  # requeue before cleanup: Slurm then ends this process
+            preemption.requeue(stage)  # first, because Slurm may end this process during cleanup
         observer.close()
         view.close()
         stage.metrics.close()
@@ -207,7 +207,7 @@ class Supervisor:
     def _finish_saves(self, outcome: Outcome) -> Outcome:
         """Wait until checkpoint copies are saved, or until the next Ctrl-C.
 
-        At the end of a Slurm job, leave time to requeue it.
+        For a requeue, stop before the Slurm job's time is over.
         """
         stage, received = self.stage, len(self.stage.interrupts.received)
         limit_s = self.preemption.saved_by_s if outcome.requeue == "ask" else math.inf

@@ -22,7 +22,7 @@ from orrery.runtime.metrics import MetricsTail, Row
 
 READ_S = 0.5
 LIVE_S, PLAIN_S, QUIET_S = 0.5, 5.0, 60.0
-MANY = 10  # with more processes, show a line per role
+MANY = 10  # with more processes, summarise each role
 NUM_KINDS, NUM_ENDED = 3, 5
 
 

@@ -1,7 +1,7 @@
 """Describe a Hugging Face folder as a Jsonnet model axis: `python -m orrery.models.axis FOLDER …`.
 
-The family is one of Orrery's networks if one fits `config.json`, otherwise `hugging_face`. The
-output is JSON: axis, family, number of parameters, vocabulary size, and the reason for
+An axis holds a run's `model` fields. The output is JSON: axis, family (`hugging_face` if no network
+of Orrery's fits `config.json`), number of parameters, vocabulary size, and the reason for
 `hugging_face` (or null).
 """
 
@@ -59,9 +59,9 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return the model, and why it has no network of our own (or None).
+    """Return the model, and the reason for family `hugging_face` (or None).
 
-    Raise OrreryError for types unknown to transformers and quantized weights other than FP8 blocks.
+    Raise OrreryError for types unknown to transformers, and for quantization other than FP8 blocks.
     """
     content = read_object(folder / CONFIG_FILE, "fetch the model again")
     kind = content.get("model_type")
@@ -182,7 +182,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # beyond this limit, longrope rotates a batch by its longest document
+    for rope in ropes:  # beyond this limit, the longest document changes longrope's angles
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads = found.get("num_heads", 1)

@@ -1,6 +1,6 @@
 """Define the interface of all networks, from packed tokens to log-probs, and our own decoder.
 
-T tokens, D hidden, V vocabulary, L layers with experts, K experts per token
+Shapes: T tokens, D hidden, V vocabulary, L layers with experts, K experts per token
 
 `lm_head_weight` may be a shard, because FSDP gathers it only while its module runs.
 """
@@ -26,7 +26,7 @@ from orrery.models.layers import (
 )
 
 # Our parameter name → Hugging Face's name. `{expert}` is the index in dimension 0.
-Names = dict[str, str | tuple[str, ...]]  # tuple: equal parts of dimension 0, or 1 with {expert}
+Names = dict[str, str | tuple[str, ...]]  # tuple: equal parts of dimension 0 (1 with {expert})
 
 
 class LmHead(nn.Module):
@@ -109,7 +109,7 @@ class CausalLm(nn.Module):
         """Fill the allocated non-persistent buffers."""
 
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """Return a parameter's initial value, unsharded on the CPU, or None for the default."""
+        """Return a parameter's initial value, unsharded on CPU, or None for the default draw."""
         return None
 
     def log_probs(
@@ -120,7 +120,7 @@ class CausalLm(nn.Module):
         chunk_tokens: ChunkTokens,
         keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return each target token's log-prob, and its distribution's entropy.
+        """Return the target tokens' log-probs, and the predicted distributions' entropies.
 
         Both are f32 [T], differentiable. `target` is i64 [T], `temperature` f32 [T] > 0.
         """

@@ -208,7 +208,7 @@ def _decoder_config(config: Model) -> dict[str, Any]:
 class ModelFamily:
     """Names and module groups of a model family.
 
-    - `ignored`: patterns of HF names that loading skips.
+    - `ignored`: patterns of Hugging Face names that loading skips.
     - `fsdp_units`: groups of modules in `fully_shard` order. `layers.*` means one group per layer.
       FSDP must not cast inputs, because temperatures are float32.
     - `expert_modules`: name patterns of modules whose parameters have experts as dimension 0.
@@ -224,10 +224,10 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# The first and last modules read tied embeddings, so the root FSDP unit owns them.
+# The root FSDP unit owns tied embeddings, because the first and last modules read them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
-# Old checkpoints store rotary frequencies.
+# Rotary frequencies, which old checkpoints store
 _ROTARY = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 FAMILIES = {

@@ -1,7 +1,7 @@
 """Quantize weights to FP8 once per optimizer step, to the values that engines receive.
 
-A layer in FP8 has lists `<name>_fp8` of quantized weights. With an empty list, each forward
-pass quantizes the weight.
+An FP8 layer has lists `<name>_fp8` of quantized weights. If a list is empty, each forward pass
+quantizes the weights.
 """
 
 from collections.abc import Iterable, Iterator

@@ -118,7 +118,7 @@ def tensor_names(directory: Path) -> list[str]:
 
 
 def read(files: dict[str, Any], hf: HfTensor, box: Box | None = None) -> Tensor:
-    """Return a tensor or its part `box`. FP8 is dequantized to float32."""
+    """Return a tensor or its part `box`. Dequantize FP8 to float32."""
     file = files[hf.name]
     value = file.get_slice(hf.name)[slices(box)] if box else file.get_tensor(hf.name)
     if value.dtype != torch.float8_e4m3fn:
@@ -153,7 +153,7 @@ def _refuse(directory: Path, problem: str, names: list[str]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the folder's safetensors files. Raise OrreryError if it is incomplete."""
+    """Return the folder's safetensors files. Raise OrreryError if the folder is incomplete."""
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
             f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory. "
@@ -262,7 +262,7 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 
 
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
-    """Return the MTP tensors in `files`. `dtype` replaces FP8, because `read` dequantizes FP8.
+    """Return the MTP tensors in `files`, with `dtype` for FP8 tensors, which `read` dequantizes.
 
     Raise OrreryError for a dtype that is neither FP8 nor in `DTYPES`.
     """
@@ -433,7 +433,7 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
         config = AutoConfig.for_model(SAME_CONFIG.get(kind, kind), **content)
         num_heads = getattr(config, "num_attention_heads", None)
         if getattr(config, "head_dim", None) is None and num_heads:
-            config.head_dim = config.hidden_size // num_heads  # some config classes lack it
+            config.head_dim = config.hidden_size // num_heads  # some config classes lack `head_dim`
         return config
     except Exception as error:
         raise OrreryError(

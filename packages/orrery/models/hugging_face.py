@@ -1,7 +1,7 @@
 """Give any causal language model of transformers the interface of our own networks.
 
-Documents are padded to one batch. Only causal models ignore padding, so others are refused. Context
-and expert parallelism and router replay are not supported.
+Documents are padded to equal length. Only causal models ignore padding, so others are refused.
+Context parallelism, expert parallelism and router replay are not supported.
 """
 
 import copy
@@ -134,8 +134,8 @@ def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network does not support `max_positions` positions.
 
-    Beyond a limit of `longrope` or `dynamic` rotary embeddings, the longest document of a
-    batch would change the angles of all.
+    Beyond their limit, `longrope` and `dynamic` rotary embeddings compute all angles of a batch
+    from its longest document.
     """
     field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
@@ -166,7 +166,7 @@ try:  # private function, renames tensors as `save_pretrained` does
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # shape of a probe expert, with rows for 2, 3 or 4 equal parts
+PROBE_SHAPE = (12, 2)  # shape of a test expert: 12 rows divide into 2, 3 or 4 equal parts
 
 _global_generator = threading.Lock()  # held while transformers draws from torch's global generator
 
@@ -374,7 +374,7 @@ class Head(nn.Module):
 
 
 class _WideLinear(torch.autograd.Function):
-    """Return hidden · weightᵀ in float32 (float64), with gradients in the inputs' dtype."""
+    """Return hidden · weightᵀ in float32 (float64 for float64), with gradients in input dtype."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -447,7 +447,7 @@ def _as_linear(head: Head) -> nn.Linear:
 
 
 def _nan_copy(owner: nn.Module) -> nn.Module:
-    """Return a shallow CPU copy, filled with NaN to find uninitialised values."""
+    """Return a copy with NaN tensors on CPU, to find uninitialised values."""
     filled = copy.copy(owner)
     filled._parameters, filled._buffers = {}, {}
     for key, one in owner._parameters.items():

@@ -1,13 +1,13 @@
 """Multi-head latent attention (MLA), dense or sparse over an indexer's choice of keys.
 
-T queries, S keys (S = T without context parallelism), D hidden, H heads, C latent width, N
+Shapes: T queries, S keys (S = T without context parallelism), D hidden, H heads, C latent width, N
 unrotated head width, R rotated width, V value width, W = C + R latent key width, K chosen keys or
 head width N + R, J indexer heads, I indexer width
 
 MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
 https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
-Attention is dense while no document exceeds the indexer's `top_k`. Indexers are frozen without
-`train_indexers`. Their loss gives other weights no gradient.
+Attention is dense if no document exceeds the indexer's `top_k` tokens. Only `train_indexers`
+unfreezes indexers. Their loss gives other weights no gradient.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class ChosenKeys(NamedTuple):
 class KeyIndexer(nn.Module):
     """Choose for query t the keys s of highest score Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
 
-    GLM-5 rotates column pairs of q and k (`turns_pairs`), DeepSeek-V3.2 halves.
+    GLM-5 rotates column pairs (2i, 2i + 1) of q and k (`turns_pairs`), DeepSeek-V3.2 (i, i + R/2).
     """
 
     def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer, turns_pairs: bool) -> None:
@@ -107,7 +107,7 @@ class KeyIndexer(nn.Module):
 
         - `keys`: results of the method `keys`, gathered from all ranks.
         - `longest`: length of the longest document.
-        - `engine_keys_TB`: an engine's choice as bits. It replaces the indexer's if `replays`.
+        - `engine_keys_TB`: an engine's choice as bits, which replaces the indexer's if `replays`.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width))
@@ -302,7 +302,7 @@ class LatentAttention(nn.Module):
 
 
 def num_served(types: Sequence[str], index: int) -> int:
-    """Return the number of layers that use layer `index`'s choice, itself included.
+    """Return the number of layers, `index` included, that use layer `index`'s choice of keys.
 
     A "full" layer has an indexer. The "shared" layers after it reuse its choice.
     """

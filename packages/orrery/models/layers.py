@@ -1,7 +1,7 @@
 """Layers of pre-norm transformers: attention, feed-forward, and mixtures of experts.
 
-T tokens, D hidden, H query heads, G key and value heads, K head size, R rotated width. In mixtures:
-E experts, K experts per token, M = T·K rows, I expert intermediate.
+Shapes: T tokens, D hidden, H query heads, G key and value heads, K head size, R rotated width. In
+mixtures: E experts, K experts per token, M = T·K rows, I expert intermediate.
 """
 
 import math
@@ -103,7 +103,7 @@ def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
 
 
 def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high frequencies, interpolate between (YaRN)."""
+    """Divide low frequencies by `factor`, keep high ones, interpolate those between (YaRN)."""
     half = frequency.shape[0]
 
     def index(turns: float) -> float:

@@ -70,7 +70,7 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
-    """Return the whole `weight` merged with its adapter. Collective if sharded."""
+    """Return the unsharded `weight` merged with `adapter`. Collective if `adapter` is sharded."""
     a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
     return (weight.float() + adapter.scale * (b @ a)).to(weight.dtype)
 
@@ -95,7 +95,7 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
     """Return part `box` of an adapter's factor A or B.
 
-    Only placements decide whether to gather, so all ranks agree.
+    Gathering depends only on placements, so all ranks agree.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

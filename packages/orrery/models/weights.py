@@ -36,7 +36,7 @@ from orrery.models.placement import (
 
 MAX_FILE_BYTES = 5_000_000_000
 MAX_DRAWING_THREADS = 16  # each thread holds a float32 tensor in host memory
-# Parts of parameter names from activation checkpointing and torch.compile
+# Activation checkpointing and torch.compile insert these into parameter names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -74,7 +74,7 @@ def _seed(init: RandomInit, name: str) -> int:
 def initialize_on_device(
     module: CausalLm, std: float, seed: int, device: torch.device | None = None
 ) -> None:
-    """Draw shards on `device`, by default their own. Values depend on device and mesh."""
+    """Draw shards on `device` (default: that of the shards). Values depend on device and mesh."""
     _allocate(module)
     device = device or local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
@@ -171,7 +171,7 @@ def _fill(
 
 @contextmanager
 def open_checkpoint(module: CausalLm, directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield open files. Raise OrreryError if their tensors do not match the module."""
+    """Yield {tensor name: open file}. Raise OrreryError if the tensors do not match the module."""
     config = module.config
 
     def is_expected(name: str) -> bool:
@@ -190,10 +190,10 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
     start: Path | None = None,
 ) -> None:
-    """Write `config.json` and safetensors files, each of at most `max_file_bytes` or one tensor.
+    """Write `config.json` and safetensors files. A file above `max_file_bytes` has only one tensor.
 
-    Copy MTP (multi-token-prediction) layers from `start`. Each rank holds at most one file in
-    memory.
+    Copy MTP (multi-token-prediction) layers from folder `start`. Each rank holds at most one file
+    in memory.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -285,7 +285,7 @@ def _split(hf_name: str, name: str, tensor: Tensor, part: int, num_parts: int) -
 
 
 def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
-    """Return parameters, except adapters, and persistent buffers."""
+    """Return persistent buffers, and parameters except adapters."""
     adapting = {parameter for _, adapter in adapters(module) for parameter in adapter.parameters()}
     named = module.named_parameters()
     state: dict[str, Tensor] = {name: one for name, one in named if one not in adapting}
@@ -300,10 +300,10 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, detached tensor) in the order of `hf_tensors`.
 
-    Without sharding, tensors are views of parameters.
+    Without sharding or adapters, tensors are views of parameters.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
-    # One parameter's tensors are adjacent, so only one is gathered at a time.
+    # A parameter's tensors are adjacent, so only one parameter is gathered at a time.
     for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):
         whole = full_tensor(state[parameter_name].detach())
         if (adapter := adapter_of.get(parameter_name)) is not None:
@@ -335,7 +335,7 @@ def named_hf_slices(
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
     """Yield (HF tensor, box within it, this rank's data) without gather or copy.
 
-    Replicas yield equal boxes. `replacements`: shards that replace parameters, by name.
+    Replicas yield equal boxes. `replacements`: {parameter name: shard to yield instead}.
     """
     state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}

@@ -82,7 +82,7 @@ def assemble_learner(
         learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
     if (elastic := ctx.manifest.trainer.elastic) is not None:
         learner.outer_momentum = fresh_outer(learner)
-        # With fragments or in RL, checkpoints also store the weights after the last outer round.
+        # With fragments or in RL, checkpoints also store the weights after DiLoCo's last round.
         has_start = elastic.fragments > 1 or ctx.stage == "rl"
         learner.outer_start = fresh_outer(learner) if has_start else {}
     return learner
@@ -174,12 +174,12 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # Versions: one in the engines, one in training, one queued, plus `max_batches_ahead`.
+    # Versions kept: one in engines, one in training, one queued, and `max_batches_ahead` more.
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> int:
-    """Return the bytes of shared memory for published versions.
+    """Return the bytes of shared memory for published weight versions.
 
     Raise OrreryError if they do not fit.
     """

@@ -7,8 +7,8 @@
         rank_<i>.sha256.json  size and sha256 of both files
         published.json        {policy version: digest} (`publish.py`)
 
-Names are `weight/<parameter>`, `bias/<buffer>`, or `<key>/<parameter>` for optimizer state.
-`torch.distributed.checkpoint` is unused, because it stores pickles.
+Tensors are named `weight/<parameter>`, `bias/<buffer>`, or `<key>/<parameter>` (optimizer state).
+Orrery does not use `torch.distributed.checkpoint`, because it stores pickles.
 """
 
 import hashlib
@@ -119,9 +119,9 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
 
 
 def load(learner: Learner, folder: Path) -> None:
-    """Load a checkpoint. Raise RunFailed if it is unreadable or of another model.
+    """Load a checkpoint. Raise RunFailed if it is unreadable or belongs to another model.
 
-    Restore RNG state only at the checkpoint's world size.
+    Restore RNG state only if the world size equals the checkpoint's.
     """
     stored, state = CheckpointReader(folder), state_of(learner)
     _check_fits(stored, state, learner, folder)

@@ -2,7 +2,7 @@
 
 - Training waits only for the copy into shared memory and for the previous checkpoint.
 - A saver process (`saver.py`) writes the copy to disk.
-- Write a step's metrics before its checkpoint, because a resumed run skips the step.
+- Callers write a step's metrics before its checkpoint, because a resumed run skips the step.
 """
 
 import json
@@ -58,7 +58,7 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """Write a rank's checkpoints by `copy`, then `write`. `check` raises errors of earlier writes.
+    """Write a rank's checkpoints. Call `copy`, then `write`. `check` raises errors of past writes.
 
     The end of the `with` block waits for the last checkpoint.
     """
@@ -93,7 +93,7 @@ class CheckpointWriter:
             self._saver.wait()
 
     def reserve(self, learner: Learner, spared: int = 0) -> None:
-        """Start allocating shared memory, but leave `spared` bytes free. A collective."""
+        """Start allocating shared memory for copies. Leave `spared` bytes free. A collective."""
         self.wait()
         state = {name: one.local for name, one in state_of(learner).items() if one.writes}
         num_bytes = layout(state | rng_state(self._world.device)).file_bytes
@@ -141,7 +141,7 @@ class CheckpointWriter:
     ) -> None:
         """Start writing the copy to disk. Rank 0 calls `on_written` when all ranks have written.
 
-        `marker` (default: the folder) exists once the checkpoint is complete.
+        `marker`: path that exists once the checkpoint is complete (default: its folder).
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
@@ -173,7 +173,7 @@ class CheckpointWriter:
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # not reached if waiting fails, so that `wait` can be repeated
+        self._work = None  # still set if waiting failed, so that `wait` can be repeated
         if work.error is not None:
             raise work.error
 
@@ -182,7 +182,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Poll for the previous checkpoint's marker, because a collective could time out."""
+        """Wait for the previous checkpoint's marker. Poll, because a collective could time out."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:
@@ -302,7 +302,7 @@ class StageCheckpoints:
     ):
         self._ctx, self._learner, self._stage, self._beside = ctx, learner, stage, beside
         self._spared = spared
-        # An earlier attempt's saver may still use that attempt's folder.
+        # Per attempt, because an earlier attempt's saver may still use its folder.
         memory = SHARED_MEMORY / f"{saves_prefix(ctx.run_dir)}{learner.world.rank}.{ctx.attempt}"
         self._writer = CheckpointWriter(learner.world, ctx.health.waiting, memory)
 
@@ -353,7 +353,7 @@ class StageCheckpoints:
 
 
 def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
-    """Load the newest complete checkpoint, if any. Return its folder. A collective."""
+    """Load the newest complete checkpoint and return its folder, or return None. A collective."""
     world = learner.world
     # In RL the orchestrator discards incomplete checkpoints.
     if stage != "rl" and world.is_first:

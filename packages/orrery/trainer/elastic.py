@@ -1,6 +1,6 @@
-"""Train one of several sites that share a model (`orrery.elastic`).
+"""Train one of several DiLoCo sites that share a model (`orrery.elastic`).
 
-- Sites exchange weight updates in rounds. A phase is the steps between two rounds.
+- Sites exchange weight updates in rounds. The steps between two rounds are a phase.
 - After a round, each rank copies its state into shared memory (a snapshot). Sites that join or
   missed rounds fetch snapshots of other sites.
 - With port P in `listen` of `site.json`, etcd uses P and P + 1. Rank i of R serves snapshots at
@@ -47,17 +47,17 @@ from orrery.trainer.site_weights import LearnerWeights, WorldRanks
 from orrery.wire.checkpoints import is_due
 
 FETCH_S = 60.0  # time limit of one snapshot fetch
-PHASE_S = 24 * 3600.0  # time limit for the phase of other sites
+PHASE_S = 24 * 3600.0  # time limit for a phase of other sites
 ROUNDS = "rounds.json"
 T = TypeVar("T")
 
 
 class HeldRound(msgspec.Struct, frozen=True):
-    """The last round before a checkpoint, and its position in the data."""
+    """The last round before a checkpoint, and the position in the data after it."""
 
     round: int
     shards: ShardMap
-    tokens: list[int] = []  # by weight fragment: tokens or steps since its last round
+    tokens: list[int] = []  # per weight fragment: tokens or steps since its last exchange
 
 
 class SiteTraining:
@@ -101,7 +101,7 @@ class SiteTraining:
         self._shards = ShardMap([0] * getattr(data, "num_shards", spec.max_sites))
         self._phase = spec.inner_steps // spec.fragments
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
-        # A round exchanges one fragment. Rounds after the last step exchange the others.
+        # Each round exchanges one fragment. After the last step, more rounds exchange the others.
         self._last = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
         self._held, self._holders = NO_ROUND, dict[str, int]()
@@ -195,7 +195,7 @@ class SiteTraining:
                     return self._loop.apply(self._spec.delay_merge)
                 return self._loop.exchange()
             except Behind as behind:
-                # A site that missed only this round adds its update to the next.
+                # A site that missed only this round adds its update to the next round.
                 self._take_state(keeps_delta=behind.committed == self._loop.round)
             except LeaseLost as error:
                 self._ctx.log.warning("left behind: %s; joining again", error)

@@ -15,10 +15,7 @@ from orrery.trainer.policy import Policy
 
 
 class ExpertLoad:
-    """Expert loads of a step.
-
-    Call `clear`, then `add` per forward pass, then `reduce`, `metrics` and `balance`.
-    """
+    """Each step, call `clear`, `add` per forward pass, then `reduce`, `metrics` and `balance`."""
 
     def __init__(self, policy: Policy, world: World, rate: float | None):
         self._world, self._rate = world, rate

@@ -6,7 +6,7 @@
 
 - The folder appears only when it is complete.
 - Memory holds at most one output file.
-- Frozen weights come from the start weights, because checkpoints lack them.
+- Frozen weights come from the stage's initial weights, because checkpoints lack them.
 """
 
 import argparse

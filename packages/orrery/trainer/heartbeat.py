@@ -29,7 +29,7 @@ IO_STALL_S = 300.0  # for one tensor or file on a shared file system
 
 
 def step_stall_s(world: World, trainer: Trainer, is_first: bool = False) -> float:
-    """Return a step's stall limit: seconds without a collective or mark."""
+    """Return a step's stall limit: maximum seconds without a collective or mark."""
     is_warm_up = is_first and warms_up(trainer, world.device)
     return scaled(WARM_UP_STALL_S if is_warm_up or world.size == 1 else STILL_S)
 
@@ -114,7 +114,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
 
 def _report_compilation(ctx: RoleContext) -> None:
-    """Report each compilation as a wait, so that no detector takes it for a stall."""
+    """Report each compilation as a wait, so that the hang detector reports no stall."""
     from torch._dynamo import on_compile_end, on_compile_start
 
     compiling = ExitStack()

@@ -1,7 +1,7 @@
 """Measure available host memory, and allocate pinned blocks.
 
 - `available_bytes` respects cgroup limits, because Linux kills processes above them.
-- torch's pinned allocator is unused, because it rounds sizes up to powers of two.
+- `host_block` avoids torch's pinned allocator, which rounds sizes up to powers of two.
 """
 
 import hashlib
@@ -87,9 +87,10 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Pages that `__del__` unregisters from CUDA. `weakref.finalize` would run too late.
+    """Pages that `__del__` unregisters from CUDA before they are freed.
 
-    If pages are freed first, pinning the same addresses again fails (CUDA error 712).
+    Otherwise, pinning the same addresses again fails (CUDA error 712). `weakref.finalize` would
+    run too late.
     """
 
     address: int | None = None  # None unless registered with CUDA

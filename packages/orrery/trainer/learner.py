@@ -64,7 +64,7 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, cell, is_member.double())
 
     def check(self, step: int, kl: float | None) -> float | None:
-        """Return the mean |log-prob difference| of `rl` tokens, or None without any.
+        """Return the mean |log-prob difference| of `rl` tokens, or None if none exist.
 
         Raise RunFailed if a `stop` bound is exceeded. A collective.
         """
@@ -113,7 +113,7 @@ class MismatchGuard:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics and times of a step. Pairs are (begin, end) in Unix seconds."""
+    """`forward_backward`, `optimizer`: (begin, end) in Unix seconds."""
 
     metrics: Metrics
     wait_s: float
@@ -126,7 +126,7 @@ class StepResult:
 
 
 class Learner:
-    """The policy, its optimizer and `step`, which is also the version of the weights."""
+    """The policy and its optimizer. `step` is also the version of the weights."""
 
     def __init__(
         self,
@@ -151,12 +151,12 @@ class Learner:
         self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
         self.expert_load = ExpertLoad(policy, world, trainer.expert_bias_rate)
         self.step = 0
-        self.outer_momentum: dict[str, torch.Tensor] = {}  # DiLoCo, in host memory
+        self.outer_momentum: dict[str, torch.Tensor] = {}  # DiLoCo's momentum, in host memory
         self.outer_start: dict[str, torch.Tensor] = {}  # weights after DiLoCo's last round
         self.base_sha256: str | None = None
         self.guard: MismatchGuard | None = None
         self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds taken
-        # Maximum |gradient| at cp exchanges and the embedding, to find the rank of a NaN.
+        # Maximum |gradient| at context-parallel exchanges and embedding, to find a NaN's rank.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -170,7 +170,7 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch. `totals`: its tokens, in all and by loss component.
+        """Train one batch. `totals`: token counts over all ranks, in all and by loss component.
 
         Raise RunFailed for a malformed batch or a non-finite number.
         Raise OrreryError if compilation fails.
@@ -222,7 +222,7 @@ class Learner:
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return log p of each token after the first, at temperature 1. A collective.
 
-        Blocks run eagerly, because a graph of this length would change later compilations.
+        Blocks run eagerly, because compiling for this length would change later compilations.
         """
         # Context parallel reorders tokens, so the logprob column holds their positions.
         positions = np.arange(len(token_ids), dtype=np.float32)
@@ -251,7 +251,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return the end of an error message on non-finite values. A collective."""
+        """Return text for error messages: which weight is not finite. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -362,7 +362,7 @@ class Learner:
     def _name_gradient(self, step: int) -> None:
         """Raise RunFailed with the weight and ranks of a non-finite gradient.
 
-        NaN spreads towards the embedding, so name the weight nearest to the head.
+        NaN spreads towards the embedding, so name the weight nearest to the LM head.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())

@@ -1,7 +1,7 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-The final batch (`compare`) is not trained. It compares log-probs of trainer and engines, and comes
-early if the reward reaches `evaluation.stop_at`.
+The final batch (marked `compare`) serves to compare log-probs of trainer and engines, not to train.
+It comes early if the reward reaches `evaluation.stop_at`.
 """
 
 import time
@@ -40,7 +40,7 @@ class RlLoop:
     batch_behind_s: float  # time limit to receive a batch that another rank has
     publish_still_s: float  # time limit of a publication without progress
     site: SiteTraining | None = None
-    start_step: int = field(init=False)  # the resumed step, or 0
+    start_step: int = field(init=False)  # the resumed checkpoint's step, or 0
 
     def __post_init__(self) -> None:
         self.start_step = self.learner.step
@@ -140,7 +140,7 @@ class RlLoop:
     def compare(self, batch: ReceivedBatch) -> None:
         """Record the maximum log-prob difference between trainer and engines.
 
-        Raise RunFailed if no rollout is comparable, or if float32 log-probs on CPUs differ.
+        Raise RunFailed if no rollout is of this version, or if float32 log-probs on CPUs differ.
         """
         ctx, version = self.ctx, self.learner.step
         what = "comparing log-probs with the engines"

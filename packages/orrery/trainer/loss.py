@@ -3,7 +3,7 @@
     L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c    c in rl, cross_entropy, reference_kl
 
 Component c covers trained tokens with w_c[t] ≠ 0. N_c is their number on all ranks, at least 1.
-A: advantage, π: probability in the trainer, μ: probability in the engine
+A: advantage, π: token's probability in the trainer, μ: in the engine
 `rl` is DPPO with the binary total-variation mask (arXiv 2602.04879) and Kimi K2.5's penalty
 (arXiv 2602.02276):
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
@@ -68,7 +68,7 @@ class StepSums:
     ) -> None:
         """Add one micro-batch's numbers to the last nine sums of `NAMES`. None adds 0.
 
-        `choices_differ`: i64 [2], valid queries and new keys, counted by `key_bits.engine_keys`.
+        `choices_differ`: the counts i64 [2] of `kernels.key_bits.engine_keys`.
         """
         known, differ = (None, None) if choices_differ is None else choices_differ
         counts = (
@@ -113,7 +113,7 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of the loss (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M scored tokens]. `totals`: tokens by loss component.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals`: tokens of all ranks, by component.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0

@@ -1,7 +1,7 @@
 """Turn `Columns` (packed samples) into the tensors of one forward pass.
 
-- The LM head scores only trained tokens with a loss weight. Hidden row t − 1 predicts token t.
-- A rank without samples gets one token of weight 0, to join all collectives.
+- The LM head scores only trained tokens with a loss weight. Token t − 1's hidden state predicts t.
+- A rank without samples gets one token of weight 0, so that it joins all collectives.
 """
 
 from collections.abc import Callable
@@ -23,26 +23,27 @@ _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 class MicroBatch:
     """One forward pass over T packed tokens, M of them scored.
 
-    L: layers with experts, K: experts per token, I: indexers, B: bytes (one bit per key)
+    L: layers with experts, K: experts per token, I: indexers (sparse attention),
+    B: bytes (one bit per key)
     """
 
     token_id: torch.Tensor  # i64 [T]
     position: torch.Tensor  # i64 [T], counted from 0 in each document
     cu_seqlens: torch.Tensor  # i32 [documents + 1]
     max_seqlen: int
-    row: torch.Tensor  # i64 [M], hidden rows that predict the targets
+    row: torch.Tensor  # i64 [M], tokens whose hidden states predict the targets
     target: torch.Tensor  # i64 [M]
     temperature: torch.Tensor  # f32 [M]
     routed_experts: torch.Tensor | None  # expert ids [T, L, K] (routes). None: routers choose
     loss: Targets  # [M]
-    origin: torch.Tensor  # i64 [M, 2]: engine (−1: unknown), age in versions
+    origin: torch.Tensor  # i64 [M, 2]: engine (−1: unknown), age of weights in versions
     num_samples: int
     num_tokens: int
     routes_missing: int = 0  # tokens without a route, except samples' last tokens
     routes_replayed: int = 0  # valid expert ids in `routed_experts`
     engine_keys: torch.Tensor | None = None  # u8 [T, I, B]: keys chosen by engines' indexers
     is_padding: torch.Tensor | None = None  # bool [T]: tokens that pad cp shards or empty batches
-    choices_sent: int = 0  # (token, indexer) pairs in `engine_keys` that omit keys
+    choices_sent: int = 0  # (token, indexer) pairs with more keys than an indexer selects
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
@@ -73,8 +74,8 @@ def micro_batch(
 ) -> MicroBatch:
     """Build the micro-batch that trains version `step` − 1.
 
-    `shard` selects this cp rank's tokens. `indexers`: (number, `top_k`) if engines send
-    the keys that indexers chose. Raise RunFailed for invalid samples or routes.
+    `shard` selects this context-parallel rank's tokens. `indexers`: (number, `top_k`) if engines
+    send the keys that indexers chose. Raise RunFailed for invalid samples or routes.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -129,7 +130,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
 
 
 def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return bool [T]: version `step` − 1 alone sampled the token's document."""
+    """Return bool [T]: whether only version `step` − 1 sampled the token's document."""
     if "version" not in columns.token or "dispatch_version" not in columns.sample:
         return np.zeros(columns.num_tokens, dtype=bool)
     other = columns.token["trained"] & (columns.token["version"] != step - 1)

@@ -19,7 +19,7 @@ from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
 
 MARGIN = 0.02  # fraction of device memory lost to fragmentation
-END_S = 10.0  # time limit for an orderly end, because collectives may hang
+END_S = 10.0  # time limit for an orderly exit, because collectives may hang
 # torch's error on a CPU
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -137,7 +137,7 @@ def describe_device_error(
     capacity: int = 0,
     host_bytes: int = sys.maxsize,
 ) -> str:
-    """Return a remedy for torch's message `error`. `step` is None before training.
+    """Describe torch's message `error`, and a remedy. `step` is None before training.
 
     `capacity`: device bytes. `host_bytes`: host memory available to this rank.
     """

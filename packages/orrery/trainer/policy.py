@@ -17,17 +17,14 @@ if TYPE_CHECKING:
 
 
 class Policy(nn.Module):
-    """Network and LM head.
-
-    At most `chunk_tokens` tokens have logits at once, unless `keep_logits` keeps them.
-    """
+    """At most `chunk_tokens` tokens have logits at once, unless `keep_logits` keeps all logits."""
 
     def __init__(
         self, network: CausalLm, chunk_tokens: int | Literal["auto"], keep_logits: bool = False
     ):
         super().__init__()
         self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
-        self.copies: ComputeCopies | None = None  # replaces FSDP on one rank
+        self.copies: ComputeCopies | None = None  # replace FSDP's casts on one rank
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (log-prob f32 [M], entropy f32 [M]) at each token's temperature."""

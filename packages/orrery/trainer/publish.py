@@ -60,7 +60,7 @@ class Publisher:
         pass
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
-        """Raise RunFailed if a version's digest in `stamped` differs from the published digest."""
+        """Raise RunFailed unless the batch's digests (`stamped`, by version) are as published."""
         if not stamped:
             raise RunFailed(
                 f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"

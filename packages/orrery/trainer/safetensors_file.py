@@ -1,6 +1,6 @@
 """Copy a rank's part of a checkpoint into shared memory.
 
-The bytes equal a file of `safetensors.torch.save_file`.
+The bytes equal those that `safetensors.torch.save_file` writes.
 """
 
 import errno
@@ -24,7 +24,7 @@ REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
     "or turn off an option that uses it (such as trainer.memory.optimizer_offload)"
 )
-# The safetensors library writes dtypes in the reverse of this order.
+# The safetensors library writes tensors in the reverse of this dtype order.
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
@@ -59,7 +59,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 
 
 class SharedCopy:
-    """A copy of tensors in shared memory. If that is too small, `path` links to a memfd file."""
+    """A copy of tensors in shared memory. If it does not fit, `path` links to a memfd file."""
 
     def __init__(self, path: Path, device: torch.device):
         self._path, self._device = path, device
@@ -69,7 +69,7 @@ class SharedCopy:
     def check_room(self, num_bytes: int, world: World, spared: int = 0) -> None:
         """Raise RunFailed if this host lacks memory for its ranks' copies. A collective.
 
-        `spared`: bytes of shared memory left free.
+        `spared`: bytes of shared memory to leave free.
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())

@@ -3,7 +3,7 @@
     python -m orrery.trainer.saver serve MEMORY     save after each line of input
     python -m orrery.trainer.saver finish MEMORY…   save the checkpoints of ended trainers
 
-- The folder MEMORY has the checkpoint `copy`, and `job.json` until `copy` is on disk.
+- The folder MEMORY has the file `copy` (the checkpoint), and `job.json` until `copy` is on disk.
 - Saving can be repeated, so a killed saver may be restarted.
 - After the trainer's end, the saver saves `copy` and removes MEMORY.
 """
@@ -36,13 +36,13 @@ COPY, JOB, LOCK = "copy", "job.json", ".lock"
 CHUNK_BYTES = 32 << 20
 SYNC_BYTES = 1 << 30  # bytes between syncs, to limit dirty pages
 WRITE_DEADLINE_S = 1800.0
-ORPHAN_S = 20.0  # time limit for new data of other ranks, after the trainer's end
+ORPHAN_S = 20.0  # after the trainer's end: time limit without new data from other ranks
 MAX_STARTS = 3
 POLL_S = 0.1
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Rank 0's task to mark the checkpoint complete, once role `beside` wrote its part."""
+    """Rank 0's task: mark the checkpoint complete. `beside`: role whose part must exist first."""
 
     run_dir: str
     stage: str
@@ -109,7 +109,7 @@ def _save_rank(job: SaveJob, copy: Path, partial: Path) -> None:
 def _await_checksums(partial: Path, world_size: int, has_trainer: Callable[[], bool]) -> None:
     begin_s, size, grown_s = time.monotonic(), -1, time.monotonic()
     while True:
-        found = set(os.listdir(partial))  # listed, because NFS caches that a file is missing
+        found = set(os.listdir(partial))  # list, because NFS caches a file's absence
         missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return
@@ -196,7 +196,7 @@ class Saver:
     def __init__(self, memory: Path) -> None:
         self._memory, self._is_closed = memory, False
         self._process: subprocess.Popen[bytes] | None = None
-        self._starting = threading.Lock()  # `save` runs in a thread
+        self._starting = threading.Lock()  # `save` runs in another thread
 
     def offer(self, job: SaveJob) -> None:
         """Write `job.json`, so that the copy is saved even if the trainer ends."""
@@ -259,13 +259,13 @@ def _start(memory: Path) -> "subprocess.Popen[bytes]":
         stdout=subprocess.PIPE,
         pass_fds=inherited(memory),
         start_new_session=True,
-        # The launcher kills processes that have START, but the saver outlives the trainer.
+        # Without START, because the launcher kills processes that have it.
         env={name: value for name, value in os.environ.items() if name != START},
     )
 
 
 def inherited(memory: Path) -> tuple[int, ...]:
-    """Return (descriptor,) if `copy` links to an anonymous file, or ()."""
+    """Return (descriptor,) if `copy` links to an anonymous file, else ()."""
     copy = memory / COPY
     return (int(copy.readlink().name),) if copy.is_symlink() else ()
 
@@ -322,7 +322,7 @@ class Uploads:
 
     def begin(self) -> None:
         if self._command and (self._process is None or self._process.poll() is not None):
-            # Two uploaders would remove each other's blocks.
+            # Two uploaders at once would remove each other's blocks.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=die_with_parent
             )

@@ -49,7 +49,7 @@ class Chat:
 
 
 class Chats(Protocol):
-    """Chats of a data set. Indexing raises OrreryError for a malformed chat."""
+    """Indexing raises OrreryError for a malformed chat."""
 
     def __len__(self) -> int: ...
 
@@ -57,7 +57,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Open a data set of chats. Raise OrreryError if it is missing, changed or empty."""
+    """Open chats. Raise OrreryError if the data is missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")

@@ -65,8 +65,8 @@ class LearnerWeights:
 class WorldRanks:
     """Exchange msgpack messages among the ranks of this site.
 
-    A separate process group allows calls from threads during the trainer's collectives. `limit_s`
-    must exceed rank 0's wait for other sites.
+    A separate process group allows calls from threads during the trainer's collectives. Its timeout
+    `limit_s` must exceed rank 0's wait for other sites.
     """
 
     def __init__(self, world: World, limit_s: float) -> None:

@@ -31,7 +31,7 @@ CHECKED_CHARACTERS = 1_000_000
 
 
 class TextDocuments:
-    """Present documents as chats, to find validation documents in the training data."""
+    """Documents as chats, so that `sft.refuse_shared` can compare training and validation data."""
 
     def __init__(self, texts: "Texts") -> None:
         self._texts = texts
@@ -104,7 +104,7 @@ class Texts:
         return len(self.rows)
 
     def check(self, indices: Sequence[int]) -> None:
-        """Raise OrreryError if one of the first `indices` is malformed."""
+        """Raise OrreryError if a document is malformed. Stop after CHECKED_CHARACTERS."""
         num_characters = 0
         for index in indices:
             num_characters += len(self.text(index))

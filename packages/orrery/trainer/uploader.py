@@ -4,8 +4,8 @@
     python -m orrery.trainer.uploader upload TARGET RUN_DIR STAGE KEEP
     python -m orrery.trainer.uploader restore TARGET RUN_DIR STAGE
 
-- TARGET is an fsspec URL, such as `s3://bucket/runs`. Files lie below `<run>/<stage>`.
-- `blocks/<sha256>` is a block of a file. `round_<step>.json` (the header) lists blocks.
+- TARGET is an fsspec URL, such as `s3://bucket/runs`. Files lie in `TARGET/<run>/<stage>`.
+- `blocks/<sha256>` is part of a file. `round_<step>.json` (header) lists a checkpoint's blocks.
 - The header is written last, because an upload may be killed.
 """
 

@@ -1,6 +1,6 @@
 """Send micro-batches over TCP to receivers that hold a ticket.
 
-- A ticket has two random secrets. The authenticated control socket carries it.
+- A ticket has two random secrets. It is sent over the authenticated control socket.
 - The receiver sends the first secret and a byte offset. The sender answers with the second secret
   and the bytes from that offset on.
 - Bytes are not encrypted or signed, so the network must be private.
@@ -190,7 +190,7 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Receive buffers for reuse, because allocating one takes as long as filling it."""
+    """Reusable receive buffers. Allocating a buffer would take as long as filling it."""
 
     def __init__(self) -> None:
         self._buffers: list[np.ndarray] = []

@@ -37,7 +37,7 @@ FILES = "files.json"
 LATER = "later"  # prefix of folders with orchestrator state written after the checkpoint
 PUBLISHED = "published.json"  # digests of the published weight versions
 CHUNK_BYTES = 32 << 20
-DISCARDED = ".discarded"  # folder prefix during removal
+DISCARDED = ".discarded"  # prefix of folders being removed
 
 
 class _Noted(msgspec.Struct):
@@ -54,7 +54,7 @@ def later_dir(checkpoint: Path, attempt: int) -> Path:
 
 
 def is_due(step: int, manifest: "Manifest", stage: str = "rl") -> bool:
-    """Return whether `stage` saves after `step`. SFT's last step exports instead."""
+    """Return whether `stage` saves a checkpoint after `step`. SFT's last step exports instead."""
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
         return at_interval and step < manifest.sft.num_steps
@@ -87,7 +87,7 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
     """Write each file's size in bytes and sha256 into `note` (JSON).
 
-    Call this last, because the reader of the note may rename the folder.
+    Call this last, because the note's reader may then rename the folder.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}

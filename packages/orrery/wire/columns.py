@@ -4,7 +4,7 @@
 - Token columns are `[num_tokens, ...]`, sample columns `[num_samples, ...]`. Columns not listed
   below may have any dtype.
 - `logprob[t]` is log p(token t | earlier tokens). The loss includes token t if `trained[t]`.
-- Missing weight columns mean `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
+- Defaults of absent columns: `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
 """
 
 import json
@@ -36,7 +36,7 @@ TOKEN_COLUMNS = {
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
     "dispatch_version": np.dtype("int32"),  # policy version when the sample's group started
-    "engine": np.dtype("int32"),  # engine index. −1: unknown or several
+    "engine": np.dtype("int32"),  # index of the sampling engine. −1: unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train
@@ -113,7 +113,7 @@ class Columns:
         )
 
 
-MicroBatch = Columns | Sequence[Columns]  # a sequence is one micro-batch
+MicroBatch = Columns | Sequence[Columns]  # a sequence of parts is one micro-batch
 
 COALESCE_BYTES = 64 * 1024
 _KINDS = ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
@@ -238,7 +238,7 @@ def chunks(run: Iterator[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
 
 
 def columns_from(layout: ColumnLayout, buffer: np.ndarray) -> Columns:
-    """Return views of `buffer` (u8). Raise ValueError if the layout does not fit."""
+    """Return columns that view `buffer` (u8). Raise ValueError if the layout does not fit."""
     layout.check()
     if layout.num_bytes != len(buffer):
         raise ValueError(f"the layout needs {layout.num_bytes} bytes, the buffer has {len(buffer)}")
@@ -291,7 +291,7 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Split a safetensors file (u8) into JSON header and data. Raise ValueError if damaged.
 
-    The safetensors library cannot read bfloat16 into numpy arrays.
+    Needed, because safetensors cannot read bfloat16 into numpy arrays.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):

@@ -93,7 +93,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Pass messages of `kind` to `handle(peer, message)`. `handle` returns False to refuse."""
+        """Pass messages of `kind` to `handle(peer, message)`, which returns False to refuse one."""
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 

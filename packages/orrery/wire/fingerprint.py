@@ -48,7 +48,7 @@ def tensor_fingerprint(tensor: "torch.Tensor") -> int:
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return the fingerprint of a tensor's bits as integers. Needs no torch."""
+    """Return the fingerprint of a tensor, given its bits as integers. Needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
@@ -190,7 +190,7 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """Return (row length, row distance, first position) in elements, or None if distances vary.
+        """Return (row length, row stride, first position) in elements, or None if strides vary.
 
         A row is a run of consecutive elements of the full tensor.
         """

@@ -1,8 +1,8 @@
 """Compute the fingerprint shares of many slices of a buffer in one Triton pass.
 
-Symbols are as in `fingerprint`. A group has GROUP elements. If a slice's rows are whole groups,
-`_groups` multiplies only 32-bit integers per element. With W bits per element and the unsigned
-integer u = b + 2^(W−1):
+Symbols are as in `fingerprint`. A group has GROUP elements. If a slice's rows are whole groups, the
+kernel `_groups` multiplies only 32-bit integers per element. With W bits per element and the
+unsigned integer u = b + 2^(W−1):
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
     u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64   (low, high: 32-bit halves)
@@ -27,7 +27,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Rows(NamedTuple):
     """A slice. It starts at element `begin` of the buffer and element `origin` of the full tensor.
 
-    Rows have `num_columns` consecutive elements and start `row_stride` apart in the tensor.
+    Rows of `num_columns` consecutive elements start `row_stride` elements apart in the tensor.
     """
 
     begin: int
@@ -140,7 +140,7 @@ class KernelLaunch(NamedTuple):
     kernel: Any
     integers: torch.dtype  # view of the buffer
     factors: list[torch.Tensor]
-    slice_of: torch.Tensor  # i32 [programs]
+    slice_of: torch.Tensor  # i32 [programs], index of the slice
     first_of: torch.Tensor  # i32 [programs], index of the first element or group
     rows: list[torch.Tensor]  # one tensor [slices] per field of `Rows`
     constants: dict[str, int]
@@ -207,7 +207,7 @@ def _tables(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Divide slices among Triton programs of `taken` elements each.
 
-    Return the tables of `KernelLaunch`, in units of `run` elements except `begin`.
+    Return `slice_of`, `first_of` and `rows`, in units of `run` elements except `begin`.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

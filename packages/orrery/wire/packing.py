@@ -2,7 +2,7 @@
 
 - No micro-batch exceeds `max_tokens`, padding included. All ranks have equally many micro-steps.
 - Without padding, there are at most 11/9 · minimum + 1 bins, rounded up to whole micro-steps.
-- A micro-step lasts as long as its slowest rank, so its micro-batches get similar costs.
+- The slowest rank determines a micro-step's duration, so its micro-batches get similar costs.
 """
 
 from bisect import bisect_left, insort
@@ -142,7 +142,7 @@ def _spread(
 def _lock_step(
     bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """Order bins from costliest to cheapest, so that memory peaks early."""
+    """Return (cost, order, bins). Costly bins come first, so that memory peaks early."""
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
     return float(loads[in_order].reshape(-1, num_ranks)[:, 0].sum()), in_order, bins
@@ -153,7 +153,7 @@ def is_padded(model: Model) -> bool:
 
 
 def quadratic_cost(model: Model) -> float:
-    """Return attention FLOPs per squared token, divided by matrix FLOPs per token."""
+    """Return attention FLOPs per squared sample length, divided by matrix FLOPs per token."""
     return model.num_layers * model.num_heads * model.head_dim / _active_matrices(model)
 
 
@@ -175,7 +175,7 @@ def _active_matrices(model: Model) -> int:
 def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
     """Return each sample's sparse attention FLOPs, divided by matrix FLOPs per token.
 
-    Indexers score all earlier tokens, without a backward pass. A token attends to at most top-k.
+    Indexers score all earlier tokens, without a backward pass. Attention reads at most top-k.
     """
     mla, n = model.latent, lengths.astype(np.float64)
     indexer = mla.indexer

@@ -48,7 +48,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def read_frame(stream: BinaryIO, kind: type[T]) -> T | None:
-    """Return the next message, or None at the end. Raise RunFailed if it is damaged."""
+    """Return the next message, or None at the stream's end. Raise RunFailed for damaged data."""
     head = stream.read(LENGTH.size)
     if not head:
         return None

@@ -2,8 +2,8 @@
 
 - A rank (receiver) sends `BatchAsk(step, rank, micro_step)`. The orchestrator (sender) answers once
   the batch exists, so a rank can join or restart at any time.
-- The answer to `micro_step` −1 has the batch's totals and info. Others have a ticket for the
-  micro-batch's bytes (`bulk`).
+- The answer to `micro_step` −1 has the batch's totals and info. Other answers have a ticket, to
+  fetch a micro-batch (`bulk`).
 - A rank repeats an ask until the answer arrives. The sender answers it once per connection.
 """
 
@@ -41,7 +41,7 @@ _HEAD = -1
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches[rank][micro_step]`: the same number per rank. Arrays must not change until all
+    - `micro_batches[rank][micro_step]`: equally many per rank. Arrays must not change until all
       ranks acknowledge the batch.
     - `totals` (token counts for the loss) and `info`: JSON values.
     """
@@ -129,7 +129,7 @@ _TURNED_AWAY = (
 
 
 class RolloutSender:
-    """The orchestrator's end. Use it in one event loop."""
+    """The orchestrator's end of the wire. Use it in one event loop."""
 
     def __init__(self, host: str, port: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -168,7 +168,7 @@ class RolloutSender:
         return self._wanted
 
     async def drained(self, deadline_s: float | None) -> None:
-        """Wait until all batches are received. Raise RunFailed after `deadline_s` (None: never)."""
+        """Wait until ranks have all batches. Raise RunFailed after `deadline_s` (None: never)."""
         try:
             await asyncio.wait_for(self._until(lambda: not self._held), deadline_s)
         except TimeoutError:
@@ -269,7 +269,7 @@ class RolloutSender:
 
 
 class RolloutReceiver:
-    """A trainer rank's end. All calls block."""
+    """A trainer rank's end of the wire. All calls block."""
 
     def __init__(self, url: str, rank: int) -> None:
         self.rank = rank

@@ -43,8 +43,7 @@ class RouteShape(NamedTuple):
 class CheckedRoutes(NamedTuple):
     """Routes that fit the model. A missing route has the ids 255 (uint8) or −1 (int16)."""
 
-    # uint8 or int16 [tokens, layers with experts, top_k]
-    ids: np.ndarray
+    ids: np.ndarray  # [tokens, layers with experts, top_k]
     is_missing: np.ndarray  # bool [tokens]: no route in at least one layer
     num_routed: int  # (token, layer) pairs with a route
 
@@ -58,7 +57,7 @@ def route_shape(model: Model) -> RouteShape | None:
 
 
 def row_shape(manifest: Manifest) -> RouteShape | None:
-    """Return a row's shape, or None if routing is not replayed."""
+    """Return a column row's shape, or None if routing is not replayed."""
     if not manifest.transport.routed_experts:
         return None
     if not manifest.choice_bytes:
@@ -135,9 +134,9 @@ class Routes:
     """Routes of `num_rows` input tokens from token `start` on, as a base64 .npy file."""
 
     start: int
-    shape: tuple[int, int, int]  # rows, layers, experts a token
+    shape: tuple[int, int, int]  # rows, layers, experts per token
     dtype: np.dtype
-    _text: memoryview  # the whole file, in base64
+    _text: memoryview
     _header_bytes: int
 
     @property
@@ -146,7 +145,7 @@ class Routes:
 
     def decode_into(self, rows: np.ndarray) -> None:
         """Fill `rows` [num_rows, layers with experts, top_k]. Raise ValueError for damaged data."""
-        import pybase64  # only the orchestrator has it
+        import pybase64  # installed only in the orchestrator
 
         num_layers, row_bytes = rows.shape[1], int(np.prod(self.shape[1:])) * self.dtype.itemsize
         header, rest, done = self._header_bytes, np.empty(0, np.uint8), 0
@@ -164,8 +163,8 @@ class Routes:
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
     """Cut `routed_experts` out of an engine's JSON answer. Return the rest, and the routes or None.
 
-    Cut before JSON decoding, because the field may have tens of MB. Raise ValueError if it is not a
-    .npy file of routes.
+    Cut before JSON decoding, because the field may have tens of MB. Raise ValueError if the
+    field is not a .npy file of routes.
     """
     import pybase64
 

@@ -16,7 +16,7 @@ TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
 # Environment variable: factor that enlarges vLLM's store of routed experts.
 KEPT = "ORRERY_ROUTES_KEPT"
-# Environment variable: maximum tokens per sequence. If set, engines report sparse attention's keys.
+# Environment variable: tokens per sequence. If set, engines report sparse attention's chosen keys.
 CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
@@ -266,7 +266,7 @@ def environment(manifest: Manifest) -> dict[str, str]:
 
 
 def import_vllm(enforce_eager: bool) -> None:
-    """Raise OrreryError if vLLM is missing. If `enforce_eager`, import it without Inductor."""
+    """Raise OrreryError if vLLM is missing. If `enforce_eager`, import vLLM without Inductor."""
     if find_spec("vllm") is None:
         raise OrreryError(
             "inference: vLLM is not installed here. Install locks/inference.cuda.txt (GPU) or "

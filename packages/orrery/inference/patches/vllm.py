@@ -122,7 +122,7 @@ def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def draw_again_after_a_part() -> None:
-    """Restore a request's random generator after each chunk of a chunked prefill."""
+    """Restore a request's random generator after chunks that do not complete its prefill."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -291,7 +291,7 @@ def _store(
     if is_master and options.get("master_listen_fd") is None:
         try:
             listener = socket.create_server((host_name, port))
-        except OSError as error:  # vLLM tries another port if the message has errno's name
+        except OSError as error:  # vLLM tries another port if the message contains `name`
             name = errno.errorcode.get(error.errno or 0, "")
             raise DistNetworkError(f"{name} {host_name}:{port}: {error}") from error
         port = listener.getsockname()[1]
@@ -313,7 +313,7 @@ def name_shared_memory(name: str) -> None:
 def unlink_host_tiers(name: str) -> None:
     """Unlink the shared memory of KV offloading, after all processes have opened it.
 
-    An empty file remains, because vLLM unlinks it later.
+    Leave an empty file, because vLLM unlinks the path later.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with contextlib.suppress(FileNotFoundError):  # the engine may be ending
@@ -397,7 +397,7 @@ def pulls_that_end_with_their_engine() -> None:
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
     """Fail current and later reads from an ended engine. Call this in Mooncake's event loop.
 
-    Never call this for a live engine, because it could write into freed blocks.
+    Never call this for a live engine: the engine could write into freed blocks.
     """
     _end_of(worker, engine_id).set()
 

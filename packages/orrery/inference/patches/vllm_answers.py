@@ -2,8 +2,8 @@
 
 - `write_answers`: /inference/v1/generate writes JSON without a slow pydantic object per token.
 - `stream_samples`: a streamed answer has one JSON line per finished sample.
-- `hold_outputs`: the engine core sends tokens in chunks. It sends held tokens before a pause or
-  weight update, so that their weight versions are exact.
+- `hold_outputs`: the engine core sends tokens in chunks. Before a pause or weight update, it sends
+  all held tokens, so that their weight versions are exact.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-LEAST = -9999.0  # vLLM's value for -inf
+LEAST = -9999.0  # vLLM's log-prob in place of -inf
 CHUNK = 32
 MERGED = ("new_token_ids", "new_logprobs", "events", "routed_experts")
 LAST = (
@@ -82,7 +82,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # Not too late, because vLLM sends these parameters when the first result is awaited.
+        # This takes effect, because vLLM sends these parameters when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:
@@ -90,7 +90,7 @@ def stream_samples() -> None:
                 for output in result.outputs:
                     self._raise_if_error(output.finish_reason, request_id)
                     yield written(result, request_id, [output], *rest[:1]) + b"\n"
-        except Exception as error:  # after status 200, send the error as a line
+        except Exception as error:  # status 200 is sent, so send the error as a line
             yield msgspec.json.encode({"error": {"message": str(error)}}) + b"\n"
         finally:
             streamed.discard(request_id)
@@ -120,7 +120,7 @@ def is_plain(request: Any) -> bool:
 
 
 def written(last: Any, request_id: str, outputs: list[Any], model: str | None = None) -> bytes:
-    """Return the JSON of vLLM's pydantic models. `last`: a `RequestOutput`."""
+    """Return the JSON that vLLM's pydantic models give for `last`, a `RequestOutput`."""
     encoder_ids = getattr(last, "encoder_prompt_token_ids", None) or ()
     num_prompt = len(last.prompt_token_ids) + len(encoder_ids)
     num_sampled = sum(len(output.token_ids) for output in outputs)
@@ -215,7 +215,7 @@ def _telling(handle: Any) -> Any:
 
 @dataclass
 class Held:
-    """Outputs held back. `parts`: {request id: (client index, outputs)}."""
+    """Outputs not yet sent. `parts`: {request id: (client index, outputs)}."""
 
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
@@ -274,7 +274,7 @@ def merged(parts: list[Any]) -> Any:
 
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
-    """Concatenate log-probs [positions, columns] of steps. Cut all to the fewest columns."""
+    """Concatenate log-probs [positions, columns] of several steps, cut to the fewest columns."""
     width = min(one.logprobs.shape[1] for one in logprobs)
     rows = (
         (one.logprob_token_ids[:, :width], one.logprobs[:, :width], one.sampled_token_ranks)
@@ -293,7 +293,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # Do not delay tokens with stop strings, because the API server searches them.
+    # The API server searches tokens for stop strings, so send them at once.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY

@@ -1,7 +1,7 @@
-"""Make vLLM report the keys that sparse attention's indexers chose, after the routed experts.
+"""Make vLLM append the keys that sparse attention's indexers chose to the routed experts.
 
-- vLLM reports u8 [1, bytes] per token: the routed experts of all layers, then one bit per key
-  position for each indexer.
+- vLLM reports u8 [1, bytes] per token: the routed experts of all layers, then, for each
+  indexer, one bit per key position.
 - For a prompt of at most `top_k` tokens, vLLM attends to all keys, and no bit is set.
 """
 
@@ -17,7 +17,7 @@ CHUNK_ROWS = 1024  # tokens per call of `pack_positions`
 
 
 def capture() -> None:
-    """Make a worker record the chosen keys. Call this before it creates its model."""
+    """Make a worker record the chosen keys. Call this before the worker creates its model."""
     from vllm.distributed.aux_output_connector import worker
 
     bind = worker.bind_routed_experts_capturer
@@ -53,7 +53,7 @@ def _bind_indexers(model: torch.nn.Module, capturer: Any) -> None:
 
 
 def pack_positions(position_TK: Tensor, num_bits: int) -> Tensor:
-    """Return u8 [T, `num_bits` / 8]: bit p is set if the row has position p. Skip negatives."""
+    """Return u8 [T, `num_bits` / 8]. Bit p of row t is set if `position_TK[t]` has p."""
     place_TK = torch.where(position_TK < 0, num_bits, position_TK).clamp(max=num_bits).long()
     is_set_TL = position_TK.new_zeros(len(place_TK), num_bits + 8, dtype=torch.uint8)
     is_set_TL.scatter_(1, place_TK, 1)

@@ -15,7 +15,7 @@ import numpy as np
 from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
-CHANGES = "routes that came and went"  # key in a dict by request id. Ids have no spaces
+CHANGES = "routes that came and went"  # key in a dict of request ids, which have no spaces
 
 _known: set[str] = set()  # hashes of KV blocks with known routes
 
@@ -173,7 +173,7 @@ def _num_known(block_hashes: Any) -> int:
 
 
 class _Slots(OrderedDict[str, int]):
-    """Slots in vLLM's route store by block hash. `changes` logs (hash, whether it was added)."""
+    """Slots in vLLM's route store by block hash. `changes` logs (hash, whether added)."""
 
     def __init__(self, unallocated: int) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ class CudnnDense(AttentionBackend):
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         num_q, num_k = q.shape[0], k.shape[0]
-        # cuDNN aligns causal masks top left, `Layout` bottom right. Both agree for equal lengths.
+        # cuDNN aligns causal masks top left, `Layout` bottom right: equal only if num_q == num_k.
         agrees = not layout.causal or num_q == num_k
         recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
         fits = agrees and recurs and layout.is_dense(num_q, num_k)
@@ -77,7 +77,7 @@ class CudnnDense(AttentionBackend):
         )
         lse_NHL = lse_HT.unflatten(1, (layout.num_documents, -1)).transpose(0, 1).contiguous()
         tensors = (dout_NHLD, q_NHLD, k_NGMD, v_NGMD, out_NHLD, lse_NHL[..., None])
-        rng_state = torch.zeros((), dtype=torch.int64, device=q_THD.device)  # for dropout
+        rng_state = torch.zeros((), dtype=torch.int64, device=q_THD.device)  # unused: no dropout
         lengths = (q_NHLD.shape[2], k_NGMD.shape[2])
         options = (rng_state, rng_state, None, None, None, *lengths, 0.0, layout.causal)
         gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

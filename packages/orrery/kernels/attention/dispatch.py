@@ -1,6 +1,6 @@
 """Choose an attention backend, and define attention's custom operators.
 
-Backends are tried from fastest to slowest, unless they failed before.
+Supported backends are tried from fastest to slowest. A failed backend is not tried again.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -79,8 +79,8 @@ def varlen_attention(
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
     q is [T, H, D], k and v are [T, G, D]. Query head h reads key head h // (H / G). Scores are
-    scaled by D^-1/2. With `documents_k`, k and v are [S, G, D], and the causal mask is aligned
-    bottom right.
+    scaled by D^-1/2. With `documents_k`, k and v are [S, G, D], and the causal mask aligns each
+    document's last query with its last key.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
@@ -270,7 +270,7 @@ def _tell_first_use(name: str, q: Tensor, k: Tensor) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether to try another backend: False for out-of-memory errors."""
+    """Return whether another backend may succeed. False for out-of-memory errors."""
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 
 

@@ -21,7 +21,7 @@ from orrery.kernels.attention.layout import (
 )
 
 _BLOCK_QUERIES = 512
-_SHORTEST_SHARE = 0.75  # minimum length ratio of shortest to longest document
+_SHORTEST_SHARE = 0.75  # minimum length ratio of a batch's shortest to longest document
 _MAX_LENGTH = 1024  # longest document in `Batched`
 _MAX_SCORES = 1 << 26  # scores at a time: three float32 tensors of 256 MiB
 
@@ -129,7 +129,7 @@ class Grids:
         return cells.unflatten(0, source_NL.shape)
 
     def spread(self, x: Tensor) -> list[Tensor]:
-        """Return packed x [T, …] as cells [N_b, L_b, …] of every grid, zero-padded."""
+        """Return packed x [T, …] as zero-padded cells [N_b, L_b, …] of every grid."""
         sizes = [source.numel() for source in self.sources]
         if self.place is not None:
             x = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, self.place, x)

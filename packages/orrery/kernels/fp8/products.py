@@ -1,7 +1,7 @@
 """Compute linear layers and grouped experts in FP8, with float32 sums.
 
-y = x · wᵀ and dx = dy · w quantize x and dy by rows. dw = dyᵀ · x quantizes them by columns.
-Backends: DeepGEMM on Hopper, bitwise equal to vLLM, or a slow float32 reference. `parts` holds a
+For y = x · wᵀ and dx = dy · w, x and dy are quantized by rows. For dw = dyᵀ · x, by columns.
+Backends: DeepGEMM on Hopper, bitwise equal to vLLM, or a slow float32 reference. `parts` is a
 weight quantized in advance. Without it, each pass quantizes the weight.
 """
 
@@ -89,7 +89,7 @@ def weight_gradient(library: Any, grad: Quantized, x: Quantized) -> Tensor:
 def grouped_product(
     library: Any, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
 ) -> Tensor:
-    """Return [M, N]: rows of group e times weight[e]ᵀ, undefined in padding."""
+    """Return [M, N]: x's rows of group e times weight[e]ᵀ. Padding rows are undefined."""
     num_rows = x.value.shape[0]
     out_MN = x.value.new_empty(num_rows, weight.value.shape[1], dtype=dtype)
     group_M = group_of_rows(groups, num_rows)
@@ -142,8 +142,8 @@ def fp8_grouped_matmul(
 ) -> Tensor:
     """Return [M, N] in x's dtype: x's rows of group e times weight[e]ᵀ.
 
-    Padding is undefined in the result and x's gradient. `parts`: `weight_parts(weight)`. 128 must
-    divide M. Raise ValueError unless it divides N and K.
+    Padding is undefined in the result and x's gradient. `parts`: `weight_parts(weight)`. M must be
+    a multiple of 128. Raise ValueError unless N and K are.
     """
     keeps = torch.is_grad_enabled() and weight_ENK.requires_grad
     return _grouped(x_MK, weight_ENK, parts or [], *groups, keeps)[0]
@@ -227,7 +227,7 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `_linear` by group. Calls with `token_M` or `score_M` do not support autograd."""
+    """Compute `_linear` for each group. With `token_M` or `score_M`, autograd is unsupported."""
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),

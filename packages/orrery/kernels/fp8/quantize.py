@@ -2,8 +2,8 @@
 
 M rows, K columns, N outputs, E groups. Blocks are 1 × 128 in `rows` of activations, 128 × 1 in
 `columns` (stored transposed), and 128 × 128 in weights. No column block spans two groups, and
-padding rows count as zero. Rows equal vLLM 0.32's `per_token_group_fp8_quant` bitwise, and weights
-`per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0).
+padding rows count as zero. Bitwise equal to vLLM 0.32: rows to `per_token_group_fp8_quant`, weights
+to `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0).
 """
 
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ class Quantized(NamedTuple):
 
 
 class RowGroups(NamedTuple):
-    """Groups of rows. Rows `ends[e − 1]:ends[e]` are group e: `counts[e]` real rows, then padding.
+    """Rows `ends[e − 1]:ends[e]` are group e: `counts[e]` real rows, then padding.
 
     128 divides all `ends`.
     """
@@ -83,7 +83,7 @@ def quantize(
 
 
 def quantize_weight(weight_NK: Tensor) -> Weight:
-    """Quantize [.., N, K]. Raise ValueError if 128 does not divide N and K."""
+    """Quantize [.., N, K] and its transpose. Raise ValueError if 128 does not divide N and K."""
     if weight_NK.shape[-2] % BLOCK or weight_NK.shape[-1] % BLOCK:
         raise ValueError(f"a weight in FP8 has sides of a multiple of 128, not {_sides(weight_NK)}")
     if kernels := _triton(weight_NK):

@@ -63,7 +63,7 @@ def quantize(
 
 
 def _tiles(groups, num_tiles: int) -> Tensor:
-    """Return i32 [tiles, 3]: number of real rows, first row and padded length of the group.
+    """Return i32 [tiles, 3]: a tile's number of real rows, its group's first row and padded length.
 
     Tiles after the last group have −1 real rows.
     """
@@ -183,7 +183,7 @@ def _tile(
         gate = tl.load(source, mask=is_real[:, None], other=0.0).to(tl.float32)
         up = tl.load(source + width, mask=is_real[:, None], other=0.0).to(tl.float32)
         weight = tl.load(score + tile * 128 + row, mask=is_real, other=0.0).to(tl.float32)
-        # Round to x's dtype first, as `swiglu_rows`.
+        # Round to x's dtype, as `swiglu_rows` does.
         return (gate * tl.sigmoid(gate) * up * weight[:, None]).to(x.dtype.element_ty)
     else:
         source = x + tile * 128 * width + block * 128 + (row[:, None] * width + column[None, :])

@@ -1,4 +1,4 @@
-"""Start a stage's steps in the Slurm job that this launcher runs in."""
+"""Start a stage's srun steps in this launcher's Slurm job."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 
 @dataclass(frozen=True)
 class Allocation:
-    """A Slurm job's nodes. `nodes`: host names by job component. `restarts`: number of requeues."""
+    """A Slurm job. `nodes`: host names by job component. `restarts`: number of requeues."""
 
     job: str
     restarts: int
@@ -106,9 +106,9 @@ class Allocation:
         return self.nodes[step.component][step.first_node : step.first_node + step.num_nodes]
 
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
-        """Return the nodes on which two probe steps in a row failed.
+        """Return the nodes on which two probe steps in a row fail.
 
-        Return [] if half of the nodes or more failed, or all `suspected` nodes answer.
+        Return [] if all `suspected` nodes answer, or if half of the nodes or more fail.
         """
         if suspected and not self._without_answer(suspected):
             return []

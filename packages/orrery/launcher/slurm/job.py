@@ -4,7 +4,7 @@
 - An engine has one step on its first node, and another on its further nodes. Other roles have one
   step per node group.
 - A failed task ends its step (`--kill-on-bad-exit`). A finished task does not (`--wait=0`), because
-  rank 0 may still upload.
+  rank 0 may still upload a checkpoint.
 """
 
 import math
@@ -31,7 +31,7 @@ from orrery.manifest.schema import Hardware
 from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
-IN_JOB = "ORRERY_SLURM"  # variable that only Orrery's jobs set
+IN_JOB = "ORRERY_SLURM"  # environment variable that only Orrery's jobs set
 MEMORY_MB = 6000  # minimum memory per node
 LAUNCHER_CPUS = 2  # minimum cores per node
 
@@ -107,7 +107,7 @@ def batch_job(
     if lines:
         inner = "\n".join(["set -e", *lines, inner])
     shell = "-lc" if modules or lines else "-c"  # only login shells define `module`
-    # SIGUSR1 is for the launcher, not for the shell.
+    # Ignore SIGUSR1, which is for the launcher and would kill the shell.
     command = f"trap '' USR1; exec bash {shell} {shlex.quote(inner)}"
     argv = [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
@@ -163,7 +163,7 @@ def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
 
 
 LOOK_S = 0.2
-CTRL_C_S = 0.2  # srun kills a step after two SIGINTs within a second
+CTRL_C_S = 0.2  # pause between SIGINTs. srun kills a step after two within a second.
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class Step:
             )  # fmt: skip
 
     def restart(self) -> "Step":
-        """Start the step again, at the first call only. Return the new step."""
+        """Start the step again, but only once. Return the new step."""
         if self._next is None:
             again = self.incarnation + 1
             self._next = Step(self.plan, self.line, self.log, self.env, self._token, again)
@@ -353,7 +353,7 @@ class SlurmTask:
             return ended[self.rank]
         if code is None or not ended:
             return code
-        return 0 if code == 0 else -signal.SIGTERM  # srun ended the task after another failed
+        return 0 if code == 0 else -signal.SIGTERM  # srun ended this task after another failed
 
     @property
     def ending(self) -> str | None:
@@ -370,7 +370,7 @@ class SlurmTask:
         self.step.kill()
 
     def abandon(self) -> None:
-        """Kill srun. Slurm ends the remote tasks with the job."""
+        """Kill srun. Slurm ends the remote tasks when the job ends."""
         self.step.abandon()
 
     def last_output(self) -> str:
@@ -393,7 +393,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 + signal, but roles also exit with 143.
+        # Apptainer exits with 128 + signal, but 143 is also an exit code of roles.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

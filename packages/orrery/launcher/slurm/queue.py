@@ -72,7 +72,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without Slurm's variables. With `inside`, keep variables that srun needs."""
+    """Return `env` without Slurm's variables. `inside` a job, keep those that srun needs."""
 
     def is_kept(name: str) -> bool:
         if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):
@@ -145,7 +145,7 @@ def slurm_states(ids: Iterable[str]) -> dict[str, str]:
     except OrreryError as error:
         if "Invalid job id" not in str(error):
             raise
-        listed = []  # squeue fails for a single unlisted id
+        listed = []  # squeue fails if its only id is unlisted
     found = {job.id: job.slurm_state for job in listed}
     forgotten = [id for id in ids if id not in found]
     return {**found, **_accounted(forgotten)} if forgotten else found
@@ -199,7 +199,7 @@ def cancel(ids: Sequence[str]) -> None:
     if not ids:
         return
     try:
-        with suppress(OrreryError):  # no job runs
+        with suppress(OrreryError):  # scancel fails if no job runs
             call("scancel", "--batch", "--signal=TERM", "--state=RUNNING", *ids)
             limit_s = time.monotonic() + CANCEL_S
             while time.monotonic() < limit_s and _any_runs(ids):
@@ -237,7 +237,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Parse `1-02:03:04`, `2:03:04` or `03:04`, or return None."""
+    """Return the seconds of `1-02:03:04`, `2:03:04` or `03:04`, or None."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None

@@ -202,7 +202,7 @@ def keep_trace(trace: Path, folder: Path, request: BenchRequest) -> None:
 def run_ranks(request: BenchRequest, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
     """Run one process per device, and return their results.
 
-    If one fails or `deadline_s` passes, kill all and raise RunFailed.
+    If a process fails or `deadline_s` passes, kill all and raise RunFailed.
     """
     import torch.distributed as dist
 

@@ -148,11 +148,11 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
 def make_learner(request: BenchRequest, world: World) -> Learner:
     trainer = request.trainer
     policy = build_policy(request.model, trainer, world)
-    # Offload must not change the values, so that losses are comparable.
+    # Initial values do not depend on offload, so that losses are comparable.
     weights.initialize_on_device(policy.network, STD, request.seed, world.device)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
-            for weight in (adapter.a, adapter.b):  # random, because products of zeros run faster
+            for weight in (adapter.a, adapter.b):  # random, because multiplying zeros is faster
                 local_tensor(weight).normal_(std=STD)
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
 
@@ -277,7 +277,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A kernel, copy or operator, in µs."""
+    """Time span of a kernel, copy or operator, in µs."""
 
     begin: float
     end: float

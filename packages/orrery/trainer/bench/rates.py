@@ -34,7 +34,7 @@ NUM_LINKED = 2
 @dataclass(frozen=True)
 class Sizes:
     tokens: int
-    shapes: tuple[tuple[int, int], ...]  # (outputs, inputs) of products
+    shapes: tuple[tuple[int, int], ...]  # (outputs, inputs) of matrix products
     experts: tuple[int, int, int]  # (experts, outputs, inputs)
     lengths: tuple[int, int]  # document lengths in attention
     heads: int
@@ -205,7 +205,7 @@ def host_bytes(num_bytes: int, device: torch.device) -> float:
 
 
 def link_rates(kind: str, num_bytes: int) -> tuple[float, float]:
-    """Return bytes/s of a send between two devices, and of an all-gather during products."""
+    """Return bytes/s of a send between two devices, and of an all-gather during matmuls."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()

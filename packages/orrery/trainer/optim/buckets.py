@@ -16,9 +16,9 @@ ALIGNMENT = 128  # in values, for vectorised kernels
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Flat slices of a weight, its gradient and its state on the device.
+    """Flat slices of a weight, its gradient and its state.
 
-    Slices are whole shards if the rule needs them.
+    If the rule has `needs_whole_shards`, they are whole shards in their own shape.
     """
 
     source: nn.Parameter
@@ -28,7 +28,7 @@ class WeightPart:
 
 
 class UpdateRule:
-    """A rule that updates weights. `keys` names its state tensors, each with the weight's shape.
+    """`keys` names a rule's state tensors, each with the weight's shape.
 
     `counts_steps` adds `step`, a float32 scalar that counts earlier steps.
     """
@@ -49,7 +49,7 @@ class UpdateRule:
 
 @dataclass
 class ParamGroup:
-    """Weights of one rule. `lr` is the peak learning rate."""
+    """Weights that share an update rule. `lr` is the peak learning rate."""
 
     weights: list[nn.Parameter]
     rule: UpdateRule
@@ -66,7 +66,7 @@ def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup
 
 
 def is_bias(name: str) -> bool:
-    return name.endswith("bias")  # stacked biases have `ndim` 2
+    return name.endswith("bias")  # by name, because stacked biases have `ndim` 2
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Bucket:
 
 @dataclass
 class FlatShards:
-    """A group's local shards of one dtype in one flat tensor."""
+    """Layout of a group's local shards of one dtype in one flat tensor."""
 
     weights: list[nn.Parameter]
     dtype: torch.dtype
@@ -126,9 +126,9 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield (begin, end, slices) of whole shards.
+        """Yield (begin, end, slices) like `windows`, without splitting shards.
 
-        A range has the same parameters on all ranks.
+        A window has the same parameters on all ranks.
         """
         slices: list[ShardSlice] = []
         begin = share = 0

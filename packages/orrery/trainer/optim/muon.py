@@ -32,14 +32,14 @@ from orrery.trainer.parallel.world import all_to_all
 RMS = 0.2
 FUSED = re.compile(r"\.gate_up_(proj|proj\.weight|lora\.b)$")
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
-# Odd quintic polynomial that moves singular values fastest towards 1.
+# For a·x + b·x³ + c·x⁵, which quickly moves singular values towards 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 
 
 @dataclass(frozen=True)
 class GateUp:
-    """Joined gate and up projections of an MLP, [M, N] or [B, M, N].
+    """How a weight [M, N] or [B, M, N] joins an MLP's gate and up projections.
 
     `dim`: −2 for joined rows, −1 for joined columns. The gate comes first unless `is_interleaved`.
     """
@@ -107,7 +107,7 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 def gate_up(policy: nn.Module, name: str) -> GateUp:
     """Return the layout of weight `name`, inferred from the shape of `down_proj`.
 
-    Orrery has [experts, 2·MLP size, hidden size]. Some transformers models swap the last two
+    Orrery has [experts, 2·MLP size, hidden size]. Some Hugging Face models swap the last two
     dimensions, and gpt_oss interleaves gate and up.
     """
     owner = policy.get_submodule(name.rpartition(".")[0])
@@ -148,7 +148,7 @@ class MatrixShard:
 
     @cached_property
     def axes(self) -> dict[int, int]:
-        """Return {mesh axis: matrix dimension (0 or 1)} of axes that split matrices."""
+        """Return {mesh axis: 0 (rows) or 1 (columns)} of the axes that split matrices."""
         first = self.source.ndim - 2
         cut = sharding_axes(self.source)
         return {axis: dim - first for axis, dim in cut.items() if dim >= first}
@@ -289,7 +289,7 @@ def _orthogonalize_split(
 ) -> list[Tensor]:
     """Orthogonalize stacks [B, M, N] that ranks split along M or N.
 
-    One rank gathers, orthogonalizes and scatters each matrix (Dion, arXiv 2504.05295).
+    One rank per matrix gathers, orthogonalizes and scatters it (Dion, arXiv 2504.05295).
     """
     group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     ranks = range(num_ranks)

@@ -1,6 +1,6 @@
 """Update weights in buckets, by the rule of their group.
 
-State is sharded like its weight. It exists before the first step, because checkpoints fill it.
+State is sharded like its weight, and exists before the first step, so that checkpoints fill it.
 """
 
 from collections.abc import Iterator
@@ -162,7 +162,7 @@ def named_state(
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (state key, weight name, local tensor, box) in `weights` order, with sorted keys.
 
-    `box`: region of the full tensor, or () for a scalar. Fill tensors in place to load them.
+    `box`: region of the full tensor, or () for a scalar. Fill these tensors in place to load state.
     """
     state = optimizer.state
     for name, weight in weights.items():

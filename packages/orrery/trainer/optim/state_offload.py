@@ -1,8 +1,8 @@
 """Keep optimizer state in pinned host memory, and copy it during computation.
 
 - A slot is device memory for a bucket's state during the bucket's update.
-- `StateStream` copies state in during a step's last backward pass, and out during the next step's
-  first micro-batch. `manifest/budget/state_rooms.py` plans the slots' memory.
+- `StateStream` copies state to the device during a step's last backward pass, and back during the
+  next step's first micro-batch. `manifest/budget/state_rooms.py` plans the slots' memory.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ class StateOffload:
                     for key in bucket.group.rule.keys
                 }
         self._slot_bytes = max(bucket.num_bytes * len(bucket.group.rule.keys) for bucket in buckets)
-        self.drains_late = False  # whether slots stay until `drain`
+        self.drains_late = False  # whether slots stay allocated until `drain`
         self._limit = NUM_SLOTS
         self._slots: dict[int, Tensor] = {}
         self._leaving: deque[tuple[int, Tensor]] = deque()  # (bucket, slot), oldest first
@@ -61,7 +61,7 @@ class StateOffload:
 
     @torch.no_grad()
     def drain(self, room_bytes: int = 0) -> None:
-        """Free slots after their copies to the host, until slots fit into `room_bytes`."""
+        """Free slots that are copied to the host, until the others fit into `room_bytes`."""
         while self._leaving and self.held_bytes > room_bytes:
             index, _ = self._leaving.popleft()
             if self._cuda:
@@ -149,7 +149,7 @@ class StateOffload:
 
 
 class StateStream:
-    """Copy state while `blocks` compute.
+    """Copy optimizer state while `blocks` compute.
 
     `one`, `many`: memory plans for one and for several micro-batches.
     """

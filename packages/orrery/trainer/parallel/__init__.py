@@ -1,9 +1,9 @@
 """Apply parallelism to single-device model code, in this order.
 
-1. Context parallel replaces the attention core, or the keys of latent attention.
+1. Context parallel replaces the attention core, or the key module of latent attention.
 2. Expert parallel replaces the token exchange and shards the experts.
 3. Compilation and activation checkpointing wrap blocks, or modules in them.
-4. Activation offload moves the activations that blocks save.
+4. Activation offload keeps the activations that blocks save in host memory.
 5. FSDP2 comes last, because its hooks must run outside all other wrappers.
 """
 
@@ -28,7 +28,7 @@ from orrery.trainer.policy import Policy
 
 
 def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
-    """Return the policy with unset weights, on "meta" if FSDP shards it.
+    """Return the policy with unset weights, on "meta" if FSDP shards it without `cpu_offload`.
 
     Raise OrreryError if `trainer.attention` is not installed.
     """

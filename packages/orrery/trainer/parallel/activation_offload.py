@@ -52,7 +52,7 @@ class HostBufferPool:
 
 
 class OffloadedTensor:
-    """A saved tensor. `device_tensor` is None while only the host has the data."""
+    """`device_tensor` is None while only the host has the data."""
 
     def __init__(self, owner: "BlockActivations", tensor: Tensor):
         self.owner, self.dtype = owner, tensor.dtype

@@ -1,4 +1,4 @@
-"""Run blocks under activation checkpointing and torch.compile.
+"""Run transformer blocks under activation checkpointing and torch.compile.
 
 - Checkpointed blocks keep their input, and with `selective` the results of named operations.
 - A compiled block is one graph with the checkpoint inside. If ranks exchange tokens or keys in
@@ -105,10 +105,10 @@ def _checkpoint(policy: Policy, trainer: Trainer) -> None:
 def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
     """Return keyword arguments of torch's `checkpoint` that keep results of chosen operations.
 
-    For a block of one graph, they also stop torch 2.11 from saving experts' activations.
+    If a block is one graph, they also stop torch 2.11 from saving experts' activations.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
-    if model.mla is not None:  # keep chosen keys, because a second choice could differ
+    if model.mla is not None:  # keep chosen keys, because recomputation could choose others
         kept |= {torch.ops.orrery.select_keys.default}
     if trainer.compile and not trainer.mesh.has_exchange:
         if kept or trainer.is_one_graph(model):
@@ -146,7 +146,7 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def without_view(x: Tensor) -> Tensor:
-    """Return x as a base tensor, because torch would compile another graph for views."""
+    """Return x as a non-view, because torch would compile another graph for views."""
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 
 
@@ -220,7 +220,7 @@ def storage_of_results() -> tuple[Pack, Unpack]:
 
 
 def keep(answer: Any) -> Any:
-    """Store `answer` for `recall`, so that recomputation needs no device sync. Return it."""
+    """Return `answer`. In a forward pass, also store it for `recall` in recomputation."""
     run = _current.get()
     if run is not None and not run.is_recomputation:
         run.answers.append(answer)

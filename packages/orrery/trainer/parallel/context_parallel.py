@@ -2,7 +2,7 @@
 
 `trainer.mesh.cp_style` selects the attention and the tokens of rank r:
 
-    ulysses   one contiguous part. An all-to-all gives each rank all tokens for 1/cp of the heads
+    ulysses   one contiguous part. All-to-alls give each rank all tokens for 1/cp of the heads
     ring      pieces r and 2·cp − 1 − r of a document's 2·cp pieces. Ranks pass keys in a ring
     dsa       pieces as in ring. Each rank gathers all latent keys (latent attention only)
 
@@ -120,7 +120,7 @@ def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
-    """Return the `tokens` of `batch`. Counts are 0 except on the first rank."""
+    """Return the `tokens` of `batch`. Only the first rank keeps the counts."""
     source = torch.from_numpy(tokens.source)
     place = np.full(len(batch.token_id), -1, dtype=np.int64)
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)

@@ -43,7 +43,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
             shard(experts, mesh=world.expert_fsdp_mesh, reshard_after_forward=reshard)
     units = fsdp_units(policy.network)
     for unit in units:
-        is_last = unit is units[-1]  # stays unsharded, because the backward pass needs it first
+        is_last = unit is units[-1]  # stays gathered, because the backward pass needs it first
         shard(unit, mesh=world.fsdp_mesh, reshard_after_forward=reshard and not is_last)
     shard(policy, mesh=world.fsdp_mesh, reshard_after_forward=False)
     for module in policy.modules():
@@ -67,7 +67,7 @@ def _allocate_on_host(policy: Policy, device: torch.device) -> None:
 
 
 def _prefetch(policy: Policy) -> None:
-    """Prefetch layers explicitly, because the host waits in token exchanges."""
+    """Tell FSDP which layers to prefetch, because the host waits in token exchanges."""
     layers = [
         [module for module in layer.modules() if isinstance(module, FSDPModule)]
         for layer in policy.network.layers
@@ -96,7 +96,7 @@ def reshard_all(policy: Policy) -> None:
 
 
 class ComputeCopies:
-    """Compute-dtype copies of one rank's weights. Results are bit-equal to FSDP on one rank.
+    """Compute-dtype copies of weights, without FSDP. Results are bit-equal to FSDP on one rank.
 
     Modules hold the copies from a forward pass until `restore`.
     """

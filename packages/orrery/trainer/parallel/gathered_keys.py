@@ -1,7 +1,7 @@
 """Context parallel for latent attention: each rank gathers the latent keys of all R ranks.
 
 - A rank's queries are an early and a late piece of each document (`context_parallel.zigzag`).
-- The padded stream is all padded documents in order.
+- The padded stream is the concatenation of all padded documents.
 - Each rank sums the gradients of its keys in float32, in rank order.
 
 t: queries of this rank, S = R·t: all keys, K: keys that this rank reads
@@ -25,9 +25,9 @@ from orrery.trainer.parallel import blocks
 class KeyOrder(NamedTuple):
     """The keys that this rank's queries read, as rows of the all-gathered keys.
 
-    Row r·t + i is the key of token i of rank r. Latent keys: both pieces read one copy of all keys.
-    Expanded keys: each piece reads a copy of the document's prefix. No copy has a row twice, as
-    `begin_back` requires.
+    Row r·t + i is the key of token i of rank r. If keys stay latent, both pieces read one copy of
+    all keys. Otherwise, each piece reads its own copy of the document's prefix. No copy has a row
+    twice, as `begin_back` requires.
     """
 
     row: Tensor  # i64 [K], rows of the all-gathered keys
@@ -64,7 +64,7 @@ class KeyOrder(NamedTuple):
 def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
     """Return i64 [R, t], each rank's tokens as indices in the padded stream.
 
-    `start`, `length`: i64 [documents], in the stream. `size` is R.
+    `start`, `length`: of each document, i64 [documents]. `size` is R.
     """
     here = length // size
     start_t, before_t, piece_t = (
@@ -78,7 +78,7 @@ def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
 
 
 def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
-    """Return two sequences per document, its early and its late part."""
+    """Return two sequences per document, of `counts` pieces each (early, late)."""
     lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
     return Documents(offsets, max(counts) * longest)
@@ -99,7 +99,7 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
 class GatheredKeys(LocalKeys):
-    """Gather keys of all ranks. Recomputation gathers them again, unless `keeps` stores them."""
+    """Gather keys of all ranks. Recomputation gathers again, unless `keeps` stores the keys."""
 
     is_gathered = True
     eager = ("send", "receive", "ranges", "sides")  # not compiled (`blocks.py`)

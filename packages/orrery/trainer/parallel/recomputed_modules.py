@@ -1,6 +1,6 @@
 """Run named modules of a block again in the backward pass (`ModuleCheckpointing`).
 
-Calls of these modules run under torch's `checkpoint`, and keep only inputs. Hooks prevent later
+Calls of these modules run under torch's `checkpoint`, which keeps only inputs. Hooks prevent later
 operations from saving the modules' results. A block compiled to one graph needs no hooks.
 """
 
@@ -91,7 +91,7 @@ def _save_results(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Saved(torch.autograd.Function):
-    """Identity that saves x. `ctx.recomputed` caches x in the backward pass."""
+    """Identity that saves x. The backward pass caches x in `ctx.recomputed`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class _Saved(torch.autograd.Function):
 
 
 def _recompute(node: Any, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    if node.recomputed is None:  # `saved_tensors` is readable only once
+    if node.recomputed is None:  # cached, because `saved_tensors` is readable only once
         (node.recomputed,) = node.saved_tensors
     result = node.recomputed
     return result.as_strided(shape, stride, result.storage_offset() + offset)

@@ -2,7 +2,7 @@
 
 T: tokens of this rank, H: query heads, G: key and value heads, K: head size
 
-Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`). Ranks
+Rank r has pieces r (early) and 2·cp − 1 − r (late) of each document's 2·cp (`zigzag`). Ranks
 pass keys and values in a ring. A step with rank j's keys is one of three equal-cost cases:
 
     j = r   all queries, all keys, causal in this rank's token order

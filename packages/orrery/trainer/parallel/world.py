@@ -1,6 +1,6 @@
 """Build the device meshes of a trainer's ranks. The last axis is the innermost.
 
-    mesh          dp_replicate × dp_shard × cp       documents, each split over cp
+    mesh          dp_replicate × dp_shard × cp       documents, each split over cp ranks
     fsdp_mesh     [dp_replicate ×] fsdp              weights. fsdp = dp_shard · cp
     expert_mesh   dp_replicate × expert_fsdp × ep    experts. expert_fsdp · ep = fsdp
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 COLLECTIVE_DEADLINE_S = 600.0
 JOIN_DEADLINE_S = 600.0  # includes slow imports
-COLLECTIVE_BLOCKS = 16  # default of NCCL_MAX_CTAS
+COLLECTIVE_BLOCKS = 16  # our default of NCCL_MAX_CTAS (thread blocks)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def device_for(accelerator: str, index: int) -> torch.device:
     if accelerator == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         return torch.device("cpu")
-    # CUDA_VISIBLE_DEVICES may leave only one GPU.
+    # CUDA_VISIBLE_DEVICES may leave only this rank's GPU.
     device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
     torch.cuda.set_device(device)
     return device

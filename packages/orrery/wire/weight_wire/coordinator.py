@@ -2,8 +2,8 @@
 
 - Trainer rank 0 serves a TCPStore. The private file `wire.json` has its address and a secret.
 - A TCPStore has no authentication, so each value carries an HMAC-SHA256 made with the secret.
-- When all engine ranks ("members") have arrived, rank 0 publishes an order with a process group's
-  number ("generation"). A new group forms only if members change, or after a failure.
+- When all engine ranks ("members") are ready, rank 0 publishes an order with the number
+  ("generation") of a process group. A new group forms only if members change, or after a failure.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from orrery.wire import nfs
 from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
 from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
-ADDRESS = "wire.json"  # the store's address
+ADDRESS = "wire.json"
 CURRENT = "current"
 MEET_S = 120.0  # limit for another rank's value
 FOREVER_S = 10.0**7  # limit for the next transfer
@@ -85,7 +85,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """A connection to the store. Each thread needs its own, because waits block it."""
+    """A connection to the store. A wait blocks it, so each thread needs its own connection."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -191,7 +191,7 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Serve a store on `host`, until the caller drops it. Write its address into `folder`."""
+    """Serve a store on `host` until the caller drops the store. Write its address into `folder`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # Pass a socket bound to `host`: the store itself would bind all interfaces.
@@ -239,7 +239,7 @@ def connect(address: WireAddress) -> StoreConnection:
 
 
 def fail_transfer(folder: Path, transfer: int) -> None:
-    """Fail all waits of the transfer. Raise WireFailed or RuntimeError if the store is gone."""
+    """Make waits for the transfer fail. Raise WireFailed or RuntimeError if the store is gone."""
     connect(find_wire(folder, LOOK_S)).put(f"failed/{transfer}", True)
 
 

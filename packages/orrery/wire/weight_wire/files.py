@@ -1,6 +1,6 @@
 """Send weights as safetensors files. The trainer writes them, and every engine memory-maps them.
 
-- With one node, their folder (mode 0700) is in shared memory, otherwise in the run's folder.
+- On one node, their folder (mode 0700) is in shared memory, otherwise in the run's folder.
 - `version_<n>/00000.safetensors …`: shards of at most SHARD_BYTES, or of one larger tensor.
 - `version_<n>.json`: the marker, written last and removed first.
 - The publisher keeps the newest `keep` versions.
@@ -42,7 +42,7 @@ def remove_weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> None:
 
 
 def own(folder: Path) -> None:
-    """Create `folder` with mode 0700. Raise OrreryError if it is a link or another user's."""
+    """Create `folder` with mode 0700. Raise OrreryError if it is a link or has another owner."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise OrreryError(
@@ -53,7 +53,7 @@ def own(folder: Path) -> None:
 
 
 def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> int:
-    """Return the bytes of shared memory for `keep` + 1 versions, or 0 if they go to disk.
+    """Return the bytes of shared memory for `keep` + 1 versions, or 0 if on disk.
 
     Raise OrreryError if they do not fit.
     """
@@ -166,7 +166,7 @@ class WeightPublisher:
 
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
     fingerprints: dict[str, int] = {}
-    # Keep symlinks, because a container mounts the folder under this name.
+    # Do not resolve symlinks: a container mounts the folder under this name.
     for path in sorted(folder.absolute().glob("*.safetensors")):
         (aside / path.name).symlink_to(path)
         fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}

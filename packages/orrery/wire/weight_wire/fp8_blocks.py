@@ -1,11 +1,11 @@
 """Send weights in FP8: values in e4m3, and a float32 scale for each block of 128 × 128.
 
 - Matrix `x` is sent as tensors `x` and `x` + SCALE.
-- The engine decodes them to bfloat16, and its model quantizes to FP8 again. This restores the sent
-  values, because rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, less than half a
-  step of e4m3 (at least 2⁻⁵).
-- It restores the scale too. The scale is the block's largest magnitude / 448, and in bfloat16
-  448 · scale rounds to that magnitude.
+- The engine decodes both to bfloat16, and its model quantizes to FP8 again. This restores the sent
+  values: rounding to bfloat16 changes a value by at most 2⁻⁸ of itself, half a step of e4m3 is at
+  least 2⁻⁵ of it.
+- The scale, the block's largest magnitude / 448, is restored too: in bfloat16, 448 · scale
+  rounds to that magnitude.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,7 +48,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return values [N, K] times their blocks' scales [N/128, K/128], in bfloat16."""
-    # Shrink minimum scales: 448 · LEAST_SCALE rounds above 1e-4, so engines would not use 1e-4.
+    # Shrink minimum scales: 448 · LEAST_SCALE rounds above 1e-4, which engines would not raise.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):
@@ -61,7 +61,7 @@ def decode(value: Tensor, scale: Tensor) -> Tensor:
 
 
 def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors, FP8 tensors decoded to bfloat16.
+    """Yield all tensors, but decode FP8 tensors to bfloat16.
 
     Raise OrreryError if values or scales are missing.
     """
@@ -104,7 +104,7 @@ def with_scales(
 
 
 class SliceDecoder:
-    """Decode FP8 slices from buckets (buffers). Scales must not arrive after their values."""
+    """Decode FP8 slices from buckets (buffers). Scales must arrive with or before their values."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], device: torch.device) -> None:
         self._tensors, self._device = tensors, device

@@ -2,7 +2,7 @@
 
 A direct wire sends the trainer's parameters, so a version exists only until the next optimizer
 step. The orchestrator's lease delays that step until the lease is released or the version is sent.
-Both ends repeat messages, so a message may be lost, late or doubled.
+Both ends repeat messages, so lost, late and duplicate messages do no harm.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, deale
 # vLLM passes on only the text of errors, so these phrases identify them.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # limit of a round of messages
-LEASE_S = 120.0  # limit of a lease answer
+ROUND_S = 60.0  # limit of a transfer's round
+LEASE_S = 120.0  # limit of the trainer's answer
 REPEAT_S = 1.0
 STOP_S = 0.2
 
@@ -238,7 +238,7 @@ class LeaseClient:
     ) -> Published | None:
         """Lease the version and start its transfer to `engines`. End the previous transfer.
 
-        Return `published` with the transfer's number, or None if the trainer lost the version.
+        Return `published` with the transfer's number, or None if the version is gone.
         Raise WireFailed if the trainer does not answer. Call `release` afterwards.
         """
         request = self._want(published.version, tuple(engines))

@@ -1,10 +1,10 @@
 """Move bytes from buffers ("buckets") of trainer ranks ("sources") to engine ranks ("targets").
 
 - `nccl`: a process group sends messages (gloo on CPUs). A target GPU on the source's host
-  reads its buckets by CUDA IPC.
+  instead reads the source's buckets by CUDA IPC.
 - `nixl`: the target reads the source's buckets over NIXL and UCX.
-- The first nccl message of two ranks blocks until the peer joins, so a thread runs it for at most
-  ROUND_S seconds.
+- The first NCCL message between two ranks blocks until both join, so it runs in a thread, for at
+  most ROUND_S seconds.
 """
 
 import os
@@ -127,7 +127,7 @@ class GroupLink:
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Return `call()`, run in a thread. Raise RuntimeError after `limit_s`."""
+    """Return `call()`, run in a thread. Raise RuntimeError after `limit_s` seconds."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -457,7 +457,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """A target's links. It reads buckets of `pulled` sources. Others use the process group."""
+    """A target's links. It reads `pulled` sources' buckets. Others send by process group."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None

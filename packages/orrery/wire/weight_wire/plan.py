@@ -79,7 +79,7 @@ Rounds = list[dict[tuple[int, int], SliceMessage]]  # per round: (source, target
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """A schedule. Source i is `holdings[i]`, target i is `members[i]`."""
+    """The schedule of a transfer. Source i is `holdings[i]`, target i is `members[i]`."""
 
     tensors: Sequence[TensorInfo]
     holdings: Sequence[Holding]
@@ -228,9 +228,9 @@ def pieces(
     shapes: Mapping[str, Sequence[int]],
     needs: Sequence[Mapping[str, Sequence[Box]]],
 ) -> list[tuple[str, Box]]:
-    """Return the distinct boxes of one engine's ranks.
+    """Return the distinct boxes that one engine's ranks need.
 
-    Raise OrreryError if a tensor's boxes do not tile the tensor.
+    Raise OrreryError if they do not tile each tensor.
     """
     found: list[tuple[str, Box]] = []
     for name in names:

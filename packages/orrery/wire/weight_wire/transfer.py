@@ -92,7 +92,7 @@ class WeightSender:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Connect to the TCPStore of `folder`. Rank 0 starts it on `host`."""
+        """Connect to the TCPStore named in `folder`. Rank 0 starts it on `host`."""
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
         self._server = None
         if rank == 0:
@@ -260,7 +260,7 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # High priority, because engines pause. `publish` has waited for the optimizer step.
+                # High priority: engines wait. `publish` has waited for the optimizer step.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -378,7 +378,7 @@ class Round:
 
 @dataclass
 class Pieces:
-    """The distinct boxes of one engine's ranks."""
+    """The distinct boxes that one engine's ranks need."""
 
     tensor_of: np.ndarray  # i64 [pieces], index of the tensor
     of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of `needs`
@@ -406,7 +406,7 @@ class WeightReceiver:
         self.tensors: dict[str, TensorInfo] = {}
 
     def join(self, folder: Path, needs: Callable[[list[TensorInfo]], Needs]) -> None:
-        """Connect to the trainer, unless connected. `needs` returns the boxes to receive."""
+        """Connect to the trainer unless connected. `needs` returns the boxes to receive."""
         address = find_wire(folder)
         if address == self._address:
             return
@@ -462,7 +462,7 @@ class WeightReceiver:
     def attest(self) -> dict[str, int]:
         """Add up the engine ranks' shares. Return each tensor's fingerprint by name.
 
-        Raise TransferFailed if a rank misses slices. Raise WireFailed if two ranks' bits differ.
+        Raise TransferFailed if a rank lacks slices, WireFailed if two ranks' bits differ.
         """
         shares = self._shares.cpu().numpy().tobytes()
         self._store.put_raw(f"{self._attested}/{self.rank}", shares)
