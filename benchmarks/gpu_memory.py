@@ -10,7 +10,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def smi(*query: str) -> list[list[str]]:
-    """Return the words of each line of the answer. Raise as `subprocess.run` does."""
+    """Return the fields of each line of nvidia-smi's answer. Raise as `subprocess.run` does."""
     argv = ["nvidia-smi", *query, "--format=csv,noheader,nounits"]
     text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     return [[word.strip() for word in line.split(",")] for line in text.splitlines() if line]
@@ -18,7 +18,7 @@ def smi(*query: str) -> list[list[str]]:
 
 @contextmanager
 def peaks(sample: Callable[[], dict[Key, int]], interval_s: float) -> Iterator[dict[Key, int]]:
-    """Yield the highest value of each key of `sample`, called until the block ends or it raises."""
+    """Call `sample` until the block ends or `sample` raises. Yield each key's highest value."""
     most: dict[Key, int] = {}
     is_over = threading.Event()
 

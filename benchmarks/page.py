@@ -35,7 +35,7 @@ class Line:
     record: str  # path below benchmarks/, without .json
     title: str
     variant: str | None = None
-    peer: str | None = None  # the peer's name, its value being that of `peer_variant`
+    peer: str | None = None  # name of the compared system, whose value is that of `peer_variant`
     peer_variant: str | None = None
 
 
@@ -342,7 +342,7 @@ UNITS = {
     "Gb/s of a core": "Gb/s",
     "Gb/s of processor time": "Gb/s",
 }
-NO_UNIT = ("reward", "characters", "batches", "defects", "cases")  # the line's title says it
+NO_UNIT = ("reward", "characters", "batches", "defects", "cases")  # units that lines' titles name
 
 
 # Lines that wait for a host of 2, 4 or 8 GPUs. The page shows each once its record exists.

@@ -71,7 +71,7 @@ def record(
         "hardware": hardware(),
         "versions": {}
         if "ORRERY_HARDWARE" in os.environ
-        else versions(PACKAGES),  # none where runs of another machine are read here
+        else versions(PACKAGES),  # none if another machine made the runs
         "commit": measured_at,
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "details": details or {},
@@ -98,7 +98,7 @@ def parser_of(doc: str | None, **options: Any) -> argparse.ArgumentParser:
 
 
 def own_words(doc: str | None) -> list[str]:
-    """Parse a command that has words only where a script starts itself. Return them."""
+    """Return the words of the command line, which only a script that starts itself passes."""
     parser = parser_of(doc)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     return parser.parse_args().words
@@ -122,7 +122,7 @@ def unrecordable(measured_at: str) -> str | None:
 
 
 def command() -> str:
-    """Return the command to type at the root. Folders elsewhere keep their names only."""
+    """Return the command to type at the root. Shorten absolute paths to their last name."""
     script = Path(sys.argv[0]).resolve()
     shown = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
     return shlex.join(
@@ -135,9 +135,9 @@ def command() -> str:
 
 
 def hardware() -> str:
-    """Processor, memory, and the cores and GPUs that this process may use.
+    """Return processor, memory, and the cores and GPUs that this process may use.
 
-    `ORRERY_HARDWARE` says it where runs of another machine are read here.
+    For runs of another machine, return `ORRERY_HARDWARE`.
     """
     if named := os.environ.get("ORRERY_HARDWARE"):
         return named

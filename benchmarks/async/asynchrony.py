@@ -2,14 +2,14 @@
 
     python benchmarks/async/asynchrony.py --shape h200_8
 
-- Shapes are cpu, h200_1, h200_2, h200_4 and h200_8, and glm5_4 and glm5_8 with one wide engine
-  (jsonnet/runs/asynchrony.jsonnet).
-- Random weights and answers of log-normal lengths, the longest more than ten medians. Both loops
-  have the same problems.
-- `asynchrony_<shape>.json`: the ratio of trained tokens/s once warm, a row per loop with the share
-  of time that the trainer waits, and the mismatch KL of a model in FP8.
-- `asynchrony_<shape>.png`: the spans of both loops on one scale.
-- `--runs DIR`: both runs have finished there.
+- Shapes are cpu, h200_1, h200_2, h200_4 and h200_8, and glm5_4 and glm5_8 with one engine of
+  several ranks (jsonnet/runs/asynchrony.jsonnet).
+- Weights are random. Answers have log-normal lengths, the longest over ten times the median. Both
+  loops have the same problems.
+- `asynchrony_<shape>.json`: the ratio of trained tokens/s after warm-up, a row per loop with the
+  share of time that the trainer waits, and with FP8 the KL between engine and trainer.
+- `asynchrony_<shape>.png`: the timelines of both loops on one scale.
+- `--runs DIR`: read both finished runs from DIR.
 """
 
 import sys
@@ -41,7 +41,7 @@ COLORS = {
 
 
 def draw(sides: dict[str, RunData], path: Path) -> None:
-    """Draw a panel per loop: a line per role, a bar per span, seconds since the first."""
+    """Draw a panel per loop, with a line per role and a bar per span."""
     figure, panels = pyplot.subplots(
         len(sides), 1, figsize=(11, 2.2 + 1.5 * len(sides)), sharex=True, layout="constrained"
     )

@@ -1,16 +1,16 @@
-"""Show that a GLM-5 in FP8 learns on one GPU, and record how far its keys and vLLM's differ.
+"""Show that a GLM-5 in FP8 learns on one GPU, and compare its attention's chosen keys with vLLM's.
 
     bash benchmarks/async/gpu_host.sh figure glm5.py        # on a GPU host, six minutes
     python benchmarks/async/glm5.py --runs runs             # from finished runs
 
 - `glm5.json` has a row per seed with `STEPS` RL steps: held-out reward before, after and by step.
   The figure is the lowest reward after RL.
-- `glm5_mismatch.json` has a row per way to choose keys: the mismatch KL over that of dense
-  attention on both sides. Each is a mean over `STEPS` steps from equal seeds, and over tokens that
-  the trained weights sampled. All `KINDS` must have run.
+- `glm5_mismatch.json` has a row per way in which the trainer chooses keys (replay of vLLM's, or its
+  own): the KL between engine and trainer, over that with dense attention in both. KLs are means
+  over `STEPS` steps and over tokens sampled by the trained weights. All `KINDS` must have run.
 - `choices_differ`: share of vLLM's keys that the trainer's indexers did not choose.
-- Without `--runs`, run seed `--seed` and, beside it unless `--alone`, the two short runs. No stage
-  starts, and each ends, after `--within` seconds. `--out` gets logs and metrics, also of failures.
+- Without `--runs`, run seed `--seed` and, in parallel unless `--alone`, the other two `KINDS`. All
+  runs end after `--within` seconds. `--out` gets logs and metrics, also of failures.
 """
 
 import subprocess
@@ -56,7 +56,7 @@ def run_stages(folder: Path, until_s: float, names: Sequence[str]) -> None:
                 try:
                     code: int | str = process.wait(timeout=max(0.0, until_s - begin_s))
                 except subprocess.TimeoutExpired:
-                    process.terminate()  # the launcher ends its roles
+                    process.terminate()  # the launcher then ends its roles
                     process.wait()
                     code = "out of time"
             print(f"{name} {stage}: {code} after {time.monotonic() - begin_s:.0f} s", flush=True)
@@ -66,7 +66,7 @@ def run_stages(folder: Path, until_s: float, names: Sequence[str]) -> None:
 
 
 def make_runs(seed: int, is_alone: bool, within_s: float, out: Path) -> Path:
-    """Return the folder of the runs. Logs and metrics go to `out`."""
+    """Make the runs in a new folder and return it. Write logs and metrics to `out`."""
     until_s = time.monotonic() + within_s
     names = [f"{RUN}_seed_{seed}", KINDS["own choice"], KINDS["dense"]]
     folder = whole_workspace(Path(tempfile.mkdtemp()), *map(manifest_here, names))
@@ -87,7 +87,7 @@ def small(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 
 def found_run(name: str, runs: Path) -> RunData | None:
-    """Return the run, if its RL stage has made `STEPS` steps and two evaluations."""
+    """Return the run, or None if its RL stage has made fewer than `STEPS` steps."""
     for folder in sorted(runs.glob(f"{name}-????????????")):
         data = RunData.load(folder)
         if len(data.rl) >= STEPS:

@@ -1,4 +1,4 @@
-"""Record whether a pretrained model learns, from runs of smollm2.jsonnet and its staleness twin.
+"""Record whether a pretrained model learns, in runs of smollm2.jsonnet and its staleness variants.
 
     python benchmarks/async/learning.py --runs runs
     python benchmarks/async/learning.py --runs runs --problems smollm2_problems
@@ -7,7 +7,7 @@
   seeds) and the largest mismatch KL of any step. The figure is the lowest rise.
 - `staleness.json`, `staleness.png`: reward against wall time, a row per staleness bound.
 - The runs must be of the checked-in manifests. A task without a finished run keeps its recorded
-  row. A missing bound is left out and named.
+  row. A staleness bound without a run is left out and named.
 - `problems_<device>.json`, `.png`: one-GPU runs whose names begin with `--problems`. A row per run:
   rise of held-out reward, entropy, truncated answers, tokens/s. No other file is written then.
 - For runs of another machine, ORRERY_HARDWARE and ORRERY_COMMIT name its hardware and commit.
@@ -35,11 +35,11 @@ from record import ROOT, device, parser_of, record
 HERE = Path(__file__).resolve().parent
 SEEDS, BOUNDS = (1, 2, 3), (0, 1, 2, 4, 8)
 TASKS = ("reverse_words", "arithmetic", "calculator")
-TASKS_AT_LEAST = 2  # with every seed
-GOAL = 0.3  # least rise
+TASKS_AT_LEAST = 2  # tasks with runs of every seed, without which the record has no goal
+GOAL = 0.3  # least rise of held-out reward
 KL_GOAL = 1e-3  # most KL of engine and trainer with the same weights, in any step
 PROBLEMS_GOALS = {"rise": 0.15, "entropy": 0.3, "truncated": 0.1}
-SMOOTHED_STEPS = 3  # of the entropy
+SMOOTHED_STEPS = 3  # window of the entropy's moving average
 
 
 def finished(name: str, runs: Path) -> RunData | None:
@@ -69,7 +69,7 @@ def said(run: RunData) -> dict[str, Any]:
         "before": before,
         "after": after,
         "rise": after - before,
-        # Tokens sampled by the trained weights differ only in numerics.
+        # On tokens of the trained weights, engine and trainer differ only in numerics.
         "mismatch_kl_max": max(same, default=None),
         "mismatch_kl_steps": len(same),
         "kl_to_sampling_policy_max": max(row["mismatch_kl"] for row in run.rl),  # with staleness
@@ -213,7 +213,7 @@ def problems_row(run: RunData) -> dict[str, Any]:
 
 
 def by_problems(prefix: str, runs: Path, out: Path) -> None:
-    """Raise SystemExit if no run whose name begins with `prefix` has finished."""
+    """Record the finished runs whose names begin with `prefix`. Raise SystemExit without any."""
     folders = sorted(runs.glob(f"{prefix}*-????????????"))
     found = [
         RunData.load(each) for each in folders if (each / "stages" / "evaluate" / "DONE").exists()

@@ -6,10 +6,9 @@
   trains again, and the trainer's allocator is capped at what the engine leaves of that card.
 - Peaks are nvidia-smi's values for GPU 0, read twice a second: in all and for each role.
 - 1 GB is 10^9 bytes, so a real card of "24 GB" has more memory than this script assumes.
-- A RUN is a checked-in manifest's name or a manifest's file. Each gets the hardware of `--spare`.
+- A RUN is a checked-in manifest's name or a manifest's file. It gets the hardware of run `--spare`.
 - If a run's weights are not on this machine, it gets random weights and the tokenizer of `--spare`.
-  Its answers then have full length, as in the longest batch. Without its data, it gets the tasks
-  of `--spare`.
+  Its answers then have the maximum length. If its data are not, it gets the tasks of `--spare`.
 - `memory_<device>.json` has the share of runs that fit 80 GB, and for each run the smallest card
   that it fits. Recorded rows of runs that are not on the command line are kept.
 """
@@ -46,7 +45,7 @@ if "orrery.trainer" in sys.orig_argv:
 
 
 def role_of(pid: int) -> str:
-    """Return the role whose process, or whose child, has this id."""
+    """Return the role whose process or descendant has this id, otherwise "other"."""
     while pid > 1:
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
@@ -75,7 +74,7 @@ def manifest_of(name: str) -> dict[str, Any]:
 
 
 def shortened(name: str, steps: int, spare: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the run's manifest with a few steps, and what it lacked here."""
+    """Return the run's manifest with few steps, and which of its files were missing."""
     run, other, lacks = manifest_of(name), manifest_of(spare), list[str]()
     run["hardware"] = other["hardware"]
     init = run["model"]["init"]

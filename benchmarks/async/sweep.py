@@ -4,8 +4,8 @@
 
 - A variant is the run with another number of warm-start batches and another learning rate of RL.
   All have `--steps` RL steps and one seed, so small differences are noise.
-- `--at-once` variants share the GPU, with smaller micro-batches and caches. No variant starts, and
-  each ends, after `--within` seconds. Those that have not finished are left out and named.
+- `--at-once` variants share the GPU, with smaller micro-batches and caches. All variants end after
+  `--within` seconds. Unfinished variants are left out and named.
 - `sweep_<device>.json`: the largest rise of held-out reward, and a row per variant with its rise,
   entropy and truncated answers (`learning.problems_row`).
 """
@@ -36,7 +36,7 @@ WARM_BATCHES, RATES = (25, 50, 120), (1e-5, 3e-5)
 STAGES = ("init", "sft", "rl", "evaluate")
 KV_CACHE_BYTES = 2 * 2**30
 MICRO_BATCH_TOKENS = 4096
-EVALUATED = 256  # problems
+EVALUATED = 256  # most problems of an evaluation
 
 
 def variant(run: dict[str, Any], warm_batches: int, rate: float, steps: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def train(folder: Path, until_s: float, name: str) -> str | None:
         try:
             said, _ = process.communicate(timeout=left_s)
         except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher ends its roles
+            process.terminate()  # the launcher then ends its roles
             process.communicate()
             return f"{stage} was not done in time"
         if process.returncode:
@@ -108,7 +108,7 @@ def main() -> None:
     rows, missing = [], {}
     with tempfile.TemporaryDirectory(prefix="orrery-sweep-") as work:
         folder = whole_workspace(Path(work), *manifests)
-        # The longest begin first.
+        # Start the longest runs first.
         order = sorted(manifests, key=lambda each: -each["stages"]["sft"]["num_steps"])
         with ThreadPoolExecutor(options.at_once) as pool:
             names = [manifest["name"] for manifest in order]

@@ -3,12 +3,12 @@
     python benchmarks/async/whole_loop.py --shape h200_2            write whole_loop_h200_2.json
     python benchmarks/async/whole_loop.py --shape h200_2 --gate     compare, and write nothing
 
-- The run is `asynchrony_<shape>`: random weights and answers of drawn lengths, in `--runs DIR` or
-  run now.
-- The gate compares runs of one manifest, except for fields that cost no time (`COSTS_NO_TIME`). The
-  lock is one of them, because the gate is to find what other releases cost.
-- With t = TOLERANCE, it allows a share t less tokens/s, t/2 more trainer waiting, and a share 5t
-  longer pauses for updates.
+- The run is `asynchrony_<shape>` (random weights and answer lengths), read from `--runs DIR` or
+  made now.
+- The gate requires equal manifests, except for fields that cost no time (`COSTS_NO_TIME`). The lock
+  file is such a field, because the gate shall find the cost of new package releases.
+- With t = TOLERANCE, the gate allows a share t less tokens/s, t/2 more trainer waiting, and a share
+  5t longer pauses for updates.
 """
 
 import hashlib
@@ -73,12 +73,11 @@ LATER_FIELDS = {
 
 
 def timed_sha256(manifest: Manifest) -> str:
-    """Return the digest of all fields that cost time. Runs with the same one are comparable."""
+    """Return the digest of all fields that cost time. Runs with equal digests are comparable."""
     fields = {spelled(path): value for path, value in leaves(manifest.model_dump(mode="json"))}
     timed = {name: value for name, value in fields.items() if name not in COSTS_NO_TIME}
-    timed["schema_version"] = 1  # costs no time; recorded digests have this one
-    # Older records lack these fields, and ran with these values. They count a shared device once a
-    # role.
+    timed["schema_version"] = 1  # costs no time, and is 1 in recorded digests
+    # Older records had these values without the fields, and count a shared device once per role.
     for name, value in LATER_FIELDS.items():
         if timed[name] == value:
             del timed[name]
@@ -100,7 +99,7 @@ def refuse_another(manifest: Manifest, recorded: dict[str, Any], name: str) -> N
 
 
 def refuse_unwarmed(recorded: dict[str, Any], name: str) -> None:
-    """Raise SystemExit if the record lacks its longest step, so it may hold a recompilation."""
+    """Raise SystemExit if the record lacks `longest_step_s`, so it may include a recompilation."""
     if "longest_step_s" not in recorded["rows"][0]:
         raise SystemExit(
             f"error: {name}: it was measured before steps that compile were refused, so a slower "
@@ -142,7 +141,7 @@ def found_worse(measured: Numbers, before: dict[str, Any], tolerance: float) -> 
 
 
 def gate(shape: str, runs: Path | None) -> None:
-    """Raise SystemExit if a figure is worse than recorded, or early if the record is no match."""
+    """Raise SystemExit if a figure is worse than recorded, or if the record is not comparable."""
     name, recorded = f"asynchrony_{shape}", HERE / f"whole_loop_{shape}.json"
     if not recorded.exists():
         raise SystemExit(

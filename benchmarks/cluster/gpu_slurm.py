@@ -1,11 +1,11 @@
-"""Record a run that `gpu_slurm.sh run` started as Slurm jobs with a GPU as gres.
+"""Record a run that `gpu_slurm.sh run` started as Slurm jobs that request GPUs.
 
     ORRERY_COMMIT=… ORRERY_HARDWARE=… python benchmarks/cluster/gpu_slurm.py slurm.tar.gz RUN
 
 - `slurm.tar.gz` is what `gpu_slurm.sh run` leaves. The value is the seconds from the submission of
   the first stage to the end of the last.
 - A row per stage: seconds in the queue, seconds of the job, and the GPU that Slurm gave it.
-- A job that did not complete is an error, and nothing is recorded.
+- If a job did not complete, nothing is recorded.
 """
 
 import json

@@ -2,9 +2,9 @@
 
 - The pipeline runs as local processes and on the simulated cluster of the same machine. The cluster
   is up and idle (`ORRERY_CLUSTER_KEEP=1 make test-cluster` leaves it so).
-- Each stage: its own seconds (`DONE`), those between Snakemake's messages and the launcher, and
-  those from the launcher's start to the first role's health file.
-- The RL stage: from Snakemake's message to the first request that an engine generates for.
+- Measured per stage: its own seconds (`DONE`), seconds between Snakemake's messages and the
+  launcher, and seconds from the launcher's start to the first role's health file.
+- For the RL stage also: seconds from Snakemake's message to the first request in an engine.
 - `snakemake -n` of the run over many nodes, on the login node: the median of three.
 
     sudo .venv/bin/python benchmarks/cluster/overhead.py     # on a quiet machine, about 6 minutes
@@ -46,7 +46,7 @@ SAYS = (
     "--quiet",
     "host",
     "reason",
-)  # the local profile does not print the rules to be timed
+)  # print the rules to be timed, which the local profile hides
 BEGINS, ENDS = re.compile(r"Job \d+: (\w+) of "), re.compile(r"Finished jobid: \d+ \(Rule: (\w+)\)")
 
 
@@ -125,7 +125,7 @@ def run_pipeline(
 
 
 def _look_on(run_dir: Path, stages: Mapping[str, StageTimes], finished: threading.Event) -> None:
-    """Fill in when the first role of each stage writes its health file."""
+    """Set `alive_s` when the first role of a stage writes its health file."""
     while not finished.wait(LOOK_S):
         for name, stage in list(stages.items()):
             if not stage.alive_s and any((run_dir / "stages" / name / "health").glob("*.json")):
@@ -133,7 +133,7 @@ def _look_on(run_dir: Path, stages: Mapping[str, StageTimes], finished: threadin
 
 
 def run_here(folder: str) -> TimedPipeline:
-    """Run it as local processes of this environment, in a fresh checkout."""
+    """Run the demo as local processes of this environment, in a fresh checkout."""
     env = {name: value for name, value in os.environ.items() if name != "ORRERY_SITE"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     with tempfile.TemporaryDirectory() as made:
@@ -147,7 +147,7 @@ def run_here(folder: str) -> TimedPipeline:
 
 
 def run_on_cluster(folder: str) -> TimedPipeline:
-    """Run it as jobs of the cluster's user. Remove an earlier run of the same name."""
+    """Run the demo as jobs of the cluster's user. Remove an earlier run of the same name."""
     as_user("rm", "-rf", f"runs/{folder}")
     argv = (*CLUSTER, "user", "snakemake", "--profile", "slurm", *SAYS, "--", RUN)
     return run_pipeline(argv, ROOT, CHECKOUT / "runs" / folder, os.environ)
@@ -165,7 +165,7 @@ def as_user(*argv: str) -> str:
 
 
 def dry_runs_s() -> list[float]:
-    """Return the wall seconds of each. Exit if one does not show the RL stage."""
+    """Return the wall seconds of each dry run. Exit if one does not show the RL stage."""
     times_s = []
     for _ in range(DRY_RUNS):
         start_s = time.perf_counter()
@@ -180,7 +180,7 @@ def dry_runs_s() -> list[float]:
 
 
 def rows(where: str, pipeline: TimedPipeline) -> list[dict[str, Any]]:
-    """Return the rows. `around`: seconds between Snakemake's messages outside the stage."""
+    """Return the rows. `around`: seconds between Snakemake's messages, less those of the stage."""
     own_s = {name: one.ended_s - one.started_s for name, one in pipeline.stages.items()}
     around_s = {
         name: one.ends_s - one.begins_s - own_s[name] for name, one in pipeline.stages.items()

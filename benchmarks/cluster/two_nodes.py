@@ -2,16 +2,16 @@
 
 - A node is a network namespace with its own host name, processes, shared memory and half of the
   host's GPUs (`gpu_slurm.sh` with NODES=2). NCCL connects the nodes over sockets.
-- `replay`: one node serves, one trains with the engines' routes. The goal is 0 lost, repeated or
-  wrong batches (`faults/kills.py`) and 0 tokens without routes.
+- `replay`: one node runs engines, one trains and replays the engines' expert routes. The goal is 0
+  lost, repeated or wrong batches (`faults/kills.py`) and 0 tokens without routes.
 - `sft`: both nodes train. The goal is 0 lost steps.
-- The second node loses power after a checkpoint, and boots again once Slurm has missed it.
+- The second node loses power after a checkpoint, and boots again once Slurm reports it as down.
 
     python benchmarks/cluster/two_nodes.py replay            # as root, with eight GPUs
     python benchmarks/cluster/two_nodes.py replay --pair     # two GPUs
     python benchmarks/cluster/two_nodes.py replay --smoke    # without GPUs, no record
 
-Both need Slurm: `ORRERY_SLURM_FOLDER=/srv/orrery-nodes gpu_slurm.sh install`.
+Both rows need Slurm: `ORRERY_SLURM_FOLDER=/srv/orrery-nodes gpu_slurm.sh install`.
 """
 
 import json
@@ -38,7 +38,7 @@ SCRIPT = ROOT / "benchmarks/cluster/gpu_slurm.sh"
 FOLDER = Path(os.environ.setdefault("ORRERY_SLURM_FOLDER", "/srv/orrery-nodes"))
 LOST, FIRST_STEP = "gpu2", 3
 LIMIT_S = 270.0
-# Trainer and engines in bfloat16 round differently.
+# Largest log-prob difference on equal weights. In bfloat16, trainer and engines round differently.
 SAME_WEIGHTS = {"float32": 1e-4, "bfloat16": 1.0}
 
 
@@ -48,7 +48,7 @@ def slurm(*words: str) -> str:
 
 
 def wait(what: str, started: "subprocess.Popen[bytes]", condition: Callable[[], bool]) -> float:
-    """Return the time at which `condition()` holds."""
+    """Wait until `condition()` holds. Return the time."""
     end_s = time.monotonic() + LIMIT_S
     while not condition():
         if started.poll() is not None or time.monotonic() > end_s:

@@ -1,7 +1,7 @@
-"""Train a mixture on engines of different shapes, on the simulated cluster of this machine.
+"""Train a mixture of experts with engines of different shapes, on this machine's simulated cluster.
 
 - One engine prefills on a node, one decodes on two nodes, and a fourth node trains. The trainer
-  replays the engines' routes.
+  replays the engines' expert routes.
 - After some RL steps a process of the decode engine is killed, and the engine comes back. Later
   its second node crashes, and Slurm starts the job again on the fifth node.
 - The value is the held-out reward of the trained policy.
@@ -24,7 +24,7 @@ from simulated import Cluster, Run, Terminal
 from record import ROOT, parser_of, record
 
 RUN, GOAL = "reverse_text_moe_wide", 0.8
-KILL_AT, CRASH_AT = 5, 12  # RL steps
+KILL_AT, CRASH_AT = 5, 12  # RL steps before the kill and the crash
 LIMIT_S = 900.0
 
 

@@ -4,7 +4,7 @@
   lowest of the seeds.
 - `wall_time.json`: the seconds of every stage, and how the RL stage spent them, of seed 1.
 - `--runs DIR` records finished runs of the checked-in manifests instead.
-- A run with several attempts is refused, because its times are not those of one run.
+- A run with several attempts is refused, because its times include repeated work.
 """
 
 import datetime
@@ -123,7 +123,7 @@ def times(run: RunData) -> list[dict[str, Any]]:
     assert spent is not None, "the run has no spans"
     pauses_s = [
         update["pause_s"] for update in run.updates if update["version"] > 0
-    ]  # version 0 goes into idle engines
+    ]  # idle engines load version 0
     return [
         row("whole pipeline", sum(walls_s.values()), "s", "lower", 360.0),
         *(
@@ -256,7 +256,7 @@ def main() -> None:
         help="write there instead of beside this script",
     )
     options = parser.parse_args()
-    del sys.argv[1:]  # the recorded command measures again, wherever these runs lie
+    del sys.argv[1:]  # leave --runs out of the recorded command
     if options.runs is not None:
         record_all(load_all(options.runs.resolve()), options.out, None)
         return

@@ -3,11 +3,11 @@
     python benchmarks/elastic/churn.py calm --rounds 600      four steady sites, simulated
     python benchmarks/elastic/churn.py --minutes 30           100 events, and the record
 
-The calm run trains the same data, learner, codec and outer step in one process, into build/churn.
-The churn compares its loss with that of the calm run at equal tokens. Checks:
+The calm run uses the same data, learner, codec and outer step in one process, and writes to
+build/churn. The churn run's loss is compared with it at equal tokens. Checks:
 - The rounds go on. No site ends by itself.
-- All sites of a round report the log's digest.
-- No document is trained twice: no two phases share a place in the data, and all are the log's.
+- All sites of a round report the digest in the coordinators' log.
+- No document is trained twice: no two phases share a place in the data, and all match the log.
 Events are drawn with a fixed seed. An event waits while it would leave less than a majority of the
 coordinators, or fewer than NUM_STEADY sites. Trainers have a lower priority than etcd.
 """
@@ -65,7 +65,7 @@ Row = dict[str, Any]
 
 
 def make_manifest(data: Path) -> Manifest:
-    """Return the run elastic_text with a tiny network, constant rate and no end."""
+    """Return the run elastic_text with a tiny network, constant learning rate and no end."""
     run = load(ROOT / "manifests/elastic_text.json")
     assert run.trainer.elastic is not None
     spec = {
@@ -93,7 +93,7 @@ def make_manifest(data: Path) -> Manifest:
 
 
 class Judge:
-    """The loss of weights on stories of another seed, in the run's own tokens."""
+    """Computes the loss of weights on stories of another seed, with the run's tokenizer."""
 
     def __init__(self, run: Manifest, tokenizer: Path) -> None:
         assert run.sft.data.kind == "text"
@@ -112,7 +112,7 @@ class Judge:
 
 
 def simulate(run: Manifest, judge: Judge, num_rounds: int) -> Iterator[tuple[int, float]]:
-    """Yield (tokens, loss) of NUM_CALM sites that stay."""
+    """Yield (tokens, loss) of a run with NUM_CALM permanent sites."""
     spec, elastic = run.sft, run.trainer.elastic
     assert elastic is not None and run.model.init.kind == "random"
     learners = [make_learner(run, run.model.init.seed) for _ in range(NUM_CALM)]
@@ -139,7 +139,7 @@ class Site:
     index: int
     state: str = "down"  # or up, pause, cut
     process: "subprocess.Popen[bytes] | None" = None
-    until_s: float = 0.0  # of a pause or cut
+    until_s: float = 0.0  # end of a pause or cut
     rows: list[Row] = field(default_factory=list)
     is_settled: bool = False  # has finished a round since its start
     num_read: int = 0
@@ -166,7 +166,7 @@ class Site:
                 os.kill(pid, number)
 
     def raise_etcd(self) -> None:
-        """Give etcd back the priority that its site gave up."""
+        """Reset the CPU priority of the site's etcd, which inherits the site's `nice`."""
         for pid in self.pids():
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text() == "etcd\n":
@@ -366,7 +366,7 @@ class Churn:
 
 
 def check_digests(churn: Churn, log: dict[int, CommittedRound]) -> list[str]:
-    """Return rounds in which a site reports other bits, or other members, than the log."""
+    """Return rounds in which a site reports another digest, epoch or weights than the log."""
     return [
         f"round {row['round']} of {site.name}"
         for site in churn.sites
@@ -381,7 +381,7 @@ def check_digests(churn: Churn, log: dict[int, CommittedRound]) -> list[str]:
 
 
 def check_documents(churn: Churn, log: dict[int, CommittedRound]) -> list[str]:
-    """Return phases that share documents with another, or whose documents are not the log's."""
+    """Return training phases that share documents, or whose documents differ from the log."""
     spec, elastic = churn.manifest.sft, churn.manifest.trainer.elastic
     assert elastic is not None
     num_documents, seen = elastic.inner_steps * spec.examples_per_batch, Counter[tuple[int, int]]()
@@ -410,7 +410,7 @@ def check_documents(churn: Churn, log: dict[int, CommittedRound]) -> list[str]:
 
 @contextlib.contextmanager
 def sites() -> Iterator[Churn]:
-    os.environ["ORRERY_COMMIT"] = committed()  # of all sites, even if a commit comes meanwhile
+    os.environ["ORRERY_COMMIT"] = committed()  # equal for all sites, even after a new commit
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     with network():

@@ -42,7 +42,7 @@ def opened(space: str, address: str) -> int:
 
 
 def forward(devices: dict[bytes, int], delay_s: float) -> None:
-    """Pass packets on by their destination, `delay_s` later."""
+    """Forward each packet to its destination after `delay_s`."""
     waiting: deque[tuple[float, int, bytes]] = deque()
     watched = [*devices.values(), sys.stdin.fileno()]
     while True:
@@ -62,7 +62,7 @@ def forward(devices: dict[bytes, int], delay_s: float) -> None:
                     waiting.append((now_s + delay_s, target, packet))
         while waiting and waiting[0][0] <= now_s:
             _, target, packet = waiting.popleft()
-            with contextlib.suppress(BlockingIOError):  # a full queue drops, as a router does
+            with contextlib.suppress(BlockingIOError):  # drop packets if the queue is full
                 os.write(target, packet)
 
 

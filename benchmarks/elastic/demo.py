@@ -2,7 +2,7 @@
 
     python benchmarks/elastic/demo.py
 
-Every site is a checkout in build/elastic/<name> with links to this one. The script writes
+Every site is a folder build/elastic/<name> with links to this checkout. The script writes
 build/elastic/index.html with members, bytes and loss of every round.
 """
 
@@ -32,7 +32,7 @@ LIMIT_S, POLL_S = 300.0, 0.5
 
 
 def checkout(name: str) -> Path:
-    """Make a site's workspace. Its runs are its own."""
+    """Make a site's workspace, with a separate folder of runs."""
     folder = linked(FOLDER / name, "jsonnet", "locks", "manifests", "packages", "pyproject.toml")
     (folder / "datasets").symlink_to(FOLDER / "datasets")
     return folder
@@ -75,7 +75,7 @@ class Round:
     tokens: list[int]  # of each member since its last exchange
     num_bytes: int
     loss: float | None
-    is_equal: bool  # whether all sites that report it have the same weights
+    is_equal: bool  # whether all sites that report the round have equal weights
 
 
 def table() -> list[Round]:
@@ -98,7 +98,7 @@ def table() -> list[Round]:
 
 
 class Terminal:
-    """Print each round once, and what happens, with the seconds since the start."""
+    """Prints each round and event once, with the seconds since the start."""
 
     def __init__(self) -> None:
         self.begin_s = time.monotonic()
@@ -108,7 +108,7 @@ class Terminal:
         print(f"{time.monotonic() - self.begin_s:4.0f} s  {text}", flush=True)
 
     def watch(self, is_over: Callable[[], bool], limit_s: float) -> bool:
-        """Print new rounds until `is_over()`. Return whether that was within `limit_s`."""
+        """Print new rounds until `is_over()`. Return False after `limit_s`."""
         end_s = time.monotonic() + limit_s
         while True:
             over = is_over()

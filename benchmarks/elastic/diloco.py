@@ -5,12 +5,12 @@
     python benchmarks/elastic/diloco.py --stories 2           a small batch, in its own record
     python benchmarks/elastic/diloco.py --keep FILE           a later call goes on where one stopped
 
-Four sites train a tiny Qwen3 on stories of `text.py`. All arms of a seed start from the weights and
-optimizer state of `warm_steps` steps of data parallelism, and their rate falls to 0. Pilot seeds
-choose the rate of each arm from RATES, and the outer step from OUTERS. Other seeds then train with
-those choices. DiLoCo lags more in small batches, and while its loss still falls: arXiv 2503.09799.
-The exchange is simulated: each Δ passes the codec once on its way to the mean, and the mean once
-on its way back, as in an all-to-all.
+Four sites train a tiny Qwen3 on stories of `text.py`. All arms (ways to train) of a seed start from
+the weights and optimizer state after `warm_steps` steps of data parallelism. Their learning rate
+falls to 0. Pilot seeds choose each arm's rate from RATES and outer step from OUTERS. Other seeds
+then train with these. DiLoCo lags more with small batches, and while the loss falls (arXiv
+2503.09799). The exchange is simulated: as in an all-to-all, the codec encodes each weight change Δ
+once, then their mean once.
 """
 
 import json
@@ -55,7 +55,7 @@ class Plan:
     inner_steps: int = 50
     num_rounds: int = 40
     warm_steps: int = 1000
-    stories: int = 8  # in a site's step
+    stories: int = 8  # per site and step
     curve: int = 10  # rounds between validations
     num_sites: int = 4
 
@@ -65,7 +65,7 @@ class Plan:
 
 
 def manifest(lr: float = LR) -> Manifest:
-    """Return the run elastic_text with a smaller network and a rate that falls to 0."""
+    """Return the run elastic_text with a smaller network and a learning rate that falls to 0."""
     run = load(ROOT / "manifests/elastic_text.json")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2}
     model = run.model.model_copy(update={**sizes, "head_dim": 16})
@@ -87,14 +87,14 @@ def make_learner(run: Manifest, seed: int) -> Learner:
 
 
 def columns(numbers: list[int], alphabet: str, seed: int) -> Columns:
-    """Return stories as samples. Every character is trained, and the newline that ends a story."""
+    """Return stories as samples. All characters are trained, and the newline after each story."""
     known = {character: number + 8 for number, character in enumerate(alphabet)}
     texts = [f"\n{story(number, seed)}\n" for number in numbers]
     return as_columns([[known[character] for character in text] for text in texts])
 
 
 def as_columns(samples: list[list[int]]) -> Columns:
-    """Return samples of token ids. All but the first of each are trained."""
+    """Return samples of token ids. All tokens but the first of each sample are trained."""
     ids = [np.array(one, dtype=np.int32) for one in samples]
     trained = [np.arange(len(one)) > 0 for one in ids]
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
@@ -108,7 +108,7 @@ def as_columns(samples: list[list[int]]) -> Columns:
 
 
 class Arm:
-    """One way to train: `sites` learners, and the stories that each has used."""
+    """One way to train: a learner per site, and the number of the next unused story."""
 
     def __init__(self, run: Manifest, seed: int, num_sites: int) -> None:
         self.run, self.seed = run, seed
@@ -151,7 +151,7 @@ def nats(learner: Learner, batches: Iterable[Columns]) -> float:
 def outer_round(
     held: list[LearnerWeights], state: OuterState, wire: Codec, outer: OuterOptimizer
 ) -> None:
-    """Exchange what the sites have learned, with equal weights, and step."""
+    """Average the sites' weight changes, and take the outer step."""
 
     def passed(values: np.ndarray) -> np.ndarray:
         out = np.empty_like(values)
@@ -291,7 +291,7 @@ def every(
 def choose(
     plan: Plan, pilots: tuple[int, ...], kept: Path | None
 ) -> tuple[dict[str, float], Choice, Choice]:
-    """Return the mean losses of the pilot seeds, and the best arms: synchronous and float32."""
+    """Return mean losses of the pilot seeds, the best synchronous and the best float32 arm."""
     synchronous = [(f"synchronous, lr {lr:g}", "synchronous", lr, OUTERS[0]) for lr in RATES]
     float32 = [
         (f"lr {lr:g}, outer lr {each.lr:g}, momentum {each.momentum:g}", "float32", lr, each)

@@ -1,9 +1,9 @@
-"""Exchange Δ between sites in network namespaces, and compare with the bound of their links.
+"""Exchange weight changes (Δ) between sites in network namespaces. Compare with the links' rate.
 
 python benchmarks/elastic/exchange.py [WORD]     as root, with iproute2, nftables and /dev/net/tun;
                                                  five minutes on two idle cores
 
-With WORD only the rows whose names contain it are measured, and no record is written.
+With WORD, measure only rows whose names contain it, and write no record.
 """
 
 import multiprocessing
@@ -36,13 +36,13 @@ from orrery.elastic.types import Epoch, OuterRound, SiteMember  # noqa: E402
 from record import parser_of, record  # noqa: E402
 
 PORT = 29_000
-ROUNDS = 3  # the first fills TCP's windows
+ROUNDS = 3  # the first opens TCP's windows and is not counted
 STREAM_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)
 class Case:
-    """`rate`: Mb/s that a site sends at most. `slow`: pairs and their Mb/s."""
+    """`rate`: Mb/s that a site sends at most. `slow`: pairs of sites with their lower Mb/s."""
 
     sites: int
     rate: int | None
@@ -51,7 +51,7 @@ class Case:
     loss: float = 0.0
     lanes: int = 0  # 0: the default
     slow: tuple[tuple[int, int, int], ...] = ()
-    is_measured: bool = False  # the slow pairs are in the log
+    is_measured: bool = False  # whether sites know the slow pairs' speeds
     codec: str = "int8_block"
 
 
@@ -135,7 +135,7 @@ def site(
 ) -> None:
     space, address = places[rank]
     enter(space)
-    links_module.QUIET_S = 1e6  # no measurements of speeds
+    links_module.QUIET_S = 1e6  # measure no speeds
     lanes = {"num_lanes": case.lanes} if case.lanes else {}
     links = PeerLinks("run", certificates, address, PORT, **lanes)
     members = tuple(SiteMember(f"{i:032x}", each, PORT) for i, (_, each) in enumerate(places))
@@ -167,7 +167,7 @@ def measure(case: Case) -> dict[str, Any]:
         ]
         for process, (_, end) in zip(processes, pipes, strict=True):
             process.start()
-            end.close()  # a site that dies then ends `recv`
+            end.close()  # so that `recv` ends if the site dies
         found = [ours.recv() for ours, _ in pipes]
         for process in processes:
             process.join()
@@ -179,7 +179,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def one_stream() -> float:
-    """Return the Gb/s of one TLS stream over loopback between two threads' processes."""
+    """Return the Gb/s of one TLS stream over loopback between two processes."""
     with tempfile.TemporaryDirectory() as folder:
         make_authority(Path(folder), "run")
         files = make_site(Path(folder), "site")

@@ -59,7 +59,7 @@ def _namespaces() -> Iterator[None]:
                 ip("-n", f"site{i}", *words.split())
         yield
     finally:
-        for i in range(COUNT):  # a process may keep a namespace alive, and so its link
+        for i in range(COUNT):  # a link stays if a process keeps its namespace
             subprocess.run(["ip", "link", "delete", f"side{i}"], check=False)
             subprocess.run(["ip", "netns", "delete", f"site{i}"], check=False)
         for bridge in BRIDGES:
@@ -103,7 +103,7 @@ def coordinator_of(sites: StoreSites, index: int) -> int:
 
 
 def lost_sites(sites: StoreSites, first: int, count: int) -> list[int]:
-    """Return `first` and others, with the smaller part of the coordinators."""
+    """Return `first` and other sites, together with a minority of the coordinators."""
     voters = [sites.names.index(name) for name in sites.voters()]
     rest = [i for i in range(COUNT) if i not in voters]
     return [first, *[i for i in voters if i != first][: VOTERS // 2 - 1], *rest][:count]
@@ -121,7 +121,7 @@ def main() -> None:
             sites.start(index)
         every = list(range(COUNT))
         for size in (0, 4, 3):
-            sites.until_voters(VOTERS)  # a loss makes them fewer for a while
+            sites.until_voters(VOTERS)  # wait until lost ones are replaced
             first = leader(sites)
             lost = lost_sites(sites, first, size)
             kept = [i for i in every if i not in lost]

@@ -1,11 +1,11 @@
-"""Train at one site, and sample there and at three sites that come and go, with a liar among them.
+"""Train at one site. Sample there, at three sites that come and go, and at a fourth that cheats.
 
     python benchmarks/elastic/guests.py              # about 20 minutes on two quiet cores
     python benchmarks/elastic/guests.py --steps 6    # a try, without a record
 
-- Each site is a process of `orrery lend` with a vLLM engine, on loopback. In turn one is killed and
-  starts again after AWAY_S.
-- The liar speaks the protocol with samples and log-probs of a network with other weights.
+- Each of the three is a process of `orrery lend` with a vLLM engine, on loopback. In turn one is
+  killed, and restarted after AWAY_S.
+- The fourth, the liar, sends samples and log-probs of a network with other weights.
 - The figure is the held-out reward after RL. Details have the first reward, the rollouts accepted
   of each site and dropped of the liar, the refusal, and the bytes that each peer served.
 """
@@ -35,7 +35,7 @@ from workspace import workspace_with
 BASE, NAME = "reverse_text", "guests"
 SITES, LIAR, HOME = ("lima", "oslo", "kyoto"), "accra", "home"
 LIMIT_S, AWAY_S, LIVES_S = 1200.0, 5.0, 30.0
-FEW_STEPS = 20  # a try, without a warm start
+FEW_STEPS = 20  # fewer RL steps are a trial, without a warm start
 COMMAND = [sys.executable, "-m", "orrery.launcher.cli"]
 
 

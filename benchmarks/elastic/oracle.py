@@ -4,7 +4,7 @@
     TORCHFT=FOLDER python benchmarks/elastic/oracle.py
 
 Both train the same network with SGD on the same batches. torchft runs its Manager, Lighthouse and
-gloo in a process for each site. Ours run the outer loop and the float32 exchange in threads. The
+gloo in a process per site. Our sites run the outer loop and the float32 exchange in threads. The
 figure is the largest difference of θ_start after any round, over the largest |θ|.
 """
 

@@ -1,7 +1,7 @@
-"""Measure a joiner that takes 1 GB of state from two sites at 1 Gb/s, in namespaces. As root.
+"""Measure how a new site takes 1 GB of state from two sites at 1 Gb/s, in namespaces. As root.
 
-The first site trains on core 0 (matrix products). Both snapshot servers and the joiner share core
-1. θ and momentum come from both sites, the inner optimizer state from one.
+The first site trains on core 0 (matrix products). Both snapshot servers and the new site share
+core 1. θ and momentum come from both sites, the inner optimizer state from one.
 """
 
 import json
@@ -29,7 +29,7 @@ CALM_S = 10.0
 
 
 def donor(index: int, folder: Path) -> None:
-    """Keep a snapshot, and train until the end of input if this is the first site."""
+    """Serve a snapshot for 90 s, or until the file `over` exists. The first site also trains."""
     own = Path(tempfile.mkdtemp(prefix="donor", dir="/dev/shm"))
     files = Certificates.of(folder, f"site{index}")
     paths = (str(files.authority), str(files.certificate), str(files.key))

@@ -36,7 +36,7 @@ LINKED = ("jsonnet", "locks", "packages", "pyproject.toml")
 
 
 def manifests(num_ranks: int, accelerator: str) -> dict[str, dict[str, Any]]:
-    """Return elastic_text for `num_ranks` a site, with other sites and alone."""
+    """Return the manifests of elastic_text with `num_ranks` per site, for two sites and for one."""
     text = (ROOT / f"manifests/{RUN}.json").read_text()
     sites, alone = json.loads(text), json.loads(text)
     for run in (sites, alone):
@@ -135,7 +135,7 @@ def check_bits(first: dict[int, dict[str, Any]], second: dict[int, dict[str, Any
 
 
 def accelerator(options: argparse.Namespace) -> str:
-    """Return the accelerator of the manifests: this host's GPU, or h200 in a dry run without."""
+    """Return the manifests' accelerator: this host's GPU, or h200 in a dry run without a GPU."""
     if options.cpu:
         return "cpu"
     found = device()

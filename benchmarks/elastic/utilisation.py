@@ -6,7 +6,7 @@ A round has H inner steps, the arithmetic of the outer step, an exchange and a c
 The exchange takes the bytes of a ring at the slowest link's rate times the measured share, every
 hop's delay once (all pieces travel at once), and the log's round trips. With streaming fragments
 it runs beside the inner steps, so only its excess over them counts. ASSUMED lists what no script
-measured. The paper's values are the peers.
+measured. Rows also have the paper's values.
 """
 
 import json
@@ -29,7 +29,7 @@ ASSUMED = {
     "parameters": 10.2e9,
     "sites": 14,
     "ranks_of_a_site": 8,
-    "inner_s": 38 * 60.0,  # of 100 steps (published)
+    "inner_s": 38 * 60.0,  # 100 inner steps (published)
     "log_round_trips": 4,
     "lost_sites_a_day": 1,
     "state_bytes_a_parameter": 16,  # θ, momentum, inner state, all float32
@@ -44,7 +44,7 @@ SAMPLE = 1 << 24  # parameters in the measured arithmetic
 
 
 class Alone:
-    """Weights, and rounds of two sites that need no peer."""
+    """The weights and coordinator of a site, whose rounds need no second process."""
 
     num_parameters = SAMPLE
 
@@ -69,7 +69,7 @@ class Alone:
 
 
 def arithmetic_s() -> float:
-    """Return a core's seconds for a parameter's Δ, norms, digest and outer step."""
+    """Return CPU seconds per parameter for Δ, norms, digest and outer step."""
     site = Alone()
     optimizer = OuterOptimizer(0.7, 0.9, True)
     loop = OuterLoop(optimizer, site, site, lambda delta, outer_round, rank: 0, "a", 1.0)
@@ -83,7 +83,7 @@ def arithmetic_s() -> float:
 
 
 def copy_s() -> float:
-    """Return a core's seconds for a byte's copy into shared memory."""
+    """Return CPU seconds per byte for the copy into shared memory."""
     state = np.ones(SAMPLE, dtype=np.float32).data
     times = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

@@ -3,11 +3,10 @@
 - The workloads are the demo, from spec to report, and one round of `orchestrator/overhead`. Their
   CPU seconds include all processes and the start-up. Their output gives the number of checks.
 - This process measures the cost of one check: CPU seconds with the check less those without it.
-  Measured are a request's credential at the orchestrator, the front and the engine, an ask for a
-  micro-batch over CurveZMQ with its ticket, and a value in the weight wire's store.
-- vllm-router asks the front about each key. The cost of that is a whole HTTP request.
-- The demo asks its engine directly, so its requests do not pass the front. `canary_cost.py`
-  measures canaries.
+  Measured are a request's credential at the orchestrator, the front (vllm-router's proxy) and the
+  engine, a CurveZMQ request for a micro-batch, and a value in the weight wire's store.
+- vllm-router asks the front about each key, at the cost of a whole HTTP request.
+- The demo's requests go directly to its engine, not through the front.
 
     python benchmarks/faults/authentication.py      # on a quiet machine, about 4 minutes
 """
@@ -139,7 +138,7 @@ def of_values() -> float:
 def watched(*command: str, folder: Path) -> tuple[str, float]:
     """Run a command. Return its output and the CPU seconds of its process tree.
 
-    Raises SystemExit if the command fails.
+    Raise SystemExit if the command fails.
     """
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -175,7 +174,7 @@ def demo() -> tuple[Counter[str], float]:
     evaluated = sum(row["num_rollouts"] for row in said if row.get("event") == "evaluation")
     ranks, engines = manifest.trainer.mesh.world_size, manifest.inference.num_replicas
     micro_batches = sum(row.get("num_micro_batches", 1) for row in steps)
-    values = len(updates) * 16 * (ranks + engines)  # an upper bound, 0 on files
+    values = len(updates) * 16 * (ranks + engines)  # an upper bound
     requests = Counter(
         {
             "requests" if manifest.inference.router.kind != "none" else "direct_requests": sampled

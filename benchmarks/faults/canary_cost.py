@@ -1,10 +1,11 @@
-"""Measure the cost of canaries and mismatch bounds: their share of the CPU seconds of a demo run.
+"""Measure the share of a demo run's CPU seconds that canaries and mismatch bounds take.
 
 - The run is a finished run of the demo. The `usage` rows of all stages give its CPU seconds. Its
   other rows give the number of versions, engines, trainer ranks and compared tokens.
-- One canary of an engine: the CPU seconds of the engine and of this process, over many requests.
-- One canary and one step's comparison in the trainer: one rank computes them with the run's
-  weights. Each rank of the run does the same.
+- One canary (prompt that tests the weights) of an engine costs CPU seconds of the engine and of
+  this process. They are means over many requests.
+- In the trainer, each rank computes one canary and one step's comparison of log-probs. Here one
+  rank computes them with the run's weights.
 
     python benchmarks/faults/canary_cost.py runs/reverse_text-...     # after `make demo`, 30 s
 """

@@ -3,7 +3,7 @@
 - The layout: two engines behind a router, two trainer ranks, a checkpoint every second step.
 - A kill is a SIGKILL of one process. `--seed` draws the order of the victims and the moments.
 - Within 15 s the launcher ends and its last line names the victim and the command to type. For a
-  killed launcher, `orrery status` does. Then the stage is started again.
+  killed launcher, `orrery status` prints this line. Then the stage is started again.
 - The history of the finished run has every step once and in order, with the batch that was kept.
   Every group is whole, no sample is trained twice. Token versions are within the bound and have the
   digest that the trainer published. Log-probs of trainer and engines agree on equal weights.
@@ -179,7 +179,7 @@ class KilledRun(History):
         named_s = time.monotonic() - killed_s
         while left := [
             process for process in family if _line(process)
-        ]:  # their parent watches end them
+        ]:  # each ends itself after its parent
             if time.monotonic() > killed_s + LIMIT_S:
                 raise SystemExit(f"{kill}: left {left}")
             time.sleep(0.1)
@@ -273,7 +273,7 @@ def is_named(victim: str, sentence: str) -> bool:
 def checked(run: History, same_weights: float = SAME_WEIGHTS) -> dict:
     """Count lost, repeated and wrong batches of the finished run. All counts should be 0.
 
-    `same_weights`: the largest difference of log-probs between trainer and engines.
+    `same_weights`: allowed log-prob difference of trainer and engines with equal weights.
     """
     assert run.what.stages.rl is not None
     num_steps = run.what.stages.rl.num_steps
@@ -332,7 +332,7 @@ def checked(run: History, same_weights: float = SAME_WEIGHTS) -> dict:
 def published(run: History, counted: dict[int, dict]) -> dict:
     """Return the digest of each version in the final history.
 
-    `differ` counts attempts that resumed from other weights than the published weights.
+    `differ` counts attempts that resumed from weights other than the published weights.
     """
     spans = [
         span

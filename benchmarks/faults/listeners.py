@@ -1,7 +1,7 @@
 """The sockets that a run's processes listen on: process, address and credential.
 
 - `LISTENERS` is complete. A test compares it with `docs/security.md`.
-- torch, gloo, NCCL and NIXL open a socket per group (`most` None).
+- torch, gloo, NCCL and NIXL open a socket per process group (`most` None).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Listener:
     credential: str
     stranger: str  # the answer for a process without credentials
     most: int | None = 1  # sockets per process, None: no bound
-    is_ours: bool = True  # checked by this project, not a library without authentication
+    is_ours: bool = True  # whether this project checks the credential
 
     def matches(self, program: str) -> bool:
         return self.program in program if self.program else not program

@@ -33,7 +33,8 @@ sys.path[:0] = [
 import damage  # noqa: E402
 import manifest_specs  # noqa: E402
 
-from orrery.launcher import cli, describe, pipeline, runs, status  # noqa: E402, F401  # loaded before cases are forked
+# Import these modules before cases are forked.
+from orrery.launcher import cli, describe, pipeline, runs, status  # noqa: E402, F401
 from orrery.manifest.errors import OrreryError  # noqa: E402
 from orrery.manifest.identity import (  # noqa: E402
     Workspace,
@@ -45,7 +46,7 @@ from orrery.wire import checkpoints  # noqa: E402
 
 HANG_S, GIVE_UP_S = 5.0, 30.0
 AREAS = ("specs", "manifests", "run files")
-OWN = ("metrics/report.", "stages/report/", "logs/", ".lock")  # of the report stage, and the lock
+OWN = ("metrics/report.", "stages/report/", "logs/", ".lock")  # of stage report, and the lock
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Attack every listener of a live run without its token. Count answers and changes of state.
 
 - The run has two engines behind a router and two trainer ranks. Weights go from rank to rank. Once
-  it trains, all its sockets are listed. A socket that is not in `LISTENERS` is a defect.
+  the run trains, its sockets are listed. A socket that is not in `LISTENERS` is a defect.
 - Our listeners get every route and method with no or wrong credentials, garbage, nested msgpack,
   messages of 100 MB, ZeroMQ without keys and idle connections. They must answer 401 or a
   public page, or close.
@@ -43,7 +43,7 @@ from workspace import workspace_with
 
 ROOT = Path(__file__).parents[2]
 BASE, NAME = "reverse_text_smoke", "strangers"
-NUM_STEPS, AFTER_STEP, MORE_STEPS = 1000, 2, 5  # in all, before, after the attack
+NUM_STEPS, AFTER_STEP, MORE_STEPS = 1000, 2, 5  # RL steps in all, before, after the attack
 TOKEN = "7ab1e5" * 5
 # `orrery` with a token that this program knows, since no process reveals a random one.
 KNOWN_TOKEN = f"""
@@ -58,7 +58,7 @@ HUGE_BYTES = 100 << 20
 NUM_HALF_OPEN = 100
 SAME_WEIGHTS = 1e-4
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)  # ZeroMQ's, without keys
-PUBLIC = ("/health", "/metrics")  # routes of an engine
+PUBLIC = ("/health", "/metrics")  # routes that need no token
 PATHS = (
     *(
         "/",
@@ -332,7 +332,7 @@ def measure(run: AttackedRun) -> tuple[int, dict[str, Any]]:
 def besiege(run: AttackedRun, launcher: "subprocess.Popen[bytes]") -> tuple[int, dict[str, Any]]:
     """Attack the running stage; return the number of defects and the details of the record.
 
-    Raises SystemExit with the end of the run's output if the run ends.
+    Raise SystemExit with the end of the run's output if the run ends.
     """
     while len(run.trained()) < AFTER_STEP:
         if launcher.poll() is not None:

@@ -1,9 +1,9 @@
 """Measure the build time, the size and the start-up time of images, on CPUs.
 
-- cold: without any cache, packages are fetched too. warm: packages are there, the image is built.
+- cold: without any cache, so packages are fetched. warm: the image is built from cached packages.
 - unchanged: Snakemake finds nothing to do.
 - There is no result unless both builds of an image have the same sha256.
-- start: `python3 -c pass` in the image, the median of five, beside the same outside.
+- start: median seconds of five runs of `python3 -c pass`, in the image and outside.
 """
 
 import os
@@ -37,7 +37,7 @@ def timed(command: Sequence[str | Path], environment: dict[str, str]) -> float:
 
 
 def build_all(folder: Path, environment: dict[str, str]) -> dict[tuple[str, str], float]:
-    """Seconds by image."""
+    """Return the build seconds by image."""
     script = ROOT / "containers/build.py"
     return {
         one: timed([sys.executable, script, "build", *one, folder], environment) for one in ORDER

@@ -1,4 +1,4 @@
-"""Measure the cost of an adapter: an engine's tokens/s with it, as a share of those without.
+"""Measure an engine's tokens/s with a LoRA adapter, as a share of tokens/s without.
 
 - The weights are dummies and the adapter is zeros. Only the shapes matter.
 - On a GPU the engines run one after the other. On a CPU both run and rounds alternate. A round is
@@ -56,7 +56,7 @@ def engine(args: argparse.Namespace, adapter: bool) -> Iterator[EngineClient]:
 async def one_round(
     args: argparse.Namespace, client: EngineClient, vocab_size: int, number: int
 ) -> float:
-    """Return the tokens/s of all requests at once."""
+    """Send all requests at once. Return their tokens/s."""
 
     async def one(index: int, ids: list[int]) -> int:
         generation = await client.generate(
@@ -86,7 +86,7 @@ async def one_round(
 async def rounds(
     args: argparse.Namespace, clients: dict[bool, EngineClient]
 ) -> dict[bool, list[float]]:
-    """Run rounds of each of these engines in turn. The first of each is not counted."""
+    """Run rounds of the engines in turn. Return the tokens/s of all rounds but the first."""
     vocab_size = adapted(args, False).model.vocab_size
     rates: dict[bool, list[float]] = {adapter: [] for adapter in clients}
     for number in range(args.rounds + 1):

@@ -1,7 +1,7 @@
 """Compare adaptive admission with fixed limits on a real engine with a small cache.
 
 - A rollout is one request with a random prompt and a log-normal number of tokens. End tokens are
-  ignored, so all variants have the same lengths. `Admission` is the orchestrator's own.
+  ignored, so all variants have the same lengths. The orchestrator's `Admission` sets the limits.
 - Each variant warms up with `--warm-up` rollouts and is measured over `--rollouts`: tokens/s and
   preemptions a rollout, as the engine counts them.
 - `--per cpu` divides by the engine's processor time, for a machine that runs other programs.
@@ -81,7 +81,7 @@ def computed_s(top: psutil.Process) -> float:
 
 
 class Lengths:
-    """The same lengths in the same order for every variant."""
+    """Log-normal answer lengths, in the same order for every variant."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.chance = args, random.Random(args.seed)
@@ -198,7 +198,7 @@ async def measure(
         for number in range(args.rounds):
             for name, settings in (
                 variants if number % 2 == 0 else reversed(variants)
-            ):  # drifts of the machine meet both ends
+            ):  # so that drift of the machine affects all variants
                 row = await play(
                     ctx, fleet, lambda: computed_s(process), Admission(settings, context), args
                 )
@@ -225,9 +225,7 @@ def means(rows: list[dict[str, Any]], key: str) -> dict[str, float]:
 
 
 def draw(rows: list[dict[str, Any]], key: str, path: Path) -> None:
-    """Draw throughput and preemptions by limit, and the adaptive limit over time, if matplotlib is
-    installed.
-    """
+    """Draw throughput and preemptions by limit, and the adaptive limit over time."""
     try:
         import matplotlib
     except ImportError:

@@ -1,7 +1,7 @@
-"""Measure the processor time of an answer a sampled token, in vLLM's way and in ours.
+"""Measure the CPU time per sampled token for writing answers, with vLLM's code and with ours.
 
 - The network is tiny, so computing a token costs little.
-- `theirs` is vLLM's way. `ours` is `patches/vllm_answers.py`.
+- `theirs` is vLLM's code. `ours` is `patches/vllm_answers.py`.
   Both get the same requests with log-probs. Rounds alternate.
 - The figure is the API server's processor time. Other programs lengthen it only a little.
 
@@ -28,7 +28,7 @@ THEIRS, OURS = "theirs", "ours"
 
 
 def serve(way: str) -> None:
-    """Run this process as an engine of dummies that answers in this way."""
+    """Run this process as an engine with dummy weights. `way`: THEIRS or OURS."""
     if way == THEIRS:
         from orrery.inference.patches import vllm_answers
 

@@ -1,10 +1,10 @@
 """Measure the share of prompt tokens that prefill ranks find in their caches, by choice of rank.
 
-- Real engines on CPU: one of two ranks prefills, one of two ranks decodes, over NIXL. The model is
-  an untrained mixture.
+- Real engines on CPU: one engine of two ranks prefills, another decodes, over NIXL. The model is an
+  untrained mixture of experts.
 - Groups of rollouts have a prompt in common. Each rollout has `TURNS` turns, and each turn repeats
   the earlier ones.
-- The share of `choice` stands beside that of round robin, which takes the ranks in turn.
+- `EngineChoice` is compared with round robin, which takes the ranks in turn.
 
     python benchmarks/inference/choice.py    # about 3 minutes
 """

@@ -1,11 +1,11 @@
 """Send requests through NVIDIA Dynamo's router to two engines on CPU, and update their weights.
 
 - Dynamo's frontend routes by the engines' cache events. The engines run `dynamo.vllm` with the
-  arguments that `contrib/kubernetes` renders, and are an untrained mixture.
+  arguments that `contrib/kubernetes` renders, on an untrained mixture of experts.
 - Dynamo 1.6 is made for vLLM 0.31. With vLLM 0.32 on CPU its worker starts once two modules that
   text models do not use are replaced.
 - The value is the largest difference between log-probs of answers and those of the weights that the
-  engines should hold, before and after an update. It also counts cached blocks and routes.
+  engines should hold, before and after an update. Cached blocks and routes are also counted.
 - Dynamo listens on every interface, so everything runs in a network namespace, as root.
 
     pip install --no-deps --target SITE ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 \\
@@ -44,8 +44,7 @@ BASE, ENGINES, GOAL = "reverse_text_moe", 2, 1e-4
 HTTP, SYSTEM, EVENTS = 18700, 18701, 18750  # ports. The last two are the first engine's
 START_S = 600.0
 PROMPT, ANSWER_TOKENS = list(range(9, 80)), 8
-# Modules that image and embedding models need. CPU environments have no torchvision, and vLLM 0.32
-# has renamed a function that the second imports.
+# Modules for image and embedding models, which fail to import on CPU with vLLM 0.32.
 UNUSED = (
     "transformers.models.qwen2_vl.image_processing_qwen2_vl",
     "dynamo.vllm.embedding_worker_processes",

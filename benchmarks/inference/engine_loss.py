@@ -1,12 +1,10 @@
-"""Measure the loss of an engine: seconds from `kill -9` until it serves again, and tokens
-meanwhile.
+"""Measure the loss of an engine: seconds from `kill -9` until it serves again, tokens meanwhile.
 
-- It runs the whole RL stage of an untrained model: launcher, two engines behind vllm-router,
-  orchestrator, trainer. It kills one of the engines `--kills` times in turn.
+- The script runs the whole RL stage of an untrained model: launcher, two engines behind
+  vllm-router, orchestrator, trainer. It kills one of the engines `--kills` times in turn.
 - For each loss: seconds until the orchestrator fences the engine, until the launcher restarts it,
-  until it has the current version, and until it gets requests. Tokens are those of batches in that
-  time, compared with an equal time before the first kill. The pause is the longest of an update
-  meanwhile.
+  and until it gets requests with the current version. Tokens/s of batches in that time are compared
+  with 30 s before the first kill. The pause is that of the longest update meanwhile.
 
     python benchmarks/inference/engine_loss.py                # quiet machine, about 4 minutes
     python benchmarks/inference/engine_loss.py --wire nccl    # weights over a direct wire
@@ -186,7 +184,7 @@ def measure(
         run.wait(launcher, "batches of both engines", lambda have=have: batches() > have + 1)
         lost = run.rows("orchestrator", "batch")[-1]["dropped"].get(
             "engine_gone", 0
-        )  # a batch tells of all until it was cut
+        )  # total until the newest batch
         losses.append({
             "killed": name,
             "fenced_s": run.rows("orchestrator", "engine_fenced")[number]["time_s"] - killed_s,

@@ -1,7 +1,7 @@
 """Compare the measured memory and speed of engines with those that `orrery plan` computes.
 
 Each case is one engine with dummy weights under a steady load (`throughput.py`). Its memory is the
-GPU's used memory under load, minus that before the engine starts. Each case is recorded at once.
+GPU's used memory under load, minus that before the engine starts. Each case is recorded as it ends.
 
     python benchmarks/inference/engine_plan.py       # one GPU of 80 GB, about 4 minutes
     python benchmarks/inference/engine_plan.py --run reverse_text_moe --requests 32 --tokens 64

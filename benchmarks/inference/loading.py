@@ -1,8 +1,8 @@
 """Measure the bytes that an expert-parallel engine rank reads from disk to load its weights. CPU.
 
-vLLM's iterator reads a folder of two layers with GLM-5's widths and 32 experts, in one process a
-rank. With an empty page cache it reads as a rank of 8, without and with its filter. Then that rank
-reads again. Matrices have their real size (25 MB), because the kernel reads ahead of a page fault.
+vLLM's iterator reads a folder of two layers with GLM-5's widths and 32 experts, as one of 8 ranks.
+It reads with an empty page cache, without and with the filter for the rank's experts, then with the
+filter and a warm cache. Matrices have their real size (25 MB), because the kernel reads ahead.
 """
 
 import json
@@ -51,7 +51,7 @@ def disk_bytes() -> int:
 
 
 def read(folder: Path, rank: int) -> None:
-    """Read as `rank`, or all experts if it is negative."""
+    """Read as `rank`, or all experts if `rank` is negative. Print bytes read, kept, and seconds."""
     from vllm.model_executor.model_loader.ep_weight_filter import compute_local_expert_ids
     from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 

@@ -3,7 +3,7 @@
 - The nodes are those of `benchmarks/cluster/two_nodes.py`. Each has one engine over half of the
   GPUs. The store's master runs on the first node, its memory is on both.
 - One engine answers a prompt, then the other one. The value is the share of the prompt's whole
-  blocks that the second engine found in the store. Both answer alike.
+  blocks that the second engine found in the store. Both answers must agree.
 - Not covered: routes of experts and a disk segment, because the store has neither here.
 
     python benchmarks/inference/store.py            # eight GPUs, as two_nodes.py
@@ -35,7 +35,7 @@ from record import ROOT, parser_of, record
 ROLES = (("kv_store", 0, "gpu1"), ("inference", 0, "gpu1"), ("inference", 1, "gpu2"))
 MODULES = {"kv_store": "orrery.inference.kv_store", "inference": "orrery.inference"}
 START_S, FIND_S, NUM_PROMPTS, ANSWER_TOKENS = 240.0, 20.0, 4, 8
-SAME = 1e-3  # log-probs; blocks of cache are moved unchanged
+SAME = 1e-3  # largest log-prob difference, as cache blocks are moved unchanged
 
 
 @contextmanager
@@ -90,7 +90,7 @@ async def find(manifest: Manifest, urls: list[str]) -> list[dict[str, Any]]:
             prompt = draw.integers(3, min(manifest.model.vocab_size, 1000), length)
             fresh, fresh_s = await ask(maker, prompt.astype(np.int32), f"fresh-{number}")
             end_s, attempt = time.monotonic() + FIND_S, 0
-            while True:  # blocks reach the store later than the answer comes
+            while True:  # blocks may reach the store after the answer
                 await finder._control("/reset_prefix_cache")
                 found, found_s = await ask(finder, prompt.astype(np.int32), f"{number}-{attempt}")
                 attempt += 1

@@ -2,10 +2,10 @@
 
 - Plain vLLM is `vllm serve` with vLLM's own engine flags and none of our code. Its client counts
   tokens, with and without log-probs of the sampled tokens.
-- Our engine serves the same client, and `orrery.orchestrator.rollout.run_episode` behind
-  vllm-router, which puts each rollout's column of routes in place.
-- The figure is the latter's share of plain vLLM with log-probs: the median ratio of rounds with the
-  same number. A mixture returns routes. `--only-routes` measures their cost.
+- Our engine serves the same client, and through vllm-router our client
+  (`orrery.orchestrator.rollout.run_episode`), which assembles each rollout's expert routes.
+- The figure is tokens/s of our client over plain vLLM with log-probs: the median ratio of rounds
+  with equal numbers. A mixture returns routes. `--only-routes` measures their cost.
 - Weights are dummies. On a GPU the engines run one after the other. On a CPU rounds alternate, and
   engines share cores with the client, so there is no goal.
 - A round keeps its number of requests in flight (`steady`). The warm-up includes compilation.
@@ -57,9 +57,9 @@ from roles import ALONE, ROUTER, roles
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.97
-SERVE = (__file__, "--serve")  # an engine of dummies
+SERVE = (__file__, "--serve")  # an engine with dummy weights
 SPARE_TOKENS = 64  # of cache and context beyond what the requests need
-ROUTES_GOAL = 0.03  # of an engine's tokens/s
+ROUTES_GOAL = 0.03  # share of tokens/s that routes cost
 OF_OURS = (
     "--weight-transfer-config",
     "--worker-extension-cls",
@@ -73,8 +73,7 @@ SERVERS: dict[str, dict[str, Sequence[str]]] = {
     OURS: {"inference": SERVE, "router": ROUTER},
     BARE: {"inference": SERVE, "router": ROUTER},
 }
-# By engine, its variants: the sampling parameters that a plain client adds; None for rollouts
-# through all.
+# {engine: {variant: sampling parameters that the plain client adds, or None for our client}}
 WHOLE: dict[str, dict[str, dict[str, int] | None]] = {
     PLAIN: {f"{PLAIN}, no log-probs": {}, f"{PLAIN}, log-probs": LOG_PROBS},
     OURS: {f"{OURS}, log-probs": LOG_PROBS, THROUGH_ALL: None},
@@ -87,9 +86,7 @@ Rows = dict[str, list[float]]  # tokens/s of each round, by variant
 
 
 def manifest(args: argparse.Namespace, routes: bool, is_routed: bool = True) -> Manifest:
-    """Return the run with one engine with room for all requests, a router if `is_routed`, and
-    routes or none.
-    """
+    """Return the run with one engine for all requests. `is_routed`: whether it has a router."""
     content = json.loads((ROOT / "manifests" / f"{args.run}.json").read_text())
     moe, model = content["model"]["moe"], content["model"]
     cpu = content["hardware"]["accelerator"] == "cpu"
@@ -112,7 +109,7 @@ def manifest(args: argparse.Namespace, routes: bool, is_routed: bool = True) -> 
         }
         content["inference"]["router"] = {"kind": "vllm_router", **policy}
     content["orchestrator"]["sampling"]["max_tokens_per_turn"] = args.tokens
-    content["hardware"]["num_nodes"] = 1  # one engine, and a trainer never started
+    content["hardware"]["num_nodes"] = 1  # the trainer is never started
     content["trainer"]["mesh"] |= {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1}
     model["max_positions"] = max(model["max_positions"], length)
     content["trainer"]["memory"]["max_tokens_per_micro_batch"] = max(
@@ -134,7 +131,7 @@ def serve_dummies() -> None:
 
 
 def serve_plain() -> None:
-    """Run this process as `vllm serve` of dummies without our code, OF_OURS flags and plug-ins."""
+    """Run `vllm serve` with dummy weights here, without our code, OF_OURS flags and plug-ins."""
     with role_process("inference") as ctx:
         host, [port] = ctx.host, free_ports(1, ctx.host)
         words = server_arguments(
@@ -188,13 +185,14 @@ def prompts(args: argparse.Namespace, vocab_size: int, number: int) -> np.ndarra
 
 Ask = Callable[
     [int, int], Awaitable[int]
-]  # a request of this number for so many tokens; how many came
+]  # (number of the request, tokens to sample) → tokens received
 
 
 async def steady(args: argparse.Namespace, ask: Ask) -> dict[str, float]:
-    """Return the tokens/s with `requests` in flight, each of `tokens` tokens. First each lane asks
-    for another length, so that answers end one by one. The clock starts with the last of these
-    and runs until each lane has one more answer on average.
+    """Return the tokens/s of `requests` lanes, each with one request in flight.
+
+    Each lane's first request has another length, so that answers end one by one. The clock starts
+    when all have ended, and runs until each lane has one more answer on average.
     """
     numbers, over, is_open = itertools.count(), asyncio.Event(), args.requests
     begin, tokens = 0.0, 0
@@ -227,7 +225,8 @@ async def steady(args: argparse.Namespace, ask: Ask) -> dict[str, float]:
 async def asking(
     url: str, salt: int, **more: Any
 ) -> AsyncIterator[Callable[[np.ndarray, int], Awaitable[int]]]:
-    """Return a plain client's call. It posts a prompt and counts the tokens of its answer.
+    """Yield a plain client's call, which posts a prompt and returns the number of sampled tokens.
+
     `more` is added to the sampling parameters.
     """
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -276,9 +275,7 @@ async def directly(
 
 
 class Prompts:
-    """The task and chat format of one round: problem i is its prompt i, and every answer scores
-    alike.
-    """
+    """The task and renderer of one round. Problem i has prompt i. Every answer has reward 0."""
 
     stop_token_ids = ()
 
@@ -302,7 +299,7 @@ class Prompts:
 
 
 class Published:
-    """The fleet with version 0 on every token, because dummies were never published."""
+    """The engine pool, with version 0 for every token, because dummies were never published."""
 
     def __init__(self, fleet: Any):
         self.fleet = fleet
@@ -347,9 +344,7 @@ async def rounds(
     stages: dict[str, RoleContext],
     seen: Callable[[Rows], None],
 ) -> None:
-    """Run rounds of these engines' variants in turn. Call `seen` after each with the rows so
-    far.
-    """
+    """Run rounds of these engines' variants in turn. After each, call `seen` with all rows."""
     rows: Rows = {}
     async with AsyncExitStack() as stack:
         fleets = {
@@ -361,7 +356,7 @@ async def rounds(
             for name, ctx in stages.items():
                 for variant, more in asked[name].items():
                     index += 1
-                    salt = 1000 * index + number  # prompts of its own
+                    salt = 1000 * index + number  # so that no prompt repeats
                     if more is None:
                         found = await through_all(args, ctx.manifest, fleets[name], salt)
                     else:
@@ -382,9 +377,7 @@ async def rounds(
 
 @contextmanager
 def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[RoleContext]:
-    """Make a run directory without weights, and start its `servers` (commands by role, for
-    `roles`).
-    """
+    """Make a run directory without weights, and start its `servers` (commands by role)."""
     with tempfile.TemporaryDirectory(prefix="orrery-throughput-") as folder:
         run_dir = Path(folder)
         (run_dir / "manifest.json").write_bytes(canonical_json(spec))
@@ -410,9 +403,7 @@ def measure(
 
 
 def ratio(rows: Rows, above: str, below: str) -> float | None:
-    """Return the median ratio of rounds with the same number, or None if either was not
-    measured.
-    """
+    """Return the median ratio of rounds with equal numbers, or None without such rounds."""
     pairs = [*zip(rows.get(above, []), rows.get(below, []), strict=False)]
     return statistics.median(a / b for a, b in pairs) if pairs else None
 
@@ -483,7 +474,7 @@ def main() -> None:
                 rows=variants,
             )
 
-    # On a CPU all fit, and rounds that alternate see the same neighbours.
+    # On a CPU all engines fit, and alternating rounds see the same load of other programs.
     for names in [list(asked)] if on_cpu else [[name] for name in asked]:
         measure(args, asked, names, keep)
 

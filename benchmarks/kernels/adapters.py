@@ -1,4 +1,4 @@
-"""Time that adapters of rank 16 add to frozen experts on one GPU, forward and backward.
+"""Measure the time that adapters of rank 16 add to frozen experts on one GPU, both passes.
 
 128 experts, 8 a token, hidden 2,048, intermediate 768, bfloat16, 16,384 tokens. Routing is balanced
 or skewed (popularity ∝ 1/rank). Results are checked against float32 first, without host syncs.
@@ -29,7 +29,7 @@ from orrery.kernels.grouped_matmul import (
 )
 
 RANK = 16
-GOAL = 0.7  # of the bound, both projections forward and backward, balanced routing
+GOAL = 0.7  # share of the bound, both projections forward and backward, balanced routing
 TOLERANCE = 1e-2  # results and intermediates round to bfloat16: at most 2⁻⁹ each
 PROJECTIONS = {"gate_up": (HIDDEN, 2 * INTERMEDIATE), "down": (INTERMEDIATE, HIDDEN)}
 

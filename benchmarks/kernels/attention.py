@@ -1,4 +1,4 @@
-"""Errors and speed of all attention backends on one GPU.
+"""Measure errors and speed of all attention backends on one GPU.
 
 - Packs of 16,384 to 65,536 tokens, as one document or several of unequal lengths, in bfloat16. Head
   shapes of Qwen3-30B-A3B (32 query and 4 key heads of 128), Qwen3-8B (32, 8), Qwen3-0.6B (16, 8).
@@ -78,7 +78,7 @@ PLAIN = dispatch.BACKENDS["plain"]
 
 
 class Contender(NamedTuple):
-    """`forward(q, k, v, layout)` returns (out, state).
+    """An attention to compare. `forward(q, k, v, layout)` returns (out, state).
 
     `backward(dout, q, k, v, out, state, layout)` returns the gradients.
     """
@@ -86,7 +86,7 @@ class Contender(NamedTuple):
     forward: Callable[..., tuple[Tensor, Any]]
     backward: Callable[..., tuple[Tensor, ...]]
     supports: Callable[[Tensor, Tensor, Layout], bool] = lambda q, k, layout: True
-    calls: int = 5  # timed
+    calls: int = 5  # number of timed calls
 
 
 def differentiable(attend: Callable[..., Tensor]) -> Contender:

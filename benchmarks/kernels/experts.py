@@ -1,4 +1,4 @@
-"""Time the steps of a mixture of experts on one GPU, and the whole layer.
+"""Time a mixture of experts on one GPU: each step, and the whole layer.
 
 Steps: plan, gather, gate-up product, activation, down product, combine. 128 experts, 8 a token,
 hidden 2,048, intermediate 768, bfloat16, 16,384 and 65,536 tokens. Routing is balanced or skewed
@@ -37,7 +37,7 @@ from orrery.kernels.grouped_matmul import grouped_matmul, reference_grouped_matm
 
 TOKENS = (16_384, 65_536)  # the reference and compiled code use the first
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 128, 8, 2_048, 768
-GOAL = 0.8  # of the bound, the whole layer forward and backward, 16,384 tokens, balanced
+GOAL = 0.8  # share of the bound, the whole layer forward and backward, 16,384 tokens, balanced
 TOLERANCE = 1e-2  # four intermediates a pass round to bfloat16: at most 2⁻⁹ each
 
 
@@ -232,7 +232,7 @@ def main() -> None:
                     {
                         "variant": f"{step}, {backend}, {tokens} tokens, {routing}",
                         "value": sum(best[step]) / (forward_ms + backward_ms),
-                        "goal": None,  # the best whole layer at 16,384 balanced tokens has one
+                        "goal": None,  # the best layer at 16,384 balanced tokens gets one
                         "forward_ms": forward_ms,
                         "backward_ms": backward_ms,
                         "forward_bound_ms": best[step][0],

@@ -5,7 +5,7 @@
 - Offloaded state: the whole step until all state is back on the host. The bound is the longest of
   fetching all state, sending it back, and the update, each alone.
 - Muon: one layer of Qwen3-30B-A3B's experts (128 × [2·768, 2048] and 128 × [2048, 768]).
-- Checked first: offloaded steps equal the others bitwise, Muon's direction equals torch's.
+- Checked first: steps with and without offload are bitwise equal, Muon's direction equals torch's.
 
     python benchmarks/kernels/optimizer.py [--device cpu --scale 0.002]
 """
@@ -110,7 +110,7 @@ def row(variant: str, seconds: float, **more: Any) -> dict[str, Any]:
 
 
 def check_bits(num_weights: float, device: torch.device) -> None:
-    """Exit unless three offloaded steps equal three others bitwise."""
+    """Exit unless three steps with and three without offload are bitwise equal."""
     torch.manual_seed(1)
     plain = dense(num_weights, device)
     other = nn.Module()

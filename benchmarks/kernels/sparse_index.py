@@ -27,7 +27,7 @@ from orrery.kernels.sparse_index import HAS_TRITON, reference_select_keys, selec
 Data = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 QUERIES, TOP_K, HEADS, WIDTH = 4_096, 2_048, 32, 128
 KEYS = (8_192, 32_768, 131_072)
-GOAL = 682  # TFLOP/s of both, from 1.15 × 4.36 ms (DeepGEMM's scores) + 1.44 ms (choice)
+GOAL = 682  # TFLOP/s, from 1.15 × 4.36 ms (DeepGEMM's scores) + 1.44 ms (choice)
 TOLERANCE = 1e-4  # of the largest score: rounding may swap keys whose scores are almost equal
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "choice": (

@@ -38,7 +38,7 @@ def limited_run(name: str, doc: str | None) -> tuple[bool, float, str]:
 
 
 def _smoke_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of `--smoke`."""
+    """Return a parser with `--smoke`."""
     parser = parser_of(doc)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
     return parser

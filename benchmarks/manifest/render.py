@@ -1,7 +1,7 @@
-"""Time to render 100 runs: a sweep of the demo, evaluated, checked, hashed and written.
+"""Time how 100 runs, a sweep of the demo, are rendered, checked, hashed and written.
 
-The sweep is a separate spec in a temporary checkout. Repeats share no cache. The record holds the
-best of five, because the figure is the command's work and not the machine's load.
+The sweep is a separate spec in a temporary checkout. Repeats share no cache. The figure is the best
+of five, to exclude the load of other programs.
 """
 
 import os

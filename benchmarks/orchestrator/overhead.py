@@ -2,8 +2,8 @@
 
     python benchmarks/orchestrator/overhead.py            # on a quiet machine; about 4 minutes
 
-- Alone: a minimal client keeps as many requests in flight, with the same prompts and sampling, and
-  only counts tokens.
+- Alone: a minimal client keeps the same number of requests in flight, with the same prompts and
+  sampling, and only counts tokens.
 - Through both: the orchestrator's own loop behind vllm-router. Its trainer takes every batch at
   once and never publishes, so generation never waits for training.
 - Both read the engine's own count of generated tokens over the same time. Rounds alternate. The
@@ -224,7 +224,7 @@ async def measure(
 ) -> list[dict[str, float]]:
     rows = []
     for number in range(rounds):
-        # A new pool each time, because a pool with this version would wait for the next.
+        # Make a new pool, because a pool that has loaded this version would wait for the next.
         async with await assemble.engine_pool(ctx) as pool:
             row = {
                 "direct": await direct(ctx, pool, warm_up_s, seconds),

@@ -2,10 +2,10 @@
 
     python benchmarks/orchestrator/routes.py        # a few seconds
 
-One rollout of 131,072 tokens, 48 layers and 8 experts per token: 50 MB of routes, in one answer or
-over several turns. From the bytes of the answers (JSON with a base64 .npy file) to the column for
-packing. The figure is CPU time of one core. Wall time is recorded too.
-`benchmarks/transport/pack_and_wire.py` measures the rest of the way.
+One rollout of 131,072 tokens, 48 layers and 8 experts per token has 50 MB of routes, in one answer
+or over several turns. Timed is the decoding of the answers (JSON with a base64 .npy file) into the
+rollout's column, in CPU time of one core and wall time.
+`benchmarks/transport/pack_and_wire.py` measures the way from there to the trainer.
 """
 
 import base64
@@ -27,7 +27,7 @@ GOAL_GBIT_PER_S = 10.0
 
 
 def answers(routes: np.ndarray, num_turns: int) -> list[tuple[int, bytes]]:
-    """Return (position of the first row, body) of every turn. The turns share the rows."""
+    """Return (position of the first row, body) of every turn. Split the rows among the turns."""
     bodies = []
     for rows in np.array_split(np.arange(len(routes)), num_turns):
         file = io.BytesIO()

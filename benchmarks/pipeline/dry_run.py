@@ -1,7 +1,7 @@
 """Measure how long `snakemake -n` takes to show the shape of a run.
 
-Parsing the Snakefile renders and compares every spec, so the figure grows with the number of runs.
-The record holds both, and the best of five repeats.
+Parsing the Snakefile renders and compares every spec, so the time grows with the number of runs.
+The figure is the best of five repeats. The record also has the number of runs.
 """
 
 import os
@@ -19,7 +19,7 @@ REPEATS = 5
 
 
 def dry_run_s() -> float:
-    """Wall seconds of one dry run; raises when it does not show the three runs' stages."""
+    """Return the wall seconds of a dry run. Raise SystemExit if it does not show three runs."""
     start_s = time.perf_counter()
     result = subprocess.run(
         [sys.executable, "-m", "snakemake", "-n", TARGET], cwd=ROOT, capture_output=True, text=True

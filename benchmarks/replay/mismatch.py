@@ -3,8 +3,8 @@
 The run is `reverse_text_moe_replay`, from a fresh policy through SFT to RL. vLLM in bfloat16 gives
 samples and routes, which a trainer in float32 replays. This program trains the same batches again,
 which must give the same weights to the bit. Between the steps it scores the version's rollouts
-twice, on the engine's routes and on the trainer's own. Only rollouts that one version sampled whole
-count. A trainer in bfloat16 is measured too.
+twice, with the engine's routes and with the trainer's own. Only rollouts of a single version count.
+A trainer in bfloat16 is measured too.
 
 - Mismatch KL: mean of r − 1 − log r over sampled tokens, r = trainer over engine (Schulman's k3).
 - Tokens of several runs are pooled, since few tokens decide the mean. `--run DIR …` reads finished
@@ -87,7 +87,7 @@ def learner_of(manifest: Manifest, start: Path) -> Learner:
 
 
 def in_bfloat16(learner: Learner, manifest: Manifest) -> Policy:
-    """The policy as it stands, computed in bfloat16."""
+    """Return a copy of the current policy in bfloat16."""
     network = build(manifest.model, torch.bfloat16)
     with torch.no_grad():
         for name, one in network.named_parameters():
@@ -96,7 +96,7 @@ def in_bfloat16(learner: Learner, manifest: Manifest) -> Policy:
 
 
 def train(learner: Learner, manifest: Manifest, step: int, columns: Columns) -> None:
-    """The run's step, of the same micro-batches in the same order."""
+    """Repeat the run's step with the same micro-batches in the same order."""
     [plan] = pack_for(manifest, columns.lengths)
     rate = learning_rate_factor(manifest.trainer.schedule, step, manifest.stages.rl.num_steps)
     learner.learn(
@@ -121,7 +121,7 @@ class Found:
 
     scores: dict[tuple[str, bool], list[Scores]] = field(default_factory=dict)
     num_choices: int = 0
-    ratios: list[float] = field(default_factory=list)  # of each run by itself, trainer in float32
+    ratios: list[float] = field(default_factory=list)  # KL without over with routes, by run
     held_out: list[dict[int, float]] = field(default_factory=list)
 
 
@@ -234,7 +234,7 @@ def main() -> None:
         row["value"] = by_variant[row["trainer_dtype"], False]["mismatch_kl"] / row["mismatch_kl"]
         row["goal"] = (
             GOAL if row["replay"] else None
-        )  # without replay it is what the others are held against
+        )  # rows without replay are the baseline of the other rows
         print(
             f"{row['variant']}: KL {row['mismatch_kl']:.3g}, "
             f"at most {row['logprob_max_abs_diff']:.3g} of a log-prob apart"

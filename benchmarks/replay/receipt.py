@@ -3,7 +3,7 @@
 An answer of 131,072 tokens, 48 layers and 8 experts a token holds 50 MB of routes, as base64 of a
 .npy file. The orchestrator decodes them into the rollout's column; the trainer checks them once.
 `benchmarks/transport/pack_and_wire.py` measures the way between. The figure is the orchestrator's
-part in bytes of routes a second of processor time. The check is recorded beside it.
+part in bytes of routes a second of processor time. The check is recorded too.
 
     python benchmarks/replay/receipt.py
 """

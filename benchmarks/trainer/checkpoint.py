@@ -1,8 +1,8 @@
 """Measure the wait and the writing time of a checkpoint of N GB per rank.
 
 Each rank holds weights and AdamW's state as the trainer does, and saves them four times. Steps
-(matrix products) run with and without a save in flight. Their ratio is the cost of writing and
-hashing. The first save, whose host buffer is reserved beside the first steps, is counted apart.
+(matrix products) run with and without a save in flight. The ratio of their times is the cost of
+writing and hashing. The first save, which also reserves the host buffer, is counted apart.
 
     python benchmarks/trainer/checkpoint.py --gigabytes 1
     python benchmarks/trainer/checkpoint.py --gigabytes 40 --ranks 8 --folder /scratch

@@ -5,10 +5,10 @@
     python benchmarks/trainer/context_expert.py --dry-run    print layout, model and sizes
 
 - The value is the norm of the difference of all gradients, over the norm of one rank's gradients.
-  All ranks replay the experts and keys that one rank chose. `error_own` is the same number when
-  they choose: bfloat16 sums in another order may choose other experts for some tokens.
+  All ranks replay the experts and keys that one rank chose. `error_own` is the value without
+  replay: bfloat16 sums in another order may choose other experts for some tokens.
 - The model has GLM-5's widths, with `EXPERTS` experts and `LAYERS` layers to fit on one rank.
-- The speed and memory of the slice are measured by `orrery bench trainer`, not here.
+- `orrery bench trainer` measures speed and memory.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from orrery.wire.routed_experts import COLUMN
 from record import ROOT, parser_of, record
 
 EXPERTS, LAYERS, TOKENS = 32, 4, 4096
-DIFFER = "routes_differ", "choices_differ"  # shares of one rank's that these ranks did not choose
+DIFFER = "routes_differ", "choices_differ"  # shares of one rank's choices that others did not make
 GOAL, GOAL_CPU = 0.02, 1e-4  # bf16 products are summed in another order; float32 on a CPU
 
 

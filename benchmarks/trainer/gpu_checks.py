@@ -71,7 +71,7 @@ def run(name: str) -> Outcome:
             outcome = read(report)
         except subprocess.TimeoutExpired:
             outcome = Outcome(failed={name: f"took more than {seconds} s"})
-            os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+            os.killpg(process.pid, signal.SIGKILL)  # ends pytest's ranks too
             process.wait()
     outcome.seconds = time.monotonic() - begin
     return outcome

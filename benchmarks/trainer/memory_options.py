@@ -3,7 +3,7 @@
 - The first row is the manifest as it is. Each other row changes one option. A row is one run of
   `orrery bench trainer`. A run that fails is a row with its error.
 - The record is written after each row. A later call keeps the rows of OUT's record (else of this
-  folder's) if devices, layers and micro-batches are equal. `--limit-s` starts no row too late.
+  folder's) if devices, layers and micro-batches are equal. Rows fit into `--limit-s` seconds.
 
     python benchmarks/trainer/memory_options.py qwen3_30b_a3b_16k --devices 4 --limit-s 560
     python benchmarks/trainer/memory_options.py qwen3_8b_8k --check      # plans only; needs no GPU
@@ -35,7 +35,7 @@ H200_BYTES = 150_109_880_320
 BASE = "as the manifest has it"
 ROW_S = 90.0  # estimate for the first row
 LONGEST_S = 300.0  # time limit of a row
-NORM = 1e-3  # relative difference of equal gradients' norms; bfloat16 causes less
+NORM = 1e-3  # largest relative difference of norms of equal gradients
 GIB = 2**30
 
 
@@ -43,7 +43,7 @@ GIB = 2**30
 class Shape:
     manifest: str
     options: Options
-    kinds: tuple[str, ...]  # of the CHANGES that apply to it
+    kinds: tuple[str, ...]  # kinds of CHANGES to apply
 
 
 MEASURED = Options(loss="sft", steps=3, warmup=2, micro_batches=2)
@@ -196,7 +196,7 @@ def variants(shape: Shape, devices: int | None, layers: int | None) -> list[Vari
         try:
             request = make_request(manifest, options)
         except OrreryError:
-            if "mesh" in changes:  # impossible on these devices, as ep 4 on two
+            if "mesh" in changes:  # impossible here, such as ep 4 on two devices
                 continue
             raise
         if all(request.trainer != one.request.trainer for one in found):
@@ -262,7 +262,7 @@ def write(
     order: list[str],
     folder: Path,
 ) -> None:
-    """Write the record. Its value is the unchanged manifest's; every row is compared with it."""
+    """Write the record. Its value is the unchanged manifest's. All rows are compared with it."""
     base = rows[BASE]
     compared = []
     for one in sorted(rows.values(), key=lambda row: order.index(row["variant"])):
@@ -292,7 +292,7 @@ def write(
 
 
 def odd_norms(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Return an error for each row whose gradient norm differs from that of an equal row before."""
+    """Return an error for each gradient norm that differs from the first of equal LoRA and cp."""
     first: dict[str, tuple[str, float]] = {}
     said = []
     for name, row in rows.items():

@@ -1,7 +1,7 @@
 """Compare the plan of `manifest/budget` with the trainer's committed measurements.
 
 Prints the error of peak memory and of a step's time for each row in this folder's records, and
-writes them to `planned.json`. The value is the share of rows whose time is within a tenth.
+writes them to `planned.json`. The value is the share of rows whose time error is at most 10 %.
 
     python benchmarks/trainer/planned.py
 """
@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 H200_BYTES = 150_109_880_320
 GIB = 2**30
-# Options that a record's run had from its manifest, which has others today.
+# Options that a manifest had when its record was made, but has no longer.
 SINCE = {
     "qwen3_8b_8k": {
         "memory": '{"lm_head_keeps_logits": false}',

@@ -42,13 +42,13 @@ class Row:
 
     manifest: str
     goal: float | None
-    ratio: float | None = None  # to torchtitan in the same run
+    ratio: float | None = None  # goal of the ratio to torchtitan
     devices: int = 8
     routings: tuple[str, ...] = ("natural", "balanced")
     peer: torchtitan_peer.Job | None = None
-    options: tuple[str, ...] = ()  # as a share of the run's
+    options: tuple[str, ...] = ()  # of `orrery bench trainer`
     plan: float | None = None  # largest error of the planned peak memory
-    reduced: str | None = None  # the part of the goal's run that is left out
+    reduced: str | None = None  # what the row reduces or leaves out
 
 
 def _moe(seq_len: int, experts: int) -> torchtitan_peer.Job:
@@ -92,7 +92,7 @@ ROWS = {
 
 
 def main() -> None:
-    arguments, rest = parser().parse_known_args()  # the rest goes to the measurement
+    arguments, rest = parser().parse_known_args()  # `orrery bench trainer` gets the rest
     row = ROWS[arguments.row]
     devices = arguments.devices or row.devices
     if arguments.dry_run:
@@ -105,7 +105,7 @@ def main() -> None:
         try:
             theirs = torchtitan_peer.measure(row.peer, devices, arguments.layers, folder)
         except RuntimeError as error:
-            print(error, flush=True)  # ours is measured anyway
+            print(error, flush=True)  # our trainer is measured anyway
     found = {}
     for routing in arguments.routing or row.routings:
         options = [*row.options, "--devices", str(devices), "--routing", routing, *rest]
@@ -113,7 +113,7 @@ def main() -> None:
             options += ["--layers", str(arguments.layers)]
         traces = folder / "traces" / routing if arguments.profile else None
         found[routing] = bench(row.manifest, options, traces)
-        # After each, so that a session that ends early keeps its results.
+        # Write after each routing, so that an early end keeps the results.
         write(arguments.row, row, devices, arguments.layers, rest, found, theirs, folder)
 
 

@@ -2,7 +2,7 @@
 
 The chats are Python's own sources (five messages, about 2,000 tokens each), in JSONL and in Arrow
 files as `save_to_disk` writes them. The tokenizer is a byte-level BPE of 32,000 tokens with a
-ChatML template. Measured are tokens a second of the prefetch thread, other masks, the Python speed
+ChatML template. Measured are tokens a second of the prefetch thread by loss mask, the Python speed
 left to other threads, opening the data, comparing it with validation examples, and the wait of a
 step at an 8-GPU host's speed (a sleep).
 
@@ -175,7 +175,7 @@ def waiting(chats: Chats, renderer: Renderer) -> dict[str, Any]:
         for step in range(num_steps):
             begin = time.perf_counter()
             columns = take()
-            if step:  # before any training
+            if step:  # step 0 has no training to overlap
                 waited += time.perf_counter() - begin
             step_s = columns.num_tokens / STEP_TOKENS_PER_S
             time.sleep(step_s)

@@ -31,7 +31,7 @@ _STEP = re.compile(
 
 @dataclass(frozen=True)
 class Job:
-    """One training job of torchtitan's."""
+    """One training job of torchtitan."""
 
     flavor: str
     seq_len: int
@@ -44,7 +44,7 @@ class Job:
 def measure(
     job: Job, devices: int, layers: int | None, logs: Path, deadline_s: float = 420.0
 ) -> dict[str, Any]:
-    """Return its last logged step. Raise RuntimeError with the end of its log if it has none."""
+    """Run the job. Return its last logged step, or raise RuntimeError with the end of its log."""
     with tempfile.TemporaryDirectory() as folder:
         assets = Path(folder)
         write_assets(assets)

@@ -1,8 +1,8 @@
 """Measure how fast slices in a bucket are fingerprinted: whole experts, half columns, an odd shape.
 
-Every variant's shares are first added up and compared with `array_fingerprint`. On a GPU the bound
-is one pass over the bytes at the speed of a copy on an H200, and the figure is the share of it for
-whole experts, which are nearly all bytes of a mixture. On a CPU, one thread, it is their rate.
+First, the slices' fingerprints must add up to the tensor's `array_fingerprint`. On a GPU the bound
+is one pass over the bytes at the speed of a copy on an H200. The figure is the share of this bound
+for whole experts, which are nearly all bytes of a mixture. On a CPU it is one thread's GB/s.
 
     python benchmarks/transport/fingerprint.py
 
@@ -22,9 +22,9 @@ from orrery.wire.fingerprint import MASK, SliceFingerprints, SliceSpec, array_fi
 from record import parser_of, record
 
 BYTES_A_S = 4.2e12  # copying on an H200
-GOAL = 0.6  # of the bytes' bound
+GOAL = 0.6  # share of the bound
 REPEATS = 7
-# Tensor, and how many parts of it, along which dimension, are slices.
+# {name: (tensor's shape, number of slices, dimension that is sliced)}
 VARIANTS = {
     "whole experts [768, 2048]": ((768, 2048), 1, 0),
     "rows of [4096, 2048], two ranks": ((4096, 2048), 2, 0),

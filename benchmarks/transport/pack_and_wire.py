@@ -1,6 +1,6 @@
 """Measure pack + send + receive of rollouts, with both processes on one core.
 
-256 rollouts of 131,072 tokens, with the usual columns and an opaque one of 624 bytes a token (21
+256 rollouts of 131,072 tokens, with the usual columns and a column of 624 opaque bytes a token (21
 GB), are packed into micro-batches of 131,072 tokens and sent over loopback to another process.
 Rollouts are windows into one random buffer, so making them costs nothing. Micro-batches of sixteen
 documents are measured too.
@@ -99,7 +99,7 @@ def ends_of(columns: Columns) -> int:
 
 
 def receive(url: str) -> None:
-    """The trainer's side; prints what it saw as JSON."""
+    """Receive a batch as the trainer does. Print sizes, a checksum and usage as JSON."""
     before = usage()
     receiver = RolloutReceiver(url, 0)
     received = receiver.receive(1, deadline_s=120)
@@ -130,7 +130,7 @@ async def send(num_rollouts: int, num_documents: int) -> dict[str, Any]:
     sender = RolloutSender("127.0.0.1", 0, 1)
     argv = [sys.executable, __file__, "--receive", sender.url]
     receiver = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
-    await sender.wanted(at_least=1)  # the receiver has started: its imports are not the wire's
+    await sender.wanted(at_least=1)  # do not time the receiver's start
     start = time.perf_counter()
     plan = pack(np.full(len(rollouts), rollouts.tokens), 1, ROLLOUT_TOKENS, quadratic=1e-5)
     pack_s = time.perf_counter() - start

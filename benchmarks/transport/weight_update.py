@@ -6,9 +6,9 @@
     python $W --manifest smollm2_smoke --trainers 1 --wires files adapters
 
 - Trainer ranks have the trainer's own policy and publisher. Weights are scaled instead of trained.
-- The engine is `orrery.inference` with random weights, and requests are in flight. Each must return
-  whole, and its tokens' versions must rise.
-- `paused_s` is what generation loses. `blocked_s` is what the trainer waits.
+- The engine is `orrery.inference` with random weights, and requests are in flight. Each must
+  complete, and its tokens' versions must never fall.
+- `paused_s` is the time without generation. `blocked_s` is the time that the trainer waits.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 def trainer(
     run_dir: Path, kind: str, rank: int, size: int, port: int, folder: Path, control: str
 ) -> None:
-    """Does what it is told on standard input, and answers with seconds."""
+    """Run a trainer rank. Execute commands from standard input, and answer with seconds."""
     import torch
     import torch.distributed as dist
 
@@ -140,7 +140,7 @@ def inference(run_dir: Path) -> None:
 
 
 class Trainers:
-    """All ranks, as one."""
+    """The processes of all trainer ranks."""
 
     def __init__(
         self, run_dir: Path, kind: str, size: int, devices: str, folder: Path, control: str
@@ -197,7 +197,7 @@ class Trainers:
 
 
 async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) -> dict:
-    """One wire."""
+    """Measure one weight wire."""
     from orrery.orchestrator.engines.client import EngineClient, update_engine
     from orrery.wire.control_socket import ControlSocket
     from orrery.wire.weight_wire import ADAPTER, DIRECT_KINDS, WeightWatch
@@ -215,7 +215,7 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
             -1,
             -1,
             0,
-        )  # versions; requests whose tokens are of more than one
+        )  # versions, and requests that span several
         async with EngineClient(
             url, name="engine 0", model=ADAPTER if kind == "adapters" else None
         ) as engine:
@@ -313,7 +313,7 @@ def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
     manifest["trainer"]["memory"] |= {"optimizer_offload": False, "optimizer_offload_resident": 0.0}
     manifest["inference"] |= ALONE | {
         "kv_cache_bytes": 2**32
-    }  # one whole rollout, and more than what is in flight here
+    }  # more than the requests in flight need
     if adapters:
         manifest["transport"]["weights"] = "adapters"
         manifest["trainer"]["lora"] = {
@@ -341,7 +341,7 @@ def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
 
 
 def goal_of(args: argparse.Namespace) -> float | None:
-    """The goal is for one shape on as many GPUs as it is meant for, and for no other."""
+    """Return the goal for Qwen3-30B-A3B from four GPUs to four others, otherwise None."""
     trainers, engines = (
         {each for each in side.split(",") if each} for side in args.devices.split("/")
     )
@@ -366,7 +366,7 @@ def beside(row: dict, goal: float | None, on_gpus: bool) -> list[dict]:
     counted = row["updates"][1:]
     if all(
         "fingerprint_s" in update["engine"] for update in counted
-    ):  # none where an engine reads files
+    ):  # engines that read files compute none
         share = median(update["engine"]["fingerprint_s"] / update["paused_s"] for update in counted)
         goal = FINGERPRINTS_GOAL if on_gpus else None
         found.append(
@@ -382,7 +382,7 @@ def beside(row: dict, goal: float | None, on_gpus: bool) -> list[dict]:
 
 
 def measure_all(wires: list[str], args: argparse.Namespace) -> list[dict]:
-    """These wires, one after another into one engine."""
+    """Measure these wires, one after another, with one engine."""
     with ExitStack() as stack:
         run_dir = prepare(
             Path(stack.enter_context(tempfile.TemporaryDirectory())),

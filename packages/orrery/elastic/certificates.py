@@ -16,7 +16,7 @@ from pathlib import Path
 from orrery.elastic.types import ElasticError
 
 AUTHORITY = "authority"
-NO_CHECK_TIME = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME, missing in Python's `ssl`
+NO_CHECK_TIME = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME, missing in `ssl`
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 VALID = ("-startdate", "20200101000000Z", "-enddate", "21000101000000Z")
 SIGNING = """
@@ -96,8 +96,8 @@ def make_authority(folder: Path, run: str) -> None:
 def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
     """Write the site's key and certificate.
 
-    `addresses`: more names for clients that check host names. Raise ElasticError if the key exists
-    or a name is invalid.
+    `addresses`: the site's addresses, for clients that check them. Raise ElasticError if the key
+    exists or a name is invalid.
     """
     if site == AUTHORITY or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", site):
         raise ElasticError(

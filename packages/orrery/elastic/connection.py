@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 MAGIC = b"ORX1"
 LAYOUT = struct.Struct("<4s16sqqHHBBHIQ")
 MAX_BYTES = 1 << 28
-SLICE = 1 << 17  # maximum bytes per hold of the TLS lock
+SLICE = 1 << 17  # maximum bytes per acquisition of the TLS lock
 SLAB = 1 << 23  # bytes per allocation. numpy uses huge pages from 4 MiB up.
 FLUSH_S = 5.0  # time limit to send queued frames after `close`
 
@@ -108,7 +108,7 @@ class FrameSink(Protocol):
 
 
 class Backlog:
-    """A queue of frames for all connections to a peer."""
+    """A queue of frames that any connection to the peer may send."""
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[bytes | memoryview]] = deque()
@@ -127,9 +127,9 @@ class Backlog:
 
 
 class PeerConnection:
-    """One of several connections to a peer, number `lane`.
+    """Connection number `lane` of several to the same peer.
 
-    `heard_s`: monotonic time of the last bytes. `ready`: newest round that the peer began.
+    `heard_s`: monotonic time of the last received bytes. `ready`: newest round that the peer began.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Call etcd's v3 API, as JSON over HTTPS with mutual TLS.
 
-A call must be idempotent, because it is retried at all endpoints for `store_s`.
+Calls must be idempotent, because the client retries them at all endpoints for `store_s` seconds.
 """
 
 import base64
@@ -84,7 +84,7 @@ class EtcdClient:
         )
 
     def stream(self, path: str, body: dict[str, Any], silence_s: float) -> Iterator[Any]:
-        """Yield answers of the first endpoint. Raise OSError after `silence_s` without data."""
+        """Yield the first endpoint's answers. Raise OSError after `silence_s` without data."""
         connection = self._connect(self.endpoints[0], silence_s)
         try:
             connection.request("POST", path, json.dumps(body))

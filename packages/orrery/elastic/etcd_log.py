@@ -1,7 +1,6 @@
 """Keep a run's ledger (shared state) and the leases of its live sites in etcd.
 
-- A site renews its lease by heartbeats. Without a lease it cannot write.
-- Keys below `orrery/RUN/`: `ledger`, `rounds/NUMBER` and `live/SITE`.
+Keys below `orrery/RUN/`: `ledger`, `rounds/NUMBER` and `live/SITE`.
 """
 
 import math
@@ -33,7 +32,7 @@ RETRY_WATCH_S = 0.5
 
 
 class SiteServices(msgspec.Struct, frozen=True):
-    """ADDRESS:PORT of each service of a site, or "" without it."""
+    """ADDRESS:PORT of each service of a site, or "" if there is none."""
 
     coordinator: str = ""  # the etcd server
     snapshots: str = ""
@@ -52,13 +51,13 @@ class EtcdLog:
         self._heartbeat_s, self._dead_s = heartbeat_s, dead_s
         self._site_id, self._lease, self._created = "", "", "0"
         self._changed = threading.Condition()
-        self._revision = 0  # newest revision read
-        self._news = 0  # newest revision from the watch
+        self._revision = 0  # newest revision from `read`
+        self._news = 0  # newest revision from `_watch`
         self._stop = threading.Event()
 
     def acquire(self, site_id: str) -> None:
         self.release()
-        # A leader election in etcd can prolong the lease.
+        # Shorter than `dead_s`, because a leader election can prolong the lease.
         ttl_s = max(
             math.ceil(2 * self._heartbeat_s), math.floor(self._dead_s - ELECTION_S - EXPIRY_S)
         )
@@ -72,7 +71,7 @@ class EtcdLog:
             thread.start()
 
     def _take_lease(self, ttl_s: int) -> str:
-        """Write the site's key under a new lease. Return the key's revision, or "" to retry."""
+        """Write the site's key under a new lease. Return its revision, or "" if the lease ended."""
         self._lease = self._client.call("/v3/lease/grant", {"TTL": ttl_s})["ID"]
         key = {"key": encode(f"{self._prefix}live/{self._site_id}")}
         put = key | {"value": encode(msgspec.json.encode(self._services)), "lease": self._lease}

@@ -1,8 +1,8 @@
 """Run a site's etcd client, and an etcd server if the site is a coordinator.
 
 - Sites with a listener become coordinators one at a time, up to an odd number of at most
-  `coordinators`. A coordinator without a lease for REMOVE_S is replaced.
-- All sites compute the same changes from etcd's data, so no site leads.
+  `coordinators`. If a coordinator's site has no lease for REMOVE_S, it is replaced.
+- All sites compute the same changes from etcd's data, so they need no leader.
 """
 
 import json
@@ -39,15 +39,15 @@ class Change(NamedTuple):
 def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most: int) -> Change:
     """Return the coordinator that site `own` must add or remove now.
 
-    Sites are ADDRESS:PORT. `live`: live sites that can run etcd. `gone`: coordinators to replace.
-    `most`: maximum coordinators.
+    Sites are ADDRESS:PORT. `voters`: present coordinators. `live`: live sites that can run etcd.
+    `gone`: coordinators to replace. `most`: maximum coordinators.
     """
     target = min(most, len(live))
     target -= target % 2 == 0
     is_steward = own == min(voters & live, default="")
     if gone & voters:
         return Change("remove", min(gone & voters)) if is_steward else Change("none")
-    # If no coordinator is live, the last coordinator waits for a successor.
+    # If no coordinator is live, one that leaves waits in `_hand_over` for a successor.
     if len(voters) < target or not voters & live:
         is_next = own == min(live - voters, default="")
         return Change("add", own) if is_next else Change("none")
@@ -149,7 +149,7 @@ def peer_url(name: str) -> str:
 
 
 class EtcdSite:
-    """Manage this site's membership of `run`, and its coordinator.
+    """Manage this site's membership of `run`, and its coordinator (etcd server).
 
     Addresses are ADDRESS:PORT. `name`: own coordinator ("" behind NAT). `join`: another coordinator
     ("" at the first site). `snapshots`: own snapshot server.
@@ -201,7 +201,7 @@ class EtcdSite:
 
     def __exit__(self, *_: object) -> None:
         self.membership.leave()
-        has_left = self._hand_over()  # needs a running etcd
+        has_left = self._hand_over()  # calls etcd, so before `server.stop`
         self._stop.set()
         self._steward.join(STOP_S)
         if self.server is not None:
@@ -213,8 +213,8 @@ class EtcdSite:
     def _hand_over(self) -> bool:
         """Remove this site's coordinator. Return whether it was removed.
 
-        If it is the only coordinator, wait for another. The last site keeps its coordinator. etcd
-        removes a member only after all members were connected for 5 s.
+        If it is the only one, wait for another, unless no other site is live. Retry, because etcd
+        may refuse until its members were connected for 5 s.
         """
         end_s = time.monotonic() + HAND_OVER_S
         while self.server is not None and self.server.is_running and time.monotonic() < end_s:
@@ -239,7 +239,7 @@ class EtcdSite:
         return sorted(found - {"", self._snapshots})
 
     def _run(self) -> None:
-        """Start etcd, then manage coordinators. etcd ends with this thread."""
+        """Start etcd, then manage coordinators. etcd dies with this thread."""
         try:
             if self.server is not None and (self._is_new or self.server.data.exists()):
                 self.server.start(is_new=self._is_new)

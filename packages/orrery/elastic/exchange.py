@@ -1,10 +1,10 @@
 """Replace each site's weight change Δᵢ by the mean Σ wᵢΔᵢ / Σ wᵢ, bitwise equal on all W sites.
 
-- `ring`: each of W chunks travels W − 1 hops. Each hop decodes it, adds the site's values in
-  float32 and encodes the sum. The total then travels W − 1 hops unchanged.
-- `all_to_all`: each rank sums one chunk and sends the sum to all.
+- `ring`: the sum of each of W chunks travels W − 1 hops. Each site decodes it, adds its own values
+  in float32 and encodes it again. The total then travels W − 1 hops unchanged.
+- `all_to_all`: each rank adds all sites' values of one chunk, and sends the sum to all.
 - A site with weight wᵢ = 0 forwards frames but adds no values.
-- A sum replaces its part of Δᵢ when it arrives. If a peer fails, compute Δᵢ again.
+- Arriving sums overwrite parts of Δᵢ. If a peer fails, the caller must compute Δᵢ again.
 """
 
 import threading
@@ -31,7 +31,7 @@ TIMEOUT_S = 600.0  # maximum wait per frame
 class ExchangeStats:
     bytes_sent: int
     seconds: float
-    codec_s: float  # summed over threads
+    codec_s: float  # codec time, summed over threads
 
 
 class ErrorFeedback:
@@ -150,7 +150,7 @@ class _Site:
 
 
 class _Lane(ABC):
-    """The exchange of one lane's pieces, in one thread."""
+    """Exchange some pieces in one thread, which receives frames of number `lane`."""
 
     def __init__(self, site: _Site, lane: int, pieces: dict[int, _Piece]) -> None:
         self.site, self.lane, self.pieces = site, lane, pieces
@@ -203,7 +203,7 @@ class _Lane(ABC):
         self.bytes_sent += self.site.links.send(rank, self.lane, hop, number, wire)
 
     def own(self, number: int) -> Floats:
-        """Return this site's weighted values of a piece, valid until the next call."""
+        """Return this site's weighted values of a piece. The next call overwrites them."""
         piece = self.pieces[number]
         out = self._scratch[: _size(piece)]
         if self.site.share == 0:
@@ -225,7 +225,7 @@ class _Lane(ABC):
         return wire
 
     def finish(self, number: int, wire: Bytes) -> None:
-        """Replace a piece of Δ by its sum. This site's part of the sum is already sent."""
+        """Overwrite a piece of Δ by its decoded sum. The old values are already sent."""
         begin_s = time.monotonic()
         self.site.codec.decode(wire, self.site.delta[self.pieces[number].at])
         self.codec_s += time.monotonic() - begin_s

@@ -1,7 +1,6 @@
 """Dial and accept connections between sites: mutual TLS, then a HELLO frame each way.
 
-A site without a listener dials all others. A relay is a site that forwards encrypted bytes between
-two others.
+A relay is a site that forwards encrypted bytes between two other sites.
 """
 
 import contextlib
@@ -25,12 +24,12 @@ log = logging.getLogger(__name__)
 HANDSHAKE_S = 10.0  # time limit per socket call
 MAX_STRANGERS = 32  # maximum unfinished handshakes
 RETRY_S = 0.2
-UNSENT = 1 << 17  # maximum unsent bytes. Further frames go to other connections.
+UNSENT = 1 << 17  # maximum unsent bytes. Other connections take the next frames.
 CONGESTION = b"bbr"  # keeps its rate under random loss
 WINDOW = 8 << 20  # send buffer in bytes, for 0.4 Gb/s at 100 ms round trip
 KERNEL = Path("/proc/sys/net")
 CHUNK = 1 << 18
-WAIT_S = 60.0  # maximum wait for a pair's second site
+WAIT_S = 60.0  # a relay's maximum wait for a pair's second site
 Pair = tuple[int, int, int, int]  # (epoch, lower rank, higher rank, lane)
 
 
@@ -90,7 +89,7 @@ class Handshakes:
     ) -> ssl.SSLSocket:
         """Return a connection to rank `peer`. Raise OSError on failure, or after `end_s`.
 
-        `place`: address of the peer or, with `is_relay`, of a relay that both dial.
+        `place`: address of the peer or, with `is_relay`, of a relay that both sites dial.
         """
         tls = _wrapped(socket.create_connection(place, scaled(HANDSHAKE_S)), self._client, False)
         try:
@@ -159,9 +158,10 @@ def _greeted(tls: ssl.SSLSocket, first: Header, end_s: float) -> ssl.SSLSocket:
 
 
 def widen(sock: socket.socket) -> None:
-    """Enlarge the send buffer to WINDOW bytes or the kernel's maximum, if tuning allows less.
+    """Enlarge the send buffer to WINDOW bytes or the kernel's maximum.
 
-    The kernel doubles the given size, and stops tuning the buffer itself (socket(7)).
+    Skip this if the kernel's tuning reaches that size. setsockopt ends the tuning and doubles the
+    given size (socket(7)).
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         tuned = int((KERNEL / "ipv4/tcp_wmem").read_text().split()[2])
@@ -178,7 +178,7 @@ def _wrapped(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> s
         widen(sock)
         with contextlib.suppress(OSError):  # the kernel may lack BBR
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
-        # Raise if the peer is gone, because `wrap_socket` would then leak the socket.
+        # Raise if the peer is gone: `wrap_socket` would leak the socket.
         sock.getpeername()
         return context.wrap_socket(sock, server_side=is_server)
     except BaseException:
@@ -236,7 +236,7 @@ class Relay:
 
 
 def plain(tls: ssl.SSLSocket) -> socket.socket:
-    """End TLS and return the socket. The peer must do the same."""
+    """End TLS and return the socket. The peer must call this too."""
     timeout_s = tls.gettimeout()
     tls.unwrap()
     sock = socket.socket(fileno=tls.detach())

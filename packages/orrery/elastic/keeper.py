@@ -1,4 +1,4 @@
-"""Publish and serve snapshots, in a process that outlives the trainer.
+"""Publish and serve training-state snapshots, in a process that outlives the trainer.
 
 - The trainer copies its state into shared memory, then writes a line to the keeper's stdin.
 - The keeper ends `linger_s` after the trainer, or when another keeper starts on its folder.
@@ -26,12 +26,12 @@ from orrery.manifest.publish import make_folder
 
 POLL_S = 0.2
 RETRY_S = 5.0
-NICE = 10  # so that peers' requests do not slow the trainer
+NICE = 10  # low priority: peers' requests must not slow the trainer
 
 
 class KeeperOptions(msgspec.Struct, frozen=True):
     folder: str  # in shared memory
-    keep: int = 2  # kept snapshots
+    keep: int = 2
     host: str = ""  # "" to serve no peers
     port: int = 0
     certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key

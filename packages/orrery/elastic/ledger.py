@@ -2,7 +2,7 @@
 
 - Each function returns the next ledger, is idempotent and reads no clock.
 - `live`: ids of sites with a lease.
-- A round waits for sites, then exchanges. Members report the state's digest or lost peers.
+- A round waits for sites. They exchange, then report the state's digest or lost peers.
 - An epoch ends when members or network paths change, or a round restarts.
 """
 
@@ -17,7 +17,7 @@ from orrery.elastic.types import ElasticError, Epoch, LeaseLost, OuterRound, Sit
 
 
 class Behind(LeaseLost):
-    """A live site lacks the last committed round, `committed`."""
+    """This site lacks the last committed round, number `committed`."""
 
     def __init__(self, site_id: str, committed: int) -> None:
         super().__init__(
@@ -49,8 +49,8 @@ class Ledger(msgspec.Struct, frozen=True):
     members: tuple[SiteMember, ...] = ()
     joining: tuple[JoiningSite, ...] = ()
     is_exchanging: bool = False
-    tokens: dict[str, int] = {}  # averaging weight by site id
-    weights: tuple[int, ...] = ()  # tokens by rank, while exchanging
+    tokens: dict[str, int] = {}  # weight by id of arrived sites
+    weights: tuple[int, ...] = ()  # weight by rank, while exchanging
     digests: dict[str, str] = {}  # state digest by member id
     broken: dict[str, tuple[str, ...]] = {}  # reported lost peers by member id
     strikes: tuple[tuple[str, str], ...] = ()  # site pairs whose link broke in the last attempt
@@ -75,7 +75,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return Epoch(self.epoch, self.members, self.speeds)
 
     def open_round(self, site_id: str) -> OuterRound | None:
-        """Return the running exchange if `site_id` must still report, or None."""
+        """Return the running exchange if it lacks a report of `site_id`, or None."""
         if not self.is_exchanging or site_id not in self.ids or site_id in self.reported:
             return None
         return OuterRound(self.number, self.current, self.weights)
@@ -88,9 +88,9 @@ class Ledger(msgspec.Struct, frozen=True):
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
     """Add a site, as a member at once or from the next exchange on.
 
-    It is a member at once if three conditions hold: it has the newest state, no exchange runs, and
-    either no round is committed or no member is live. Raise ElasticError if the run refuses the
-    site, and StateLacking if no member is live and the site lacks the newest state.
+    The site becomes a member at once if it has the newest state, no exchange runs, and either no
+    round is committed or no member is live. Raise ElasticError if the run refuses the site, and
+    StateLacking if no member is live and the site lacks the newest state.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
@@ -150,8 +150,7 @@ def measure(ledger: Ledger, site_id: str, found: Mapping[str, int]) -> Ledger:
 def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
     """Return whether at least `quorum` live sites have arrived for an exchange.
 
-    If members are live, at least one must have arrived, because the new epoch drops late members,
-    and must not drop all.
+    If members are live, one must have arrived, because the new epoch would drop them all.
     """
     arrived, members = ledger.tokens.keys() & live, ledger.ids & live
     has_member = not members or bool(members & arrived)
@@ -168,7 +167,7 @@ def is_complete(ledger: Ledger, live: Set[str]) -> bool:
 
 
 def start(ledger: Ledger, live: Set[str]) -> Ledger:
-    """Begin the exchange between the live sites in `ledger.tokens`."""
+    """Begin the exchange between the live sites that have arrived."""
     if ledger.is_exchanging or not ledger.tokens.keys() & live:
         return ledger
     known = {m.id: m for m in (*(each.member for each in ledger.joining), *ledger.members)}
@@ -204,9 +203,9 @@ def report(ledger: Ledger, site_id: str, outer_round: OuterRound, lost: Iterable
 def settle(ledger: Ledger, live: Set[str], has_waited: bool = False, quorum: int = 1) -> Ledger:
     """Commit or restart the exchange once every live member has reported.
 
-    With `has_waited`, one report is enough. If no peer is lost and most reports agree on a digest,
-    commit it and drop other members. Otherwise, restart with the members that reported, or wait for
-    sites if fewer than `quorum` remain.
+    With `has_waited`, one report is enough. If none names a lost peer and most give one digest,
+    commit it and drop all other members. Otherwise, restart with the members that reported, or
+    wait for more sites if fewer than `quorum` remain.
     """
     if not ledger.is_exchanging:
         return ledger
@@ -234,7 +233,7 @@ def _commit(ledger: Ledger, agreed: Set[str]) -> Ledger:
 
 
 def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
-    """Restart the round without one site of each link that broke twice in a row."""
+    """Restart the round. Drop one site of each link that broke twice in a row."""
     pairs = {
         (min(a, b), max(a, b)) for a in present for b in ledger.broken.get(a, ()) if b in present
     }
@@ -254,7 +253,7 @@ def _restart(ledger: Ledger, present: Set[str]) -> Ledger:
 
 
 def largest_connected(sites: Set[str], broken: Set[tuple[str, str]]) -> frozenset[str]:
-    """Return the largest subset of `sites` without a broken pair. Prefer low ids."""
+    """Return the largest subset of `sites` without a `broken` pair. Prefer low ids."""
     involved = sorted({each for pair in broken for each in pair})
     for num_dropped in range(len(involved) + 1):
         for dropped in combinations(reversed(involved), num_dropped):
@@ -283,7 +282,7 @@ def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
 
 
 def _with_better_paths(ledger: Ledger) -> Ledger:
-    """Drop speeds of absent sites. Open an epoch if new speeds make the ring GAIN times faster."""
+    """Drop speeds of absent sites. Begin an epoch if new paths make the ring GAIN times faster."""
     known = ledger.ids | {each.member.id for each in ledger.joining}
     kept = {a: {b: m for b, m in row.items() if b in known} for a, row in ledger.measured.items()}
     ledger = msgspec.structs.replace(
@@ -302,7 +301,7 @@ def _speeds(ledger: Ledger, members: Iterable[SiteMember]) -> tuple[tuple[int, .
 
 
 class ShardMap(msgspec.Struct):
-    """The shard of the data that each site trains. `holders`: shard by site id.
+    """Assign a shard of the training data to each site. `holders`: shard by site id.
 
     `trained[k]`: number of documents of shard k that sites may have trained. Documents of lost
     sites count too, so that no document is trained twice before its shard ends.

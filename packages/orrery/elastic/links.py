@@ -1,7 +1,7 @@
 """Connect a process to the process of the same rank at every other site, over mutual TLS.
 
-- A frame of another run or epoch, or data of another round, closes its connection.
-- A lost or silent connection breaks the round. The first site that notices tells all others.
+- A frame of another run or epoch, or DATA of another round, closes its connection.
+- A lost or silent connection ends the round. The first site that notices tells all others.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ PING_S = 2.0
 SILENCE_S = 15.0  # silence after which a peer is lost
 RETRY_S = 0.2
 QUIET_S = 1.0  # pause before a speed probe, because other sites may still exchange
-MAX_REFUSALS = 10  # refused dials until a peer counts as dead
+MAX_REFUSALS = 10  # refused connection attempts until a peer counts as dead
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -65,7 +65,7 @@ class PeerLinks:
         self._backlogs: list[Backlog] = []
         self._inboxes: list[queue.SimpleQueue[Frame | None]] = []
         self._broken: LinkBroken | None = None
-        self._told: tuple[int, LinkBroken] | None = None  # reported failure of a later round
+        self._told: tuple[int, LinkBroken] | None = None  # a reported later round and its failure
         self._phase, self._is_closed = LinkPhase.IDLE, False
         self._dialling: set[tuple[int, int, int]] = set()  # by epoch, rank, lane
         self._probe = SpeedProbe()
@@ -74,7 +74,7 @@ class PeerLinks:
             self.port = self._handshakes.listen(host, port + shard if port else 0) - shard
 
     def begin(self, epoch: Epoch, rank: int, number: int, connect_s: float = CONNECT_S) -> None:
-        """Connect to all members, and wait until they begin too. Raise LinkBroken on failure."""
+        """Connect to all members, and wait until they begin too. Raise LinkBroken if one fails."""
         with self._changed:
             if epoch.number < self.epoch or (epoch.number, number) <= (self.epoch, self.round):
                 raise ElasticError(
@@ -169,7 +169,7 @@ class PeerLinks:
                 return frame
 
     def fail(self, rank: int, reason: str) -> None:
-        """Break the round, because site `rank` has failed. It may be this site."""
+        """End the round, because site `rank` (perhaps this one) has failed."""
         with self._changed:
             self._fail(rank, reason)
 
@@ -266,7 +266,7 @@ class PeerLinks:
                 if header.round > self.round:
                     self._told = (header.round, LinkBroken(header.piece, reason))
                 elif self._phase != LinkPhase.IDLE:
-                    # A failed site tells all sites itself.
+                    # A failed site itself sends this report to all sites.
                     self._fail(header.piece, reason, tells=header.piece != header.source)
             elif header.kind == Kind.DATA and header.round == self.round and self._broken is None:
                 frame = Frame(header.source, header.hop, header.piece, payload)
@@ -286,8 +286,8 @@ class PeerLinks:
     def _dials(self, rank: int) -> bool:
         """Return whether this site dials `rank`.
 
-        With a relay, both sites dial. Otherwise the site without a listener dials, or the lower
-        rank.
+        With a relay, both sites dial it. Otherwise, the site without a listener dials, or else the
+        lower rank.
         """
         assert self._members is not None
         members = self._members.members

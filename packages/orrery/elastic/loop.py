@@ -1,10 +1,10 @@
 """Run a site's outer loop: exchange its weight change Δ, and step the outer optimizer.
 
-- `outer.py` defines the symbols. The inner optimizer's state does not change.
-- Round 0 only compares digests, so that all sites start from equal weights.
+- `outer.py` defines the symbols. A round does not change the inner optimizer's state.
+- Round 0 only compares weight digests, so that all sites start from equal weights.
 - Round n exchanges fragment (n − 1) mod F of F fragments of the weights.
-- Inner steps may run between `send` and `apply` (arXiv 2501.18512). `apply` then sets θ_now ←
-  αθ_now + (1 − α)θ.
+- Inner steps may run between `send` and `apply` (arXiv 2501.18512). `apply` then sets the
+  weights to αθ_now + (1 − α)θ.
 """
 
 import hashlib
@@ -40,10 +40,10 @@ class Weights(Protocol):
     num_parameters: int
 
     def parts(self, within: Fragment | None = None) -> Iterator[tuple[slice, Floats]]:
-        """Yield each slice of the weights or a fragment, with its values on the host."""
+        """Yield pairs (slice, values on the host) of all weights, or of fragment `within`."""
 
     def write(self, values: Floats, within: Fragment | None = None) -> None:
-        """Replace the weights, or a fragment of them, by `values` f32[n]."""
+        """Replace all weights, or those of fragment `within`, by `values` f32[n]."""
 
 
 class Exchange(Protocol):
@@ -92,7 +92,7 @@ class RoundRow(msgspec.Struct, frozen=True):
     weights: tuple[int, ...]
     num_attempts: int
     delta_norm: float
-    delta_cosine: float | None  # cosine of own and mean Δ, None if either is 0
+    delta_cosine: float | None  # cosine of this site's and the mean Δ, None if one is 0
     num_bytes: int
     sync_s: float
     digest: str
@@ -104,7 +104,7 @@ class _Result(NamedTuple):
 
 
 class OuterLoop:
-    """Run one rank's rounds. `round`: next round. `fragment`: weights that this round exchanges."""
+    """Run rounds on one rank. `round`: number of the next round. `fragment`: its weights."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class OuterLoop:
         return self._joined(self.state.replaced(start, momentum).digest(no_step))
 
     def exchange(self) -> RoundRow:
-        """Run a round between inner steps. A collective.
+        """Run a round while inner steps pause. A collective.
 
         Raise LeaseLost if the site must fetch its peers' state, and ElasticError if the round
         fails.
@@ -182,9 +182,9 @@ class OuterLoop:
         self._thread.start()
 
     def apply(self, merge: float) -> RoundRow:
-        """Wait for the round of `send`, and apply its outer step. Raise like `exchange`.
+        """Wait for the round that `send` started, and apply its outer step.
 
-        `merge`: α, the share of θ_now in the new weights.
+        `merge`: α, the share of θ_now in the new weights. Raise the errors of `exchange`.
         """
         assert self._thread is not None, "send first"
         self._thread.join()

@@ -25,7 +25,7 @@ class Membership(Protocol):
     def epoch(self) -> Epoch: ...
 
     def begin_round(self, number: int, tokens: int, deadline_s: float) -> OuterRound:
-        """Return the round once all live members arrive, or `grace_s` after a quorum did.
+        """Return the round once all live members have arrived, or `grace_s` after a quorum.
 
         Raise Behind if the round is over, and ElasticError if no quorum is live after `deadline_s`.
         """
@@ -46,7 +46,7 @@ class Membership(Protocol):
 class LedgerView:
     ledger: Ledger
     revision: int
-    live: frozenset[str]  # ids of sites with a lease
+    live: frozenset[str]
 
 
 class EpochLog(Protocol):
@@ -56,7 +56,7 @@ class EpochLog(Protocol):
         """Take a lease, and renew it by heartbeats."""
 
     def release(self) -> None:
-        """Release the lease, so that others notice at once."""
+        """Release the lease, so that other sites notice at once."""
 
     def read(self) -> LedgerView: ...
 
@@ -67,7 +67,7 @@ class EpochLog(Protocol):
         """
 
     def wait(self, view: LedgerView, timeout_s: float) -> LedgerView:
-        """Return the next different view, or `view` after `timeout_s`."""
+        """Return the next view unlike `view`, or `view` after `timeout_s`."""
 
     def now_s(self) -> float: ...
 
@@ -76,9 +76,9 @@ class EpochLog(Protocol):
 class RoundPace:
     founders: int = 1  # quorum of the first round
     quorum: int = 1  # quorum of later rounds
-    grace_s: float = 600.0  # wait for stragglers after a quorum
-    suspect_s: float = 4.0  # wait for a member reported as lost
-    exchange_s: float = 600.0  # wait for members' reports
+    grace_s: float = 600.0  # wait for late sites after a quorum arrived
+    suspect_s: float = 4.0  # wait for a member that others report as lost
+    exchange_s: float = 600.0  # wait for all members' reports
 
 
 class LogMembership:
@@ -216,7 +216,7 @@ class LogMembership:
             raise LeaseLost(f"site {self._id[:8]} is not in epoch {ledger.epoch}")
 
     def _change(self, transition: Callable[[LedgerView], Ledger]) -> LedgerView:
-        """Write `transition`'s result until the ledger stays unchanged. Return the final view."""
+        """Apply `transition` to the ledger until it changes nothing. Return the last view."""
         while True:
             view = self._log.read()
             if self._id and self._id not in view.live:

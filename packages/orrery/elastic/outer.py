@@ -3,8 +3,8 @@
     Δᵢ = θ_start − θ_now      Δ = Σ wᵢΔᵢ / Σ wᵢ      m ← μm + Δ      θ ← θ_start − η(Δ + μm)
 
 - θ: weights (θ_start after the last round, θ_now after the inner steps).
-- m: outer momentum, η: learning rate, μ: momentum factor, wᵢ: tokens of site i.
-- Without Nesterov momentum, the last step is θ ← θ_start − ηm.
+- m: outer momentum, η: learning rate, μ: momentum factor, wᵢ: tokens or steps of site i.
+- Without Nesterov momentum, the last equation is θ ← θ_start − ηm.
 - numpy rounds every operation to float32, so equal Δ give equal bits.
 - Memory: 12 bytes a parameter.
 """
@@ -48,12 +48,12 @@ def no_step(start: Floats, momentum: Floats, delta: Floats) -> tuple[Floats, Flo
 
 
 def take_step(start: Floats, momentum: Floats, now: Floats) -> tuple[Floats, Floats]:
-    """Return θ_now (`now`) as the next θ. This is exact for one site with η = 1 and μ = 0."""
+    """Return θ_now (`now`) as the next θ: the exact outer step of one site with η = 1 and μ = 0."""
     return now, momentum
 
 
 class OuterState:
-    """θ_start, m and Δ of one shard, each f32[n]. `fragments`: slices that cover the shard."""
+    """θ_start, m and Δ of one rank's weights, f32[n] each. `fragments`: slices that cover them."""
 
     def __init__(self, num_parameters: int, fragments: Sequence[Fragment] = ()) -> None:
         self.start, self.momentum, self.delta = (
@@ -64,13 +64,13 @@ class OuterState:
         self.forget()
 
     def step(self, step: Step, fragment: int = 0) -> None:
-        """Apply `step` to a fragment, after `digest` with the same arguments."""
+        """Apply `step` to a fragment. First call `digest` with the same arguments."""
         for block in self._blocks(fragment):
             self.start[block], self.momentum[block] = self._stepped(step, block)
         self._digests[fragment], self._next = self._next, ""
 
     def forget(self) -> None:
-        """Drop cached digests, after writes to the arrays."""
+        """Drop cached digests. Call this after writing to the arrays."""
         self._digests = [""] * len(self.fragments)
 
     def replaced(self, start: Floats, momentum: Floats) -> "OuterState":
@@ -119,7 +119,7 @@ def is_within(part: slice, within: Fragment | None) -> bool:
 
 
 def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
-    """Return Σ wᵢΔᵢ / Σ wᵢ in float32. Tests compare the result of an exchange with it."""
+    """Return Σ wᵢΔᵢ / Σ wᵢ in float32."""
     total, mean = sum(weights), np.zeros_like(deltas[0])
     for delta, weight in zip(deltas, weights, strict=True):
         if weight:
@@ -128,6 +128,6 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product. Sum each block in float32, and the blocks' sums in float64."""
+    """Return the inner product. Sum DOTTED values in float32, and these sums in float64."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)

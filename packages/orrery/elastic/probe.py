@@ -1,6 +1,6 @@
 """Measure the speed to each peer once, between rounds.
 
-The receiver times only the second half of PROBE_S, without TCP's slow start and buffers.
+The receiver times only the second half, because TCP's slow start and buffers distort the first.
 """
 
 import time
@@ -14,7 +14,7 @@ PROBE_S = 0.5
 PROBE_BYTES = 1 << 26
 FRAME = np.zeros(1 << 16, np.uint8)
 ANSWER_S = 5.0
-FASTEST = 4000  # maximum reported Mb/s. Processors limit higher speeds.
+FASTEST = 4000  # maximum reported Mb/s. CPUs limit higher speeds.
 
 
 class SpeedProbe:
@@ -22,7 +22,7 @@ class SpeedProbe:
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
-        # Sender's rank → (epoch, round), and (time, bytes) per frame
+        # Sender's rank → (epoch, round), and (arrival time, bytes) per frame
         self._arrivals: dict[int, tuple[tuple[int, int], list[tuple[float, int]]]] = {}
 
     def measure(

@@ -33,8 +33,8 @@ from orrery.elastic.types import ElasticError
 
 HANDSHAKE_S = 5.0
 SILENCE_S = 20.0
-ANSWER_S = 300.0  # time limit of a whole answer
-MAX_STRANGERS = 64  # maximum unfinished handshakes
+ANSWER_S = 300.0  # time limit of a whole HTTP response
+MAX_STRANGERS = 64  # maximum unfinished TLS handshakes
 POLL_S = 0.2
 LANES = 2  # connections per peer, to receive a block while hashing another
 MAX_HEADER_BYTES = 64 << 20
@@ -59,7 +59,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
 
     def find(self, sha256: str) -> bytes:
         with self._indexing:
-            # A rewind publishes a round again, so also compare modification times.
+            # A run that is set back publishes rounds again, so compare modification times.
             found = published(self._folder)
             present = {(path, (path / HEADER).stat().st_mtime_ns) for path in found}
             if present != self._indexed:
@@ -78,7 +78,7 @@ class SnapshotServer(http.server.ThreadingHTTPServer):
         request.settimeout(HANDSHAKE_S)
         with suppress(OSError):
             try:
-                # Raise if the peer is gone, because `wrap_socket` would then leak the socket.
+                # Raise if the peer is gone: `wrap_socket` would leak the socket.
                 request.getpeername()
                 wrapped = self._tls.wrap_socket(request, server_side=True)
             finally:

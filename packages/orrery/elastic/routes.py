@@ -1,9 +1,9 @@
 """Choose the order of sites in the ring, and relays between sites, from measured speeds.
 
 - Speeds are in Mb/s (0 if unmeasured). All sites use the same speeds, so their choices agree.
-- A pair uses a relay if neither site has a listener, or if the relayed path is GAIN times faster. A
-  relay halves the speed, because it also carries its own frames.
-- The order maximises the slowest edge, exactly up to MAX_EXACT_SITES sites, then greedily.
+- A pair uses a relay if neither site has a listener, or if the relayed path is GAIN times faster.
+  A relay halves the speed, because it also sends its own frames.
+- The ring maximises its slowest edge's speed. Above MAX_EXACT_SITES sites, the search is greedy.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ MAX_EXACT_SITES = 10
 
 @cache
 def relay(epoch: Epoch, a: int, b: int) -> int | None:
-    """Return the rank that relays between a and b, or None for a direct connection."""
+    """Return the rank that relays between ranks a and b, or None for a direct connection."""
     accepting = [r for r, each in enumerate(epoch.members) if each.port and r not in (a, b)]
     if not accepting:
         return None
@@ -31,20 +31,20 @@ def relay(epoch: Epoch, a: int, b: int) -> int | None:
 @cache
 def ring_order(epoch: Epoch) -> tuple[int, ...]:
     num = len(epoch.members)
-    if not epoch.speeds or num < 4:  # only one ring is possible
+    if not epoch.speeds or num < 4:  # 3 sites form one ring
         return tuple(range(num))
     rows = [
         [_path(epoch, a, relay(epoch, a, b), b) if a != b else 0.0 for b in range(num)]
         for a in range(num)
     ]
     most = max(map(max, rows))
-    # Treat unmeasured pairs as the fastest.
+    # Give unmeasured pairs the highest measured speed.
     rows = [[each or most for each in row] for row in rows]
     return _exact(rows) if num <= MAX_EXACT_SITES else _greedy(rows)
 
 
 def slowest_edge(newest: Epoch, chosen: Epoch) -> float:
-    """Return the speed of the slowest edge in `chosen`'s ring, by the speeds of `newest`."""
+    """Return the speed of the slowest edge in `chosen`'s ring, as measured in `newest`."""
     order = ring_order(chosen)
     edges = zip(order, [*order[1:], *order[:1]], strict=True)
     found = [_path(newest, a, relay(chosen, a, b), b) for a, b in edges if a != b]
@@ -67,7 +67,7 @@ def _path(epoch: Epoch, a: int, over: int | None, b: int) -> float:
 
 
 def _exact(rows: list[list[float]]) -> tuple[int, ...]:
-    """Return the best ring, by dynamic programming over visited ranks."""
+    """Return the best ring, by dynamic programming over visited sets."""
     num = len(rows)
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(1, 0): (float("inf"), (0,))}
     for visited in range(1, 1 << num, 2):

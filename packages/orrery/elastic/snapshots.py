@@ -1,7 +1,7 @@
 """Store training states as snapshots (folders of files with hashed blocks).
 
 - A snapshot `round_N` has a file per part of the state, and `snapshot.json` with the sha256 of each
-  block. A rename publishes it, so readers see it complete.
+  block. A rename publishes it, so readers never see a part.
 - The trainer only copies its state to `round_N.copied`. The keeper hashes and publishes it.
 """
 
@@ -26,7 +26,7 @@ from orrery.runtime.run_directory import ENLARGE
 BLOCK_BYTES = 16 << 20
 HEADER = "snapshot.json"
 _PUBLISHED = re.compile(r"round_([0-9]{9})")
-_PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # only paths inside the folder
+_PART = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # a path inside the snapshot's folder
 Buffer = bytes | bytearray | memoryview
 
 
@@ -42,7 +42,7 @@ class StateSnapshot(msgspec.Struct, frozen=True):
     digest: str
     block_bytes: int
     parts: dict[str, SnapshotPart]
-    facts: dict[str, Any] = {}  # for example the step
+    facts: dict[str, Any] = {}  # for example the training step
 
     def blocks(self) -> Iterator["Block"]:
         for name, part in self.parts.items():
@@ -135,7 +135,7 @@ def copy_state(
 ) -> Path:
     """Copy the state into `folder`, for the keeper to publish.
 
-    Raise ElasticError if it does not fit.
+    Raise ElasticError if it lacks space.
     """
     make_folder(folder)
     check_room(folder, sum(memoryview(part).nbytes for part in parts.values()), 1)
@@ -157,7 +157,7 @@ def link_files(
     facts: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Path:
-    """Make a copy by hard links to finished files on the same disk."""
+    """Do as `copy_state`, but hard-link finished files on the same disk."""
     make_folder(folder)
 
     def write(partial: Path) -> dict[str, int]:
@@ -192,7 +192,7 @@ def _copied(
 def publish_copies(folder: Path, keep: int) -> list[Path]:
     """Hash and publish all copies. Return their folders. Keep the newest `keep` snapshots.
 
-    Remove rounds that a rewind has undone.
+    Remove newer rounds, left from before the run was set back.
     """
     done = []
     for copied in sorted(folder.glob("round_*.copied")):
@@ -244,7 +244,7 @@ def verify(snapshot: Path) -> StateSnapshot:
 
 
 def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
-    """Fetch a snapshot and publish it below `folder`.
+    """Fetch a snapshot from `sources` and publish it below `folder`.
 
     Drop sources that fail or send a wrong block. Raise ElasticError if blocks are still missing.
     """
@@ -304,7 +304,7 @@ class _BlockQueue:
                 return
 
     def _take(self, lacking: set[str]) -> Block | None:
-        """Return a block not in `lacking`, or None. Wait while threads may put blocks back."""
+        """Return a block not in `lacking`, or None. Wait while other threads may put one back."""
         with self._changed:
             while True:
                 for index in range(len(self._todo) - 1, -1, -1):

@@ -2,7 +2,7 @@
 
 - A site is one trainer with any number of processes. Its rank is its index in the epoch.
 - An epoch is a numbered set of sites. A round is one exchange between them.
-- A site's weight is its tokens since its last exchange.
+- A site's weight is its tokens or steps since its last exchange.
 """
 
 from pathlib import Path
@@ -51,7 +51,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 class OuterRound(msgspec.Struct, frozen=True):
-    """One exchange. `weights`: tokens by rank."""
+    """One exchange. `weights`: sites' weights by rank."""
 
     number: int
     epoch: Epoch
@@ -61,7 +61,8 @@ class OuterRound(msgspec.Struct, frozen=True):
 class SitePlace(msgspec.Struct, frozen=True):
     """This site's settings.
 
-    `listen`: own ADDRESS:PORT, or "". `join`: ADDRESS:PORT of any site (at the first site: own).
+    `listen`: own ADDRESS:PORT, or "" for no listener. `join`: ADDRESS:PORT of any site. The first
+    site joins itself.
     """
 
     listen: str

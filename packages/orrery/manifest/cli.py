@@ -204,7 +204,7 @@ def hardware(
 def check(names: Names = None) -> None:
     """Check runs, and check that manifests/ is up to date.
 
-    RUN may also be a manifest's path. For a named run, check also that Orrery can start it.
+    RUN may also be a manifest's path. If RUN is given, also check that Orrery can start it.
     """
     workspace = find_workspace()
     given = [(n, load(n)) for n in names or [] if n.endswith(".json")]

@@ -1,7 +1,7 @@
 """List the devices that `hardware.accelerator` may name, and their rates.
 
 A device outside `DEVICES` has a name such as `l40g_sm89_44gb`: an L40G of compute capability 8.9
-with 44 GiB. It gets the lowest rates in `DEVICES` of the same or next lower capability.
+with 44 GiB. Its rates are the lowest in `DEVICES` among GPUs of its or the next lower capability.
 
 `rates/` holds measured rates. Without them, a device gets its data sheet's rates, multiplied by the
 H200's ratio of measured to data sheet rates.
@@ -25,7 +25,7 @@ class Device:
     `names`: the driver's names. `capability`: compute capability (major, minor).
     `memory_bytes`: without GDDR6's memory for error correction.
     `bf16_flops`, `fp8_flops`: dense operations. Without FP8 support, `fp8_flops` is 0.
-    `link_bytes_per_s`: one direction. `is_estimated`: the type is not in `DEVICES`.
+    `link_bytes_per_s`: to another device, one way. `is_estimated`: the type is not in `DEVICES`.
     """
 
     names: tuple[str, ...]
@@ -200,7 +200,7 @@ PCIE_BYTES = 50e9  # bytes/s of pinned copies over PCIe 5, one way
 class Rates:
     """Operations and bytes per second of a device.
 
-    `dense_flops`, `grouped_flops`: bfloat16 products, in general and of routed experts.
+    `dense_flops`, `grouped_flops`: bfloat16 products of dense layers and of routed experts.
     `attention_flops`: limit for long documents. At `attention_half_tokens`, half of it is reached.
     `link_bytes`, `host_link_bytes`: one way to another device, or to pinned host memory.
     `collective_bytes`: all-gathers and reduce-scatters during computation.
@@ -247,5 +247,5 @@ def rates_of(accelerator: str) -> Rates:
 
 def usable_bytes(accelerator: str) -> int | None:
     device = find_device(accelerator)
-    # Data sheets write GB for GiB of memory.
+    # Data sheets write GB of memory, but mean GiB.
     return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)

@@ -1,4 +1,4 @@
-"""Errors for users: field or file, wrong value, rule and remedy.
+"""Errors for users. Messages name field or file, wrong value, rule and remedy.
 
 A command prints `error: <message>` and exits with `exit_code`.
 """

@@ -1,8 +1,8 @@
 """Explain which file and axis gave a field its value.
 
 An axis is a Jsonnet file for one aspect of a run, such as its model. Run files override axes.
-`lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if its
-removal changes the value.
+`lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if
+removing the axis changes the value.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Read JSON from users and other processes.
 
-Only regular files are opened, so a reader never waits for a pipe. A file is refused if it exceeds
+Only regular files are read, so a reader never waits for a pipe. A file is refused if it exceeds
 `MAX_BYTES` or `MAX_DEPTH`, or contains NaN, an infinity, NUL or half of a surrogate pair.
 """
 

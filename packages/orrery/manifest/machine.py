@@ -42,7 +42,7 @@ WITHIN_S = 60
 WRITTEN = "Written by `orrery "  # Orrery overwrites only files with this text in line 1
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 MAX_FITS = 3  # maximum attempts to make a run fit into memory
-# The KV cache's share of GPU memory, by whether the GPU also trains.
+# The KV cache's share of GPU memory. Key: whether the GPU also trains.
 CACHE_SHARE = {True: 0.25, False: 0.5}
 MIN_CACHE_BYTES = 256 << 20
 
@@ -82,7 +82,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Raise OrreryError if the GPUs lack bfloat16."""
+    """Return the GPUs or CPU cores. Raise OrreryError if the GPUs lack bfloat16."""
     if DEVICE_FILE.exists() and shutil.which(QUERY[0]) is None:
         raise OrreryError(
             f"{DEVICE_FILE} is a GPU, and `nvidia-smi` is not installed to tell its type. Give the "
@@ -204,7 +204,7 @@ def describe(machine: Machine) -> str:
 
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
-    """Raise OrreryError if `path` is a user's file."""
+    """Raise OrreryError if a user wrote the file `path`."""
     _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n")
 
 
@@ -267,7 +267,7 @@ class Adapted(NamedTuple):
 
 
 def adapt(workspace: Workspace, name: str, machine: Machine) -> Adapted:
-    """Adapt run `name` as `<name>_on_<accelerator>`."""
+    """Adapt run `name`, as `<name>_on_<accelerator>` if it changes."""
     run = render_run(workspace, name)
     changes = _changes(run.manifest, machine)
     found = (

@@ -1,9 +1,9 @@
 """List the processes of each stage, and check whether Orrery can start them.
 
-`ends` "itself": the process exits after its work. "with_stage": a server, stopped once all "itself"
-processes have exited with 0.
+`ProcessPlan.ends` "itself": the process exits after its work. "with_stage": a server, stopped once
+all "itself" processes have exited with 0.
 
-Multiple nodes form groups, in this order: inference (or prefill, decode), trainer.
+Multiple nodes form a group per role, in this order: inference (or prefill, decode), trainer.
 """
 
 from collections.abc import Iterator
@@ -86,7 +86,7 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Assign each node's devices to its processes, in order. With `shared`, roles overlap."""
+    """Assign each node's devices to its processes, in order. With `shared`, a role starts at 0."""
     used: dict[object, int] = {}
     placed = []
     for process in stage.processes:

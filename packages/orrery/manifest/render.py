@@ -1,4 +1,4 @@
-"""Render Jsonnet run files to checked manifests, or write none if a run is wrong.
+"""Render Jsonnet run files to checked manifests. Write none if any run is invalid.
 
 Each key of a run file is a run. Import paths are relative to `jsonnet/` or to the checkout.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 MAX_NESTING = 500
 PRETRAINED = "_pretrained.libsonnet"
 FETCHED = "_fetched.libsonnet"
-# `_import` returns failing code, because the Jsonnet binding garbles exceptions.
+# `_import` returns Jsonnet code that fails, because the binding garbles Python exceptions.
 _FAILS = b"error 'import'"
 _MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # lib/run.libsonnet's error
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
@@ -35,7 +35,7 @@ class Rendered:
 
 
 class Evaluator:
-    """Evaluate Jsonnet. `closure`: imported files. `instead`: {path: replacement}."""
+    """Evaluate Jsonnet. `closure`: imported files. `instead`: {path: replaced content}."""
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace

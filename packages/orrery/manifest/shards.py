@@ -2,8 +2,8 @@
 
 File i of a split, ordered by path, is in shard i mod num_shards.
 
-A folder with only some shards has a file DATA_SUMS with the sha256 of all data files. The manifest
-has DATA_SUMS's sha256, so sites with different shards share a manifest.
+A folder with only some shards has a file DATA_SUMS with the sha256 of the whole dataset's files.
+The manifest has DATA_SUMS's sha256, so sites with different shards share a manifest.
 """
 
 import re
@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import data_files, sha256, sha256_of_data
 
-SUMS = "SHA256SUMS"  # source of the fetched folder, then sha256 of its files
+SUMS = "SHA256SUMS"  # file with a fetched folder's source and its files' sha256
 DATA_SUMS = "DATA_SHA256SUMS"
 Shard = tuple[int, int]  # (K, N) of shard K/N
 

@@ -4,8 +4,8 @@ The text of a wait must name the awaited roles or processes. Stalls are:
 
 - hung: an event loop sent no heartbeat within its limit.
 - overdue: a wait or activity is GRACE_S past its deadline.
-- deadlock: processes wait only for one another, unchanged for DEADLOCK_S.
-- abandoned: a process waits only for done processes, unchanged for DEADLOCK_S.
+- deadlock: for DEADLOCK_S, processes wait only for one another.
+- abandoned: for DEADLOCK_S, a process waits only for done processes.
 """
 
 import math
@@ -26,7 +26,7 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0  # high, because messages may arrive long after their sender's end
-STILL_S = 40.0  # so that a stalled stage ends within a minute
+STILL_S = 40.0  # low, so that a stalled stage ends within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
@@ -173,7 +173,7 @@ def _clause(health: Health, now_s: float) -> str:
 
 @dataclass
 class _SeenRank:
-    """A rank's health, with times of its last progress (`moved_s`) and change (`heard_s`)."""
+    """A rank's health. `moved_s`: last progress. `heard_s`: last change, heartbeats included."""
 
     health: Health
     moved_s: float
@@ -184,15 +184,15 @@ class RankStallDetector:
     """Find the ranks that delay their role.
 
     A role has stalled when each of its ranks is in one of these states. A rank's limit is its
-    reported `still_s`, or the detector's. Heartbeats are not progress.
+    reported `still_s`, or else the detector's. Heartbeats are not progress.
 
     - silent: the rank sent no expected heartbeat within its limit.
     - held: the rank is in a collective, without progress within its limit.
     - still: the rank is outside collectives, without progress within its reported limit.
-    - late: the rank waits for data, another rank is held, and the role stood still for `behind_s`.
+    - late: the rank waits, another is held, and no rank made progress for the wait's `behind_s`.
 
     Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. Ranks
-    silent for `hang_s` are blamed without a stall too.
+    silent for `hang_s` are blamed even without a stall.
     """
 
     def __init__(self, still_s: float = STILL_S, hang_s: float = HANG_S):
@@ -287,7 +287,7 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SeenHealth:
-    """A report as received (`said`), and in the reader's time (`stamped`)."""
+    """A health report as received (`said`), and on the reader's clock (`stamped`)."""
 
     said: Health
     stamped: Health
@@ -296,8 +296,8 @@ class _SeenHealth:
 class HealthView:
     """Convert health reports to the reader's monotonic clock, because hosts' wall clocks differ.
 
-    A change gets the time when the reader first saw it. Deadlines shift by the same amount. A gap
-    between calls of `look` counts as at most AWAY_S. `changed_s` is comparable across hosts.
+    A change counts from the time when the reader first saw it, and its deadline shifts equally. A
+    pause between calls of `look` counts as at most AWAY_S. `changed_s` is comparable across hosts.
     """
 
     def __init__(self) -> None:
@@ -307,7 +307,7 @@ class HealthView:
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:
-        """Return `said` with times of the reader's clock. `clock_s`: monotonic time now."""
+        """Return reports `said` with times on the reader's clock. `clock_s`: monotonic time now."""
         self.now_s += 0.0 if self._looked_s is None else min(clock_s - self._looked_s, AWAY_S)
         self._looked_s = clock_s
         for name, one in said.items():

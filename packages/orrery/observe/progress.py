@@ -1,6 +1,6 @@
 """Show a running stage as a panel or a line, and send metric rows to TensorBoard and W&B.
 
-Metric names start with the row's event, as in `evaluation/<task>/reward_mean`, or with its role.
+Metric names start with the row's event (`evaluation/<task>/reward_mean`) or, without one, its role.
 TensorBoard's step is `step`, `version` or, without both, seconds since the first row.
 """
 

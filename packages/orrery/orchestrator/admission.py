@@ -43,15 +43,15 @@ class AdaptiveLimit:
     ) -> None:
         """Update `share` and `limit`.
 
-        `num_ended`: rollouts that ended since the last poll. `was_full`: all permits were taken at
-        some time since then.
+        `num_ended`: rollouts that ended since the last poll. `was_full`: whether all permits were
+        taken at some time since the last poll.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
             return
         if self.share is None:
             self.share = self._first_share(loads)
-        # A request that loads KV blocks already holds them, but vLLM counts it as waiting.
+        # A request that loads KV blocks already occupies cache, but vLLM counts it as waiting.
         holding = sum(load.running + load.loading for load in loads.values())
         waiting = sum(load.waiting - load.loading for load in loads.values())
         if holding and in_flight:
@@ -160,7 +160,7 @@ async def poll_engines(
 
 
 class EngineActivity:
-    """A writer of `generate` spans: the times during which an engine has requests."""
+    """Records `generate` spans in the metrics: times during which an engine has requests."""
 
     def __init__(self, add_span: Callable[..., None]):
         self._add_span = add_span

@@ -67,7 +67,7 @@ def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
         replace(rollout, advantage=float(advantage))
         for rollout, advantage in zip(
             group.survivors, gained, strict=False
-        )  # the last rewards belong to failed rollouts
+        )  # the last advantages belong to timeouts, which are not trained
     ]
 
 

@@ -38,7 +38,7 @@ SERVERS_START_S = 600.0
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
     """Wait until all engines and the router (if any) listen. Return their pool.
 
-    If the stage is preempted, raise Preempted with the newest checkpoint's step (0 without any).
+    If the stage is preempted, raise Preempted with the newest checkpoint's step, or with 0.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -142,7 +142,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 def _first_problem(ctx: RoleContext) -> int:
-    """Return the first problem's index. It differs between the sites of an elastic run."""
+    """Return the first problem's index. The sites of an elastic run use different problems."""
     if ctx.manifest.trainer.elastic is None:
         return 0
     return zlib.crc32(read_place(ctx.run_dir).name.encode()) << 20

@@ -1,8 +1,9 @@
 """Collect complete groups, and return batches of their rollouts.
 
-- A group with fewer than two rewards is dropped (`too_few_survivors`).
+- A group without a finished rollout or with fewer than two rewards is dropped
+  (`too_few_survivors`).
 - With `drop_zero_advantage_groups`, a group with only zero advantages is spare. A batch uses spare
-  groups only after `max_sampled_ratio` · `rollouts_per_batch` sampled rollouts.
+  groups only after `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled.
 - A batch has exactly `rollouts_per_batch` rollouts, oldest group first, and no stale group.
 """
 
@@ -14,7 +15,7 @@ from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.advantages import Group, with_advantages
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = 10  # untrainable rollouts in a row that end the run, in batches
+BARREN_BATCHES = 10  # the run ends after so many batches' worth of untrainable rollouts in a row
 RAISE = {  # drop reason → setting to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",

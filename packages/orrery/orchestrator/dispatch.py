@@ -1,7 +1,7 @@
 """Turn groups (rollouts of one problem) into requests in flight, and end slow rollouts.
 
 - The next group comes from the task furthest below its share of all groups.
-- Every request leaves exactly once: finished, failed, or in a `GroupDropped`.
+- Every request leaves `Dispatch` exactly once: finished, failed, or in a `GroupDropped`.
 - Order of starts: evaluation, started groups (their prompt is cached), new groups.
 - Failed rollouts are not retried, except evaluation rollouts of a lost engine.
 """
@@ -25,7 +25,7 @@ PROOF_S = 30.0
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A request for `size` rollouts of one problem. Each purpose numbers its groups from 0."""
+    """A request for `size` rollouts of one problem. Per purpose, `group_id` counts from 0."""
 
     purpose: Purpose
     group_id: int
@@ -40,7 +40,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """One dispatched rollout. `version`: policy version at its group's start, and cache salt."""
+    """One dispatched rollout. `version`: policy version when its group started, also cache salt."""
 
     group: GroupRequest
     member: int
@@ -70,7 +70,7 @@ class GroupDropped:
 
 
 class Source:
-    """A source of groups: `unfinished`, then new. Problem indices start at `first_problem`."""
+    """A source of groups: first `unfinished`, then new groups, from problem `first_problem` on."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Dispatch:
 
 @dataclass
 class _Expired:
-    """A rollout past its timeout. `tokens`: {engine: token count at the first poll after it}."""
+    """A rollout past its timeout. `tokens`: {engine: token count at the first poll afterwards}."""
 
     since_s: float
     tokens: dict[int, int] = field(default_factory=dict)
@@ -239,8 +239,8 @@ class _Expired:
 class TimeoutClassifier:
     """Classify rollouts that took longer than `timeout_s`.
 
-    - `timeout`: every engine with requests makes tokens, so the rollout is slow.
-    - `engine_still`: an engine with requests made no tokens for PROOF_S.
+    - `timeout`: every engine with requests generates tokens, so the rollout is only slow.
+    - `engine_still`: an engine with requests generated no tokens for PROOF_S.
     - `no_answer`: the rollout's task or judge did not answer.
 
     Only `timeout` may become a reward of 0 (`orchestrator.on_timeout`).

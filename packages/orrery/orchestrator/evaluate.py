@@ -41,7 +41,7 @@ async def run(ctx: RoleContext) -> None:
 
 
 async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, EvaluationResult]:
-    # RL may have ended early.
+    # RL may have ended before `num_steps`.
     after = max(checkpoints.steps(ctx.run_dir), default=ctx.manifest.stages.rl.num_steps)
     policies = {
         "before": (0, assemble.policy_dir(ctx, "sft", "init")),

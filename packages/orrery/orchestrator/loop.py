@@ -269,7 +269,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write metrics before sending. A run that resumes after this batch does not write them.
+        # Write metrics before sending, because a run that resumes after this batch skips them.
         self.ctx.metrics.write(
             step,
             **row,

@@ -34,7 +34,7 @@ GONE_PAUSE_S = 1.0
 
 
 class Notifier:
-    """An event for all waiting tasks. Do not `await` between checking a condition and `wait`."""
+    """An event for all waiting tasks. Do not `await` between testing a condition and `wait`."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -173,7 +173,7 @@ class RolloutRunner:
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """Return the same seed for all policy versions."""
+    """Return a request's seed, which is equal for all policy versions."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

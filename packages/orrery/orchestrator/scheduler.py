@@ -98,7 +98,7 @@ class Evaluations:
     ) -> EvaluationResult | None:
         """Add a rollout. Return the evaluation's result after its last rollout.
 
-        Raise RunFailed if a token has another policy version, or if all rollouts of a task failed.
+        Raise RunFailed if a token is of another version, or if all rollouts of a task failed.
         """
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"

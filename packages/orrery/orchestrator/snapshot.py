@@ -1,9 +1,10 @@
 """Write and read the orchestrator's part of a checkpoint, `step_<n>.attempt_<k>/orchestrator/`.
 
-- `queue.safetensors` has the finished groups that wait for a batch, `state.json` the rest.
-- Step n is written before batch n is sent, so every trainer checkpoint has these files.
+- `queue.safetensors` has the tokens of finished groups that wait for a batch, `state.json` all
+  other state.
+- The files of step n are written before batch n is sent, so every trainer checkpoint has them.
 - At a later preemption, the newer state goes to `later.attempt_<k>/orchestrator/` in the
-  checkpoint's folder. A resumed run prefers it.
+  checkpoint's folder. A resumed run reads this newer state.
 """
 
 import shutil

@@ -1,8 +1,8 @@
 """Write and read health files: a process's activity and open waits.
 
-`stages/<stage>/health/<role>.<i>.json` is replaced atomically, without fsync. `time_s` is the last
-change except heartbeats, `clock_s` its time on the host's monotonic clock, `boot` the host's boot
-id.
+Writes replace `stages/<stage>/health/<role>.<i>.json` atomically, without fsync. `time_s`: time of
+the last change except heartbeats. `clock_s`: that time on the host's monotonic clock. `boot`: the
+host's boot id.
 """
 
 import asyncio
@@ -35,8 +35,7 @@ HANG_S = 90.0  # maximum time between heartbeats, as NFS may delay them by a min
 class Wait:
     """A wait for `what`, such as "batch 4 from orchestrator".
 
-    If another rank hangs in a collective, this rank is late once its role makes no progress for
-    `behind_s`.
+    `behind_s`: limit of the role's time without progress, while another rank hangs in a collective.
     """
 
     what: str
@@ -280,7 +279,7 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return health by process name, of one attempt or (None) all. Skip unreadable files."""
+    """Return health by process name, of one attempt or (None) of all. Skip unreadable files."""
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:

@@ -50,7 +50,7 @@ def address() -> str:
 
 def name_interface() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface())
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")  # "=" matches exactly
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")  # "=" demands equality
 
 
 def name_ucx_devices() -> None:

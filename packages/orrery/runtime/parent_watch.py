@@ -1,7 +1,7 @@
 """End a process soon after its parent.
 
-A role polls its parent (`ParentWatch`), then kills its own process group. Third-party programs need
-`preexec_fn=die_with_parent`.
+A role polls its parent (`ParentWatch`), and kills its own process group if the parent ends.
+Third-party programs need `preexec_fn=die_with_parent`.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the thread that forked this process ends.
 
-    exec keeps the setting, forks lose it.
+    exec keeps the setting. Forked children lose it.
     """
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -42,15 +42,15 @@ def adopt_orphans() -> None:
 
 
 def hide_memory() -> None:
-    """Hide memory, environment and open files from this user's other processes.
+    """Hide this process's memory, environment and open files from the user's other processes.
 
-    Forks keep the setting, exec loses it.
+    Forked children keep the setting. exec resets it.
     """
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities permanently, also from root."""
+    """Drop all Linux capabilities permanently, even as root."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for capability in range(CAPABILITIES):  # no effect unless root
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -69,7 +69,7 @@ class ParentWatch:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], object]] = []
         self.is_launched = LAUNCHER_PID in os.environ
-        # Children must watch this process, not the launcher.
+        # Remove the variable: children must watch this process, not the launcher.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)

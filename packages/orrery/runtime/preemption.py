@@ -18,7 +18,7 @@ STAGES = ("rl",)
 
 
 class Preempted(Exception):
-    """The stage stopped after batch `step` (0: before any batch) and can resume."""
+    """The stage stopped after batch `step` (0: before the first batch) and can resume."""
 
     def __init__(self, step: int):
         super().__init__(f"wound down at step {step}")

@@ -1,6 +1,6 @@
 """Run a role's process: its command line, logs, signals and exit code.
 
-- `OrreryError` prints `error: …` and exits with its code. `Preempted` exits with EXIT_PREEMPTED.
+- `OrreryError` prints `error: …` and exits with the error's code, `Preempted` with EXIT_PREEMPTED.
   Other exceptions, even `SystemExit(0)`, print a traceback and exit with 1.
 - SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
 - SIGUSR1 writes all threads' stacks to stderr.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
-STDERR = 2  # `sys.stderr` may have no descriptor
+STDERR = 2  # file descriptor, which `sys.stderr` may lack
 PROGRAM_S = 60.0
 POLL_S = 0.05
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
@@ -147,7 +147,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
         usage.start()
     try:
         set_level()
-        take()  # before a child inherits standard input
+        take()  # the token, before a child inherits standard input
         yield ctx
     except Preempted as end:
         ctx.health.preempted(end.step)
@@ -177,7 +177,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
 
 
 def _allow_open_files() -> None:
-    """Raise the limit: each rollout in flight needs a connection."""
+    """Raise the open-file limit, because each rollout in flight needs a connection."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -197,7 +197,7 @@ def stacks_on_signal(chain: bool = False) -> None:
 
 
 def call_on_signal(answer: Callable[[], object]) -> None:
-    """At each SIGUSR1, write stacks and run `answer` in a thread. Only for the main thread."""
+    """At each SIGUSR1, write stacks and run `answer` in a thread. Call from the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

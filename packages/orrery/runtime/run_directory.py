@@ -41,7 +41,7 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    return stage_dir(run_dir, stage) / "DONE"  # the stage's last file
+    return stage_dir(run_dir, stage) / "DONE"  # the stage writes it last
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
@@ -97,7 +97,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return a folder of weights. `name`: stage, `step_<n>` (export) or WIRE (versions)."""
+    """Return a folder of weights. `name`: stage, `step_<n>` (export) or WIRE (policy versions)."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -229,13 +229,13 @@ def place(run_dir: Path) -> str:
 def memory_prefix(run_dir: Path) -> str:
     """Return the prefix of a run's files in /dev/shm: `orrery-<run id>-<hash of the path>-`.
 
-    The launcher removes them before and after each stage.
+    The launcher removes these files before and after each stage.
     """
     return f"orrery-{run_dir.resolve().name.rpartition('-')[2]}-{place(run_dir)}-"
 
 
 def saves_prefix(run_dir: Path) -> str:
-    """Return the prefix of checkpoints in /dev/shm. They outlive the trainer until saved."""
+    """Return the prefix of checkpoint copies in /dev/shm. They stay until saved to disk."""
     return f"{memory_prefix(run_dir).removesuffix('-')}.saves-"
 
 
@@ -244,7 +244,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove files `*name*` in /dev/shm, and return their paths. No process may use them."""
+    """Remove files `*name*` in /dev/shm, and return their paths. Close them first."""
     found = sorted(root.glob(f"*{name}*")) if root.exists() else []
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -258,8 +258,8 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's KV-cache folders. Raise FileNotFoundError without a manifest.
 
-    A new run in this folder gets another prefix, because it repeats policy versions,
-    the salt of cache keys.
+    Cache keys depend on policy versions. A new run in this folder repeats these, and therefore gets
+    another prefix.
     """
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
@@ -271,7 +271,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | str | None = None) -> str:
-    """Return the short prefix of engines' socket folders. Socket paths allow 107 bytes."""
+    """Return the short prefix of engines' socket folders. The kernel allows 107 bytes."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

@@ -10,7 +10,7 @@ from orrery.manifest.errors import OrreryError
 
 SCALE = "ORRERY_DEADLINE_SCALE"
 LONGEST_S = 60.0
-HAND_OVER_S = 30.0  # maximum wait of a leaving site for another coordinator
+HAND_OVER_S = 30.0  # maximum time for a leaving site to hand over etcd
 SHARE_OF_AGE = 1e-3
 
 
@@ -41,7 +41,7 @@ class Pace:
     def due(self, now_s: float) -> bool:
         if now_s < self._next_s - 0.5 * self._shortest_s:
             return False
-        # Add the period to the due time, not to now, because a row may come a little early.
+        # Count from the due time, because a row may come a little early.
         self._next_s = max(self._next_s + period_s(now_s - self._begin_s, self._shortest_s), now_s)
         return True
 

@@ -1,9 +1,9 @@
 """Pass an attempt's secret token from the launcher to roles, and authenticate callers with it.
 
-- Roles read it from standard input, never from a variable or argument.
+- Environment variables and arguments never contain the token.
 - ORRERY_TOKEN_FILE is `-` for standard input, or a file, such as a Kubernetes secret.
 - A process with the token hides its memory.
-- Requests carry a credential, derived from the token, for one `Purpose`.
+- Each request carries a credential for one `Purpose`, derived from the token.
 """
 
 import hmac
@@ -37,7 +37,7 @@ def handed_over(token: str) -> Iterator[int]:
 
 
 def take() -> str:
-    """Return this process's token, read at the first call, or "" without ORRERY_TOKEN_FILE.
+    """Return this process's token, or "" without ORRERY_TOKEN_FILE. The first call reads it.
 
     Raise OrreryError if the file is unreadable, or no token arrives within TAKE_S.
     """
@@ -109,5 +109,5 @@ def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
 
 
 def derived_key(purpose: str) -> bytes:
-    """Return 32 bytes for `purpose`, computable only with the token."""
+    """Return a 32-byte key for `purpose`, computable only with the token."""
     return hmac.digest(run_token().encode(), purpose.encode(), "sha256")

@@ -68,7 +68,7 @@ class Renderer:
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
         """Return the token ids of `messages`, then of the generation prompt.
 
-        Unless `closed`, the previous turn has no stop token: begin with its end-of-turn token.
+        If not `closed`, the previous turn lacks its stop token, so begin with an end-of-turn token.
         """
         chat = [*BEHIND, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, add_generation_prompt=True)
@@ -253,8 +253,6 @@ class Renderer:
                 f"Leave {role!r} out of stages.sft.trained_roles"
             )
         return len(before), len(whole) - len(after)
-
-    # The chat template
 
     def _render(
         self,

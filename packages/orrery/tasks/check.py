@@ -1,8 +1,8 @@
 """Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
 - A task must create its first problems within a limit of CPU time.
-- Problems and tool replies must fit the alphabet, vocabulary and context. This check needs the
-  tokenizer on this machine.
+- Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context
+  length. This check needs the tokenizer's files.
 - All rows of a task's file are checked.
 - Evaluation tasks must differ from training and SFT tasks in kind, args or seed.
 """
@@ -28,7 +28,7 @@ from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 6.0
-BYTES_PER_S = 1_000_000  # a tenth of the slowest file format's read speed
+BYTES_PER_S = 1_000_000  # assumed read speed: a tenth of the slowest file format's
 NUM_MEASURED = 256
 NOTE = "  note: "
 
@@ -189,7 +189,7 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """Stop a task, even if it catches Exception."""
+    """Interrupt a task, even if it catches Exception."""
 
 
 @contextmanager
@@ -225,7 +225,7 @@ def _file_bytes(args: dict[str, Any]) -> int:
     return found
 
 
-@cache  # a task caches its problems
+@cache  # keeps a task's cached problems
 def _task(use: str) -> Task:
     return make(TaskUse.model_validate_json(use))
 

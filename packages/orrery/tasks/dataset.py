@@ -1,7 +1,7 @@
 """Pose the problems of a JSONL, JSON, CSV or Parquet file, or of a fetched dataset.
 
-- `prompt` and `answer` are templates over columns, such as `{question}`. A prompt of only one
-  column may hold chat messages. `answer_pattern` cuts the answer out of a longer text.
+- `prompt` and `answer` are templates over columns, such as `{question}`. If `prompt` is a single
+  column, its values may be lists of chat messages. `answer_pattern` cuts the answer out of a text.
 - `held_out` divides the rows into a training and a held-out side. `split` chooses the side.
 """
 
@@ -43,7 +43,7 @@ COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows in an error message
 TRIED = 16  # rows that test a user's reward function
-LONG_ANSWER = 4  # an answer of this many words may be a solution
+LONG_ANSWER = 4  # minimum words of an answer that may contain a derivation
 KEPT = 8192  # cached problems, more than rollouts in flight
 
 
@@ -233,7 +233,7 @@ class Dataset(SingleTurn):
     def _request(self, at: int, answer: str) -> dict[str, Any]:
         verdict, row = self.args.verdict.model_dump(), None
         if self.args.verdict.kind == "python":
-            # The scorer has another working directory.
+            # Scorer processes run in another working directory.
             verdict["path"], row = str(Path(self.args.verdict.path).absolute()), self._row(at)
         return {"verdict": verdict, "answer": answer, "row": row}
 
@@ -242,7 +242,7 @@ class Dataset(SingleTurn):
         return [*self._messages(row), Message("assistant", filled(self.args.answer, row))]
 
     def check_rows(self, tokens: Callable[[Problem], int] | None, max_tokens: int) -> int:
-        """Check and count the rows of this side.
+        """Check and count the rows of `split`.
 
         Raise OrreryError for an unusable row, a prompt on both sides, or a prompt of more than
         `max_tokens`, counted by `tokens`.
@@ -383,10 +383,10 @@ class RowFailed(Exception):
 def watched(
     check: Callable[[int], Any], rows: Sequence[int], limit_s: float = ROW_S
 ) -> dict[int, Any]:
-    """Call `check` on each row, in one fork. Return the results by row, except None.
+    """Call `check` on each row, in one forked process. Return {row: result} without None results.
 
-    Results must be JSON values other than strings. Raise RowFailed if a row ends the fork or takes
-    more than `limit_s` seconds. Reraise an OrreryError of `check`.
+    Results must be JSON values other than strings. Raise RowFailed if a check ends the fork or
+    takes more than `limit_s` seconds. Raise OrreryError if `check` does.
     """
     limit_s = scaled(limit_s)
     reader, writer = os.pipe()

@@ -1,8 +1,8 @@
 """Pose and judge single-turn problems of one family of the library `reasoning-gym`.
 
 - Each problem is item 0 of a dataset with its own seed. The library draws item i with seed + i, so
-  other items would repeat problems of other seeds.
-- Reward: the library's score of the text in `<answer>` tags, or of a whole reply without tags.
+  item 1 would equal item 0 of the next seed.
+- Reward: the library's score of the text in `<answer>` tags or, without tags, of the whole reply.
 """
 
 import copy

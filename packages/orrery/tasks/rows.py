@@ -82,9 +82,6 @@ def _chosen(path: Path, split: str | None, splits: Iterable[str]) -> str:
     raise OrreryError(f"split: {path} {what}. Choose from {', '.join(sorted(splits))}")
 
 
-# Folders of `save_to_disk`
-
-
 def saved_split(path: Path, split: str | None) -> Path:
     if (path / "dataset_dict.json").is_file():
         return path / _chosen(path, split, _json(path / "dataset_dict.json")["splits"])

@@ -30,8 +30,8 @@ NUM_SCORERS = 8
 START_S = 120.0  # imports are slow
 MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE
 HASH_SEED = "0"
-SLACK_S = 5.0  # time to reply after the limit
-CANARY_EVERY = 500  # answers between two canaries
+SLACK_S = 5.0  # time to reply after `limit_s`
+CANARY_EVERY = 500  # answers between two checks with known answers
 KEPT_SCORES = 10_000
 CANARY = "spiral_matrix"  # reasoning-gym family whose scorer executes answers
 WRONG = "[]"
@@ -67,7 +67,7 @@ class ScorerPool:
     async def score(self, kind: str, request: Any, text: str) -> float | None:
         """Return the finite score of `text`, or None if it cannot be scored.
 
-        Raise OrreryError if the process fails or refuses the request.
+        Raise OrreryError if the scorer process fails or refuses the request.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # a semaphore belongs to one event loop
@@ -190,7 +190,7 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        # Freeing the process's memory may take half a second.
+        # Freeing the process's memory may take half a second, so a thread waits.
         threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 

@@ -34,13 +34,13 @@ LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
 MAX_BYTES = 256
 NOTE = b"note "
-KEPT_SCORERS = 64  # answers to one problem arrive together
+KEPT_SCORERS = 64  # cached, as answers to one problem arrive together
 MAX_SENTENCE = 500
 
 
 def main() -> None:
     die_with_parent()
-    # Slurm signals the whole process group, but answers must still get scores.
+    # Ignore Slurm's signals to the process group, because answers must still get scores.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -57,7 +57,7 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
-    adopt_orphans()  # `_end_children` kills a fork's orphans
+    adopt_orphans()  # lets `_end_children` kill a fork's orphans
     drop_privileges()
     hide_memory()
     gc.freeze()  # keeps a fork's garbage collection from copying pages

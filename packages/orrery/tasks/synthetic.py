@@ -1,6 +1,6 @@
 """Pose single-turn tasks with random text: reverse text, reverse words, sample given lengths.
 
-Reward of a reversal: characters or words in the right place / max(len(reply), len(answer)).
+Reward of a reversal: correctly placed characters or words / max(len(reply), len(answer)).
 """
 
 import hashlib
@@ -117,8 +117,8 @@ def longest_common_subsequence(a: str, b: str) -> int:
 class Lengths(SingleTurn):
     """Sample answers of given lengths, to measure speed.
 
-    A problem's answers have the same log-normal length. The reward is a hash of the answer, so
-    rewards differ within a group.
+    Each problem draws a log-normal length for all its answers. The reward is a hash of the answer,
+    so rewards differ within a group.
     """
 
     class Args(Record):

@@ -2,8 +2,8 @@
 
 - A problem is a pure function of (args, seed, index). All its values are JSON.
 - An exception in `reply` or `judge` fails the rollout. A judge must accept any text.
-- `reply` and `judge` run on the event loop. Await another process (`scorer_pool.py`) for slow work
-  and for code that a model wrote.
+- `reply` and `judge` run on the orchestrator's event loop. Await another process
+  (`scorer_pool.py`) for slow work and for code that a model wrote.
 """
 
 import difflib
@@ -25,7 +25,7 @@ HELD_OUT = 1 / 8
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call. Plain-text input becomes the arguments `{"input": text}`."""
+    """A tool call. Arguments in plain text, not JSON, become `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
@@ -81,7 +81,7 @@ class Task(Protocol):
     def reply(
         self, problem: Problem, messages: Sequence[Message]
     ) -> list[Message] | Awaitable[list[Message] | None] | None:
-        """Return the task's next messages, or None at the end of the episode."""
+        """Return the messages after the model's turn, or None to end the episode."""
 
     def judge(
         self, problem: Problem, messages: Sequence[Message]

@@ -1,7 +1,7 @@
 """Write tokenizer folders, and read their chat templates and tool calls.
 
 - The character tokenizer's format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. A tool call is
-  `<|call|>name input<|end_call|>`, its result a `<|tool|>` turn.
+  `<|call|>name input<|end_call|>`. A tool result is a `<|tool|>` turn.
 - Pretrained models must use the Hermes / Qwen syntax for tool calls,
   `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 """
@@ -33,7 +33,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 to 7, before the alphabet
 PAD_ID, END_ID = 0, 1
 
-TODAY = datetime.datetime(2024, 7, 26)  # the date in chat templates, Llama's default
+TODAY = datetime.datetime(2024, 7, 26)  # the date that chat templates print, Llama's default
 
 CHARACTER_TEMPLATE = """\
 {%- for message in messages -%}
@@ -126,7 +126,7 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
             f"model.vocab_size: {model.vocab_size} does not fit the tokenizer; {rule}"
         )
     vocab = {token: i for i, token in enumerate((*SPECIALS, *alphabet))}
-    # `Renderer.encode` raises for an unknown token.
+    # Unknown characters become PAD, so `Renderer.encode` raises.
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

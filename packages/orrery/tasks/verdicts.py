@@ -37,7 +37,7 @@ class Math(Record):
 class Exact(Record):
     """The reply equals the answer. With `pattern`, group 1 of its last match equals the answer.
 
-    Unicode form (NFKC), amounts of whitespace and final full stops do not matter.
+    The comparison ignores Unicode form (NFKC), amounts of whitespace and final full stops.
     """
 
     kind: Literal["exact"]
@@ -203,7 +203,7 @@ def _number(given: Any) -> float:
 
 
 def told(error: Exception) -> str:
-    """Return an error and its line of user code: `KeyError: 'x' (reward.py:3)`."""
+    """Describe an error and its line in user code: `KeyError: 'x' (reward.py:3)`."""
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return f"{said.partition(' (')[0]} ({Path(error.filename or '').name}:{error.lineno})"

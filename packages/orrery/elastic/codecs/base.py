@@ -2,8 +2,8 @@
 
 - Blocks of `block` values are encoded independently.
 - Magnitudes are at most 2^100. Lossy codecs decode a block of magnitudes below 2^-100 to zeros.
-- Equal values give equal bytes on every host, with or without native code. Therefore float32
-  operations round once, and sums use integers.
+- Equal values give equal bytes on every host, with or without native code. To this end, each
+  float32 operation rounds once, and sums use integers.
 """
 
 import os
@@ -32,7 +32,7 @@ class Codec(ABC):
     block: ClassVar[int]
 
     def __init__(self, num_threads: int = 1, native: Library | bool | None = True) -> None:
-        """`native`: a library, True to build it, False or None for numpy."""
+        """`native`: a library, True to build one, False or None to use numpy."""
         found = library() if native is True else native or None
         self._native = (found.encoder(self.kind), found.decoder(self.kind)) if found else None
         self._encode_sum = found.sum_encoder(self.kind) if found else None
@@ -155,7 +155,7 @@ def blocks_of(x: Floats, block: int) -> Floats:
 
 
 def scales_of(rows: Floats, steps: int) -> tuple[Floats, Floats]:
-    """Return each row's scale, max |x| / `steps`, and 1 / scale (both 0 for tiny rows)."""
+    """Return each row's scale, max |x| / `steps`, and 1 / scale, or 0 if max |x| < SMALLEST."""
     absmax = np.abs(rows).max(axis=1)
     absmax[absmax < SMALLEST] = 0
     some = np.where(absmax > 0, absmax, np.float32(1))

@@ -12,7 +12,7 @@ class Float32Codec(Codec):
     block = 1
 
     def __init__(self, num_threads: int = 1, native: object = None) -> None:
-        super().__init__(num_threads, native=None)  # numpy is as fast
+        super().__init__(num_threads, native=None)  # native code is no faster
 
     def wire_bytes(self, n: int) -> int:
         return 4 * n
@@ -52,9 +52,9 @@ class Int8BlockCodec(Codec):
 
 
 class Int8CodebookCodec(Codec):
-    """Encode blocks of 65,536 values by 256 levels over ±6σ, 1.016 bytes a value.
+    """Encode blocks of 65,536 values by 256 bins over ±6σ, 1.016 bytes a value.
 
-    A level is the mean of its values. Layout: 256 float32 levels per block, then one byte a value.
+    A bin decodes to its values' mean. Layout: 256 float32 means per block, then one byte a value.
     Source: INTELLECT-1 (arXiv 2412.01152, §2.2).
     """
 

@@ -1,6 +1,6 @@
 """Build the codecs' native code with `g++` into `~/.cache/orrery`, and load it.
 
-The file name has a hash of the processor, because hosts may share the cache.
+Hosts may share the cache, so the file name has a hash of the processor's features.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ BUILD_S = 120.0
 
 
 class Library:
-    """Native functions. The last two arguments select blocks [first, last)."""
+    """The codecs' native functions. Their last two arguments select blocks [first, last)."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))

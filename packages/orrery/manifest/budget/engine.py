@@ -123,7 +123,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 
 
 def memory_of(manifest: Manifest, shape: Inference) -> Bytes:
-    """Return the memory of a device of the manifest's engines with these fields (`shape`)."""
+    """Return the bytes of a device by use, for an engine with the fields of `shape`."""
     is_gpu = manifest.hardware.accelerator != "cpu"
     return memory(manifest.model, shape, is_gpu, manifest.transport.weights == "adapters")
 

@@ -5,7 +5,7 @@ devices.
 
 `memory_misfits` reports roles that certainly do not fit. It lowers the trainer's planned peak by
 `LARGEST_ERROR`, and counts only an engine's weights, cache and CUDA context. `memory_doubts`
-reports roles that do not fit by their whole plan.
+reports roles that fit by these estimates, but not by the full plan.
 """
 
 import json
@@ -100,7 +100,7 @@ def choose_options(
     host_bytes: int = sys.maxsize,
     max_tier: int = 2,
 ) -> ChosenOptions:
-    """Return the cheapest options that free `needed_bytes`, or the options that free most.
+    """Return the cheapest options that free `needed_bytes`, or else those that free most.
 
     `host_bytes`: a rank's free host memory.
     """
@@ -431,7 +431,7 @@ def _trainer_misfit(
 ) -> _TrainerMisfit | None:
     """Return the first stage whose trainer exceeds device memory, or None.
 
-    `is_certain`: report it only if `LARGEST_ERROR` cannot explain the excess.
+    `is_certain`: ignore an excess that `LARGEST_ERROR` can explain.
     """
     engine_bytes = _least_engine_bytes(run) if is_certain else _engine_bytes(run)
     stages = ["rl"] if run.stages.sft is None else ["sft", "rl"]

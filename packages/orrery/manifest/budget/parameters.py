@@ -68,7 +68,7 @@ class UnitParameters:
 class ParameterCounts:
     """Parameter counts of all FSDP units, in forward order.
 
-    `before`: embedding. `after`: last norm, LM head. With tied embeddings, `root` has all three.
+    `before`: embedding. `after`: last norm, LM head. If embeddings are tied, only `root` has these.
     `largest_in_a_layer`: size of the largest trained weight of a block.
     """
 
@@ -91,7 +91,7 @@ def keys_per_query(model: Model, cp: int) -> float:
     """Return the ratio of keys to queries in a rank's latent attention.
 
     A rank has the queries of 2 of a document's 2·cp pieces. With indexers, it gathers all keys.
-    Without, each piece needs the keys up to its end: 2·cp + 1 pieces of keys for both.
+    Without indexers, each piece needs the keys up to its end: in all, 2·cp + 1 pieces of keys.
     """
     if cp == 1 or model.mla is None:
         return 1.0

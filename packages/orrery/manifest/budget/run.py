@@ -35,7 +35,7 @@ NETWORK_BYTES = 50e9  # default network bytes/s of a device (400 Gb/s)
 MEAN_SHARE = 0.25  # default mean rollout tokens / max_model_len_tokens
 COLUMN_BYTES = 17  # per token of a batch: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # maximum bytes/s of an 'nccl' or 'nixl' weight update
-UPDATE_S = 0.05  # to pause and resume engines
+UPDATE_S = 0.05  # time to pause and resume engines
 FILE_BYTES = 1e9  # file bytes/s of a node
 KINDS = {  # kind of trainer memory → categories of `MemoryPlan`
     "weights": ("weights", "gathered weights"),

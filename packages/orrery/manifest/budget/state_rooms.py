@@ -1,6 +1,6 @@
 """Plan the device memory for offloaded optimizer state at each moment of a step.
 
-State uses memory that activations and gradients leave free, so the planned peak does not rise.
+State fills only memory below the planned peak, so the peak does not rise.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ class StateRooms:
     """Bytes of optimizer state that fit on the device, by block.
 
     `forward`, `backward`: during the block's passes in the first micro-batch. `head`: during the LM
-    head in that micro-batch. `arriving`: from the block's last backward pass to the step's end.
+    head in that micro-batch. `arriving`: from the block's backward pass in the last micro-batch to
+    the step's end.
     """
 
     forward: tuple[int, ...]
@@ -53,7 +54,7 @@ def state_rooms(
     def used(plan: MemoryPlan, name: str, without: tuple[str, ...] = ()) -> int:
         return sum(size for kind, size in plan.moments[name].items() if kind not in without)
 
-    # The plan `first` counts no unsharded gradients that wait for later micro-batches.
+    # The plan `first` omits unsharded gradients that wait for later micro-batches.
     has_whole = trainer.needs_fsdp and trainer.fsdp.reduce_gradients == "step"
     back = last if has_whole else first
     # maximum memory in use from each moment on

@@ -41,7 +41,7 @@ Changes = dict[str, Any]  # new values by field
 class Proposal:
     """A proposed layout of the trainer or of the engines.
 
-    `seconds`: time of a batch. `device_bytes`: planned memory per device.
+    `seconds`: time to train or generate a batch. `device_bytes`: planned memory per device.
     """
 
     seconds: float

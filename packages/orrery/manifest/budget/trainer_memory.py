@@ -36,7 +36,7 @@ CATEGORIES = (
 )
 # Sizes of the optimizer's buckets, in bytes of optimizer state.
 OFFLOADED_BYTES = 128 << 20  # with offload, to reach PCIe's rate
-WHOLE_BYTES = 256 << 20  # Muon, with and without offload, so that results are equal
+WHOLE_BYTES = 256 << 20  # Muon's, offloaded or not, so that results are equal
 NUM_SLOTS = 3  # buckets on the device at a time
 BATCH_VALUES = 1 << 27  # maximum values that Muon orthogonalizes at a time
 MUON_COPIES = 4  # temporary bfloat16 copies of these values
@@ -57,13 +57,13 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class _Results:
-    """Bytes per token of a block's forward results.
+    """Bytes per token of a block's forward tensors.
 
-    - `named`: results that selective checkpointing can keep, by their name in `keep`.
-    - `unread`: results with the same names that the backward pass does not read.
-    - `rest`: unnamed results.
-    - `for_attention`: recomputed results that only attention's backward pass reads.
-    - `of_attention`, `of_feed_forward`: results per recomputed module in that half of the block.
+    - `named`: tensors that selective checkpointing can keep, by their name in `keep`.
+    - `unread`: tensors with the same names that the backward pass does not read.
+    - `rest`: unnamed tensors.
+    - `for_attention`: recomputed tensors that only attention's backward pass reads.
+    - `of_attention`, `of_feed_forward`: bytes of each recomputed module in that half of the block.
     """
 
     named: dict[str, int]
@@ -143,7 +143,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     modules = trainer.memory.recomputed_modules(layer)
     of_attention = {"norms": norms, "attention_projections": heads}
     if trainer.compile and model.mla is None and "attention_projections" in modules:
-        of_attention["norms"] = 0  # the compiler keeps results that another recomputed module reads
+        of_attention["norms"] = 0  # the compiler keeps norms that recomputed modules read
     norms = c * hidden * (reads_input("feed_forward") or not dense)
     rest += norms
     of_feed_forward = {"norms": norms}
@@ -170,8 +170,8 @@ def _latent_results(model: Model, trainer: Trainer) -> tuple[int, int, int, int]
     """Return latent attention's bytes per token: (output, inputs, gathered keys, recomputed).
 
     - `output` includes float32 log-sum-exps.
-    - `inputs` include the larger of dense attention's padded queries, keys and values, and sparse
-      attention's latent queries and key indices.
+    - `inputs` include one of two sets, the larger: dense attention's padded queries, keys and
+      values, or sparse attention's latent queries and key indices.
     - `recomputed`: inputs that recomputation of "attention_projections" frees.
     """
     mla, heads, cp = model.latent, model.num_heads, trainer.mesh.cp
@@ -516,7 +516,7 @@ class _StepPlan:
     def logits(self) -> int:
         """Return the bytes of logits: 4 each, and 2 more in the current tile of the vocabulary.
 
-        `lm_head_keeps_logits` keeps all tiles.
+        Without `lm_head_keeps_logits`, only this tile is in memory.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         chunk = auto_chunk_tokens(self.device_bytes, vocab)

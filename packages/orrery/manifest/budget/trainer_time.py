@@ -23,8 +23,8 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 SHARDING_SHARE = 2 / 3  # share of memory bandwidth that FSDP's copies reach
 LAUNCH_S = 0.7e-3  # minimum host seconds per block and micro-batch
 IDLE_SHARE = 0.015  # share of a step in which the device idles
-EAGER = 2.5  # bytes of elementwise operations, eager / compiled
-FORWARD_SHARE = 0.3  # forward pass / computation of a step
+EAGER = 2.5  # bytes that elementwise operations move: eager / compiled
+FORWARD_SHARE = 0.3  # share of the forward pass in a step's computation
 BOTH_WAYS = 0.75  # share of the host link's rate in each direction if both are busy
 QUEUED_SHARE = 0.5  # share of computation that hides gathers, with context parallelism
 MUON_SHARE = 0.7  # share of the dense rate that products of Newton-Schulz steps reach
@@ -224,8 +224,8 @@ def _optimizer_s(
 ) -> tuple[float, float, float]:
     """Return (seconds of kernels, number of values in states, seconds of Muon's all-to-alls).
 
-    Constants from 24 to 60 are bytes moved per value, also to compute the gradient's norm and to
-    scale the gradient.
+    Constants from 24 to 60 are bytes moved per value. They include computing the gradient's norm
+    and scaling the gradient.
     """
     optimizer, shards = trainer.optimizer, trainer.mesh.dp_shard * trainer.mesh.cp
     products_s = exchanged_bytes = 0.0

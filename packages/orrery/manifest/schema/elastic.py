@@ -51,11 +51,11 @@ class Elastic(Record):
     - `admission` "closed": sites may join only before the first round.
     - An exchange starts when all live sites have arrived, or `grace_s` after `quorum` sites have.
       A late site adds its Δ to the next round.
-    - A site sends heartbeats every `heartbeat_s` / 2. After `dead_after_s` without any it is dead.
-    - `voters`: maximum number of sites with etcd, the store of the log of rounds.
+    - A site sends heartbeats every `heartbeat_s` / 2. After `dead_after_s` without one, it is dead.
+    - `voters`: maximum number of sites that run etcd, which stores the log of rounds.
     - `fragments` F: layer i belongs to fragment i mod F. Every `inner_steps` / F steps, sites
       exchange the next fragment (Streaming DiLoCo, arXiv 2501.18512).
-    - `delay_steps`: training steps during an exchange. Then the fragment's weights become
+    - `delay_steps`: training steps during an exchange. After it, the fragment's weights become
       `delay_merge` · local + (1 − `delay_merge`) · common weights.
     """
 

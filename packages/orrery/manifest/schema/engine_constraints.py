@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 INDEXER_BLOCK_TOKENS = 64  # block size of vLLM's indexers
 CHOSEN_KEYS_BLOCK = 128  # chosen keys that FlashMLA reads at a time
-MAX_CHOICE_TOKENS = 16384  # maximum sequence length: a bit per token is 2 KiB per query
+MAX_CHOICE_TOKENS = 16384  # maximum context if engines send chosen keys: 2 KiB of bits per query
 
 
 def latent_misfits(model: Model, mla: MLA) -> Iterator[str]:

@@ -71,7 +71,7 @@ class NoKvOffload(Record):
 class TieredKvOffload(Record):
     """Evicted cache blocks move to host memory, then to the node's scratch disk.
 
-    Sizes are per data-parallel rank, for all its tensor-parallel devices. A restarted engine reuses
+    Sizes are totals over a data-parallel rank's tensor-parallel devices. A restarted engine reuses
     its files.
     """
 
@@ -102,7 +102,7 @@ class EngineShape(Record):
 
     - A replica has `data_parallel` · `tensor_parallel` devices, spread evenly over
       `nodes_per_replica` nodes.
-    - `dual_batch_overlap`: exchange one half of a batch while the other half computes.
+    - `dual_batch_overlap`: exchange the tokens of half a batch while the other half computes.
     - `environment`: environment variables. Orrery's values take precedence.
     """
 
@@ -132,8 +132,8 @@ class EngineShape(Record):
 class Inference(EngineShape):
     """The engines: `num_replicas` vLLM servers.
 
-    - The first `prefill_replicas` engines prefill, the others decode. With 0, each does both.
-    - `prefill`: the shape of prefill engines. Null: as decode engines.
+    - The first `prefill_replicas` engines prefill, the others decode. If it is 0, all do both.
+    - `prefill`: settings of prefill engines. Null: like decode engines.
     - `max_local_prefill_tokens`: a decode engine prefills a prompt itself if at most this many of
       its tokens are not in the cache.
     - `quantization` "fp8": quantize dense layers and experts to FP8.
@@ -203,8 +203,8 @@ def on_disk_bytes(num_bytes: int) -> int:
 def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
     """Return the disk bytes of a cache block, and of its tokens' routes (chosen experts).
 
-    Evictions of routes and cache blocks may differ in order. Twice the space for routes therefore
-    keeps the routes of cached blocks.
+    Routes may be evicted in another order than cache blocks. Routes get twice their space, so that
+    cached blocks keep their routes.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)

@@ -51,7 +51,7 @@ class RandomInit(Record):
 class PretrainedInit(Record):
     """Weights of a Hugging Face checkpoint on disk.
 
-    `sha256`: of `model.safetensors`, or for several files the output of `sha256sum
+    `sha256`: hash of `model.safetensors`. For several files, the output of `sha256sum
     model-*.safetensors | sha256sum`.
     """
 
@@ -181,11 +181,11 @@ Family = Literal[
 class Model(Record):
     """The architecture.
 
-    - `head_dim`: width of queries and keys. RoPE rotates the share `rotary_fraction` of it.
+    - `head_dim`: width of a head's queries and keys. RoPE rotates `rotary_fraction` of it.
     - `family` "glm5": GLM-5 (transformers' `glm_moe_dsa`). "kimi_k2": DeepSeek-V3's network
       without groups of experts. "hugging_face": any causal LM of transformers, with its
       `config.json` as `hf_config`.
-    - `num_mtp_layers`: layers for multi-token prediction. Exports copy them from `init`, untrained.
+    - `num_mtp_layers`: layers for multi-token prediction, untrained. Exports copy them from `init`.
     - `fp8`: layers that trainer and engines compute in block-scaled FP8. Shared experts count as
       "feed_forward". Routers, LM head, embedding and norms are never in FP8.
     """

@@ -18,7 +18,7 @@ from orrery.manifest.schema.trainer import Optimizer, Schedule
 
 
 class TaskUse(Record):
-    """A task. Its share of trained groups is its `weight` / the sum of all tasks' weights."""
+    """A task. Its share of sampled training groups is its `weight` / the sum of all weights."""
 
     name: str
     kind: str
@@ -88,10 +88,10 @@ class GuestEngines(Record):
     At most `max_sites` lend engines, and an engine lags at most `max_versions_behind` policy
     versions. `lease_s`: a site without requests for this time counts as failed.
 
-    `verified_share`: share of a guest site's rollouts whose log-probs the trainer's site recomputes
-    to find each rollout's deviation: its mean |Δ log-prob|. A guest site is refused if a deviation
-    exceeds both `min_logprob_difference` and `tolerance` · the 90th percentile of the deviations of
-    the run's own engines.
+    The trainer's site recomputes the log-probs of the share `verified_share` of a guest site's
+    rollouts. A rollout's deviation is its mean |Δ log-prob|. A guest site is refused if a deviation
+    exceeds both `min_logprob_difference` and `tolerance` · the 90th percentile of deviations of the
+    run's own engines.
     """
 
     max_sites: Count
@@ -106,11 +106,11 @@ class GuestEngines(Record):
 class Orchestrator(Record):
     """Sampling of rollouts, and their selection for training.
 
-    `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. Once
-    `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled, such groups fill the batch.
+    `drop_zero_advantage_groups`: leave out groups whose advantages are all 0. These groups fill the
+    batch only once `max_sampled_ratio` · `rollouts_per_batch` rollouts are sampled.
 
-    `on_timeout` "failure": drop and count rollouts that exceed `rollout_timeout_s`. "zero": give
-    them the reward 0 in evaluations and in their group's baseline. They are never trained.
+    `on_timeout` "failure": drop and count rollouts that exceed `rollout_timeout_s`. "zero": count
+    them with reward 0 in evaluations and in their group's mean. Such rollouts are never trained.
     """
 
     algorithm: Algorithm
@@ -188,7 +188,7 @@ class TextData(Record):
       only its shard.
     - `shard_by` "file": file i of the split is in shard i mod num_shards. A site needs only its
       shard's files (`orrery fetch dataset NAME --shard K/N`).
-    - `sha256`: of the file, or of the folder as `orrery fetch dataset` prints it.
+    - `sha256`: hash of the file, or the folder's hash that `orrery fetch dataset` prints.
     """
 
     kind: Literal["text"]

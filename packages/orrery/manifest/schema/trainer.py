@@ -23,7 +23,7 @@ class Mesh(Record):
 
     - Weights are sharded over dp_shard · cp ranks. A context-parallel (cp) group shares the tokens
       of each document.
-    - `ep`: ranks that share the experts. It divides dp_shard · cp.
+    - `ep`: number of ranks that share the experts. It divides dp_shard · cp.
     - `cp_style` "ulysses": an all-to-all exchanges tokens for heads. "ring": keys and values pass
       around a ring. "dsa": ranks gather the keys of latent attention (`model.mla`). "ring" and
       "dsa" assign tokens to ranks in zig-zag order.
@@ -284,7 +284,7 @@ Attention = Literal["auto", "fa2", "fa3", "fa4", "cudnn", "plain"]
 class Trainer(Record):
     """The RL trainer. SFT uses the same mesh, precision and memory.
 
-    - `attention` "auto": the fastest kernel for device and layout.
+    - `attention` "auto": the fastest kernel for the device and the tensors.
     - `indexer` "train": sparse attention's indexers learn to predict their layer's attention
       (`kernels/sparse_index_loss.py`). "frozen": they keep their initial weights.
     - `indexer_choice` "own": attend to keys that the trainer's indexers choose. "replay": attend to
@@ -338,7 +338,7 @@ class Trainer(Record):
     def unseen(self) -> tuple[str, ...]:
         """Return the outputs that are recomputed even if `keep` names them.
 
-        With `cp` or `ep` above 1, blocks are compiled in parts. Their products have no names, so
-        checkpointing cannot keep the results.
+        With `cp` or `ep` above 1, torch compiles blocks in parts. Products in these parts have no
+        names, so checkpointing cannot keep them.
         """
         return ("projections",) if self.compile and self.mesh.has_exchange else ()

@@ -1,7 +1,7 @@
 """Read a report's data once from a run directory.
 
-If several attempts trained a step, the newest row counts. Curves with more than POINTS points are
-thinned to means, extremes or maxima of intervals.
+If several attempts trained a step, the newest attempt's row counts. Curves with more than POINTS
+points are thinned to means, extremes or maxima of intervals.
 """
 
 import logging
@@ -40,7 +40,7 @@ Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 
 class Table(Sequence[Row]):
-    """Rows, stored by column to fit runs of weeks into memory. With `keys`, drop other keys."""
+    """Rows, stored by column to fit runs of weeks into memory. With `keys`, keep only these."""
 
     def __init__(self, keys: Collection[str] = ()):
         self._columns = {key: _Column() for key in keys}
@@ -223,12 +223,12 @@ class RunData:
     evaluations: Table
     updates: Table
     engine_restarts: Table
-    refused_sites: Table  # sites that sent false answers
+    refused_sites: Table  # sites refused, for example for false answers
     admission: Table
     engines: Mapping[int, Table]
     usage: Sequence[Row]
     processors: Mapping[str, Table]
-    spans: Sequence[Span]  # the RL stage's newest attempt
+    spans: Sequence[Span]  # of the RL stage's newest attempt
     result: Row
     evaluated: list[Row]
 
@@ -264,7 +264,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def same_weights(run: RunData) -> list[tuple[int, float]]:
-    """Return (version, max log-prob difference of trainer and engine with equal weights) pairs."""
+    """Return pairs (version, max log-prob difference of trainer and engine with equal weights)."""
     key = "logprob_max_abs_diff_same_weights"
     found = [(step - 1, value) for step, value in run.rl.each("step", key) if value is not None]
     return found + [(row["version"], row[key]) for row in run.compared[-1:] if row[key] is not None]
@@ -313,7 +313,7 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of all attempts at finished stages, except `left_out`."""
+    """Return the seconds of all attempts at finished stages, except stages `left_out`."""
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [
         row["last_s"] - row["first_s"]

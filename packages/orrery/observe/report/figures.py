@@ -1,4 +1,4 @@
-"""Draw the report's figures. Functions return None without data.
+"""Draw the report's figures. Figure functions return None without data.
 
 A function's docstring is its figure's caption on the page.
 """
@@ -116,8 +116,8 @@ def _since(start_s: float, end_s: float) -> tuple[float, str]:
 
 
 def reward(run: RunData) -> go.Figure | None:
-    """Mean reward of each batch's judged rollouts, and held-out reward. Failed rollouts count in \
-    neither.
+    """Mean reward of each training batch, and of held-out rollouts. Neither counts failed \
+    rollouts.
     """
     if not run.batches and not run.evaluations:
         return None
@@ -316,7 +316,7 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """Return a time with at most POINTS later spans of each role. None: draw all spans."""
+    """Return the time after which no role has over POINTS spans. None: draw all spans."""
     newest: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         heap = newest[span.role]

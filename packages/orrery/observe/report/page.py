@@ -228,7 +228,7 @@ NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
 def comparison(run: RunData) -> list[tuple[str, str, str]]:
-    """Return rows (name, planned figure, measured median), for the run's mean rollout length."""
+    """Return rows (name, planned, measured median). The plan uses the run's mean rollout length."""
     tokens = _values(run.rl, "num_tokens")
     if not tokens:
         return []

@@ -1,7 +1,7 @@
 """Call a vLLM server or a router, and update a server's weights.
 
 - Every call has a deadline. A sent request is never retried.
-- Control calls, such as a pause, bypass the router, because it forwards them to only one engine.
+- Control calls, such as a pause, bypass the router, because a router forwards a call to one engine.
 - In an update, requests in flight wait, then continue with new weights on their old KV cache.
 - An engine stays paused until its weights have the published digest.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CONTROL_TIMEOUT_S = 120.0  # except for loads and aborts
+CONTROL_TIMEOUT_S = 120.0  # of control calls other than weight loads and aborts
 LOAD_TIMEOUT_S = 300.0  # longer than a weight transfer waits for a peer
 QUERY_TIMEOUT_S = 10.0
 # vLLM prepends this to request ids. An abort without the prefix returns 200 and has no effect.
@@ -116,8 +116,8 @@ class EngineClient:
         - `session`: conversation id. A router keeps a conversation on one engine.
         - `rank`: data-parallel rank, by default the client's choice.
 
-        Raise EngineGone for a lost engine, otherwise GenerationFailed, after delivering earlier
-        samples. Cancelling aborts the request.
+        Raise EngineGone if the engine is lost, and GenerationFailed after any other failure.
+        Earlier samples are delivered. Cancelling this call aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
         if stop_token_ids:
@@ -248,7 +248,7 @@ class EngineClient:
         if not reasons:
             return
         await self._ask_workers("give_up_update")
-        reason = min(reasons, key=lambda each: ELSEWHERE in each)  # prefer a worker's own failure
+        reason = min(reasons, key=lambda each: ELSEWHERE in each)  # prefer a failed worker's reason
         kind: type[UpdateFailed] = UpdateFailed
         if ELSEWHERE in reason:
             kind = VersionGone if GONE in reason else UpdateInterrupted
@@ -269,7 +269,7 @@ class EngineClient:
         }
 
     async def attested(self) -> Attested | None:
-        """Return the workers' digest, or None if they disagree."""
+        """Return the digest of the workers' weights, or None if the workers disagree."""
         workers = msgspec.convert(await self._ask_workers("attested"), list[Attested])
         return workers[0] if all(other == workers[0] for other in workers) else None
 
@@ -343,7 +343,7 @@ class RouterClient(EngineClient):
         await self._control(f"/add_worker?url={quote(url, safe='')}")
 
     async def dismiss(self, url: str) -> None:
-        """Remove an engine. Its running requests continue."""
+        """Remove an engine from the router. Its running requests continue."""
         await self._control(f"/remove_worker?url={quote(url, safe='')}")
 
 
@@ -430,8 +430,8 @@ async def check_canary(
 ) -> float:
     """Return the mean |difference| of the engine's canary log-probs from `known` (the trainer's).
 
-    Above the bound, pause the engine and raise WeightsDiffer. Without an answer, raise UpdateFailed
-    or EngineGone.
+    If it exceeds the canary's bound, pause the engine and raise WeightsDiffer. If the engine does
+    not answer, raise UpdateFailed or EngineGone.
     """
     try:
         found = await engine.prompt_logprobs(

@@ -3,11 +3,12 @@
     prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ address of its KV blocks
     prompt, address ──▶ decode engine: reads the blocks, recomputes the last token, samples
 
-- The prompt's KV cache may be older than the sampled tokens' policy version, but not older than the
-  version in `cache_salt`.
+- An older policy version than that of the sampled tokens may have computed the prompt's KV cache,
+  but no version before that in `cache_salt`.
 - No router is used, because it would drop request ids and credentials.
-- A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`.
-- A decode engine also reads the KV blocks of a cancelled prefill, because this frees them.
+- A decode engine computes a prompt itself if its cache lacks at most `max_local_prefill_tokens`
+  tokens of the prompt.
+- A decode engine also reads the KV blocks of a cancelled prefill, because reading frees them.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-# Two records per salt in `_decode_of`: blocks in an engine's cache, and blocks that it computed.
+# Suffixes of salts, under which `_decode_of` records blocks in a cache and blocks computed there.
 ARRIVED, COMPUTED = " arrived", " computed"
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0
@@ -66,7 +67,7 @@ class DisaggregatedEngines:
         """Keep references to `engines` and `admitted`, because the pool changes them.
 
         - `engines`: the prefill engines, in the order of `handovers`, then the decode engines.
-        - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap`. {} with NIXL.
+        - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap`, but {} with NIXL.
         """
         self.engines, self.handovers = engines, list(handovers)
         self._admitted = range(len(engines)) if admitted is None else admitted
@@ -77,7 +78,7 @@ class DisaggregatedEngines:
         self._decode_of = EngineChoice(ranks, is_decoding=True)
         self._prompts: dict[Any, asyncio.Future[None]] = {}
         self._prefilling: dict[str, bool] = {}
-        self._unwanted: dict[EngineClient, list[str]] = {}  # requests whose blocks no engine reads
+        self._unwanted: dict[EngineClient, list[str]] = {}  # ids of unread blocks, to be freed
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -97,8 +98,8 @@ class DisaggregatedEngines:
     ) -> Generation:
         """Run `EngineClient.generate` on two engines, or on one.
 
-        A decode engine that caches most of the prompt works alone. `cached_tokens` is from the
-        engine that computes the prompt. `session` is ignored.
+        A decode engine with most of the prompt in its cache does both phases. The result's
+        `cached_tokens` is that of the engine that computes the prompt. `session` is ignored.
         """
         if not self.is_serving:
             raise EngineGone(
@@ -128,7 +129,7 @@ class DisaggregatedEngines:
         """Return whether the decode engine computes the prompt's uncached tokens.
 
         Return False if the request needs routed experts of cached tokens that a prefill engine
-        computed, because the decode engine lacks them.
+        computed, because the decode engine does not know these experts.
         """
         if not self._max_local_tokens:
             return False
@@ -209,7 +210,7 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that a Mooncake prefill engine's process has ended.
 
-        Until told, they reserve the blocks into which the process may still write.
+        Until then, decode engines reserve the blocks into which the process might still write.
         """
         if index not in self.producers:
             return
@@ -251,7 +252,7 @@ class DisaggregatedEngines:
         client, handover = producer.client, producer.handover
         transfer: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
         where: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True}
-        if handover:  # Mooncake
+        if handover:  # with Mooncake, but not with NIXL
             transfer["transfer_id"] = where["transfer_id"] = f"{request_id}-{uuid.uuid4()}"
             where["remote_engine_id"] = handover["kv_engine_id"]
             where["remote_bootstrap_addr"] = handover["kv_bootstrap"]
@@ -280,9 +281,9 @@ class DisaggregatedEngines:
     async def _once_computed(
         self, key: Any, generate: Callable[..., Awaitable[Generation]], *args: Any, **options: Any
     ) -> Generation:
-        """Call `generate` after any running call with an equal `key` (prompt).
+        """Call `generate` once a running call with an equal `key` (rank, salt, prompt) has ended.
 
-        Otherwise vLLM would compute the prompt for each call.
+        The later call then finds the prompt in the prefix cache.
         """
         if (first := self._prompts.get(key)) is not None:
             await asyncio.wait({first})
@@ -302,7 +303,7 @@ class DisaggregatedEngines:
         token_ids: TokenIds,
         **options: Any,
     ) -> Generation:
-        """Return the decode engine's answer. If that engine is lost, free the prompt's blocks."""
+        """Return the decode engine's answer. If it is lost, free the prefill engine's KV blocks."""
         try:
             for peer in (producer, consumer):
                 if not self._is_up(peer):

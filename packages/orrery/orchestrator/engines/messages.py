@@ -3,7 +3,7 @@
 OrreryError
 ├── GenerationFailed            the engine is up, but did not finish this request
 └── RunFailed
-    ├── OutOfConnections        this host cannot connect for a control call
+    ├── OutOfConnections        this host cannot open a connection for a control call
     ├── EngineGone              no answer, broken connection, or control timeout
     └── UpdateFailed            the engine is up, but did not load the weights
         ├── UpdateInterrupted   another process of the transfer was lost
@@ -29,7 +29,7 @@ from orrery.runtime.token import Purpose, authorization
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESSION_HEADER
 from orrery.wire.routed_experts import Routes, split
 
-START_VERSION = -1  # before the first update. Engines call it "default"
+START_VERSION = -1  # version before the first update, "default" in engines' answers
 UNKNOWN_ENGINE = -1
 
 
@@ -63,7 +63,7 @@ class WeightsDiffer(UpdateFailed):
 
 @dataclass(frozen=True)
 class Generation:
-    """The result of a request. Arrays have one entry per generated token."""
+    """One sample. Arrays have one entry per generated token."""
 
     request_id: str
     token_ids: np.ndarray  # i32 [n]
@@ -74,14 +74,14 @@ class Generation:
     routes: tuple[Routes, ...] = ()  # routed experts of all tokens except the last
     kv_transfer: dict[str, Any] | None = None  # address of a prefill request's KV blocks
     engine: int = UNKNOWN_ENGINE
-    sample: int = 0  # index in its request
+    sample: int = 0  # index among the request's samples
 
 
 @dataclass(frozen=True)
 class TensorAttestation:
     """A tensor's fingerprint.
 
-    `how`: "resident" if taken from the loaded model, "as_consumed" if taken on arrival.
+    `how`: "resident" if computed from the loaded model, "as_consumed" if computed when it arrived.
     """
 
     fingerprint: int  # 64 bits
@@ -107,7 +107,7 @@ class EngineMetrics:
     external_hit_tokens_total: int = 0  # prefix tokens found outside GPU memory
 
 
-# Response of /inference/v1/generate.
+# The parts of a response of /inference/v1/generate.
 class _Cached(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -266,7 +266,7 @@ def shortened(text: str) -> str:
 
 
 CONNECT_TIMEOUT_S = 10.0
-# This host lacks file descriptors, memory or ports. Retrying is safe: no byte was sent.
+# Errors if this host lacks file descriptors, memory or ports. A retry is safe: no byte was sent.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
@@ -281,7 +281,7 @@ class HttpServer:
             await self._sessions.popitem()[1].close()
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return a session. Control calls never reuse a connection, because it may be closing."""
+        """Return a session. Control calls use new connections, because an old one may close."""
         if keep_connection not in self._sessions:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             purpose = Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
@@ -312,7 +312,7 @@ class HttpServer:
           body is then empty.
 
         Raise EngineGone if the server does not answer. If this host has no free socket until the
-        timeout, OutOfConnections replaces EngineGone.
+        timeout, raise `on_timeout`, but OutOfConnections instead of EngineGone.
         """
         http = self._session(keep_connection)
         data = None if body is None else msgspec.json.encode(body)

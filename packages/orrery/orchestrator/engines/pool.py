@@ -4,7 +4,8 @@
 - Without restarts, the first engine failure ends the run.
 - With restarts, a failed engine is fenced: it gets no requests until its next process (incarnation)
   is up to date. While no engine serves, requests and updates wait.
-- Wrong weights, an engine that does not return, or a version that all engines refuse end any run.
+- Wrong weights, a lost engine that does not return, or a version that all engines refuse end the
+  run.
 """
 
 import asyncio
@@ -69,7 +70,7 @@ class EngineState:
     incarnation: int = -1
     phase: Phase = Phase.STARTING
     version: int | None = None
-    why: str = ""  # reason of the fence
+    why: str = ""  # reason for fencing
 
     @property
     def is_stale(self) -> bool:
@@ -144,7 +145,7 @@ class EngineRegistry:
         return True
 
     def failed(self, index: int, incarnation: int, why: str) -> bool:
-        """Fence the engine. Return False if it is fenced already or has never listened."""
+        """Fence the engine. Return False if it is fenced, has restarted, or never listened."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase in (Phase.STARTING, Phase.FENCED):
             return False
@@ -168,11 +169,11 @@ class EnginePool:
         num_ranks: Sequence[int] = (),
         max_local_prefill_tokens: int = 0,
     ) -> None:
-        """Raise OrreryError without engines, or if several have no router and no `handovers`.
+        """Raise OrreryError without engines, or for several without a router and `handovers`.
 
         - `restarting`: this process's context if the launcher restarts engines.
         - `handovers`: as in `DisaggregatedEngines`. Empty without disaggregated prefill.
-        - `canary`: prompt that checks the weights of an updated engine.
+        - `canary`: prompt that tests the weights of an updated engine.
         - `leases`: client that asks the trainer to keep a version during direct transfers.
         """
         if not engine_urls:
@@ -193,7 +194,7 @@ class EnginePool:
             self.registry.listens(index, incarnation)
             self.registry.took(index, incarnation, START_VERSION)
             self.registry.serves(index, incarnation)
-        self.version = START_VERSION  # newest complete update
+        self.version = START_VERSION  # version of the newest complete update
         self.published: Published | None = None  # version that engines must hold
         self.is_version_gone = False
         self.updating = asyncio.Lock()
@@ -290,7 +291,7 @@ class EnginePool:
         return self.disaggregated or self.router or self.engines[0]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort on every engine, because the router forwards no aborts by id."""
+        """Abort requests on every engine, because the router does not forward aborts."""
         among = None
         if self.disaggregated is not None:
             self.disaggregated.abort(request_ids)
@@ -312,8 +313,8 @@ class EnginePool:
     ) -> UpdateReport | None:
         """Update every engine while requests are in flight. Return the slowest engine's report.
 
-        Return None if the trainer has dropped this version. `on_resumed` is called when all engines
-        have resumed, before they answer the canary.
+        Return None if the trainer no longer keeps this version. `on_resumed` is called when all
+        engines have resumed, before they answer the canary.
         """
         async with self.updating:
             self.registry.want(published.version)
@@ -340,7 +341,7 @@ class EnginePool:
         return max(self._reports.values(), key=lambda report: report.paused_s)
 
     def _raise_if_fatal(self, failures: Mapping[int, BaseException], num_engines: int) -> None:
-        """Raise a failure that a restart cannot mend, or any failure if engines never restart."""
+        """Raise a failure that a restart cannot repair, or any failure if engines never restart."""
         errors = sorted(failures.values(), key=lambda error: isinstance(error, UpdateInterrupted))
         for error in errors:
             is_fatal = isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed)
@@ -348,7 +349,7 @@ class EnginePool:
                 raise error
         refused = [error for error in errors if isinstance(error, UpdateFailed)]
         if refused and len(refused) == len(errors) == num_engines:
-            raise errors[0]  # the version is bad
+            raise errors[0]  # every engine refused the version
 
     async def transfer(
         self, published: "Published", indices: list[int]

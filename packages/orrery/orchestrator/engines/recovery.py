@@ -126,7 +126,7 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Start each lost engine's RETURN_S clock. Stop it while the engine awaits a version."""
+        """Start each lost engine's RETURN_S clock. Stop it while the engine waits for a version."""
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].is_stale

@@ -73,7 +73,7 @@ class SharedRequests:
             if sending is not None and not request.is_wanted:
                 request.sending = None  # so that only one cancelled call aborts
                 sending.cancel()
-                if len(request.calls) > 1:  # a single call's caller aborts it
+                if len(request.calls) > 1:  # the caller of a single call aborts its request
                     with suppress(OrreryError):
                         await asyncio.shield(self._abort([request.name]))
             raise

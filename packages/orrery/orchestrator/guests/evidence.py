@@ -14,10 +14,10 @@ import numpy as np
 from orrery.manifest.schema import GuestEngines
 from orrery.wire.recompute import Recomputed
 
-NUM_HONEST = 16  # own rollouts needed to compute bounds
+NUM_HONEST = 16  # rollouts of the run's own engines needed to compute bounds
 NUM_KEPT = 256
 QUANTILE = 0.9
-PEAK = 10.0  # minimum bound of the largest difference / of the mean
+PEAK = 10.0  # minimum bound of the largest difference, as a multiple of that of the mean
 NUM_ROLLOUTS = 64  # newest rollouts of a site, judged together
 MAX_DEVIATIONS = 6.0
 
@@ -52,7 +52,7 @@ class RolloutScore:
 
 
 class HonestSpread:
-    """Log-prob differences of the run's own newest rollouts."""
+    """Log-prob differences of the newest rollouts of the run's own engines."""
 
     def __init__(self, spec: GuestEngines) -> None:
         self._spec = spec
@@ -66,7 +66,7 @@ class HonestSpread:
         return len(self._scores) >= NUM_HONEST
 
     @property
-    def bounds(self) -> tuple[float, float]:  # mean, largest difference
+    def bounds(self) -> tuple[float, float]:  # of the mean and of the largest difference
         least, tolerance = self._spec.min_logprob_difference, self._spec.tolerance
         usual = np.quantile([(each.mean, each.peak) for each in self._scores], QUANTILE, axis=0)
         mean, peak = (tolerance * usual).tolist()
@@ -78,7 +78,7 @@ class SiteEvidence:
         self._scores: deque[RolloutScore] = deque(maxlen=NUM_ROLLOUTS)
 
     def fault(self, score: RolloutScore, spread: HonestSpread) -> str:
-        """Add a recomputed rollout. Return the evidence against the site, or ""."""
+        """Add a rollout's score. Return the evidence against the site, or ""."""
         self._scores.append(score)
         mean, peak = spread.bounds
         for name, found, bound in (("mean", score.mean, mean), ("largest", score.peak, peak)):
@@ -88,7 +88,7 @@ class SiteEvidence:
                     f"{found:.3g}, more than {bound:.3g}"
                 )
         sums = np.array([(s.surprise, s.variance, s.square) for s in self._scores]).sum(0)
-        # A nearly certain policy has a tiny `variance`. `square` excuses its few unlikely tokens.
+        # A nearly certain policy has a tiny `variance`. `square` then allows a few unlikely tokens.
         deviations = sums[0] / np.sqrt(max(sums[1], sums[2], 1e-9))
         if not abs(deviations) <= MAX_DEVIATIONS:
             return (

@@ -1,7 +1,7 @@
 """Serve sites that lend engines: an HTTPS server ("door"), weight snapshots and a verifier.
 
-The door listens on port P of `site.json`, the snapshot server on port P + 1. Their clients need a
-TLS certificate of the run's authority with the site's name.
+The door listens on port P of `site.json`, the snapshot server on port P + 1. A site needs a TLS
+certificate with its name from the run's certificate authority.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Verifier:
     async def __call__(
         self, version: int, prompt: np.ndarray, token_ids: np.ndarray, temperature: float
     ) -> Recomputed:
-        """Return recomputed log-probs, empty without a snapshot of `version`.
+        """Return recomputed log-probs, or an empty result without a snapshot of `version`.
 
         Wait at most PUBLISH_S for the snapshot. Raise RunFailed if the child process has ended.
         """

@@ -209,7 +209,7 @@ class Lender:
             try:
                 await self._call("answer", Answers(self._lease, tuple(sent)), Noted)
             except LeaseOver:
-                continue  # the run's engines sample the jobs of an ended lease
+                continue  # the run's own engines then sample the jobs of the ended lease
 
     def _cancel(self, ids: Sequence[str]) -> None:
         for each in ids:
@@ -276,7 +276,7 @@ class Lender:
             await update_engine(self._engine, published, Canary.of(self._ctx.manifest))
         finally:
             self._is_draining = False
-        if attempt == self._attempt:  # a restarted run reuses versions for other weights
+        if attempt == self._attempt:  # a restarted run reuses version numbers for other weights
             self._version, self._digest = header.round, header.digest
         self._wake()
         remove_old(self._folder, 2)

@@ -28,13 +28,13 @@ class Entry(msgspec.Struct, frozen=True):
     """A site's first message. `listen`: ADDRESS:PORT where it serves weights to others, or ""."""
 
     terms: Terms
-    release: dict[str, str]  # of the engine's packages
+    release: dict[str, str]  # {package of the engine: its version}
     num_slots: int  # maximum number of concurrent samples
     listen: str = ""
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """The answer to Entry. `attempt`: id of the run's last start. Older weights are invalid."""
+    """The answer to Entry. `attempt`: id of the run's last start. Earlier weights are invalid."""
 
     lease: int
     attempt: str
@@ -71,7 +71,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class GuestAnswer(msgspec.Struct, frozen=True):
-    """Tokens i32 [n] and log-probs f32 [n], or a `failure`."""
+    """A sample's tokens i32 [n] and log-probs f32 [n], or a `failure`."""
 
     id: str
     version: int = -1

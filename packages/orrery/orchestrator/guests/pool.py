@@ -44,9 +44,9 @@ from orrery.wire.recompute import Recomputed
 from orrery.wire.weight_wire import Published
 
 LEAST = 8  # minimum jobs to give a site, if enough wait
-TAKE_S = 2.0  # own engines take a job that no site takes within this time
+TAKE_S = 2.0  # the run's own engines take a job that no site takes within this time
 MAX_OWN_CHECKS = 2  # concurrent checks of own samples once the bounds are known
-SHARE_OF_TIMEOUT = 0.5  # own engines take a job after this share of `rollout_timeout_s`
+SHARE_OF_TIMEOUT = 0.5  # own engines take an unanswered job after this share of `rollout_timeout_s`
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 
@@ -71,7 +71,7 @@ class GuestPool:
         self.max_body_bytes = max_body_bytes(manifest.inference.max_model_len_tokens)
         self.first_index = manifest.inference.num_replicas
         self.refused = {} if refused is None else refused
-        self.on_refused: Callable[[int], int] = lambda index: 0  # drops an engine's rollouts
+        self.on_refused: Callable[[int], int] = lambda index: 0  # drops a site's rollouts
         self.publish: Callable[[Published], None] = lambda version: None
         self.digests: dict[int, str] = {}
         self.spread, self.is_over = HonestSpread(spec), False
@@ -177,7 +177,7 @@ class GuestPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Requests of sites. `name` is from the site's TLS certificate.
+    # The next three methods handle requests of sites. `name` is from the site's TLS certificate.
 
     def enter(self, name: str, entry: Entry, now_s: float) -> Entered:
         self.check_allowed(name)
@@ -221,7 +221,7 @@ class GuestPool:
         for answer in answers.answers:
             own = site.jobs.get(answer.id)
             if own is None or own.result.done() or any(own is each for each, _ in site.arrived):
-                continue  # late, repeated, or to another site's job
+                continue  # a late or repeated answer, or one to another site's job
             self._take(site, own, answer)
         if site.arrived and site.checking is None:
             site.checking = asyncio.create_task(self._check_windows(site))

@@ -20,7 +20,7 @@ from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused,
 MAX_CANCELLED = 4096
 FETCH_S = 10.0  # assumed time of a weight transfer
 OPEN_S = 2.5
-CHANCE = random.SystemRandom()  # sites cannot predict which answers are checked
+CHANCE = random.SystemRandom()  # so that sites cannot predict which answers are checked
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class GuestJob:
     job: SampleJob
     prompt: np.ndarray
     result: "asyncio.Future[Generation | None]"
-    version: int = START_VERSION  # the site's weights when it took the job
+    version: int = START_VERSION  # of the site's weights when it took the job
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
@@ -104,8 +104,8 @@ class SiteTable:
     def told(self, site: GuestSite) -> int:
         """Return the newest version that the site may fetch now.
 
-        The run's own site serves it, and each listening guest that holds it. The number of fetches
-        at a time is at most the number of these servers.
+        A version's servers are the run's own site and each listening site that holds it. At most
+        as many sites as servers fetch at a time.
         """
         wanted, now_s = self.registry.wanted, time.monotonic()
         if site.told >= wanted:
