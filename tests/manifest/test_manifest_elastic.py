@@ -64,7 +64,7 @@ def test_the_rule_of_shards_is_written_only_where_it_is_set():
     assert run_id(check(data, "here")) != run_id(check(GOOD, "here"))
 
 
-def test_sites_need_12_bytes_of_host_memory_for_each_trained_parameter():
+def test_sites_need_host_memory_for_the_outer_state_and_snapshots():
     def trainer_bytes(data):
         return plan_run(check(data, "here")).roles[0].host_bytes
 
@@ -72,4 +72,9 @@ def test_sites_need_12_bytes_of_host_memory_for_each_trained_parameter():
     alone["trainer"]["elastic"] = None
     blocks = 2 * (256 * 64 * (8 + 4 + 4) + 8 * 64 * 256 + 3 * 256 * 512 + 2 * 256 + 2 * 64)
     num_parameters = blocks + GOOD["model"]["vocab_size"] * 256 + 256
-    assert trainer_bytes(GOOD) - trainer_bytes(alone) == 12 * num_parameters
+    assert GOOD["trainer"]["elastic"]["snapshots"]["keep"] == 2
+    num_bytes = 12 + 3 * (8 + 8)  # a snapshot has outer state and AdamW's
+    assert trainer_bytes(GOOD) - trainer_bytes(alone) == num_bytes * num_parameters
+    fed = copy.deepcopy(GOOD)
+    fed["trainer"]["elastic"]["error_feedback"] = True
+    assert trainer_bytes(fed) - trainer_bytes(GOOD) == 8 * num_parameters
