@@ -128,6 +128,6 @@ def weighted_mean(deltas: list[Floats], weights: list[int]) -> Floats:
 
 
 def dot(one: Floats, other: Floats) -> float:
-    """Return the inner product. Sum DOTTED values in float32, and these sums in float64."""
+    """Return the inner product, summed in float32 per DOTTED values, then in float64."""
     runs = (slice(begin, begin + DOTTED) for begin in range(0, len(one), DOTTED))
     return sum(float(np.dot(one[run], other[run])) for run in runs)

@@ -32,7 +32,7 @@ from orrery.tasks.task import (
 )
 
 MAX_DRAWS = 1000
-KEPT_DRAWS = 8192  # cached problems, more than rollouts in flight
+KEPT_DRAWS = 8192  # cached problems: exceeds the rollouts in flight
 
 
 class Family:

@@ -24,7 +24,7 @@ class MicroBatch:
     """One forward pass over T packed tokens, M of them scored.
 
     L: layers with experts, K: experts per token, I: indexers (sparse attention),
-    B: bytes (one bit per key)
+    B: bytes of a bit mask of keys
     """
 
     token_id: torch.Tensor  # i64 [T]

@@ -143,7 +143,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     modules = trainer.memory.recomputed_modules(layer)
     of_attention = {"norms": norms, "attention_projections": heads}
     if trainer.compile and model.mla is None and "attention_projections" in modules:
-        of_attention["norms"] = 0  # the compiler keeps norms that recomputed modules read
+        of_attention["norms"] = 0  # 0 freed: the compiler saves recomputed modules' inputs
     norms = c * hidden * (reads_input("feed_forward") or not dense)
     rest += norms
     of_feed_forward = {"norms": norms}

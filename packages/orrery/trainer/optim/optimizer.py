@@ -80,7 +80,7 @@ class BucketedOptimizer:
             parts = prepared[index] if is_prepared else self._parts(bucket, windows)
             if parts:
                 device = parts[0].weight.device
-                if device not in divisors:  # avoids a sync in fused kernels
+                if device not in divisors:  # at most one sync per device
                     divisors[device] = None if divisor is None else divisor.to(device)
                 rate = group.lr * self._rate
                 group.rule.update(parts, rate, group.weight_decay, divisors[device])
