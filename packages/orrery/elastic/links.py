@@ -1,6 +1,7 @@
 """Connect a process to the process of the same rank at every other site, over mutual TLS.
 
-- A frame of another run or epoch, or DATA of another round, closes its connection.
+- A frame of another run or epoch (set of sites) closes its connection. So does data of another
+  round.
 - A lost or silent connection ends the round. The first site that notices tells all others.
 """
 

@@ -74,7 +74,7 @@ class OuterState:
         self._digests = [""] * len(self.fragments)
 
     def replaced(self, start: Floats, momentum: Floats) -> "OuterState":
-        """Return a copy of this state with other θ and m."""
+        """Return a copy with new `start` and `momentum`."""
         other = copy.copy(self)
         other.start, other.momentum = start, momentum
         other.forget()

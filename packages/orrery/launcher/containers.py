@@ -1,7 +1,7 @@
 """Find each role's container image, and build the Apptainer command that runs the role.
 
 - An image has packages, not Orrery's code. `containers/images.lock` lists each image's sha256 and
-  recipe, a digest of its source files.
+  `recipe` (digest of its source files).
 - The command omits `--contain`, because that option hides /dev/shm and InfiniBand.
 - Environment variables pass as APPTAINERENV_*, because other users can read command lines.
 """

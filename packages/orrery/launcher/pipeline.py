@@ -267,7 +267,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # each file renders alone, so two files define the same run
+    if not broken:  # each file alone renders: two files define one run
         raise first
     return render_all(workspace, whole), broken
 

@@ -275,8 +275,8 @@ LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}
 def adopt(run: Run, other: Run) -> str:
     """Copy the state of `other` into a new folder for `run`.
 
-    Raise OrreryError if `run` has begun, or if `other` has no finished stage or would learn
-    something else.
+    Raise OrreryError if `run` has begun, or if `other` has no finished stage or differs outside
+    FREE.
     """
     if run.path.exists():
         raise OrreryError(

@@ -71,7 +71,7 @@ class Workspace:
 
 
 def find_workspace(start: Path | None = None) -> Workspace:
-    """Return the checkout around `start` (default: working directory) or, if none, this file."""
+    """Return the checkout around `start` (default: working directory), else around this file."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents, *Path(__file__).resolve().parents):
         if (folder / "jsonnet" / "runs").is_dir():

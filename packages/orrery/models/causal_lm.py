@@ -26,7 +26,7 @@ from orrery.models.layers import (
 )
 
 # Our parameter name → Hugging Face's name. `{expert}` is the index in dimension 0.
-Names = dict[str, str | tuple[str, ...]]  # tuple: equal parts of dimension 0 (1 with {expert})
+Names = dict[str, str | tuple[str, ...]]  # tuple: split evenly in dim 0 (dim 1 with {expert})
 
 
 class LmHead(nn.Module):

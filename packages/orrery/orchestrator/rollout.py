@@ -2,7 +2,7 @@
 
 - Prompt tokens and tool results are not trained. Their policy version is NO_VERSION.
 - A rollout that reaches a length limit is `truncated`, but still judged.
-- A failure of the engine, task or judge raises `RolloutFailed`. `JudgeBroken` ends the run.
+- `RolloutFailed`: engine, task or judge failed. `JudgeBroken` (wrong rewards) ends the run.
 """
 
 import asyncio

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class HeldRound(msgspec.Struct, frozen=True):
-    """The last round before a checkpoint, and the position in the data after it."""
+    """The last round before a checkpoint, and the data position after the round."""
 
     round: int
     shards: ShardMap

@@ -2,9 +2,9 @@
 
 - A rank (receiver) sends `BatchAsk(step, rank, micro_step)`. The orchestrator (sender) answers once
   the batch exists, so a rank can join or restart at any time.
-- The answer to `micro_step` −1 has the batch's totals and info. Other answers have a ticket, to
-  fetch a micro-batch (`bulk`).
-- A rank repeats an ask until the answer arrives. The sender answers it once per connection.
+- The answer to `micro_step` −1 has the batch's totals and info. Other answers have a ticket for a
+  micro-batch (`bulk.py`).
+- A rank repeats an ask until its answer arrives. Repeats on one connection get one answer.
 """
 
 import asyncio

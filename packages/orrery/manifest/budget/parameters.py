@@ -90,8 +90,8 @@ class ParameterCounts:
 def keys_per_query(model: Model, cp: int) -> float:
     """Return the ratio of keys to queries in a rank's latent attention.
 
-    A rank has the queries of 2 of a document's 2·cp pieces. With indexers, it gathers all keys.
-    Without indexers, each piece needs the keys up to its end: in all, 2·cp + 1 pieces of keys.
+    A rank has the queries of pieces i and 2·cp + 1 − i of a document's 2·cp. With indexers, it
+    gathers all keys. Without, piece i needs the keys of pieces 1 to i, so both need 2·cp + 1.
     """
     if cp == 1 or model.mla is None:
         return 1.0

@@ -60,7 +60,7 @@ class _Results:
     """Bytes per token of a block's forward tensors.
 
     - `named`: tensors that selective checkpointing can keep, by their name in `keep`.
-    - `unread`: tensors with the same names that the backward pass does not read.
+    - `unread`: more tensors under these names, unused by the backward pass.
     - `rest`: unnamed tensors.
     - `for_attention`: recomputed tensors that only attention's backward pass reads.
     - `of_attention`, `of_feed_forward`: bytes of each recomputed module in that half of the block.
@@ -410,7 +410,7 @@ class _StepPlan:
                 self.moment(
                     gradients=gradients - copied,
                     gathered=self.gathered_before(layer),
-                    # With a single shard, "reduction" includes the gradient.
+                    # A single shard's gradient counts only in `reduction`.
                     reduction=self.reducing(unit) * (3 if alone else 1),
                     activations=self.activations(layer - 1),
                     again=self.c * hidden,

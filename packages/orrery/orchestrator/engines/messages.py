@@ -68,7 +68,7 @@ class Generation:
     request_id: str
     token_ids: np.ndarray  # i32 [n]
     logprobs: np.ndarray  # f32 [n], at the sampling temperature
-    versions: np.ndarray  # i32 [n], policy version of each token, or START_VERSION
+    versions: np.ndarray  # i32 [n], policy versions (START_VERSION: no update yet)
     finish_reason: str  # "stop" | "length" | "abort"
     cached_tokens: int
     routes: tuple[Routes, ...] = ()  # routed experts of all tokens except the last

@@ -66,7 +66,7 @@ class HonestSpread:
         return len(self._scores) >= NUM_HONEST
 
     @property
-    def bounds(self) -> tuple[float, float]:  # of the mean and of the largest difference
+    def bounds(self) -> tuple[float, float]:  # upper bounds of `mean` and `peak`
         least, tolerance = self._spec.min_logprob_difference, self._spec.tolerance
         usual = np.quantile([(each.mean, each.peak) for each in self._scores], QUANTILE, axis=0)
         mean, peak = (tolerance * usual).tolist()

@@ -338,7 +338,7 @@ class _Bucketful:
 class RankFingerprints:
     """Compute a trainer rank's shares of the sent tensors' fingerprints.
 
-    If several ranks hold a box, only the lowest rank counts it.
+    A box (index range) counts only at the lowest rank that holds it.
     """
 
     def __init__(
