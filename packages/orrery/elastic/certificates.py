@@ -96,7 +96,7 @@ def make_authority(folder: Path, run: str) -> None:
 def make_site(folder: Path, site: str, addresses: Sequence[str] = ()) -> Certificates:
     """Write the site's key and certificate.
 
-    `addresses`: the site's addresses, for clients that check them. Raise ElasticError if the key
+    `addresses`: for clients that check them. Raise ElasticError if the key
     exists or a name is invalid.
     """
     if site == AUTHORITY or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", site):

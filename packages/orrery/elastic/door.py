@@ -7,7 +7,7 @@ import msgspec
 from orrery.elastic.types import ElasticError
 
 PROTOCOL = 2  # increment if frames or the ledger change format
-NO_ROUND = -1  # before the first round, which is 0
+NO_ROUND = -1  # before round 0
 
 
 class Terms(msgspec.Struct, frozen=True):

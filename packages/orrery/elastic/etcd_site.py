@@ -37,7 +37,7 @@ class Change(NamedTuple):
 
 
 def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most: int) -> Change:
-    """Return the coordinator that site `own` must add or remove now.
+    """Return the coordinator that site `own` must add or remove.
 
     Sites are ADDRESS:PORT. `voters`: present coordinators. `live`: live sites that can run etcd.
     `gone`: coordinators to replace. `most`: maximum coordinators.

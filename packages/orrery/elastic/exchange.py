@@ -31,7 +31,7 @@ TIMEOUT_S = 600.0  # maximum wait per frame
 class ExchangeStats:
     bytes_sent: int
     seconds: float
-    codec_s: float  # codec time, summed over threads
+    codec_s: float  # summed over threads
 
 
 class ErrorFeedback:
@@ -63,7 +63,7 @@ def exchange(
     """Replace `delta`, f32[n], by the weighted mean over sites, or 0 if all weights are 0.
 
     `buckets`: slices that cover `delta`, equal at all sites. Raise LinkBroken if a peer fails, and
-    ElasticError if a value cannot be encoded. Some parts of `delta` may then hold the mean.
+    ElasticError if a value cannot be encoded.
     """
     if topology not in TOPOLOGIES:
         raise ElasticError(

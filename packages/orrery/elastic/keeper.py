@@ -1,4 +1,4 @@
-"""Publish and serve training-state snapshots, in a process that outlives the trainer.
+"""Publish and serve training-state snapshots in a separate process.
 
 - The trainer copies its state into shared memory, then writes a line to the keeper's stdin.
 - The keeper ends `linger_s` after the trainer, or when another keeper starts on its folder.

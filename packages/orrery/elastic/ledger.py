@@ -86,11 +86,12 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
-    """Add a site, as a member at once or from the next exchange on.
+    """Add a site.
 
     The site becomes a member at once if it has the newest state, no exchange runs, and either no
-    round is committed or no member is live. Raise ElasticError if the run refuses the site, and
-    StateLacking if no member is live and the site lacks the newest state.
+    round is committed or no member is live. Otherwise, the site joins at the next exchange. Raise
+    ElasticError if the run refuses the site, and StateLacking if no member is live and the site
+    lacks the newest state.
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)

@@ -361,7 +361,7 @@ def _answer(status: int, text: str, more: str = "") -> bytes:
     return f"{head}Content-Length: {len(text.encode())}\r\n{more}\r\n{text}".encode()
 
 
-OPEN = ("/health", "/metrics")  # need no credential
+OPEN = ("/health", "/metrics")
 GENERATE = "/inference/v1/generate"
 UNAUTHORIZED = "this engine serves one run only: its token is missing or belongs to another run\n"
 UNKNOWN_KEY = "the token that `orrery serve` printed is missing or wrong\n"

@@ -321,7 +321,7 @@ def _path(folder: Path, key: str) -> Path:
 
 
 class RoutesOnDisk:
-    """Routes (chosen experts) on disk, one file per KV block. Only one thread may write."""
+    """Routes on disk, one file per KV block. Only one thread may write."""
 
     def __init__(self) -> None:
         self._folder = Path(os.environ[FOLDER])

@@ -60,7 +60,7 @@ def serve(
     disk: Path | None = None,
     explain: Callable[[str], str | None] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM, then remove `disk`, the folder of KV blocks.
+    """Serve until SIGTERM. `disk`: folder of KV blocks.
 
     Raise RunFailed if the engine dies or does not start, or OutOfMemory if `explain` has a message
     for a failed start.

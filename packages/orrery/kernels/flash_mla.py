@@ -23,7 +23,7 @@ HEADS, KEYS = 64, 128  # must divide the numbers of heads and chosen keys
 
 class FlashMLA(NamedTuple):
     operation: Any
-    lse_factor: float  # converts the log-sum-exp to base e
+    lse_factor: float  # see `lse_factor`
 
 
 @cache

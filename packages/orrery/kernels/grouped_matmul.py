@@ -46,7 +46,7 @@ def _carveout() -> Iterator[None]:
 
 
 def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return [M, N] in x's dtype: rows `ends[e − 1]:ends[e]` of x times weight[e]ᵀ.
+    """Return [M, N] in x's dtype: x's rows of group e times weight[e]ᵀ.
 
     x [M, K] and weight [E, N, K] have one dtype. ends i32 [E] ascends to at most M. Groups may be
     empty. Raise ValueError on other shapes or dtypes.
@@ -143,7 +143,7 @@ _product.register_autograd(_backward, setup_context=_setup_context)
 def adapted_grouped_matmul(
     x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor
 ) -> Tensor:
-    """Return [M, N]: rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e])ᵀ.
+    """Return [M, N]: x's rows of group e times (weight[e] + b[e] a[e])ᵀ.
 
     a is [E, R, K], b is [E, N, R]. For the rest, see `grouped_matmul`.
     """

@@ -34,7 +34,7 @@ def select_keys(
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], in any order.
 
-    Query t chooses among keys first_t to last_t. With fewer keys, −1 fills the rest of the row.
+    If the range first_t to last_t has fewer keys, −1 fills the rest of the row.
     Equal scores prefer the lowest index. In FP8, q and k come from `sparse_index_fp8`, and
     `weights` must include q's scales as factors. Raise ValueError on other shapes.
     """

@@ -98,7 +98,7 @@ def select_keys(
             place = choose(score_CS[some], (ranges[1] - ranges[0])[some], top_k)
             found = torch.where(place < 0, -1, place + ranges[0][some, None])
             index_TK[start + part : start + part + len(found)] = found
-        del score_CS  # free before the next allocation
+        del score_CS
     return index_TK
 
 

@@ -53,7 +53,7 @@ def select_keys(
         ends = (first_T[rows].clamp(min=0).int(), last_T[rows].clamp(max=num_keys - 1).int())
         score_CS = score(q_THD[rows], k_SD, weights_TH[rows], *ends, tiles)
         choose(score_CS, *ends, indices_TK[rows], tiles)
-        del score_CS  # free before the next allocation
+        del score_CS
     return indices_TK
 
 

@@ -150,7 +150,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
                 ctx.logits.append(logits_CB.clone() if backend == "plain" else logits_CB)
             rows = (target_T[tokens], temperature_T[tokens])
             update(state_4T[:, tokens], logits_CB, *rows, words.start)
-            del logits_CB  # free before the next allocation
+            del logits_CB
         logprob_T, entropy_T, log_normalizer_T = finish_state(state_4T)
         inputs = (hidden_TD, weight_VD, target_T, temperature_T)
         ctx.save_for_backward(*inputs, log_normalizer_T, entropy_T)

@@ -2,7 +2,7 @@
 
 - An image has packages, not Orrery's code. `containers/images.lock` lists each image's sha256 and
   `recipe` (digest of its source files).
-- The command omits `--contain`, because that option hides /dev/shm and InfiniBand.
+- The command omits `--contain`, which hides /dev/shm and InfiniBand.
 - Environment variables pass as APPTAINERENV_*, because other users can read command lines.
 """
 

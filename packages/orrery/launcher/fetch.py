@@ -1,6 +1,6 @@
 """Download a model or a dataset, but no code, from the Hugging Face hub: `orrery fetch`.
 
-Downloaded dataset files get names that begin with their split.
+Names of downloaded dataset files begin with their split.
 """
 
 import json

@@ -25,7 +25,7 @@ constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
 WAITS_S = (1.0, 2.0, 4.0)
-LINKED_BYTES = 1 << 20  # copy smaller files, which users may edit. Hard-link the others.
+LINKED_BYTES = 1 << 20  # copy smaller files, which users may edit
 Kind = Literal["model", "dataset"]
 
 

@@ -205,7 +205,7 @@ class Supervisor:
         return outcome
 
     def _finish_saves(self, outcome: Outcome) -> Outcome:
-        """Wait until checkpoint copies are saved, or until the next Ctrl-C.
+        """Wait until checkpoint copies are saved, or the next Ctrl-C.
 
         For a requeue, stop before the Slurm job's time is over.
         """

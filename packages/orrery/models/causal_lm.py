@@ -1,4 +1,4 @@
-"""Define the interface of all networks, from packed tokens to log-probs, and our own decoder.
+"""Define the interface of all networks, and our own decoder.
 
 Shapes: T tokens, D hidden, V vocabulary, L layers with experts, K experts per token
 

@@ -1,6 +1,6 @@
 """Write and find checkpoints. A folder is valid only with the marker file `COMPLETE`.
 
-- The run's attempt k writes `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes
+- Attempt k writes `checkpoints/step_<n>.attempt_<k>/<role>/…`. Then `complete` writes
   every file's sha256 into `files.json`, and last the marker.
 - Removal begins with the marker, so a partly removed checkpoint is invalid.
 """

@@ -2,7 +2,7 @@
 
 - Blocks of `block` values are encoded independently.
 - Magnitudes are at most 2^100. Lossy codecs decode a block of magnitudes below 2^-100 to zeros.
-- Equal values give equal bytes on every host, with or without native code. To this end, each
+- Equal values give equal bytes on every host, with or without native code. Each
   float32 operation rounds once, and sums use integers.
 """
 

@@ -123,7 +123,7 @@ class Grids:
         return _grids(tuple(cu_seqlens.tolist()), cu_seqlens.device)
 
     def gather(self, x: Tensor, grid: int) -> Tensor:
-        """Return the tokens of padded batch b = `grid` from packed x [T, …], as [N_b, L_b, …]."""
+        """Return the tokens of grid b = `grid` from packed x [T, …], as [N_b, L_b, …]."""
         source_NL = self.sources[grid]
         cells = x if self.place is None else x.index_select(0, source_NL.view(-1))
         return cells.unflatten(0, source_NL.shape)

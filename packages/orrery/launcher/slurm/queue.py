@@ -193,8 +193,7 @@ def hostnames(listed: str) -> list[str]:
 def cancel(ids: Sequence[str]) -> None:
     """End the launchers of running jobs by SIGTERM, then cancel all jobs.
 
-    Launchers end first, because they remove scratch folders in a step, and a cancelled job cannot
-    start steps.
+    Launchers remove scratch folders in a step, and a cancelled job cannot start steps.
     """
     if not ids:
         return
