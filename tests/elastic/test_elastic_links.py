@@ -120,6 +120,29 @@ def test_strangers_and_older_epochs_get_nothing_and_others_go_on(certificates, t
         assert links[1].receive(0, 10.0).payload.tobytes() == b"fine"
 
 
+def test_a_member_without_a_lease_breaks_its_round_before_it_connects(certificates):
+    with linked(certificates, 3) as links:
+        found = epoch(links)
+        leased = {each.id for each in found.members[:2]}
+
+        def one(rank):
+            if rank == 2:
+                while links[0].current != (found.number, 0):
+                    time.sleep(0.01)
+                links[0].keep_leased(leased, (found.number, -1))  # read before this round
+                assert links[0]._broken is None
+                links[0].keep_leased(leased, links[0].current)
+                return
+            links[rank].begin(found, rank, 0)
+
+        begin_s = time.monotonic()
+        results = together(3, one)
+        assert time.monotonic() - begin_s < 20.0  # CONNECT_S is 60 s
+        for broken in results[:2]:
+            assert isinstance(broken, LinkBroken) and broken.rank == 2
+            assert broken.reason == "its lease has ended"
+
+
 def test_strangers_of_one_address_leave_room_for_others(certificates):
     meeting = Handshakes(certificates, lambda tls, hello: tls.close())
     port = meeting.listen(HOST, 0)

@@ -188,6 +188,14 @@ def test_a_stranger_gets_nothing_and_disturbs_no_fetch(tmp_path, files, serve):
     assert verify(got).round == 3
 
 
+def test_a_fetch_ends_at_once_when_peers_have_only_newer_states(tmp_path, serve, files):
+    snapshot(tmp_path / "a")
+    peer, begin_s = serve(tmp_path / "a"), time.monotonic()
+    with pytest.raises(ElasticError, match=r"no state of round 2 .* has round 3, and the log is"):
+        fetch_state(lambda: [peer], lambda: (2, "digest 2"), tmp_path / "b", files, 60.0)
+    assert time.monotonic() - begin_s < 20.0
+
+
 def test_strangers_hold_no_more_threads_than_allowed(tmp_path, serve, monkeypatch):
     monkeypatch.setattr("orrery.elastic.recovery.MAX_STRANGERS", 2)
     address, _, port = serve(tmp_path).rpartition(":")

@@ -1,13 +1,17 @@
 """Several sites that train: real learners, logs, links, snapshots and checkpoints."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from site_threads import SiteFolders, ThreadSite, begun, flat, spec_of, together
 from test_trainer_stages import Stage, final_weights
 
+from orrery.elastic.links import CONNECT_S, LinkPhase
 from orrery.elastic.outer import OuterOptimizer, weighted_mean
 from orrery.elastic.snapshots import copy_state
-from orrery.elastic.types import ElasticError
+from orrery.elastic.types import ElasticError, LinkBroken
 from orrery.runtime.metrics import rows
 from orrery.runtime.run_directory import memory_prefix, metrics_path, remove_memory
 from orrery.trainer.elastic import check_listens
@@ -101,6 +105,36 @@ def test_a_host_without_memory_and_a_state_with_other_bits_are_refused(sites, mo
             ElasticError, match=r"^memory: this site has 0.0 GB of host memory free"
         ):
             small.enter()
+
+
+def test_a_member_that_never_connects_holds_up_the_others_while_it_has_a_lease(sites):
+    folders, (a, b, c) = sites("abc")
+    together(a.enter, b.enter)
+    joining = begun(c.enter)
+    folders.until(lambda ledger: bool(ledger.tokens))
+    together(a.train, b.train, joining.result)
+    gate, own = threading.Event(), c.rows[-1]["own"]
+
+    def never(*_):
+        gate.wait(60)
+        raise LinkBroken(0, "never connected")
+
+    c.training._links.begin = never
+    rest = [begun(a.train), begun(b.train)]
+    late = begun(c.train)
+    while a.training._links._phase != LinkPhase.BEGINNING:
+        time.sleep(0.02)
+    begin_s = time.monotonic()
+    folders.take_lease(next(m.id for m in folders.log.read().ledger.members if m.id[:8] == own))
+    for each in rest:
+        each.result(timeout=60)
+    assert time.monotonic() - begin_s < CONNECT_S / 2
+    assert digests(a)[-1] == digests(b)[-1] and len(a.rows[-1]["members"]) == 2
+    del c.training._links.begin
+    gate.set()
+    folders.until(lambda ledger: bool(ledger.tokens))  # it takes the state and arrives
+    together(a.train, b.train, late.result)
+    assert digests(a)[-1] == digests(b)[-1] == digests(c)[-1]
 
 
 def test_a_site_over_several_hosts_does_not_listen():

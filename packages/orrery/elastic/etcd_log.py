@@ -100,7 +100,7 @@ class EtcdLog:
         with self._changed:
             self._revision = max(self._revision, int(answer["header"]["revision"]))
         ledger, live = (each["response_range"].get("kvs", []) for each in answer["responses"])
-        ids = frozenset(decode(each["key"]).decode().rpartition("/")[2] for each in live)
+        ids = _site_ids(live)
         if not ledger:
             return LedgerView(Ledger(), 0, ids)
         value = msgspec.json.decode(decode(ledger[0]["value"]), type=Ledger)
@@ -152,6 +152,11 @@ class EtcdLog:
         for each in answer.get("kvs", []):
             yield msgspec.json.decode(decode(each["value"]), type=CommittedRound)
 
+    def live(self) -> frozenset[str]:
+        """Return the ids of the sites with a lease."""
+        asked = below(f"{self._prefix}live/") | {"keys_only": True}
+        return _site_ids(self._client.call("/v3/kv/range", asked).get("kvs", []))
+
     def services(self) -> list[SiteServices]:
         answer = self._client.call("/v3/kv/range", below(f"{self._prefix}live/"))
         values = (decode(each["value"]) for each in answer.get("kvs", []))
@@ -179,6 +184,10 @@ class EtcdLog:
                         self._news = max(self._news, news)
                         self._changed.notify_all()
             stop.wait(RETRY_WATCH_S)
+
+
+def _site_ids(keys: list[dict[str, str]]) -> frozenset[str]:
+    return frozenset(decode(each["key"]).decode().rpartition("/")[2] for each in keys)
 
 
 def _put(key: str, value: bytes) -> dict[str, Any]:

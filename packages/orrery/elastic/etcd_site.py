@@ -19,6 +19,7 @@ from orrery.elastic.certificates import Certificates
 from orrery.elastic.door import check_clock
 from orrery.elastic.etcd_client import EtcdClient, EtcdRefused
 from orrery.elastic.etcd_log import ELECTION_S, EtcdLog, SiteServices
+from orrery.elastic.links import PeerLinks
 from orrery.elastic.membership import LogMembership, RoundPace
 from orrery.elastic.types import ElasticError
 from orrery.manifest.publish import make_folder, write_atomic
@@ -185,6 +186,7 @@ class EtcdSite:
         self._snapshots = snapshots
         self.membership = LogMembership(self.log, pace)
         self.server = EtcdServer(name, folder, certificates, run) if name else None
+        self.links: PeerLinks | None = None  # their rounds break when a lease ends
         self._missing_since_s: dict[str, float] = {}
         self._stop = threading.Event()
         self._steward = threading.Thread(target=self._run, name="coordinators", daemon=True)
@@ -249,6 +251,10 @@ class EtcdSite:
         finally:
             self._ready.set()
         while not self._stop.wait(self._heartbeat_s):
+            with suppress(ElasticError, EtcdRefused, OSError):
+                if self.links is not None:
+                    current = self.links.current
+                    self.links.keep_leased(self.log.live(), current)
             with suppress(ElasticError, EtcdRefused, OSError):
                 self._step()
 

@@ -11,7 +11,7 @@ import queue
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from enum import Enum, auto
 
 import numpy as np
@@ -173,6 +173,22 @@ class PeerLinks:
         """End the round, because site `rank` (perhaps this one) has failed."""
         with self._changed:
             self._fail(rank, reason)
+
+    @property
+    def current(self) -> tuple[int, int]:
+        """Return the epoch and the round."""
+        with self._changed:
+            return self.epoch, self.round
+
+    def keep_leased(self, leased: Set[str], current: tuple[int, int]) -> None:
+        """Break the round if a member's lease has ended. `leased`: site ids, read in `current`."""
+        with self._changed:
+            if self._phase == LinkPhase.IDLE or current != (self.epoch, self.round):
+                return
+            assert self._members is not None
+            for rank, member in enumerate(self._members.members):
+                if member.id not in leased:
+                    self._fail(rank, "its lease has ended")
 
     def close(self) -> None:
         with self._changed:

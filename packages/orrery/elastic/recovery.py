@@ -180,12 +180,12 @@ def fetch_state(
     """Fetch the newest committed state from all peers. Return the snapshot's folder.
 
     `peers` returns ADDRESS:PORT of snapshot servers. `wanted` returns the last round's (number,
-    digest). Raise ElasticError after `deadline_s`.
+    digest). Raise ElasticError after `deadline_s`, or if peers have only newer states.
     """
     end_s, reason = time.monotonic() + deadline_s, "no peer is live"
     while True:
         number, digest = wanted()
-        sources, headers = [], []
+        sources, headers, is_gone = [], [], False
         for peer in peers():
             source = PeerSource(peer, certificates)
             try:
@@ -196,6 +196,7 @@ def fetch_state(
                 continue
             sources.append(source)
             if header is None or (header.round, header.digest) != (number, digest):
+                is_gone |= header is not None and header.round > number
                 has = f"round {header.round}" if header else "no snapshot"
                 reason = f"{peer} has {has}, and the log is at round {number}"
             else:
@@ -209,9 +210,10 @@ def fetch_state(
         finally:
             for source in sources:
                 source.close()
-        if time.monotonic() >= end_s:
-            raise ElasticError(
-                f"recovery: no state of round {number} within {deadline_s:g} s ({reason}); check "
-                "that other sites run and that their recovery port is open, then join again"
-            )
         time.sleep(POLL_S)
+        is_gone = is_gone and not headers and wanted() == (number, digest)
+        if is_gone or time.monotonic() >= end_s:
+            raise ElasticError(
+                f"recovery: no state of round {number} from other sites ({reason}); check that "
+                "they run and that their recovery port is open, then join again"
+            )

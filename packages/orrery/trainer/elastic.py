@@ -273,6 +273,7 @@ class SiteTraining:
             )
             self._loop.rounds = self._site.membership
             self._site.membership.measured = self._links.speeds
+            self._site.links = self._links
 
     def _sizes(self) -> tuple[int, int]:
         """Return this rank's number of trained parameters, and bytes of inner state."""
