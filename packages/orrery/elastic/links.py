@@ -111,10 +111,8 @@ class PeerLinks:
             self._phase = LinkPhase.IDLE
             is_new = {each.id for each in self._members.members} - self._probe.found.keys()
             if self._shard == 0 and len(is_new) > 1:  # `is_new` contains this site
-                args = self.epoch, self.round
-                threading.Thread(
-                    target=self._measure, args=args, name="links-probe", daemon=True
-                ).start()
+                args, name = (self.epoch, self.round), "links-probe"
+                threading.Thread(target=self._measure, args=args, name=name, daemon=True).start()
 
     def speeds(self) -> dict[str, int]:
         return dict(self._probe.found)
@@ -185,9 +183,8 @@ class PeerLinks:
         with self._changed:
             if self._phase == LinkPhase.IDLE or current != (self.epoch, self.round):
                 return
-            assert self._members is not None
-            for rank, member in enumerate(self._members.members):
-                if member.id not in leased:
+            for rank in range(len(self._backlogs)):
+                if self._site_id(rank) not in leased:
                     self._fail(rank, "its lease has ended")
 
     def close(self) -> None:
