@@ -52,7 +52,7 @@ def compared(args: argparse.Namespace, speed: float, before: int | None) -> dict
     load, rates = Serving(args.tokens, args.tokens, args.requests), rates_of(accelerator)
     batch = engine.batch_size(model, inference, load)
     step_s = engine.decode_s(model, inference, batch, load.mean_context, rates, 0.0)
-    prefill_s = engine.prefill_s(model, inference, args.tokens, rates)
+    prefill_s = engine.prefill_s(model, inference, args.tokens, rates, 0.0)
     planned = args.tokens / (args.tokens * step_s / batch + prefill_s)
     row = {
         "variant": f"{args.run}, quantization {args.quantization}, {args.requests} requests",

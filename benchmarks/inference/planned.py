@@ -56,7 +56,7 @@ def compared(name: str, run: str, load_of: Serving, cached: int, speed: float) -
     inference = inference.model_copy(update={"kv_cache_bytes": cache})
     batch = engine.batch_size(model, inference, load_of)
     step_s = engine.decode_s(model, inference, batch, load_of.mean_context, rates, 0.0)
-    prefill_s = engine.prefill_s(model, inference, load_of.prompt, rates)
+    prefill_s = engine.prefill_s(model, inference, load_of.prompt, rates, 0.0)
     planned = load_of.sampled / (load_of.sampled * step_s / batch + prefill_s)
     return {
         "variant": f"{name}: {run}",

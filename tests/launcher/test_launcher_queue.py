@@ -3,13 +3,14 @@
 import asyncio
 import os
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from orrery.launcher.preemption import stop_run
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.job import failed_node, task_endings
+from orrery.launcher.slurm.job import SlurmTask, Step, failed_node, task_endings
 from orrery.manifest.errors import OrreryError
 
 # squeue's JOB STATE CODES, whole
@@ -122,6 +123,19 @@ def test_how_tasks_ended():
         1: -signal.SIGKILL, 0: -signal.SIGTERM, 2: -signal.SIGTERM, 3: -signal.SIGTERM, 4: 75,
         5: -signal.SIGKILL, 6: 143, 7: -signal.SIGKILL,
     }  # fmt: skip
+
+
+def test_an_ended_srun_says_how_each_task_ended_even_if_its_log_was_just_read(tmp_path):
+    step = object.__new__(Step)
+    step.log, step.begin, step.is_killed = tmp_path / "step.log", 0, False
+    step._read, step._looked_s = (0, {}), time.monotonic()
+    step._popen = SimpleNamespace(poll=lambda: 137)
+    step.log.write_text("srun: error: node1: task 0: Exited with exit code 75\n")
+    task = object.__new__(SlurmTask)
+    task.step, task.rank = step, 0
+    assert task.poll() == 75
+    task.rank = 1
+    assert task.poll() == -signal.SIGTERM
 
 
 def test_a_lost_node_is_named():

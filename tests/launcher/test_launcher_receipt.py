@@ -140,6 +140,16 @@ def test_the_kept_diff_of_a_dirty_checkout_makes_the_same_tree_again(run_dir, tm
     assert len(list((run_dir / "receipts").iterdir())) == 1
 
 
+def test_untracked_files_may_have_names_that_are_not_utf_8(run_dir, monkeypatch):
+    checkout = run_dir.parents[1]
+    name = os.fsdecode(b"caf\xe9.txt")
+    (checkout / name).write_bytes(b"x")
+    told = code_state(run_dir, checkout)
+    assert told.dirty and b"caf\\351.txt" in (run_dir / told.diff).read_bytes()
+    monkeypatch.setattr(receipt, "KEPT_BYTES", 0)
+    assert code_state(run_dir, checkout).note == "left out of the diff: caf\ufffd.txt"
+
+
 def test_an_edit_of_the_same_length_in_the_second_of_the_commit_is_dirt(run_dir):
     checkout = run_dir.parents[1]
     git(checkout, "config", "core.trustctime", "false")  # no test can set that time

@@ -149,3 +149,7 @@ def test_several_nodes_need_a_network():
 def test_lines_before_the_launcher_hold_no_secrets(workspace):
     text = GOOD.replace("[containers]", 'pre_run = ["export WANDB_API_KEY=1"]\n[containers]')
     assert "looks like a secret" in sentence(workspace, text)
+    text = text.replace("WANDB_API_KEY", "TOKENIZERS_PARALLELISM")
+    (workspace.root / "site.toml").write_text(text)
+    slurm = load_site(workspace).slurm
+    assert slurm is not None and slurm.pre_run == ("export TOKENIZERS_PARALLELISM=1",)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from orrery.manifest.budget.parameters import count_parameters
 from orrery.manifest.budget.run import plan_run
 from orrery.manifest.budget.table import engine_layouts, trainer_layouts
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory, sparse_backward_bytes
-from orrery.manifest.budget.trainer_time import links, step_bytes
+from orrery.manifest.budget.trainer_time import links, step_bytes, step_s
 from orrery.manifest.check import with_values
 from orrery.manifest.devices import DEVICES, SPARSE_PAIRS, rates_of, usable_bytes
 from orrery.manifest.errors import OrreryError
@@ -156,6 +157,41 @@ def test_proposed_layouts_can_start_keep_the_devices_and_come_fastest_first(name
             assert one.manifest.orchestrator == manifest.orchestrator
 
 
+def test_replicas_prefill_engines_and_a_slow_network_cost_time():
+    mesh = {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "ep": 1}
+    replicated = run("asynchrony_h200_4").trainer.model_copy(
+        update={"mesh": run("asynchrony_h200_4").trainer.mesh.model_copy(update=mesh)}
+    )
+    model, rates = run("asynchrony_h200_4").model, rates_of("h200")
+    link = links(replicated, rates, 4, 5e10)
+    seconds = [
+        step_s(model, replicated, 1, [4096], rates, each)["step"]
+        for each in (link, replace(link, all=1e30))
+    ]
+    assert seconds[0] > seconds[1]
+    apart = plan_run(run("h200_prefill_decode"))
+    assert apart.traffic_bytes["caches to decode engines"] > 0
+    fast, slow = (plan_run(run("glm5_run"), network=network) for network in (50e9, 5e9))
+    assert (
+        slow.engines["prefill_tokens_per_s_of_a_rank"]
+        < (fast.engines["prefill_tokens_per_s_of_a_rank"])
+    )
+    (first, *_) = trainer_layouts(run("glm5_run"), None, 5e9)
+    assert first.seconds > trainer_layouts(run("glm5_run"), None, 50e9)[0].seconds
+
+
+def test_a_prefill_engine_whose_plan_exceeds_the_device_gets_a_note():
+    manifest = run("glm5_run")
+    for cache in range(20, 120):
+        prefill = manifest.inference.prefill.model_copy(update={"kv_cache_bytes": cache << 30})
+        inference = manifest.inference.model_copy(update={"prefill": prefill})
+        doubtful = manifest.model_copy(update={"inference": inference})
+        if doubts := list(memory_doubts(doubtful)):
+            break
+    (text,) = doubts
+    assert text.startswith("inference.prefill: by its plan a device needs")
+
+
 def test_a_search_finds_a_layout_for_a_trainer_that_does_not_fit():
     large = run("qwen3_4b_16k", trainer__memory__max_tokens_per_micro_batch=16384 * 16)
     assert list(memory_misfits(large))
@@ -165,7 +201,7 @@ def test_a_search_finds_a_layout_for_a_trainer_that_does_not_fit():
 
 def test_a_run_on_cpus_has_nothing_to_search():
     with pytest.raises(OrreryError, match="take a hardware axis with GPUs"):
-        list(table.search(run("reverse_text"), None))
+        list(table.search(run("reverse_text"), None, None))
 
 
 def test_a_slower_network_slows_updates_and_gathers_over_nodes():

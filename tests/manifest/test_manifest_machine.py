@@ -251,6 +251,9 @@ def test_a_run_file_that_a_person_wrote_is_kept(driver, workspace):
 def test_a_manifest_for_another_device_is_refused_with_what_to_type(tmp_path):
     specs = checkout(tmp_path)
     refuse_other_device(render(specs, "words").manifest, H100)  # for CPUs: it hides the GPUs
+    wide, *_ = adapt(REPOSITORY, "glm5_run", Machine("h200", H200, 1))
+    one = wide.manifest.inference
+    assert (one.num_devices, one.nodes_per_replica, one.prefill) == (1, 1, None)
     adapted, *_ = adapt(REPOSITORY, "asynchrony_h200_1", Machine("h200", H200, 1))
     refuse_other_device(adapted.manifest, H200)
     with pytest.raises(OrreryError) as caught:

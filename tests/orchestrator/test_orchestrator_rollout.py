@@ -225,6 +225,7 @@ def test_a_prompt_that_fills_the_context_is_a_failure():
         ("good", {}),
         (1.0, {"share": float("nan")}),
         (1.0, {"share": float("inf")}),
+        (1e39, {}),
         (1.0, {"share": None}),
         (1.0, None),
     ],

@@ -105,6 +105,18 @@ def test_the_next_upload_removes_a_half_written_header_and_keeps_whole_ones(run_
     assert fetched(url, run_dir) == 4
 
 
+def test_an_upload_after_a_rollback_removes_the_later_steps(run_dir, tmp_path):
+    url = f"file://{tmp_path}/far"
+    target = uploader.target_of(url, run_dir, "rl")
+    assert saver.finish(offered(run_dir, 4))
+    uploader.upload(target, run_dir, "rl", 2)
+    shutil.rmtree(folder(run_dir, 4))  # the run goes on from step 2
+    assert saver.finish(offered(run_dir, 3))
+    uploader.upload(target, run_dir, "rl", 2)
+    assert [path.rpartition("_")[2] for path in target._headers()] == ["000000003.json"]
+    assert fetched(url, run_dir) == 3
+
+
 def test_a_checkpoint_that_the_trainer_removes_meanwhile_is_uploaded(
     run_dir, tmp_path, monkeypatch
 ):

@@ -106,6 +106,15 @@ def test_damage_is_named(tmp_path, damage, message):
         checkpoints.verify(folder)
 
 
+def test_a_killed_completion_leaves_no_file_in_the_next(tmp_path):
+    folder = written(tmp_path, 1, whole=False)
+    for name in (checkpoints.FILES, checkpoints.MARKER):
+        (folder / f".{name}.77.tmp").write_text("{")
+    checkpoints.complete(folder)
+    checkpoints.verify(folder)
+    assert not list(folder.glob(".*"))
+
+
 def test_an_empty_checkpoint_is_not_completed(tmp_path):
     tmp_path.joinpath("step_1").mkdir()
     with pytest.raises(OrreryError, match="has no files; a checkpoint"):

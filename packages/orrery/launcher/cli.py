@@ -175,11 +175,13 @@ def plan(
     workspace = find_workspace()
     run, site = planned(word, workspace), load_site(workspace)
     network = site.network.gbit_per_s * 1e9 / 8 if site.network else None
+    if as_json and search:
+        raise OrreryError("--search has no JSON; leave out --json or --search")
     if as_json:
         print(json.dumps(plan_run(run.manifest, tokens, network).as_json(), indent=2))
         return
     if search:
-        print(*table.search(run.manifest, tokens), sep="\n")
+        print(*table.search(run.manifest, tokens, network), sep="\n")
         return
     stages = [stage] if stage else run.stages
     if to is not None:

@@ -271,9 +271,11 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
 
     git adds the other untracked files to a copy of the index, so the user's index does not change.
     """
-    found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
+    found = os.fsdecode(_git(root, "ls-files", "--others", "--exclude-standard", "-z"))
     untracked = [
-        name for name in found if name and not (root / name).is_relative_to(run_dir.parent)
+        name
+        for name in found.split("\0")
+        if name and not (root / name).is_relative_to(run_dir.parent)
     ]
     left_out = [
         name
@@ -287,9 +289,10 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
         shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
         if kept:
             add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
-            _git(root, *add, index=index, stdin="\0".join(kept).encode())
+            _git(root, *add, index=index, stdin=os.fsencode("\0".join(kept)))
         diff = ("diff", "--binary", "--no-color", "--no-ext-diff", "HEAD")
-        return _git(root, *diff, index=index), left_out
+        names = [os.fsencode(name).decode(errors="replace") for name in left_out]
+        return _git(root, *diff, index=index), names
 
 
 def _git(root: Path, *words: str, index: Path | None = None, stdin: bytes = b"") -> bytes:

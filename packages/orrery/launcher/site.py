@@ -27,7 +27,7 @@ VARIABLE = "ORRERY_SITE"
 FILE = "site.toml"
 EXAMPLE = "docs/site.example.toml"
 SECRET = re.compile(
-    r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
+    r"TOKEN(?!IZER)|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
 )
 
 # sbatch options that `extra` may not set

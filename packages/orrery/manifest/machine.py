@@ -249,9 +249,21 @@ def _hardware(machine: Machine, is_shared: bool) -> str:
 
 def _object(fields: Mapping[str, object]) -> str:
     def spelled(value: object) -> str:
+        if value is None:
+            return "null"
         return f"'{value}'" if isinstance(value, str) else str(value).lower()
 
     return "{ " + ", ".join(f"{key}: {spelled(value)}" for key, value in fields.items()) + " }"
+
+
+# An engine on one device
+ONE_DEVICE: dict[str, int | None] = {
+    "tensor_parallel": 1,
+    "data_parallel": 1,
+    "nodes_per_replica": 1,
+    "expert_parallel": False,
+    "prefill": None,
+}
 
 
 class Adapted(NamedTuple):
@@ -330,14 +342,19 @@ def _changes(manifest: Manifest, machine: Machine) -> list[str]:
     if fits and machine.accelerator == hardware.accelerator:
         return []
     is_shared = hardware.shared_devices if fits else machine.num_devices == 1
-    inference = {"kv_cache_bytes": machine.cache_bytes(is_shared)}
-    if manifest.inference.kv_cache_bytes <= inference["kv_cache_bytes"]:
-        inference = {}
+    cache = machine.cache_bytes(is_shared)
+    inference: dict[str, int | None] = {}
+    if manifest.inference.kv_cache_bytes > cache:
+        inference["kv_cache_bytes"] = cache
     lines = [f"  hardware+: {_hardware(machine, is_shared)},"]
     if not fits:
         mesh = manifest.trainer.mesh
         along = {axis: 1 for axis in ("dp_replicate", "cp", "ep") if getattr(mesh, axis) > 1}
-        inference |= {"data_parallel": 1} if manifest.inference.data_parallel > 1 else {}
+        inference |= {
+            field: value
+            for field, value in ONE_DEVICE.items()
+            if getattr(manifest.inference, field) != value
+        }
         lines.insert(0, f"  layout:: {_object(machine.layout)},")
         lines += [f"  trainer+: {{ mesh+: {_object(along)} }},"] if along else []
     lines += [f"  inference+: {_object(inference)},"] if inference else []

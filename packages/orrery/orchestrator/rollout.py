@@ -267,10 +267,10 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # Checkpoints store these numbers as JSON, but JSON has no infinity or NaN.
-    if not np.isfinite([reward, *metrics.values()]).all():
+    # Batches hold float32, and checkpoints JSON, which has no infinity or NaN.
+    if not (np.abs([reward, *metrics.values()]) <= np.finfo(np.float32).max).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
-        raise RolloutFailed("judge", detail + "rewards and metrics are finite numbers")
+        raise RolloutFailed("judge", detail + "rewards and metrics are finite float32 numbers")
     return reward, metrics
 
 

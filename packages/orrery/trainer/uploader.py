@@ -54,7 +54,10 @@ class FsspecTarget:
         self._files.makedirs(f"{self._root}/blocks", exist_ok=True)
 
     def upload(self, header: StateSnapshot, source: FolderSource, keep: int) -> None:
-        """Upload a checkpoint, and remove all but the newest `keep` uploads."""
+        """Upload a checkpoint. Remove uploads of later steps, and all but the newest `keep`.
+
+        Later steps are of a branch that the run has left.
+        """
         have = self._sizes()
         blocks = {block.sha256: block for block in header.blocks()}
         for block in blocks.values():
@@ -64,11 +67,12 @@ class FsspecTarget:
                     raise ElasticError(f"{source.name}: {block.part} was changed during the upload")
                 self._files.pipe_file(f"{self._root}/blocks/{block.sha256}", data)
         name = snapshot_dir(Path(), header.round).name
-        self._files.pipe_file(f"{self._root}/{name}.json", msgspec.json.encode(header))
+        newest = f"{name}.json"
+        self._files.pipe_file(f"{self._root}/{newest}", msgspec.json.encode(header))
         kept: dict[str, StateSnapshot] = {}
         for path in reversed(self._headers()):
             with suppress(msgspec.MsgspecError, ElasticError):  # skip headers of killed uploads
-                if len(kept) < keep:
+                if len(kept) < keep and path.rpartition("/")[2] <= newest:
                     kept[path] = self._header(path)
             if path not in kept:
                 self._files.rm_file(path)

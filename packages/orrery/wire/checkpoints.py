@@ -104,6 +104,9 @@ def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
     (folder / FILES).unlink(missing_ok=True)
+    for name in (FILES, MARKER):  # temporary files of a killed call
+        for left in folder.glob(f".{name}.*.tmp"):
+            left.unlink(missing_ok=True)
     digests = {name: digest for note in notes for name, digest in _noted(folder, note).items()}
     rest = [name for name in _files(folder) if name not in digests]
     if not digests and not rest:

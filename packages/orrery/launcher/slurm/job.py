@@ -302,7 +302,7 @@ class Step:
             return log.read().decode(errors="replace")
 
     def endings(self) -> dict[int, int]:
-        if time.monotonic() - self._looked_s >= LOOK_S:
+        if self.poll() is not None or time.monotonic() - self._looked_s >= LOOK_S:
             self._looked_s = time.monotonic()
             with suppress(OSError):
                 if (size := self.log.stat().st_size) != self._read[0]:
@@ -346,7 +346,8 @@ class SlurmTask:
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        ended, code = self.step.endings(), self.step.poll()
+        code = self.step.poll()  # before `endings`, which are complete once srun has ended
+        ended = self.step.endings()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL
         if self.rank in ended:

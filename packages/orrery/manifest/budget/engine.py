@@ -179,13 +179,17 @@ def _read_bytes(model: Model, inference: Inference, context: float) -> float:
     return DTYPE_BYTES[inference.dtype] * (keys + latent)
 
 
-def prefill_s(model: Model, inference: Inference, prompt: float, rates: Rates) -> float:
+def prefill_s(
+    model: Model, inference: Inference, prompt: float, rates: Rates, network: float
+) -> float:
+    """Return the seconds to prefill `prompt` tokens. `network`: as in `decode_s`."""
     core = attention_forward(model, [int(prompt)]) / rates.attention_flops
     # Each tensor-parallel rank computes all indexer scores, in FP8 at the rate of bfloat16.
     scores = indexers(model, [int(prompt)]) / rates.dense_flops
     dense = rates.dense_flops if inference.quantization == "none" else rates.fp8_flops
     products = 2 * prompt * active_parameters(model).total / (PRODUCTS_SHARE * dense)
-    return scores + (core + products) / inference.tensor_parallel
+    computing = scores + (core + products) / inference.tensor_parallel
+    return computing + _exchange_s(model, inference, prompt, rates, network)
 
 
 def _exchange_s(
@@ -195,7 +199,7 @@ def _exchange_s(
     tensor, devices = inference.tensor_parallel, inference.devices_per_replica
     total = 4 * num_bytes * (tensor - 1) / tensor / rates.link_bytes
     if (moe := model.moe) is not None and devices > tensor:
-        link = rates.link_bytes if devices <= 8 else network
+        link = rates.link_bytes if inference.nodes_per_replica == 1 else network
         rows = num_bytes * min(moe.num_experts_per_token, devices)
         total += 2 * rows * (devices - 1) / devices / link
     return total

@@ -220,7 +220,7 @@ class RunPlan:
         rates, network = self.rates, self.network
         step = engine.decode_s(model, inference, batch, load.mean_context, rates, network)
         other = inference.of_engine(0)
-        prefill = engine.prefill_s(model, other, self.prompt, rates)
+        prefill = engine.prefill_s(model, other, self.prompt, rates, network)
         decode_s = sampled * step / batch
         here = prefill if not prefills else 0.0
         per_s = decoding * inference.data_parallel / (decode_s + here)
@@ -261,13 +261,21 @@ class RunPlan:
             return {"bytes": replicas * adapters, "seconds": UPDATE_S + adapters / FILE_BYTES}
         values = self.counted.total - (adapters // value_bytes if self.trainer.lora else 0)
         whole = values * value_bytes
+        experts = value_bytes * sum(
+            unit.trained_experts + unit.frozen_experts for unit in self.counted.units
+        )
         if kind not in DIRECT_KINDS:
             seconds = UPDATE_S + 2 * whole / FILE_BYTES
             return {"bytes": replicas * whole, "seconds": seconds}
         apart = self.manifest.hardware.num_nodes > 1
         link = min(UPDATE_BYTES, self.network if apart else self.rates.link_bytes)
         shapes = self.inference, self.inference.of_engine(0)
-        received = whole / min(shape.devices_per_replica for shape in shapes)
+        received = max(
+            (whole - experts) / shape.tensor_parallel
+            + experts
+            / (shape.devices_per_replica if shape.expert_parallel else shape.tensor_parallel)
+            for shape in shapes
+        )
         sent = replicas * whole / self.trainer.mesh.world_size
         seconds = UPDATE_S + max(received, sent) / link
         return {"bytes": replicas * whole, "seconds": seconds}
@@ -316,6 +324,9 @@ class RunPlan:
             "weights to engines": self.update()["bytes"],
             "batches to trainer": self.batch_tokens * COLUMN_BYTES,
         }
+        if self.inference.prefill_replicas:
+            prompts = self.manifest.orchestrator.rollouts_per_batch * self.prompt
+            found["caches to decode engines"] = prompts * token_bytes(self.model, self.inference)
         if self.manifest.transport.routed_experts and (moe := self.model.moe) is not None:
             layers, choice = self.model.num_layers, self.manifest.choice_bytes
             layer_bytes = (self.manifest.route_bytes - choice) // layers

@@ -50,14 +50,19 @@ class Proposal:
     manifest: Manifest
 
 
-def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest trainer layouts that fit, one per mesh and kind of checkpointing."""
-    room, now = _room(run), RunPlan(run, tokens)
+def trainer_layouts(
+    run: Manifest, tokens: float | None, network: float | None = None
+) -> list[Proposal]:
+    """Return the fastest trainer layouts that fit, one per mesh and kind of checkpointing.
+
+    `tokens`, `network`: as in `plan_run`.
+    """
+    room, now = _room(run), RunPlan(run, tokens, network)
     if run.hardware.shared_devices:
-        room -= sum(role.total_bytes for role in now.roles()[1:])
+        room -= max(role.total_bytes for role in now.roles()[1:])
     timed = []
     for changes in _trainer_changes(run):
-        plan = RunPlan(_with_trainer(run, changes), tokens, counted=now.counted)
+        plan = RunPlan(_with_trainer(run, changes), tokens, network, now.counted)
         timed.append((plan.trainer_s["step"], len(changes), changes, plan))
     timed.sort(key=lambda one: one[:2])
     found: dict[tuple[Any, ...], Proposal] = {}
@@ -81,7 +86,9 @@ def _with_trainer(run: Manifest, changes: Changes) -> Manifest:
     return run.model_copy(update={"trainer": Trainer.model_validate(trainer)})
 
 
-def engine_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
+def engine_layouts(
+    run: Manifest, tokens: float | None, network: float | None = None
+) -> list[Proposal]:
     room = _room(run)
     if run.hardware.shared_devices:
         room -= RunPlan(run, tokens).roles()[0].total_bytes
@@ -89,7 +96,7 @@ def engine_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
     for shape in _shapes(run):
         changed = _with_cache(run, shape, room)
         if changed is not None:
-            plan = RunPlan(changed, tokens)
+            plan = RunPlan(changed, tokens, network)
             size = plan.roles()[1].total_bytes
             differences = _differences(run, changed)
             found.append(Proposal(plan.engines["step_s"], size, differences, changed))
@@ -249,7 +256,8 @@ def _memory(budget: RunBudget) -> Iterator[str]:
     if budget.capacity_bytes is not None:
         yield _row("capacity", [budget.capacity_bytes for _ in roles])
         if budget.shares_devices:
-            yield _row("sum of both on one device", [sum(role.total_bytes for role in roles)])
+            fullest = max(role.total_bytes for role in roles[1:])  # prefill and decode are apart
+            yield _row("sum of both on one device", [roles[0].total_bytes + fullest])
     for name, kinds in budget.other_ep.items():
         large = {kind: size / GIB for kind, size in kinds.items() if abs(size) >= GIB / 100}
         each = ", ".join(f"{kind} {size:+,.1f}" for kind, size in large.items())
@@ -320,11 +328,13 @@ def _traffic(budget: RunBudget) -> Iterator[str]:
         yield _line("gather of largest layer", ", ".join(gathers))
 
 
-def search(run: Manifest, tokens: float | None) -> Iterator[str]:
-    now = RunPlan(run, tokens)
-    yield from _proposals("trainer", now.trainer_s["step"], trainer_layouts(run, tokens))
+def search(run: Manifest, tokens: float | None, network: float | None) -> Iterator[str]:
+    now = RunPlan(run, tokens, network)
+    layouts = trainer_layouts(run, tokens, network)
+    yield from _proposals("trainer", now.trainer_s["step"], layouts)
     yield ""
-    yield from _proposals("engines", now.engines["step_s"], engine_layouts(run, tokens))
+    layouts = engine_layouts(run, tokens, network)
+    yield from _proposals("engines", now.engines["step_s"], layouts)
 
 
 def _proposals(role: str, now_s: float, layouts: list[Proposal]) -> Iterator[str]:

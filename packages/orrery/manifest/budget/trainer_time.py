@@ -216,7 +216,8 @@ def _communication(
         in_all += gather + out
         exposed += max(0.0, gather - FORWARD_SHARE * hiding)
         exposed += max(0.0, out - (1 - FORWARD_SHARE) * hiding)
-    return in_all, exposed
+    replicas = moved.replicas / link.all
+    return in_all + replicas, exposed + replicas
 
 
 def _optimizer_s(
