@@ -384,6 +384,9 @@ def test_a_plan_ends_with_memory_and_time_over_the_sites_network(checkout, capsy
     assert "network of 400 Gb/s a device" in out
     site = PLANNED_SITE.replace('interface = "ib0"', 'interface = "ib0"\ngbit_per_s = 40.0')
     (checkout / "site.toml").write_text(site)
+    out = orrery(capsys, "plan", "glm5_run")[1]
+    (note,) = (line for line in out.splitlines() if "note: trainer needs" in line)
+    assert "memory, and slurm.memory_per_node_mb is 16000; raise it, or keep less on hosts" in note
     fast = json.loads(orrery(capsys, "plan", "glm5_run", "--json", "--tokens", "8192")[1])
     assert "network of 40 Gb/s a device" in fast["assumptions"]
     assert fast["tokens"]["all"] == 8192 and fast["step_s"] < fast["longest_step_s"]

@@ -200,7 +200,10 @@ def plan(
         except OrreryError as error:
             print(f"\nmemory and time are not planned: {error}")
         else:
-            print("\nthe RL stage, planned", *table.lines(budget), sep="\n")
+            lines = [*table.lines(budget)]
+            if site.slurm is not None:
+                lines += table.host_notes(budget, site.slurm.memory_per_node_mb)
+            print("\nthe RL stage, planned", *lines, sep="\n")
 
 
 STATUS_HELP = "Without it: the newest run, and a line for each other run."

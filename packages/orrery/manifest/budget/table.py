@@ -275,6 +275,17 @@ def _memory(budget: RunBudget) -> Iterator[str]:
             yield _row(name, row)
 
 
+def host_notes(budget: RunBudget, memory_per_node_mb: int) -> Iterator[str]:
+    """Yield a note per role that needs more host memory than Slurm gives its nodes."""
+    for role in budget.roles:
+        needed_mb = -(-role.host_bytes // 2**20)
+        if needed_mb > memory_per_node_mb:
+            yield (
+                f"  note: {role.role} needs {needed_mb} MB of a node's memory, and "
+                f"slurm.memory_per_node_mb is {memory_per_node_mb}; raise it, or keep less on hosts"
+            )
+
+
 def _trainer_step(budget: RunBudget) -> Iterator[str]:
     yield "time of a trainer's step, s"
     for part in PARTS:
