@@ -154,7 +154,7 @@ def gpus() -> dict[str, Gpu]:
         found = " and ".join(f"{count} × {name}" for name, count in kinds.items())
         raise OrreryError(
             f"GPUs: this machine has {found}, and a run uses GPUs of one type. Type `export "
-            f"CUDA_VISIBLE_DEVICES={take}`"
+            f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={take}`"
         )
     return found_at
 
