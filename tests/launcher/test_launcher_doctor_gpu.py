@@ -42,7 +42,9 @@ def test_two_idle_gpus_of_one_kind_need_no_remedy():
 def test_gpus_of_different_kinds_name_the_devices_to_take():
     finding = judged(A100, H100, H100)["GPUs"]
     assert finding.found == "1 × NVIDIA A100-SXM4-40GB, 2 × NVIDIA H100 80GB HBM3"
-    assert finding.remedy.endswith("type `export CUDA_VISIBLE_DEVICES=1,2`")
+    assert finding.remedy.endswith(
+        "type `export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1,2`"
+    )
     assert finding.is_required  # every run for GPUs refuses such a machine
 
 

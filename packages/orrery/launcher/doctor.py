@@ -443,7 +443,8 @@ def _judge_kinds(devices: Sequence[Sequence[Any]]) -> Finding:
     if len(kinds) > 1:
         most = max(kinds.values(), key=len)
         take = ",".join(map(str, most))
-        remedy = f"a run takes GPUs of one kind; type `export CUDA_VISIBLE_DEVICES={take}`"
+        remedy = "a run takes GPUs of one kind; type `export CUDA_DEVICE_ORDER=PCI_BUS_ID "
+        remedy += f"CUDA_VISIBLE_DEVICES={take}`"
         return Finding("GPUs", found, remedy)
     return Finding("GPUs", found)
 
