@@ -12,6 +12,8 @@ import pytest
 from forked_roles import ForkedRole, import_before
 from loopback_hub import TOKEN, Hub
 
+from orrery.launcher import fetch, hub
+from orrery.launcher.runs import check_address
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load, run_id
 from orrery.manifest.schema import Manifest
@@ -336,6 +338,36 @@ def problems(tmp_path) -> Path:
     (folder / "README.md").write_text(CARD)
     (folder / "problems.py").write_text("raise SystemExit('executed')\n")
     return folder
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [
+        ["abc"],
+        [{"data_files": [{"path": "x"}]}],
+        [{"data_files": [{"split": "a/b", "path": "x"}]}],
+        [{"data_files": [{"split": "a', b: '", "path": "x"}]}],
+    ],
+)
+def test_malformed_configs_of_a_card_are_one_sentence(configs):
+    source = SimpleNamespace(repository="a/b", files={"x.jsonl": None})
+    with pytest.raises(OrreryError, match=r"^a/b: `configs` in its README.md are malformed"):
+        fetch._configs(source, {"configs": configs})
+
+
+def test_a_killed_fetch_does_not_stop_the_next_process_of_its_number(tmp_path):
+    target = tmp_path / "data"
+    (tmp_path / f".data.{os.getpid()}.tmp").mkdir()
+    with hub.finished_folder(SimpleNamespace(title="a/b"), target) as folder:
+        (folder / "x").write_text("1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+@pytest.mark.parametrize("address", ["h:0", "h:65001", "h:99999", "h", "h:x"])
+def test_addresses_have_a_port_that_leaves_room_for_a_sites_others(address):
+    check_address("--listen", "h:65000")
+    with pytest.raises(OrreryError, match="is no address with a port from 1 to 65000"):
+        check_address("--listen", address)
 
 
 def test_a_dataset_becomes_a_folder_of_splits_and_the_lines_of_a_spec(place, problems):

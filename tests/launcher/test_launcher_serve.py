@@ -5,6 +5,7 @@
 import json
 import shlex
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -136,6 +137,10 @@ def test_the_curl_command_asks_a_held_out_problem_of_the_run(tmp_path, row, aske
     body = json.loads(shlex.split(serve._how_to_ask("http://h:1", folder, "t"))[-1])
     assert body["messages"][-1] == {"role": "user", "content": asked}
     assert len(body["messages"]) == (2 if asked == "it's" else 1)
+
+
+def test_a_folder_below_the_root_has_no_run():
+    assert serve._example(Path("/model")) == [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.parametrize(

@@ -411,3 +411,10 @@ def test_fp8_without_scales_or_with_misshaped_ones_is_a_sentence(saved):
     tamper(directory, lambda tensors: tensors.pop(name))
     with pytest.raises(OrreryError, match=f"has a tensor in FP8, but not its scales {name}"):
         weights.load(build(model), directory)
+
+
+def test_an_index_that_names_no_files_is_one_sentence(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
+    with pytest.raises(OrreryError, match="not a safetensors index"):
+        hf_folder.weight_files(tmp_path)

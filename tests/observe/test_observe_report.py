@@ -266,6 +266,14 @@ def test_an_odd_row_is_one_sentence_that_names_its_file_or_figure(run_dir):
         render(RunData.load(run_dir), 1.0)
 
 
+def test_an_evaluated_row_without_a_reward_is_one_sentence(run_dir):
+    path = run_dir / "rollouts" / "evaluate.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"reward": None}) + "\n" for row in rows))
+    with pytest.raises(OrreryError, match=r"evaluate.jsonl: a row is malformed"):
+        render(RunData.load(run_dir), 1.0)
+
+
 def test_an_unfinished_run_gives_a_shorter_page(tmp_path):
     shutil.copy(MANIFEST, tmp_path / "manifest.json")
     html = render(RunData.load(tmp_path), 0.0)

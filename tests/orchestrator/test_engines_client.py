@@ -182,6 +182,7 @@ async def test_routes_that_were_asked_for_and_are_not_all_there_fail_the_generat
         (answer([5, 6], [("3", 0, 1)]), "1 tokens without a version"),
         (answer([5, 6], [("v3", 0, 2)]), "not a generation"),
         ({"choices": []}, "not a generation"),
+        (answer([2**40], [("3", 0, 1)]), "not a generation"),
         ({"surprise": 1}, "not a generation"),
     ],
 )

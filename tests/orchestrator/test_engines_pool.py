@@ -535,6 +535,21 @@ async def test_a_retry_after_the_trainer_has_stepped_waits_for_the_next_version_
         assert fleet.registry.at(Phase.HEALTHY) == [0, 1]
 
 
+async def test_a_version_of_a_direct_wire_waits_for_an_engine_if_all_are_lost(lossy, tmp_path):
+    trainer = Trainer()
+    stand_ins = [StandIn(fail=dict(LOST)), StandIn(fail=dict(LOST)), StandIn(), StandIn()]
+
+    async with lossy(*stand_ins, trainer=trainer) as engines:
+        await engines.fleet.metrics()
+        assert engines.fleet.registry.at(Phase.FENCED) == [0, 1]
+        updating = asyncio.create_task(engines.fleet.update(trainer.publish(tmp_path / "wire")))
+        done, _ = await asyncio.wait({updating}, timeout=0.3)
+        assert not done
+        engines.start_again()
+        assert (await updating).version == 3
+        assert engines.fleet.registry.at(Phase.HEALTHY) == [1]
+
+
 async def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(lossy, tmp_path):
     trainer = Trainer()
     stand_ins = [StandIn(untaken=[ALONG]), StandIn(untaken=[None, ALONG]), StandIn(), StandIn()]

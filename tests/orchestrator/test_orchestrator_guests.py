@@ -360,6 +360,7 @@ ENTRIES = [
     ({"release": {"vllm": "2"}}, "engine: this site has vllm 2, the run python 3.11, vllm 1"),
     ({"num_slots": 10**9}, "num_slots: 1000000000; send 1 to"),
     ({"listen": "http://a b"}, "--listen: is no address and port"),
+    ({"listen": "10.0.0.1:70000"}, "--listen: is no address and port; type for example"),
 ]
 
 

@@ -1,6 +1,7 @@
 """The task `dataset`: rows of every form, the two sides, verdicts, and rows that misfit."""
 
 import csv
+import datetime
 import hashlib
 import json
 import re
@@ -476,6 +477,19 @@ async def test_a_reward_file_is_found_from_the_working_directory(path, tmp_path,
     monkeypatch.chdir(tmp_path)
     one = task(**args(path, verdict=verdict | {"path": "reward.py"}))
     assert (await one.judge(one.problem(3), [Message("assistant", "any")])).reward == 0.75
+
+
+async def test_values_that_json_lacks_reach_a_reward_function_as_text(tmp_path):
+    rows = [{**row, "when": datetime.date(2026, 11, day + 1)} for day, row in enumerate(ROWS[:8])]
+    path = write(tmp_path / "rows.parquet", rows)
+    code = "def reward(reply, answer, row): return float(row['when'] == '2026-11-01')"
+    one = task(**args(path, verdict=reward(tmp_path, code)))
+    rewards = [
+        (await one.judge(one.problem(n), [Message("assistant", "x")])).reward for n in range(4)
+    ]
+    assert set(rewards) <= {0.0, 1.0}
+    at_first = next(row for row in rows if row["when"].day == 1)
+    assert one._request(rows.index(at_first), "")["row"]["when"] == "2026-11-01"
 
 
 async def test_an_exception_of_a_reward_function_is_logged_once(path, tmp_path, caplog):

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -276,7 +276,7 @@ def _sides_text(path: str, source: HubRepository, found: dict[str, Any]) -> str:
     train = "train" if "train" in names else names[0]
     others = sorted((name for name in names if name != train), key=lambda name: name != "test")
     held_out = side(others[0]) if others else "{ kind: 'fraction', fraction: 0.05 }"
-    columns = ", ".join(found["splits"][train]["columns"])
+    columns = " ".join(", ".join(found["splits"][train]["columns"]).split())
     return (
         f"// {source.title}, with the columns {columns}\n"
         f"{{\n  source: {side(train)},\n  held_out: {held_out},\n}}\n"
@@ -296,6 +296,23 @@ def _header(card: Path | None) -> dict[str, Any]:
         return {}
 
 
+def _data_files(header: dict[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield (config, split, patterns of files) from a dataset's card."""
+    for one in header.get("configs") or []:
+        files = one.get("data_files")
+        entries = files if isinstance(files, list) else [files] if files else []
+        for entry in entries:
+            split, paths = "train", entry
+            if isinstance(entry, dict):
+                split, paths = entry["split"], entry["path"]
+            if not re.fullmatch(r"\w+(\.\w+)*", split):
+                raise ValueError(f"split {split!r}")
+            patterns = [paths] if isinstance(paths, str) else paths
+            inside = f"{one['data_dir'].strip('/')}/" if one.get("data_dir") else ""
+            allowed = [inside + pattern.removeprefix("./") for pattern in patterns]
+            yield one.get("config_name", "default"), split, allowed
+
+
 def _configs(source: HubRepository, header: dict[str, Any]) -> dict[str, Splits]:
     from huggingface_hub.utils import filter_repo_objects
 
@@ -305,18 +322,15 @@ def _configs(source: HubRepository, header: dict[str, Any]) -> dict[str, Splits]
         if name.endswith(DATA_SUFFIXES) and PurePosixPath(name).name not in NO_ROWS
     ]
     found: dict[str, Splits] = {}
-    for one in header.get("configs") or []:
-        files = one.get("data_files")
-        entries = files if isinstance(files, list) else [files] if files else []
-        for entry in entries:
-            split, paths = "train", entry
-            if isinstance(entry, dict):
-                split, paths = entry["split"], entry["path"]
-            patterns = [paths] if isinstance(paths, str) else paths
-            inside = f"{one['data_dir'].strip('/')}/" if one.get("data_dir") else ""
-            allowed = [inside + pattern.removeprefix("./") for pattern in patterns]
-            splits = found.setdefault(one.get("config_name", "default"), {})
+    try:
+        for config, split, allowed in _data_files(header):
+            splits = found.setdefault(config, {})
             splits.setdefault(split, []).extend(filter_repo_objects(data, allow_patterns=allowed))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise OrreryError(
+            f"{source.repository}: `configs` in its {CARD} are malformed ({error!r}); choose "
+            f"another revision, such as {source.repository}@refs/convert/parquet"
+        ) from error
     if found:
         return found
     for name in data:

@@ -247,7 +247,8 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
     """Yield a temporary folder. On exit, write SHA256SUMS into it and rename it to `target`."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):
-        if not Path("/proc", stale.name.split(".")[-2]).exists():  # left by a killed process
+        # A killed process left the folder. In a container the next one may have its number.
+        if stale == temporary or not Path("/proc", stale.name.split(".")[-2]).exists():
             shutil.rmtree(stale, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:

@@ -129,6 +129,9 @@ def _held(path: Path) -> Manifest | None:
     return manifest
 
 
+LAST_PORT = 65_000  # a site also uses the ports after it
+
+
 def place_site(
     word: str,
     address: str,
@@ -149,8 +152,9 @@ def place_site(
         check_address("--listen", listen)
     place = {"listen": listen, "join": address, "name": name, "shard": shard, "rewinds": rewinds}
     begin(run.path)
-    file = run.path / SITE_FILE
-    write_atomic(file, json.dumps(place | {"certificates": str(certificates.resolve())}).encode())
+    text = json.dumps(place | {"certificates": str(certificates.resolve())})
+    with hold_lock(run.path):
+        write_atomic(run.path / SITE_FILE, text.encode())
 
 
 def check_shard(word: str, shard: int) -> None:
@@ -172,9 +176,11 @@ def check_shard(word: str, shard: int) -> None:
 
 
 def check_address(field: str, value: str) -> None:
-    if not re.fullmatch(r"\S+:[0-9]{1,5}", value):
+    found = re.fullmatch(r"\S+:([0-9]{1,5})", value)
+    if found is None or not 0 < int(found[1]) <= LAST_PORT:
         raise OrreryError(
-            f"{field} {value!r}: is no address and port. Type for example 10.0.0.1:29400"
+            f"{field} {value!r}: is no address with a port from 1 to {LAST_PORT}. Type for example "
+            "10.0.0.1:29400"
         )
 
 

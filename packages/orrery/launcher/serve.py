@@ -222,7 +222,7 @@ def _how_to_ask(url: str, folder: Path, token: str) -> str:
 def _example(folder: Path) -> list[dict[str, str]]:
     messages = []
     with (
-        suppress(OSError, ValueError, KeyError, TypeError),
+        suppress(OSError, ValueError, LookupError, TypeError),
         open(evaluated_path(folder.parents[1])) as rows,
     ):
         for message in json.loads(rows.readline())["messages"]:

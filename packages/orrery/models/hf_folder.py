@@ -168,11 +168,11 @@ def weight_files(directory: Path) -> list[Path]:
         )
     try:
         names = sorted(set(read_object(index, "copy the directory again")["weight_map"].values()))
+        return [directory / name for name in names]
     except (KeyError, AttributeError, TypeError) as error:
         raise OrreryError(
             f"{index}: not a safetensors index ({error!r}). Copy the directory again"
         ) from error
-    return [directory / name for name in names]
 
 
 def check_digest(directory: Path, expected: str) -> None:

@@ -234,7 +234,9 @@ class Dataset(SingleTurn):
         verdict, row = self.args.verdict.model_dump(), None
         if self.args.verdict.kind == "python":
             # Scorer processes run in another working directory.
-            verdict["path"], row = str(Path(self.args.verdict.path).absolute()), self._row(at)
+            verdict["path"] = str(Path(self.args.verdict.path).absolute())
+            # Scorers read JSON. Other values, such as timestamps, become text.
+            row = json.loads(json.dumps(self._row(at), default=str))
         return {"verdict": verdict, "answer": answer, "row": row}
 
     def demonstration(self, index: int) -> list[Message]:

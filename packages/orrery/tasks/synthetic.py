@@ -27,6 +27,9 @@ WORDS = (
 )  # fmt: skip
 
 
+COMPARED = 512  # maximum characters in `lcs_ratio`, whose time is their product
+
+
 class _Reverse(SingleTurn):
     def problem(self, index: int) -> Problem:
         raise NotImplementedError
@@ -66,7 +69,8 @@ class ReverseText(_Reverse):
 
     def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         reply, answer = messages[-1].content.strip(), problem.answer
-        lcs_ratio = 2 * longest_common_subsequence(reply, answer) / (len(reply) + len(answer))
+        a, b = reply[:COMPARED], answer[:COMPARED]
+        lcs_ratio = 2 * longest_common_subsequence(a, b) / (len(a) + len(b))
         metrics = {"exact": float(reply == answer), "lcs_ratio": lcs_ratio}
         return Judgement(_share_in_place(reply, answer), metrics)
 

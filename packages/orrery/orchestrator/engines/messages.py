@@ -153,6 +153,7 @@ class _Generated(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+MALFORMED = (msgspec.MsgspecError, OverflowError, RecursionError)
 _decode_generated = msgspec.json.Decoder(_Generated).decode
 
 
@@ -176,7 +177,7 @@ def parse_generation(
         for span in choice.weight_versions or ():
             version = START_VERSION if span.version == "default" else int(span.version)
             versions[span.start : span.end] = version
-    except (msgspec.MsgspecError, ValueError, IndexError) as error:
+    except (*MALFORMED, ValueError, IndexError) as error:
         raise GenerationFailed(
             f"{engine} gave an answer to request {request_id!r} that is not a generation: {error}"
         ) from error

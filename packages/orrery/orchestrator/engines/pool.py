@@ -360,6 +360,8 @@ class EnginePool:
         trainer keeps the version (lease).
         """
         failures: dict[int, BaseException] = {}
+        if not indices:  # all engines are lost. The first that returns takes the version.
+            return failures
         waiting, num_blameless, begin_s = list(indices), 0, None
         try:
             while True:

@@ -76,7 +76,8 @@ class SiteTable:
             )
         if not 0 < entry.num_slots <= (most := self._num_slots):
             raise GuestRefused(f"num_slots: {entry.num_slots}; send 1 to {most}")
-        if entry.listen and not re.fullmatch(r"[\w.:\[\]-]{1,255}:[0-9]{1,5}", entry.listen):
+        found = re.fullmatch(r"[\w.:\[\]-]{1,255}:([0-9]{1,5})", entry.listen)
+        if entry.listen and (found is None or not 0 < int(found[1]) < 2**16):
             raise GuestRefused("--listen: is no address and port; type for example 10.0.0.1:29400")
         up = [each for each in self.sites.values() if self.is_up(each) and each.name != name]
         if len(up) >= self._spec.max_sites:
