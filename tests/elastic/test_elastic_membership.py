@@ -281,6 +281,15 @@ def test_a_site_with_an_old_state_waits_for_one_with_the_newest():
     assert [each.member for each in sites.ledger.joining] == [member(0, 1)]
 
 
+def test_at_most_max_sites_live_sites_take_part_however_many_join_at_once():
+    ledger, _ = exchanging(2)
+    ledger = rules.admit(ledger, member(2), TERMS, frozenset(IDS[:2]), 3)
+    with pytest.raises(ElasticError, match="max_sites 3: that many sites already take part"):
+        rules.admit(ledger, member(3), TERMS, frozenset(IDS[:3]), 3)
+    lapsed = frozenset({IDS[0], IDS[2]})  # site 1 has lost its lease, and joins again
+    assert len(rules.admit(ledger, member(4), TERMS, lapsed, 3).joining) == 2
+
+
 def test_an_exchange_whose_members_are_all_gone_is_gathered_from_the_sites_that_return():
     ledger, _ = exchanging(2)
     ledger = rules.admit(ledger, member(5), TERMS, frozenset())

@@ -137,6 +137,21 @@ def test_a_member_that_never_connects_holds_up_the_others_while_it_has_a_lease(s
     assert digests(a)[-1] == digests(b)[-1] == digests(c)[-1]
 
 
+def test_a_killed_server_of_the_log_starts_again_and_the_sites_go_on(sites):
+    _, (a, b) = sites()
+    together(a.enter, b.enter)
+    servers = [site.training._site.server for site in (a, b)]
+    (server,) = (each for each in servers if each.is_running)  # the only one of two sites
+    server._process.kill()
+    server._process.wait()
+    begin_s = time.monotonic()
+    while not server.is_running:
+        assert time.monotonic() - begin_s < 10.0
+        time.sleep(0.05)
+    together(a.train, b.train)
+    assert digests(a)[-1] == digests(b)[-1] and len(a.rows[-1]["members"]) == 2
+
+
 def test_a_site_over_several_hosts_does_not_listen():
     check_listens("", 4)
     check_listens("10.0.0.1:29400", 0)

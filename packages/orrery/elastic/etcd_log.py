@@ -152,13 +152,13 @@ class EtcdLog:
         for each in answer.get("kvs", []):
             yield msgspec.json.decode(decode(each["value"]), type=CommittedRound)
 
-    def live(self) -> frozenset[str]:
+    def live(self, within_s: float) -> frozenset[str]:
         """Return the ids of the sites with a lease."""
         asked = below(f"{self._prefix}live/") | {"keys_only": True}
-        return _site_ids(self._client.call("/v3/kv/range", asked).get("kvs", []))
+        return _site_ids(self._client.call("/v3/kv/range", asked, within_s).get("kvs", []))
 
-    def services(self) -> list[SiteServices]:
-        answer = self._client.call("/v3/kv/range", below(f"{self._prefix}live/"))
+    def services(self, within_s: float | None = None) -> list[SiteServices]:
+        answer = self._client.call("/v3/kv/range", below(f"{self._prefix}live/"), within_s)
         values = (decode(each["value"]) for each in answer.get("kvs", []))
         return [msgspec.json.decode(value, type=SiteServices) for value in values]
 

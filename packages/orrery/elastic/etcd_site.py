@@ -233,7 +233,7 @@ class EtcdSite:
         return False
 
     def _live(self) -> set[str]:
-        return {each.coordinator for each in self.log.services()} - {""}
+        return {each.coordinator for each in self.log.services(self._heartbeat_s)} - {""}
 
     def donors(self) -> list[str]:
         """Return ADDRESS:PORT of other live sites' snapshot servers."""
@@ -252,11 +252,11 @@ class EtcdSite:
             self._ready.set()
         while not self._stop.wait(self._heartbeat_s):
             with suppress(ElasticError, EtcdRefused, OSError):
+                self._step()  # first, because other calls may need this site's server
+            with suppress(ElasticError, EtcdRefused, OSError):
                 if self.links is not None:
                     current = self.links.current
-                    self.links.keep_leased(self.log.live(), current)
-            with suppress(ElasticError, EtcdRefused, OSError):
-                self._step()
+                    self.links.keep_leased(self.log.live(self._heartbeat_s), current)
 
     def _step(self) -> None:
         if self.server is not None and self.server.data.exists() and not self.server.is_running:

@@ -6,6 +6,7 @@
 - An epoch ends when members or network paths change, or a round restarts.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Set
 from itertools import combinations
 
@@ -85,8 +86,10 @@ class Ledger(msgspec.Struct, frozen=True):
         return frozenset(self.digests) | frozenset(self.broken)
 
 
-def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Ledger:
-    """Add a site.
+def admit(
+    ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str], max_sites: int = sys.maxsize
+) -> Ledger:
+    """Add a site, if fewer than `max_sites` live sites take part.
 
     The site becomes a member at once if it has the newest state, no exchange runs, and either no
     round is committed or no member is live. Otherwise, the site joins at the next exchange. Raise
@@ -97,6 +100,12 @@ def admit(ledger: Ledger, site: SiteMember, terms: Terms, live: Set[str]) -> Led
         check_terms(ledger.terms, terms)
     if site.id in ledger.ids or any(each.member.id == site.id for each in ledger.joining):
         return ledger
+    present = ledger.ids | {each.member.id for each in ledger.joining}
+    if len(present & live) >= max_sites:
+        raise ElasticError(
+            f"trainer.elastic.max_sites {max_sites}: that many sites already take part; join when "
+            "one has left"
+        )
     digest = ledger.committed.digest if ledger.committed else ""
     is_first = not ledger.ids & live
     if is_first and terms.rewinds and terms.round > NO_ROUND:

@@ -3,6 +3,7 @@
 A site changes the ledger (shared state) by compare-and-swap while it holds its lease.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -79,6 +80,7 @@ class RoundPace:
     grace_s: float = 600.0  # wait for late sites after a quorum arrived
     suspect_s: float = 4.0  # wait for a member that others report as lost
     exchange_s: float = 600.0  # wait for all members' reports
+    max_sites: int = sys.maxsize
 
 
 class LogMembership:
@@ -95,7 +97,7 @@ class LogMembership:
         self._id = site.id
         try:
             return self._change(
-                lambda view: rules.admit(view.ledger, site, terms, view.live - {site.id})
+                lambda view: self._admitted(view, site, terms, view.live - {site.id})
             ).ledger.current
         except BaseException:
             self.leave()
@@ -107,12 +109,17 @@ class LogMembership:
         while True:
             view = self._log.read()
             try:
-                rules.admit(view.ledger, site, terms, view.live)
+                self._admitted(view, site, terms, view.live)
                 return
             except rules.StateLacking:
                 if (left_s := end_s - self._log.now_s()) <= 0:
                     raise
             self._log.wait(view, left_s)
+
+    def _admitted(
+        self, view: LedgerView, site: SiteMember, terms: Terms, live: frozenset[str]
+    ) -> Ledger:
+        return rules.admit(view.ledger, site, terms, live, self._pace.max_sites)
 
     def epoch(self) -> Epoch:
         return self._log.read().ledger.current

@@ -31,7 +31,7 @@ from orrery.elastic.loop import OuterLoop, RoundRow
 from orrery.elastic.membership import RoundPace
 from orrery.elastic.outer import Floats, OuterOptimizer, make_fragments
 from orrery.elastic.recovery import fetch_state
-from orrery.elastic.snapshots import check_room, copy_state, read_header
+from orrery.elastic.snapshots import check_room, copy_state, read_header, snapshot_dir
 from orrery.elastic.types import ElasticError, LeaseLost, OuterRound, SiteMember, read_place
 from orrery.manifest.identity import commit, run_id
 from orrery.manifest.schema import Elastic
@@ -263,6 +263,7 @@ class SiteTraining:
                         quorum=spec.quorum,
                         grace_s=spec.grace_s,
                         exchange_s=spec.exchange_timeout_s,
+                        max_sites=spec.max_sites,
                     ),
                     snapshots=snapshots,
                     heartbeat_s=spec.heartbeat_s,
@@ -367,6 +368,9 @@ class SiteTraining:
 
     def _fetched(self, number: int, digest: str, peers: list[str]) -> Path:
         folder = self._folder.with_name(f"{self._folder.name}-taken")
+        for left in folder.glob("*round_*"):
+            if snapshot_dir(folder, number).name not in left.name:  # an unfinished older fetch
+                shutil.rmtree(left, ignore_errors=True)
         return fetch_state(
             lambda: peers, lambda: (number, digest), folder, self._files, scaled(FETCH_S)
         )
@@ -407,16 +411,11 @@ class SiteTraining:
 
 
 def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
-    """Raise ElasticError if the run cannot admit this site. `held`: this site's last round."""
+    """Raise ElasticError if a closed run has begun. `held`: this site's last round."""
     if spec.admission == "closed" and ledger.last > NO_ROUND and held == NO_ROUND:
         raise ElasticError(
             "trainer.elastic.admission 'closed': the run has begun, and admits no site; set it "
             "to 'open' in a new run"
-        )
-    if len(ledger.members) + len(ledger.joining) >= spec.max_sites:
-        raise ElasticError(
-            f"trainer.elastic.max_sites {spec.max_sites}: that many sites already take part; "
-            "join when one has left"
         )
 
 
