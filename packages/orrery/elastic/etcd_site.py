@@ -186,7 +186,7 @@ class EtcdSite:
         self._snapshots = snapshots
         self.membership = LogMembership(self.log, pace)
         self.server = EtcdServer(name, folder, certificates, run) if name else None
-        self.links: PeerLinks | None = None  # their rounds break when a lease ends
+        self.links: PeerLinks | None = None  # a round of these links breaks if a lease ends
         self._missing_since_s: dict[str, float] = {}
         self._stop = threading.Event()
         self._steward = threading.Thread(target=self._run, name="coordinators", daemon=True)

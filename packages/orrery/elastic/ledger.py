@@ -72,6 +72,11 @@ class Ledger(msgspec.Struct, frozen=True):
         return frozenset(member.id for member in self.members)
 
     @property
+    def known(self) -> frozenset[str]:
+        """Return the ids of members and of sites that join."""
+        return self.ids | {each.member.id for each in self.joining}
+
+    @property
     def current(self) -> Epoch:
         return Epoch(self.epoch, self.members, self.speeds)
 
@@ -98,10 +103,9 @@ def admit(
     """
     if ledger.terms is not None:
         check_terms(ledger.terms, terms)
-    if site.id in ledger.ids or any(each.member.id == site.id for each in ledger.joining):
+    if site.id in ledger.known:
         return ledger
-    present = ledger.ids | {each.member.id for each in ledger.joining}
-    if len(present & live) >= max_sites:
+    if len(ledger.known & live) >= max_sites:
         raise ElasticError(
             f"trainer.elastic.max_sites {max_sites}: that many sites already take part; join when "
             "one has left"
@@ -168,8 +172,7 @@ def has_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
 
 
 def may_have_quorum(ledger: Ledger, live: Set[str], quorum: int) -> bool:
-    known = ledger.ids | {each.member.id for each in ledger.joining}
-    return len(known & live) >= quorum
+    return len(ledger.known & live) >= quorum
 
 
 def is_complete(ledger: Ledger, live: Set[str]) -> bool:
@@ -293,7 +296,7 @@ def _with_members(ledger: Ledger, members: Iterable[SiteMember]) -> Ledger:
 
 def _with_better_paths(ledger: Ledger) -> Ledger:
     """Drop speeds of absent sites. Begin an epoch if new paths make the ring GAIN times faster."""
-    known = ledger.ids | {each.member.id for each in ledger.joining}
+    known = ledger.known
     kept = {a: {b: m for b, m in row.items() if b in known} for a, row in ledger.measured.items()}
     ledger = msgspec.structs.replace(
         ledger, measured={a: row for a, row in kept.items() if a in known}

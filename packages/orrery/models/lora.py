@@ -95,7 +95,7 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
     """Return part `box` of an adapter's factor A or B.
 
-    Gathering depends only on placements, so all ranks agree.
+    Placements decide whether to gather, so all ranks decide alike.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

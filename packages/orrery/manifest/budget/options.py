@@ -25,6 +25,7 @@ from orrery.manifest.check import with_values
 from orrery.manifest.devices import PCIE_BYTES, usable_bytes
 from orrery.manifest.schema import (
     FullCheckpointing,
+    Inference,
     Manifest,
     Model,
     ModuleCheckpointing,
@@ -384,19 +385,15 @@ def memory_doubts(run: Manifest) -> Iterator[str]:
     shapes = {"inference": run.inference}
     if run.inference.prefill is not None:
         shapes["inference.prefill"] = run.inference.of_engine(0)
-    over = {
-        name: planned
-        for name, shape in shapes.items()
-        if (planned := sum(engine.memory_of(run, shape).values())) > capacity
-    }
-    for name, planned in over.items():
-        yield (
-            f"{name}: by its plan a device needs {_gib(planned)} and has {_gib(capacity)}, so "
-            f"it may run out of memory; set {name}.kv_cache_bytes to less"
-        )
-    if over:
-        return
-    if (found := _trainer_misfit(run, capacity, is_certain=False)) is not None:
+    engines_fit = True
+    for name, shape in shapes.items():
+        if (planned := _engine_bytes(run, shape)) > capacity:
+            engines_fit = False
+            yield (
+                f"{name}: by its plan a device needs {_gib(planned)} and has {_gib(capacity)}, so "
+                f"it may run out of memory; set {name}.kv_cache_bytes to less"
+            )
+    if engines_fit and (found := _trainer_misfit(run, capacity, is_certain=False)) is not None:
         doubt = ", so it may run out of memory"
         yield _trainer_sentence(found, capacity, "by its plan needs", doubt)
 
@@ -418,10 +415,10 @@ def fitting_fields(run: Manifest) -> dict[str, Any]:
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return {}
-    if (missing := _engine_bytes(run) - capacity) > 0:
+    if (missing := _engine_bytes(run, run.inference) - capacity) > 0:
         changes = {"kv_cache_bytes": run.inference.kv_cache_bytes - missing >> 30 << 30}
         changed = _changed(run, changes)
-        fits = changed is not None and _engine_bytes(changed) <= capacity
+        fits = changed is not None and _engine_bytes(changed, changed.inference) <= capacity
         return {"inference.kv_cache_bytes": changes["kv_cache_bytes"]} if fits else {}
     found = _trainer_misfit(run, capacity, is_certain=False, max_tier=1)
     return found.chosen.fields if found is not None and found.chosen.is_enough else {}
@@ -443,7 +440,7 @@ def _trainer_misfit(
 
     `is_certain`: ignore an excess that `LARGEST_ERROR` can explain.
     """
-    engine_bytes = _least_engine_bytes(run) if is_certain else _engine_bytes(run)
+    engine_bytes = _least_engine_bytes(run) if is_certain else _engine_bytes(run, run.inference)
     stages = ["rl"] if run.stages.sft is None else ["sft", "rl"]
     counted = count_parameters(run.model, run.trainer.lora)
     for stage in stages:
@@ -471,8 +468,8 @@ def _least_engine_bytes(run: Manifest) -> int:
     return weights + run.inference.kv_cache_bytes + CONTEXT_BYTES
 
 
-def _engine_bytes(run: Manifest) -> int:
-    return sum(engine.memory_of(run, run.inference).values())
+def _engine_bytes(run: Manifest, inference: Inference) -> int:
+    return sum(engine.memory_of(run, inference).values())
 
 
 def unplanned_bytes(run: Manifest, plan: MemoryPlan) -> dict[str, int]:

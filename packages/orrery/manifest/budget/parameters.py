@@ -86,6 +86,10 @@ class ParameterCounts:
     def total(self) -> int:
         return sum(unit.total for unit in self.units)
 
+    @property
+    def experts(self) -> int:
+        return sum(unit.trained_experts + unit.frozen_experts for unit in self.units)
+
 
 def keys_per_query(model: Model, cp: int) -> float:
     """Return the ratio of keys to queries in a rank's latent attention.

@@ -261,9 +261,7 @@ class RunPlan:
             return {"bytes": replicas * adapters, "seconds": UPDATE_S + adapters / FILE_BYTES}
         values = self.counted.total - (adapters // value_bytes if self.trainer.lora else 0)
         whole = values * value_bytes
-        experts = value_bytes * sum(
-            unit.trained_experts + unit.frozen_experts for unit in self.counted.units
-        )
+        experts = value_bytes * self.counted.experts
         if kind not in DIRECT_KINDS:
             seconds = UPDATE_S + 2 * whole / FILE_BYTES
             return {"bytes": replicas * whole, "seconds": seconds}
@@ -291,7 +289,7 @@ class RunPlan:
         ranks = min(manifest.hardware.devices_per_node, mesh.world_size)
         shards = mesh.dp_shard * mesh.cp
         found = {"trainer": counted.total * min(1.0, ranks / shards)}
-        experts = sum(unit.trained_experts + unit.frozen_experts for unit in counted.units)
+        experts = counted.experts
         shapes = {"engine": self.inference}
         if self.inference.prefill is not None:
             shapes = {"decode": self.inference, "prefill": self.inference.of_engine(0)}

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Manifest
 
 Seconds = Annotated[float, Field(gt=0.0, le=MAX_S)]
-# Per trained parameter, in float32: weight at the round's start and momentum, and their sum with Δ
-OUTER_BYTES, HOST_BYTES = 8, 12
-FEEDBACK_BYTES = 8
+# Bytes of a trained parameter, in float32
+OUTER_BYTES = 8  # weight at the round's start, and outer momentum
+HOST_BYTES = 12  # these, and the change Δ of the weight
+FEEDBACK_BYTES = 8  # lost and pending errors of the codec
 OFF = "or set trainer.elastic to null"
 
 

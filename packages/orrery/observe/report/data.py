@@ -16,6 +16,8 @@ from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import UndefinedError
+
 from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.identity import load
 from orrery.manifest.json_file import read_object
@@ -248,6 +250,10 @@ class RunData:
         )
 
 
+# `UndefinedError`: a row lacks a field of the page
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UndefinedError)
+
+
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """Raise OrreryError if the `with` body meets an unreadable file or a malformed row."""
@@ -255,7 +261,7 @@ def reading(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OrreryError(f"{explain_os_error(error)}; restore this file, or remove it") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         logging.getLogger("report").debug("a damaged row", exc_info=error)
         raise OrreryError(
             f"{what}: a row is malformed ({error!r}); remove that row and type `orrery "

@@ -26,6 +26,7 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.runtime.token import Purpose, authorization
+from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, RANK_HEADER, SESSION_HEADER
 from orrery.wire.routed_experts import Routes, split
 
@@ -153,7 +154,6 @@ class _Generated(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-MALFORMED = (msgspec.MsgspecError, OverflowError, RecursionError)
 _decode_generated = msgspec.json.Decoder(_Generated).decode
 
 
@@ -177,7 +177,7 @@ def parse_generation(
         for span in choice.weight_versions or ():
             version = START_VERSION if span.version == "default" else int(span.version)
             versions[span.start : span.end] = version
-    except (*MALFORMED, ValueError, IndexError) as error:
+    except (*NOT_OF_THE_PROTOCOL, IndexError, OverflowError) as error:
         raise GenerationFailed(
             f"{engine} gave an answer to request {request_id!r} that is not a generation: {error}"
         ) from error

@@ -31,7 +31,7 @@ from orrery.wire.weight_wire.plan import Location, TransferPlan
 
 FORM_S = 30.0  # limit for a group to connect
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # nccl timeout: the watchdog must not end the process
+NEVER = timedelta(days=30)  # NCCL's timeout: its watchdog must not end the process
 
 T = TypeVar("T")
 
