@@ -214,12 +214,12 @@ def entropy(run: RunData) -> go.Figure | None:
 
 
 def throughput(run: RunData) -> go.Figure | None:
-    """Generated and trained tokens a second."""
+    """Tokens a second: sampled by engines, and read by the trainer (with prompts)."""
     if not run.rl:
         return None
     figure = _figure("step", "tokens / s", yaxis_rangemode="tozero")
     _line(figure, run.batches, "generated_tokens_per_s", "generated", ENGINE, means)
-    _line(figure, run.rl, "tokens_per_s", "trained", TRAINER, means)
+    _line(figure, run.rl, "tokens_per_s", "trainer", TRAINER, means)
     return figure
 
 
