@@ -19,7 +19,12 @@ local store = replay {
   hardware+: { num_nodes: 3 },
   inference+: { kv_offload: { kind: 'mooncake', protocol: 'tcp', segment_bytes: 17179869184 } },
 };
-local pair = { hardware+: { devices_per_node: 1 }, layout+:: { engines: 1 } };
+// A checkpoint takes 37 GB, and a host of two GPUs has a small, slow disk.
+local pair = {
+  hardware+: { devices_per_node: 1 },
+  layout+:: { engines: 1 },
+  trainer+: { checkpoint+: { interval_steps: 3, keep: 1 } },
+};
 local large = import 'runs/qwen3_30b_a3b.jsonnet';
 local cpu = (import 'runs/reverse_text_moe.jsonnet').reverse_text_moe + checkpoints + {
   hardware+: { num_nodes: 2, devices_per_node: 1 },
@@ -39,7 +44,10 @@ local large_sft = large.qwen3_30b_a3b_16k_sft + four + sft + { layout+:: { train
     orchestrator+: { rollouts_per_batch: 64 },
   },
   two_nodes_sft: large_sft,
-  two_nodes_sft_pair: large_sft + pair + { layout+:: { trainer_ranks: 2 } },
+  two_nodes_sft_pair: large_sft + pair + {
+    layout+:: { trainer_ranks: 2 },
+    stages+: { sft+: { num_steps: 10, examples_per_batch: 4 } },
+  },
   two_nodes_replay_cpu: cpu + replay + { transport+: { routed_experts: true, weights: 'nccl' } },
   // only the engines and the store of this run start (benchmarks/inference/store.py)
   two_nodes_store: large.qwen3_30b_a3b_16k + four + store,

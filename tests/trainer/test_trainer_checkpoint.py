@@ -37,7 +37,7 @@ from orrery.runtime.role_context import parse_role
 from orrery.runtime.run_directory import SHARED_MEMORY, inputs_path, saves_prefix
 from orrery.trainer import checkpoint, checkpoint_writer, heartbeat, safetensors_file, saver
 from orrery.trainer.assemble import assemble_learner
-from orrery.trainer.checkpoint_writer import CheckpointWriter
+from orrery.trainer.checkpoint_writer import CheckpointWriter, StageCheckpoints
 from orrery.trainer.export import export_checkpoint
 from orrery.trainer.parallel.world import World
 from orrery.wire import checkpoints
@@ -459,6 +459,38 @@ def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
             r"which 0\.0",
         ):
             copy.check_room(60, world)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "interval_steps", "keep", "num_held", "count"),
+    [(12, 2, 2, 0, 3), (12, 2, 2, 2, 1), (12, 2, 2, 5, 1), (3, 2, 4, 0, 2), (12, 2, 4, 3, 2)],
+)
+def test_checkpoints_that_the_disk_cannot_hold_end_the_stage_at_its_start(
+    start, tmp_path, monkeypatch, num_steps, interval_steps, keep, num_held, count
+):
+    saved = {"interval_steps": interval_steps, "keep": keep}
+    spec = manifest(stages={"rl": {"num_steps": num_steps}}, trainer={"checkpoint": saved})
+    learner = make_learner(spec, start)
+    ctx = SimpleNamespace(
+        manifest=spec,
+        run_dir=tmp_path,
+        attempt=1,
+        health=SimpleNamespace(waiting=lambda *_: nullcontext()),
+    )
+    for step in range(num_held):
+        folder = checkpoints.checkpoint_dir(tmp_path, step, 1)
+        folder.mkdir(parents=True)
+        (folder / checkpoints.MARKER).touch()
+    save_checkpoint(learner, tmp_path / "one/trainer")
+    each = (tmp_path / "one/trainer/rank_0.safetensors").stat().st_size
+    disk = {"free": count * each}
+    monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: SimpleNamespace(**disk))
+    with StageCheckpoints(ctx, learner, "rl"):
+        pass
+    disk["free"] -= 1
+    refused = rf"the next {count} of .* on the disk of {tmp_path}, .*checkpoint\.keep \({keep}\)"
+    with pytest.raises(RunFailed, match=refused), StageCheckpoints(ctx, learner, "rl"):
+        pass
 
 
 @pytest.mark.parametrize(

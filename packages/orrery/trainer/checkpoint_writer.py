@@ -22,7 +22,12 @@ from orrery.manifest.errors import RunFailed, explain_os_error
 from orrery.manifest.publish import make_folder
 from orrery.models.placement import local_tensor
 from orrery.runtime.role_context import RoleContext
-from orrery.runtime.run_directory import SHARED_MEMORY, remove_memory, saves_prefix
+from orrery.runtime.run_directory import (
+    SHARED_MEMORY,
+    remove_memory,
+    saves_prefix,
+    whole_checkpoints,
+)
 from orrery.runtime.timing import scaled
 from orrery.trainer import checkpoint
 from orrery.trainer.checkpoint import (
@@ -92,11 +97,15 @@ class CheckpointWriter:
         with self._waiting("the saver to end", scaled(UPLOAD_DEADLINE_S), None):
             self._saver.wait()
 
+    def rank_bytes(self, learner: Learner) -> int:
+        """Return the bytes of this rank's file in a checkpoint."""
+        state = {name: one.local for name, one in state_of(learner).items() if one.writes}
+        return layout(state | rng_state(self._world.device)).file_bytes
+
     def reserve(self, learner: Learner, spared: int = 0) -> None:
         """Start allocating shared memory for copies. Leave `spared` bytes free. A collective."""
         self.wait()
-        state = {name: one.local for name, one in state_of(learner).items() if one.writes}
-        num_bytes = layout(state | rng_state(self._world.device)).file_bytes
+        num_bytes = self.rank_bytes(learner)
         self._host.check_room(num_bytes, self._world, spared)
         self._work = _BackgroundWork(lambda: self._host.reserve(num_bytes), _memory_of(num_bytes))
 
@@ -310,8 +319,8 @@ class StageCheckpoints:
         self._writer.__enter__()
         manifest = self._ctx.manifest
         num_steps = (manifest.sft if self._stage == "sft" else manifest.stages.rl).num_steps
-        steps_left = range(self._learner.step + 1, num_steps + 1)
-        if any(self.is_due(step) for step in steps_left):
+        if num_left := sum(map(self.is_due, range(self._learner.step + 1, num_steps + 1))):
+            self._check_disk(num_left)
             # Remove copies of killed jobs before any rank allocates.
             remove_memory(saves_prefix(self._ctx.run_dir))
             self._writer.reserve(self._learner, self._spared)
@@ -319,6 +328,20 @@ class StageCheckpoints:
 
     def __exit__(self, *failure: Any) -> None:
         self._writer.__exit__(*failure)
+
+    def _check_disk(self, num_left: int) -> None:
+        """Raise RunFailed if the run's disk lacks room for its next checkpoints. A collective."""
+        run_dir, keep = self._ctx.run_dir, self._ctx.manifest.trainer.checkpoint.keep
+        held = min(keep, len(whole_checkpoints(run_dir, self._stage)))
+        count = min(num_left, keep + 1 - held)  # the oldest is removed after the newest is written
+        each = sum(self._learner.world.all_gather(self._writer.rank_bytes(self._learner)))
+        if count * each > (free := shutil.disk_usage(run_dir).free):
+            raise RunFailed(
+                f"trainer.checkpoint: the next {count} of {each / 1e9:.1f} GB need "
+                f"{count * each / 1e9:.1f} GB on the disk of {run_dir}, which has "
+                f"{free / 1e9:.1f} GB free; remove unused folders in runs/, or lower "
+                f"trainer.checkpoint.keep ({keep})"
+            )
 
     def is_due(self, step: int) -> bool:
         return checkpoints.is_due(step, self._ctx.manifest, self._stage)

@@ -9,6 +9,7 @@ Staleness follows from Little's law: with N rollouts in flight and batches of B,
 N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the batch is full.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -302,7 +303,10 @@ class RunPlan:
         }
 
     def checkpoint(self) -> dict[str, float]:
-        """Return bytes and seconds of a save. Training waits for "waits_s", but not "writes_s"."""
+        """Return bytes and seconds of a save. Training waits for "waits_s", but not "writes_s".
+
+        "disk_bytes": the most that an RL stage's checkpoints take, one of them being written.
+        """
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
         whole = values * DTYPE_BYTES[self.trainer.param_dtype]
@@ -310,8 +314,11 @@ class RunPlan:
         rank = whole / (mesh.dp_shard * mesh.cp)
         per_node = self.manifest.hardware.devices_per_node
         nodes = max(1, mesh.dp_shard * mesh.cp // per_node)
+        saved, num_steps = self.trainer.checkpoint, self.manifest.stages.rl.num_steps
+        count = min(saved.keep + 1, math.ceil(num_steps / saved.interval_steps))
         return {
             "bytes": whole,
+            "disk_bytes": whole * count,
             "rank_bytes": rank,
             "waits_s": rank / self.rates.host_link_bytes,
             "writes_s": whole / nodes / FILE_BYTES,

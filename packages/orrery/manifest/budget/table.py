@@ -323,6 +323,7 @@ def _speed(budget: RunBudget) -> Iterator[str]:
         f"{_gb(checkpoint['bytes'])}, training waits {in_seconds(checkpoint['waits_s'])}, "
         f"on disk {in_seconds(checkpoint['writes_s'])} later",
     )
+    yield _line("checkpoints on disk", f"at most {_gb(checkpoint['disk_bytes'])}")
 
 
 def _traffic(budget: RunBudget) -> Iterator[str]:
