@@ -513,6 +513,28 @@ async def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under
         await until(lambda: trainer.table._leased is None)
 
 
+async def test_an_engine_may_be_interrupted_while_another_is_asked_for_its_health(lossy, tmp_path):
+    first, lost = StandIn(untaken_at_first=[[ALONG]]), StandIn(fail=dict(LOST))
+    lost.fail["/update_weights"] = 500, {}
+
+    def await_health(body):
+        while "/health" not in lost.paths():
+            time.sleep(0.01)
+
+    def await_interruption(body):
+        while "give_up_update" not in first.calls():
+            time.sleep(0.01)
+        time.sleep(0.1)
+
+    first.before["/update_weights"] = await_health
+    lost.before["/health"] = await_interruption
+    trainer = Trainer()
+    async with lossy(first, lost, StandIn(), StandIn(), trainer=trainer) as engines:
+        fleet = engines.fleet
+        assert (await fleet.update(trainer.publish(tmp_path / "wire"))).version == 3
+        assert fleet.registry.at(Phase.HEALTHY) == [0] and fleet.registry.at(Phase.FENCED) == [1]
+
+
 async def test_a_retry_after_the_trainer_has_stepped_waits_for_the_next_version_unfenced(
     lossy, tmp_path
 ):

@@ -395,7 +395,10 @@ class EnginePool:
         async def update(index: int) -> None:
             try:
                 async with asyncio.timeout(None) as limits[index]:
-                    await self._update_one(index, leased, begin)
+                    try:
+                        await self._update_one(index, leased, begin)
+                    finally:
+                        del limits[index]  # an ended limit cannot be moved
             except TimeoutError as error:
                 raise EngineGone(
                     f"engine {index} hung in a transfer {scaled(ALONG_S):g} s after it had ended "
@@ -403,7 +406,6 @@ class EnginePool:
                 ) from error
             except UpdateFailed as error:
                 if isinstance(error, UpdateInterrupted):
-                    del limits[index]
                     end_s = asyncio.get_running_loop().time() + scaled(ALONG_S)
                     for limit in limits.values():
                         if limit.when() is None:
@@ -420,8 +422,6 @@ class EnginePool:
                 if self._leases is not None:
                     self._leases.abandon(leased)
                 raise
-            finally:
-                limits.pop(index, None)
 
         results = await asyncio.gather(*map(update, indices), return_exceptions=True)
         pairs = zip(indices, results, strict=True)
