@@ -462,9 +462,7 @@ def test_a_stranger_at_the_store_reads_no_secret(tmp_path, kind):
         claimed = leases.start(published, "engine 0")
         store, secret = stranger_at(tmp_path / "wire")
         together(partial(Engine("engine 0", 0, 1).take, claimed))
-        keys = [
-            key for key in store.list_keys() if key != "arrivals" and not key.startswith("init/")
-        ]
+        keys = [key for key in store.list_keys() if not key.startswith("init/")]
         assert keys and secret and not [key for key in keys if secret in key]
         store.set_timeout(timedelta(seconds=2))
         values = []
@@ -493,6 +491,20 @@ def test_what_a_stranger_writes_into_the_store_is_refused_before_it_is_decoded(t
                 WireFailed, match=r"'order/1000' .* was not written by a role of this run"
             ):
                 joined.order(1000)
+        settle([rank])
+
+
+def test_a_forged_arrival_ends_the_transfer_by_name(tmp_path):
+    with trainers("nccl", tmp_path / "wire", 1) as ([rank], _):
+        store, _ = stranger_at(tmp_path / "wire")
+        joined = coordinator.connect(coordinator.find_wire(tmp_path / "wire"))
+        joined.arrive(coordinator.Arrival(1, "engine 0", 0, 1, "m", -1))
+        sealed = bytes(store.queue_pop(coordinator.ARRIVALS))
+        joined.put_raw("order/1000", sealed[coordinator.MAC_BYTES :])
+        for forged in (b"", bytes(store.get("order/1000"))):
+            store.queue_push("other", forged)
+            with pytest.raises(WireFailed, match=r"'arrivals' .* was not written by a role"):
+                joined._open(coordinator.ARRIVALS, bytes(store.queue_pop("other")), "an arrival")
         settle([rank])
 
 

@@ -28,6 +28,7 @@ from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
 ADDRESS = "wire.json"
 CURRENT = "current"
+ARRIVALS = "arrivals"  # a queue of sealed arrivals
 MEET_S = 120.0  # limit for another rank's value
 FOREVER_S = 10.0**7  # limit for the next transfer
 ARRIVAL_S = 120.0  # limit between engine ranks' arrivals
@@ -104,7 +105,10 @@ class StoreConnection:
         self.put_raw(key, msgspec.msgpack.encode(value))
 
     def put_raw(self, key: str, content: bytes) -> None:
-        self.store.set(key, self._mac(key, content) + content)
+        self.store.set(key, self._sealed(key, content))
+
+    def _sealed(self, key: str, content: bytes) -> bytes:
+        return self._mac(key, content) + content
 
     def _mac(self, key: str, content: bytes) -> bytes:
         return hmac.digest(self.address.secret.encode(), key.encode() + b"\0" + content, "sha256")
@@ -119,14 +123,14 @@ class StoreConnection:
 
     def raw(self, key: str, what: str, within_s: float = MEET_S) -> bytes:
         self._await(key, what, within_s)
-        return self._open(key, what)
+        return self._open(key, bytes(self.store.get(key)), what)
 
     def is_over(self, transfer: int) -> bool:
-        current = msgspec.msgpack.decode(self._open(CURRENT, "the current transfer"), type=int)
+        content = self._open(CURRENT, bytes(self.store.get(CURRENT)), "the current transfer")
+        current = msgspec.msgpack.decode(content, type=int)
         return current != transfer or self.store.check([f"failed/{transfer}"])
 
-    def _open(self, key: str, what: str) -> bytes:
-        sealed = bytes(self.store.get(key))
+    def _open(self, key: str, sealed: bytes, what: str) -> bytes:
         mac, content = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(key, content)):
             raise WireFailed(
@@ -180,7 +184,15 @@ class StoreConnection:
         return self.get(f"order/{number}", TransferOrder, "trainer 0's next order", FOREVER_S)
 
     def arrive(self, arrival: Arrival) -> None:
-        self.put(f"arrival/{self.store.add('arrivals', 1)}", arrival)
+        # One operation: a rank that is killed here leaves no gap between the arrivals of others.
+        self.store.queue_push(ARRIVALS, self._sealed(ARRIVALS, msgspec.msgpack.encode(arrival)))
+
+    def next_arrival(self, within_s: float) -> Arrival:
+        """Wait for the next arrival, and remove it. Raise as `get` does."""
+        what = "the arrival of an engine rank"
+        self._await(ARRIVALS, what, within_s)
+        content = self._open(ARRIVALS, bytes(self.store.queue_pop(ARRIVALS, False)), what)
+        return msgspec.msgpack.decode(content, type=Arrival)
 
     def forget(self, *keys: str) -> None:
         for key in keys:
@@ -251,7 +263,7 @@ def this_host() -> str:
 class Coordinator:
     def __init__(self, store: StoreConnection, leases: LeaseTable) -> None:
         self._store, self._leases = store, leases
-        self._num_arrivals = self._answered = 0
+        self._answered = 0
         self._generation = -1
         self._members: tuple[str, ...] = ()
         self._member: dict[tuple[str, int], str] = {}
@@ -307,11 +319,8 @@ class Coordinator:
 
     def _next_arrival(self, transfer: Transfer | None) -> Arrival:
         number, within_s = (None, FOREVER_S) if transfer is None else (transfer.number, ARRIVAL_S)
-        key = f"arrival/{self._num_arrivals + 1}"
         with self._store.during(number):
-            arrival = self._store.get(key, Arrival, "the arrival of an engine rank", within_s)
-        self._num_arrivals += 1
-        self._store.forget(key)
+            arrival = self._store.next_arrival(within_s)
         rank = arrival.engine, arrival.rank
         if self._member.get(rank, arrival.member) != arrival.member:
             self._store.forget(f"member/{self._member[rank]}")
