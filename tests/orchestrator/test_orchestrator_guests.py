@@ -23,8 +23,14 @@ from orrery.manifest.identity import canonical_json
 from orrery.orchestrator.advantages import Group
 from orrery.orchestrator.buffer import RolloutBuffer
 from orrery.orchestrator.dispatch import GroupRequest, Request
-from orrery.orchestrator.engines.messages import Attested, Generation
-from orrery.orchestrator.guests.evidence import NUM_HONEST, NUM_ROLLOUTS
+from orrery.orchestrator.engines.messages import Attested, Generation, GenerationFailed
+from orrery.orchestrator.guests.evidence import (
+    NUM_HONEST,
+    NUM_ROLLOUTS,
+    HonestSpread,
+    RolloutScore,
+    SiteEvidence,
+)
 from orrery.orchestrator.guests.host import GuestDoor, engine_release, own_terms
 from orrery.orchestrator.guests.lend import Lender
 from orrery.orchestrator.guests.messages import (
@@ -42,9 +48,13 @@ from orrery.orchestrator.guests.messages import (
 )
 from orrery.orchestrator.guests.pool import GuestPool
 from orrery.orchestrator.guests.sites import FETCH_S
+from orrery.orchestrator.scheduler import Scheduler
+from orrery.orchestrator.snapshot import read as read_snapshot
+from orrery.orchestrator.snapshot import write as write_snapshot
 from orrery.runtime.network import adjoining_ports
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import memory_prefix, remove_memory
+from orrery.wire import checkpoints
 from orrery.wire.recompute import Recomputed
 
 pytestmark = pytest.mark.timeout(60)
@@ -273,8 +283,83 @@ async def test_answers_of_a_removed_version_do_not_count():
     assert len(told.jobs) == 8
     answers = tuple(other_model(home, job) for job in told.jobs)
     home.pool.answer("lima", Answers(lease, answers))
-    assert await asyncio.gather(*calls) == [None] * 8
+    for ended in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(ended, GenerationFailed) and "version 4 were removed" in str(ended)
     assert home.pool.sites["lima"].num_accepted == 0 and not home.refusals()
+
+
+def scored(draw: np.random.Generator, pick) -> RolloutScore:
+    """Return the score of 300 tokens, one of each of 300 policies, with true log-probs."""
+    logits = draw.normal(0, 3, (300, 100))
+    logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    entropy = -(np.exp(logp) * logp).sum(1)
+    variance = (np.exp(logp) * (logp + entropy[:, None]) ** 2).sum(1)
+    found = logp[np.arange(300), pick(logp, entropy)].astype(np.float32)
+    every = (each.astype(np.float32).tobytes() for each in (found, entropy, variance))
+    return RolloutScore.of(found, Recomputed(*every))
+
+
+def test_likely_tokens_that_a_few_unlikely_ones_balance_are_found():
+    draw = np.random.default_rng(0)
+
+    def honest(logp, entropy):
+        return np.array([draw.choice(100, p=np.exp(row) / np.exp(row).sum()) for row in logp])
+
+    def balanced(logp, entropy):
+        tokens, excess = logp.argmax(1), logp.max(1) + entropy
+        at = 300
+        while excess.sum() > 0:
+            at -= 1
+            tokens[at] = logp[at].argmin()
+            excess[at] = logp[at].min() + entropy[at]
+        return tokens
+
+    spread = HonestSpread(manifest(guests=SPEC).orchestrator.guests)
+    for _ in range(NUM_HONEST):
+        spread.add(scored(draw, honest))
+    site, liar = SiteEvidence(), SiteEvidence()
+    assert not any(site.fault(scored(draw, honest), spread) for _ in range(NUM_ROLLOUTS))
+    faults = [liar.fault(scored(draw, balanced), spread) for _ in range(NUM_ROLLOUTS)]
+    assert any("squared deviations sum to" in fault for fault in faults)
+
+
+async def test_a_failure_at_a_site_ends_its_sample_as_one_at_home_does():
+    home = Home()
+    await home.learn()
+    lease = home.enter()
+    call, job = await home.job("lima", lease)
+    home.pool.answer("lima", Answers(lease, (GuestAnswer(job.id, failure="timed out"),)))
+    with pytest.raises(GenerationFailed, match="site lima: timed out"):
+        await call
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_no_rollout_of_a_refused_site_is_trained_later(tmp_path, is_resumed):
+    spec, guest = manifest(), manifest().inference.num_replicas + 2
+    scheduler = Scheduler(spec)
+    scheduler.wanted = 5
+    scheduler.updated(0)
+    requests = scheduler.start(0.0)
+    requests = [each for each in requests if each.group == requests[0].group]
+
+    def end(some):
+        for each in some:
+            made = rollout(each, [0, 0], reward=each.member)
+            scheduler.ended(each, replace(made, engine=guest), 0.0)
+
+    if is_resumed:
+        end(requests)
+        assert scheduler.buffer.num_queued == len(requests)
+        write_snapshot(tmp_path, 1, 1, scheduler.snapshot(), 1.0)
+        folder = checkpoints.checkpoint_dir(tmp_path, 1, 1)
+        scheduler = Scheduler(spec, read_snapshot(folder, 1))
+        assert scheduler.buffer.dropped == {"site_of_past_attempt": len(requests)}
+    else:
+        end(requests[:2])
+        assert scheduler.drop_engine(guest) == 2
+        end(requests[2:])  # they were being judged
+        assert scheduler.buffer.dropped["site_refused"] == len(requests)
+    assert not scheduler.buffer.num_queued and not scheduler.buffer.spare
 
 
 async def test_a_site_that_holds_weights_of_an_earlier_attempt_is_no_liar():
@@ -382,8 +467,8 @@ def test_a_refused_engine_leaves_no_rollout_in_the_buffer():
         members = [rollout(Request(request, i, 0), [0, 0], reward=i) for i in range(2)]
         members[1] = replace(members[1], engine=engine)
         buffer.add(Group(request, members, num_ended=2))
-    assert buffer.drop_engine(7) == 2 and buffer.num_queued == 2
-    assert buffer.dropped == {"site_refused": 2}
+    assert buffer.drop_engines(lambda each: each == 7, "why") == 2 and buffer.num_queued == 2
+    assert buffer.dropped == {"why": 2}
 
 
 async def post(port: int, tls: ssl.SSLContext, path: str, body: bytes) -> bytes:

@@ -9,6 +9,7 @@
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Orchestrator
@@ -87,14 +88,15 @@ class RolloutBuffer:
                 groups.clear()
                 groups.extend(fresh)
 
-    def drop_engine(self, engine: int) -> int:
+    def drop_engines(self, is_dropped: Callable[[int], bool], reason: str) -> int:
+        """Drop groups with a rollout of such an engine. Return the number of rollouts."""
         num_dropped = 0
         for groups in (self.queue, self.spare):
-            kept = [group for group in groups if all(each.engine != engine for each in group)]
+            kept = [group for group in groups if not any(is_dropped(one.engine) for one in group)]
             num_dropped += _size(groups) - sum(map(len, kept))
             groups.clear()
             groups.extend(kept)
-        self.count("site_refused", num_dropped)
+        self.count(reason, num_dropped)
         return num_dropped
 
     def take_batch(self, oldest_version: int) -> list[Rollout] | None:

@@ -28,6 +28,7 @@ from orrery.wire.routed_experts import Routes, RouteShape, column
 
 NO_VERSION = -1
 ENGINE_GONE = "engine_gone"
+SITE_REFUSED = "site_refused"
 
 
 class WorkerThread:

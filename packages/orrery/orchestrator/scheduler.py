@@ -24,7 +24,7 @@ from orrery.orchestrator.dispatch import (
     Request,
     Source,
 )
-from orrery.orchestrator.rollout import ENGINE_GONE, NO_VERSION, Failed, Rollout
+from orrery.orchestrator.rollout import ENGINE_GONE, NO_VERSION, SITE_REFUSED, Failed, Rollout
 from orrery.runtime.role_context import RoleContext
 
 
@@ -266,12 +266,16 @@ class Scheduler:
             first_problem=first_problem,
         )
         self._open_train_rollouts = 0
+        self._refused: set[int] = set()  # engines
         if snapshot:
             self.clock.next_batch = snapshot.next_batch
             self.wanted = snapshot.next_batch - 1
             self.buffer.queue.extend(snapshot.queue)
             self.buffer.spare.extend(snapshot.spare)
             self.buffer.num_sampled = snapshot.num_sampled
+            # Other sites get new numbers in this attempt, and a site may be refused meanwhile.
+            num_own = manifest.inference.num_replicas
+            self.buffer.drop_engines(lambda each: each >= num_own, "site_of_past_attempt")
 
     def start(self, now_s: float) -> list[Request]:
         if self.updating or self.clock.version == NO_VERSION:
@@ -356,6 +360,8 @@ class Scheduler:
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
         is_train = request.group.purpose == "train"
+        if isinstance(outcome, Rollout) and outcome.engine in self._refused:
+            outcome = Failed(SITE_REFUSED, "another site sent false samples")
         reason = outcome.reason if isinstance(outcome, Failed) else None
         if reason == ENGINE_GONE and not is_train:
             self.dispatch.restart(request.name)
@@ -379,9 +385,11 @@ class Scheduler:
         return None
 
     def drop_engine(self, engine: int) -> int:
+        """Drop a refused site's rollouts, also those that end later. Return their number."""
+        self._refused.add(engine)
         num_open = self.groups.drop_engine(engine)
-        self.buffer.count("site_refused", num_open)
-        return num_open + self.buffer.drop_engine(engine)
+        self.buffer.count(SITE_REFUSED, num_open)
+        return num_open + self.buffer.drop_engines(lambda each: each == engine, SITE_REFUSED)
 
     def _give_up(self, dropped: Sequence[GroupDropped]) -> list[Request]:
         for group in dropped:

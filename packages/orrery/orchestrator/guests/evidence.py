@@ -2,10 +2,14 @@
 
 - A rollout's mean and largest |log-prob difference| have upper bounds: a multiple of the 90th
   percentile over the run's own rollouts, but at least a configured minimum.
-- Tokens drawn from the policy have E[log p] = −entropy. So the sum of log p + entropy over a site's
-  rollouts must be within MAX_DEVIATIONS standard deviations of 0.
+- Tokens drawn from the policy have E[log p] = −entropy. So the sum of x = log p + entropy over a
+  site's rollouts must be within MAX_DEVIATIONS standard deviations of 0.
+- E[x²] is the variance of log p. So the sum of min(x², b), b = LARGEST², may exceed the sum V of
+  variances by √(2dbV) + ⅔db at most, d = −ln CHANCE (Bernstein's inequality). This refuses a site
+  that adds unlikely tokens to likely ones until the sum of x is 0.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -20,6 +24,8 @@ QUANTILE = 0.9
 PEAK = 10.0  # minimum bound of the largest difference, as a multiple of that of the mean
 NUM_ROLLOUTS = 64  # newest rollouts of a site, judged together
 MAX_DEVIATIONS = 6.0
+LARGEST = 10.0  # nats
+CHANCE = 1e-9  # that an honest site's squares are refused
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,9 @@ class RolloutScore:
     """A rollout's log-probs compared with the recomputed log-probs.
 
     - `mean`, `peak`: mean and largest absolute difference.
-    - `surprise`, `square`, `variance`: sums over tokens of log p + entropy, its square, and the
-      variance of log p.
+    - `surprise`, `square`, `variance`: sums over tokens of x = log p + entropy, x², and log p's
+      variance.
+    - `clipped`: as `square`, with at most LARGEST² a token.
     """
 
     mean: float
@@ -36,18 +43,20 @@ class RolloutScore:
     surprise: float
     variance: float
     square: float
+    clipped: float
 
     @classmethod
     def of(cls, logprobs: np.ndarray, recomputed: Recomputed) -> "RolloutScore":
         logprob, entropy, variance = recomputed.arrays()
         difference = np.abs(logprobs.astype(np.float64) - logprob)
-        excess = logprob.astype(np.float64) + entropy
+        squares = np.square(excess := logprob.astype(np.float64) + entropy)
         return cls(
             float(difference.mean()),
             float(difference.max()),
             float(excess.sum()),
             float(variance.sum()),
-            float(np.square(excess).sum()),
+            float(squares.sum()),
+            float(np.minimum(squares, LARGEST**2).sum()),
         )
 
 
@@ -87,12 +96,19 @@ class SiteEvidence:
                     f"the {name} difference of a rollout's log-probs from the trainer's is "
                     f"{found:.3g}, more than {bound:.3g}"
                 )
-        sums = np.array([(s.surprise, s.variance, s.square) for s in self._scores]).sum(0)
+        sums = [(s.surprise, s.variance, s.square, s.clipped) for s in self._scores]
+        surprise, variance, square, clipped = np.array(sums).sum(0)
         # A nearly certain policy has a tiny `variance`. `square` then allows a few unlikely tokens.
-        deviations = sums[0] / np.sqrt(max(sums[1], sums[2], 1e-9))
+        deviations = surprise / math.sqrt(max(variance, square, 1e-9))
         if not abs(deviations) <= MAX_DEVIATIONS:
             return (
                 f"its tokens were not drawn from the policy (the sum of their log-probs is "
                 f"{deviations:.1f} standard deviations from its mean)"
+            )
+        slack = -math.log(CHANCE) * LARGEST**2
+        if not clipped <= (most := variance + math.sqrt(2 * slack * variance) + 2 / 3 * slack):
+            return (
+                f"its tokens were not drawn from the policy (their log-probs' squared deviations "
+                f"sum to {clipped:.3g}, more than {most:.3g})"
             )
         return ""

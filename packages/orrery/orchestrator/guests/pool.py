@@ -46,7 +46,6 @@ from orrery.wire.weight_wire import Published
 LEAST = 8  # minimum jobs to give a site, if enough wait
 TAKE_S = 2.0  # the run's own engines take a job that no site takes within this time
 MAX_OWN_CHECKS = 2  # concurrent checks of own samples once the bounds are known
-SHARE_OF_TIMEOUT = 0.5  # own engines take an unanswered job after this share of `rollout_timeout_s`
 Check = Callable[[int, np.ndarray, np.ndarray, float], Awaitable[Recomputed]]
 Note = Callable[..., None]
 
@@ -120,16 +119,11 @@ class GuestPool:
         own = GuestJob(job, prompt, asyncio.get_running_loop().create_future())
         self._waiting.append(own)
         self._wake()
-        loop, max_s = asyncio.get_running_loop(), self._manifest.orchestrator.rollout_timeout_s
-        timers = (
-            loop.call_later(TAKE_S, self._take_back, own),
-            loop.call_later(SHARE_OF_TIMEOUT * max_s, own.give_back),
-        )
+        timer = asyncio.get_running_loop().call_later(TAKE_S, self._take_back, own)
         try:
             return await own.result
         finally:
-            for timer in timers:
-                timer.cancel()
+            timer.cancel()
             self._forget(own)
 
     async def draw_here(
@@ -276,8 +270,9 @@ class GuestPool:
 
     def _take(self, site: GuestSite, own: GuestJob, answer: GuestAnswer) -> None:
         if answer.failure:
-            self._note(event="guest_failure", site=site.name, why=answer.failure[:MAX_REASON])
-            own.give_back()
+            why = answer.failure[:MAX_REASON]
+            self._note(event="guest_failure", site=site.name, why=why)
+            own.fail(f"site {site.name}: {why}")
             return
         try:
             tokens, logprobs = check_answer(
@@ -299,7 +294,8 @@ class GuestPool:
         if own.site is None:
             self._waiting = deque(each for each in self._waiting if each is not own)
             return
-        is_unused = own.result.cancelled() or own.result.result() is None
+        made = own.result
+        is_unused = made.cancelled() or made.exception() is not None or made.result() is None
         if own.site.jobs.pop(own.job.id, None) is not None and is_unused:
             own.site.cancelled.append(own.job.id)
 
@@ -332,7 +328,7 @@ class GuestPool:
                 del site.arrived[: len(window)]
                 for own, made in window:
                     if own.version in removed:
-                        own.give_back()
+                        own.fail(f"the weights of version {own.version} were removed")
                     elif not own.result.done():
                         own.result.set_result(made)
                         site.num_accepted += 1

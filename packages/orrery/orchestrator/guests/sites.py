@@ -12,7 +12,7 @@ import numpy as np
 from orrery.elastic.door import Terms, check_terms
 from orrery.elastic.types import ElasticError
 from orrery.manifest.schema import Manifest
-from orrery.orchestrator.engines.messages import START_VERSION, Generation
+from orrery.orchestrator.engines.messages import START_VERSION, Generation, GenerationFailed
 from orrery.orchestrator.engines.pool import EngineRegistry, Phase
 from orrery.orchestrator.guests.evidence import SiteEvidence
 from orrery.orchestrator.guests.messages import MAX_REASON, Entry, GuestRefused, SampleJob
@@ -32,8 +32,13 @@ class GuestJob:
     site: "GuestSite | None" = None
 
     def give_back(self) -> None:
+        """Let the run's engines draw the sample. Its length must not be the cause."""
         if not self.result.done():
             self.result.set_result(None)
+
+    def fail(self, why: str) -> None:
+        if not self.result.done():
+            self.result.set_exception(GenerationFailed(why))
 
 
 @dataclass
