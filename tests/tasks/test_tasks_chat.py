@@ -6,6 +6,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from task_chats import (
@@ -153,6 +154,20 @@ def test_ids_are_the_specials_and_then_the_alphabet(characters):
 def test_a_strange_character_is_named(characters):
     with pytest.raises(OrreryError, match=r"model.tokenizer.alphabet has no 'Éé', which is in"):
         characters.prompt([Message("user", "caféÉ")])
+
+
+def test_a_tokenizer_that_was_saved_with_padding_and_truncation_does_neither(tmp_path, qwen):
+    write_qwen_like(tmp_path)
+    saved = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    saved.enable_padding(pad_token="<|endoftext|>")
+    saved.enable_truncation(4)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    chats = [[Message("user", text), Message("assistant", "yes")] for text in ("hello", "no " * 9)]
+    for chat in chats:
+        for found, expected in zip(
+            Renderer(tmp_path).example(chat), qwen.example(chat), strict=True
+        ):
+            assert found.tolist() == expected.tolist()
 
 
 def test_transformers_reads_the_folder_as_we_do(tmp_path):

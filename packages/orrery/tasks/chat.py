@@ -41,6 +41,8 @@ class Renderer:
         try:
             config = read_object(folder / "tokenizer_config.json", "copy the model's folder again")
             self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self.tokenizer.no_truncation()  # the file may keep the settings of a fine-tuning
+            self.tokenizer.no_padding()
         except Exception as error:
             raise OrreryError(
                 f"tokenizer: cannot read {folder}: {error}. "
