@@ -43,8 +43,8 @@ SPECS = {
 SHAPES = {
     "embed.weight": (16, 12),
     "layers.0.norm.weight": (3,),  # smaller than a mesh of four: the last rank has no part
+    "layers.0.thin.weight": (2, 40),  # the first matrix of Muon's, which two of four ranks lack
     "layers.0.q.weight": (10, 12),  # does not divide by four
-    "layers.0.thin.weight": (2, 40),
     "layers.0.mlp.gate.weight": (4, 12),
     "layers.0.mlp.experts.gate_up_proj": (4, 12, 8),
     "layers.0.mlp.experts.down_proj": (4, 8, 6),

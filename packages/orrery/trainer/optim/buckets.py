@@ -58,7 +58,10 @@ class ParamGroup:
 
 
 def split_group(group: ParamGroup, share: float) -> tuple[ParamGroup, ParamGroup]:
-    sizes = [local_tensor(weight).numel() for weight in group.weights]
+    if group.rule.needs_whole_shards:  # all ranks must split alike, since they exchange buckets
+        sizes = [-(-weight.numel() // _num_shards(weight)) for weight in group.weights]
+    else:
+        sizes = [local_tensor(weight).numel() for weight in group.weights]
     room = share * sum(sizes)
     count = sum(size <= room for size in accumulate(sizes))
     first, rest = group.weights[:count], group.weights[count:]
