@@ -50,6 +50,14 @@ def test_rows_of_the_longest_stay_within_the_limit_where_a_model_pads(lengths, n
     )
 
 
+@given(st.lists(st.integers(1, MAX), max_size=60), st.sampled_from([4, 16]))
+def test_samples_that_ranks_share_are_packed_with_their_padding(lengths, multiple):
+    [plan] = pack(np.array(lengths, np.int64), 1, MAX, multiple=multiple)
+    padded = -(-np.array(lengths, np.int64) // multiple) * multiple
+    assert all(padded[samples].sum() <= -(-MAX // multiple) * multiple for samples in plan)
+    assert sorted(index for samples in plan for index in samples) == list(range(len(lengths)))
+
+
 @given(st.lists(st.integers(1, MAX), min_size=1, max_size=60), st.integers(1, 5))
 def test_the_number_of_micro_steps_is_near_the_least(lengths, num_ranks):
     plan = pack(np.array(lengths, np.int64), num_ranks, MAX)

@@ -29,6 +29,7 @@ def pack_for(manifest: Manifest, lengths: np.ndarray) -> Plan:
         quadratic_cost(model),
         is_padded(model),
         attention_cost(model, lengths) if model.mla and model.mla.indexer else None,
+        trainer.mesh.sample_multiple,
     )
 
 
@@ -39,6 +40,7 @@ def pack(
     quadratic: float = 0.0,
     padded: bool = False,
     attention: np.ndarray | None = None,
+    multiple: int = 1,
 ) -> Plan:
     """Return each micro-batch's sample indices, `[rank][micro_step]`, int64, ascending or empty.
 
@@ -46,6 +48,7 @@ def pack(
     - `quadratic`: a sample of n tokens costs n + quadratic · n².
     - `attention`: cost per sample instead of quadratic · n², float64 [num_samples].
     - `padded`: the model pads samples to the longest in the micro-batch.
+    - `multiple`: ranks that share a sample pad it to a multiple of so many tokens.
 
     Raise OrreryError if a sample is empty or exceeds `max_tokens`.
     """
@@ -66,6 +69,8 @@ def pack(
             f"{max_tokens} of one micro-batch. "
             f"Raise trainer.memory.max_tokens_per_micro_batch to at least {longest}"
         )
+    lengths = -(-lengths // multiple) * multiple
+    max_tokens = -(-max_tokens // multiple) * multiple
     if attention is None:
         attention = quadratic * lengths.astype(np.float64) ** 2
     costs = lengths + attention

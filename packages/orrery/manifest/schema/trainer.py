@@ -52,6 +52,11 @@ class Mesh(Record):
     def has_exchange(self) -> bool:
         return self.cp * self.ep > 1
 
+    @property
+    def sample_multiple(self) -> int:
+        """Return the multiple of tokens to which ranks in zig-zag order pad each sample."""
+        return 2 * self.cp if self.cp > 1 and self.cp_style != "ulysses" else 1
+
     def data_rank(self, rank: int) -> int:
         return rank // self.cp
 
