@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from orrery.launcher import cli
+from orrery.launcher import cli, runs
 from orrery.launcher import status as statuses
 from orrery.launcher.receipt import record
 from orrery.launcher.runs import Run, adopt, all_runs, find
 from orrery.launcher.status import RoleStatus, Status, hold_lock, newest_checkpoint
 from orrery.manifest.check import with_values
+from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import find_workspace, pretty_json, run_dir
+from orrery.manifest.identity import find_workspace, load, pretty_json, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.runtime.run_directory import begin, begin_attempt, done_path
 
 pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[2]
 
 
 def changed(manifest: Manifest, **fields) -> Manifest:
@@ -193,6 +195,29 @@ def test_a_run_that_would_learn_something_else_adopts_nothing(checkout, other, f
     assert not run.path.exists() and [path.name for path in (checkout / "runs").iterdir()] == [
         other.path.name
     ]
+
+
+@pytest.mark.parametrize(
+    ("delay", "changes", "bound"),
+    [
+        (0, {"trainer__memory__max_tokens_per_micro_batch": 256}, "max_tokens_per_micro_batch"),
+        (0, {"trainer__memory__max_tokens_per_micro_batch": 9999}, ""),
+        (0, {"trainer__checkpoint__interval_steps": 20}, ""),
+        (2, {"trainer__checkpoint__interval_steps": 20}, "interval_steps"),
+    ],
+)
+def test_memory_and_checkpoints_are_bound_where_they_change_what_is_learned(delay, changes, bound):
+    sites = load(ROOT / "manifests/elastic_text.json")
+    before = changed(
+        sites,
+        trainer__elastic__delay_steps=delay,
+        trainer__memory__max_tokens_per_micro_batch=sites.model.max_positions,
+    )
+    after = changed(before, **changes)
+    fields = {one.field for one in diff(before, after)}
+    assert fields == {field.replace("__", ".") for field in changes}
+    refused = {field for field in fields if not runs._is_free(field, runs._bound(before, after))}
+    assert refused == (fields if bound else set()) and bound in "".join(refused)
 
 
 def test_a_run_that_has_begun_and_one_that_stands_nowhere_are_refused(checkout, other):

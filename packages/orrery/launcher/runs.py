@@ -294,12 +294,14 @@ def adopt(run: Run, other: Run) -> str:
             f"{other.path.name}: none of its stages is done, so it has no state to adopt. "
             f"Start {run.manifest.name} without it"
         )
-    if changed := [one for one in diff(other.manifest, run.manifest) if not _is_free(one.field)]:
+    bound = _bound(other.manifest, run.manifest)
+    differences = diff(other.manifest, run.manifest)
+    if changed := [one for one in differences if not _is_free(one.field, bound)]:
         more = f" and {len(changed) - 1} fields more" if changed[1:] else ""
         raise OrreryError(
             f"{run.path.name} would learn something else than {other.path.name}: "
             f"{changed[0]}{more}. "
-            f"Only {', '.join(FREE)} may differ (without {', '.join(BOUND)}): "
+            f"Only {', '.join(FREE)} may differ (without {', '.join(bound)}): "
             f"type `orrery diff {other.path.name} {run.manifest.name}` for all of them"
         )
     made = run.path.with_name(f".{run.path.name}.partial")
@@ -346,11 +348,23 @@ def _stand(made: Path, run: Run, other: Run) -> str:
     return where
 
 
-def _is_free(field: str) -> bool:
+def _bound(before: Manifest, after: Manifest) -> tuple[str, ...]:
+    """Return the fields under FREE that change what such runs learn."""
+    sft, elastic, found = after.stages.sft, after.trainer.elastic, list(BOUND)
+    if sft is not None and before.max_text_tokens != after.max_text_tokens:
+        data = (sft.data, sft.validation.data) if sft.validation else (sft.data,)
+        if any(each.kind == "text" for each in data):
+            found.append("trainer.memory.max_tokens_per_micro_batch")
+    if elastic is not None and elastic.delay_steps:  # a checkpoint ends the delay of its round
+        found.append("trainer.checkpoint.interval_steps")
+    return tuple(found)
+
+
+def _is_free(field: str, bound: tuple[str, ...]) -> bool:
     def under(names: tuple[str, ...]) -> bool:
         return any(field == name or field.startswith((f"{name}.", f"{name}[")) for name in names)
 
-    return under(FREE) and not under(BOUND)
+    return under(FREE) and not under(bound)
 
 
 def _left(root: Path, folder: str, names: list[str]) -> list[str]:

@@ -183,10 +183,10 @@ class Texts:
 
 
 def open_texts(manifest: Manifest, field: str, data: TextData, tokenizer: Path) -> Texts:
-    limit = min(manifest.trainer.memory.max_tokens_per_micro_batch, manifest.model.max_positions)
     has_sites = manifest.trainer.elastic is not None and manifest.sft.data is data
     is_partial = has_sites and data.shard_by == "file"
-    return Texts(data, field, Renderer(tokenizer, manifest.model.vocab_size), limit, is_partial)
+    renderer = Renderer(tokenizer, manifest.model.vocab_size)
+    return Texts(data, field, renderer, manifest.max_text_tokens, is_partial)
 
 
 def text_order(documents: Sequence[int], seed: int, shard: int | None, start: int) -> Iterator[int]:

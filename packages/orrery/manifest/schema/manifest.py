@@ -83,6 +83,12 @@ class Manifest(Record):
         return self.model.num_indexers * -(-self.inference.max_model_len_tokens // 8)
 
     @property
+    def max_text_tokens(self) -> int:
+        """Return the tokens after which SFT on `kind` "text" cuts a text into parts."""
+        limit = self.trainer.memory.max_tokens_per_micro_batch
+        return min(limit, self.model.max_positions)
+
+    @property
     def route_bytes(self) -> int:
         """Return bytes per token of the experts and keys that engines chose."""
         moe = self.model.moe
