@@ -1,6 +1,5 @@
 """The task `dataset`: rows of every form, the two sides, verdicts, and rows that misfit."""
 
-import csv
 import datetime
 import hashlib
 import json
@@ -10,9 +9,8 @@ import sys
 from pathlib import Path
 
 import _gojsonnet
-import pyarrow as pa
-import pyarrow.parquet as parquet
 import pytest
+from task_files import ROWS, args, few_shot, source, task, write
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sha256_of_data as digest
@@ -24,52 +22,6 @@ from orrery.tasks.task import Message
 from orrery.tasks.verdicts import scorer_of
 
 ROOT = Path(__file__).parents[2]
-ROWS = [{"question": f"{a} + {b}?", "answer": str(a + b)} for a in range(8) for b in range(5)]
-
-
-def write(path: Path, rows=ROWS) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    match path.suffix:
-        case ".jsonl":
-            path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
-        case ".json":
-            path.write_text(json.dumps({"name": "sums", "rows": rows}))
-        case ".csv":
-            with path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
-        case ".parquet":
-            parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
-        case ".arrow":
-            table = pa.Table.from_pylist(rows)
-            with pa.ipc.new_stream(path, table.schema) as file:
-                file.write_table(table, max_chunksize=7)
-    return path
-
-
-def source(path: Path, split=None) -> dict:
-    return {"kind": "source", "path": str(path), "sha256": digest(path), "split": split}
-
-
-def args(path: Path, **changes) -> dict:
-    plain = {
-        "source": source(path),
-        "held_out": {"kind": "fraction", "fraction": 0.25},
-        "split": "train",
-        "where": {},
-        "system": None,
-        "prompt": "{question}",
-        "answer": "{answer}",
-        "answer_pattern": None,
-        "verdict": {"kind": "exact", "ignore_case": True, "pattern": None},
-    }
-    return plain | changes
-
-
-def task(seed=1, **given):
-    use = TaskUse(name="sums", kind="dataset", args=given, weight=1.0, seed=seed, max_turns=1)
-    return make(use)
 
 
 @pytest.fixture
@@ -261,11 +213,6 @@ def test_the_committed_problems_are_those_that_the_script_writes(tmp_path):
     subprocess.run([sys.executable, script, tmp_path / "rows.jsonl"], check=True)
     written = (tmp_path / "rows.jsonl").read_bytes()
     assert written == (ROOT / "examples/problems/arithmetic.jsonl").read_bytes()
-
-
-def few_shot(num_examples=2, **given):
-    inner = {"kind": "dataset", "args": given}
-    return {**inner, "num_examples": num_examples, "system": None}
 
 
 def test_few_shot_shows_training_rows_before_held_out_problems(path):
