@@ -18,7 +18,7 @@ from orrery.manifest.schema import Manifest, TaskUse
 from orrery.tasks import make
 from orrery.tasks.check import check
 from orrery.tasks.rows import open_rows
-from orrery.tasks.task import Message
+from orrery.tasks.task import Message, split_of
 from orrery.tasks.verdicts import scorer_of
 
 ROOT = Path(__file__).parents[2]
@@ -567,3 +567,41 @@ def test_rows_on_both_sides_are_counted(tmp_path):
     assert said.startswith(
         "source: 2 of 2 held-out rows are training rows too (test.jsonl:1, test.jsonl:3)"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ('"\\ud83d x"', "a text has half of a surrogate pair"),
+        ('{"\\ud83d": 1}', "a text has half of a surrogate pair"),
+        ("[" * 70 + "]" * 70, "values are nested deeper than 64"),
+        ("[" * 3000 + "]" * 3000, "values are nested deeper than 64"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_a_row_without_a_readable_text_is_one_sentence(tmp_path, suffix, value, says):
+    good, bad = json.dumps(ROWS[0]), f'{{"question": {value}, "answer": "1"}}'
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text(f"{good}\n{bad}\n" if suffix == "jsonl" else f"[{good}, {bad}]")
+    with pytest.raises(OrreryError, match=says) as error:
+        task(**args(path))
+    # A file of JSON that Python cannot parse has no row.
+    place = {"jsonl": ":2: ", "json": ": row 1: " if len(value) < 6000 else " cannot be read: "}
+    assert f"{path}{place[suffix]}{says}. " in str(error.value)
+
+
+def test_values_other_than_text_are_filled_in_as_json(tmp_path):
+    schema = {"type": "object", "required": ["größe"]}
+    rows = [{"question": n, "answer": schema, "tags": ["x", None], "new": True} for n in range(9)]
+    given = {"prompt": "{question} {tags} {new}", "verdict": {"kind": "json_schema"}}
+    one = task(**args(write(tmp_path / "rows.jsonl", rows), **given))
+    assert one.check_rows(None, 0) > 0
+    assert one.problem(0).messages[-1].content[1:] == ' ["x", null] true'
+    assert one.problem(0).answer == '{"type": "object", "required": ["größe"]}'
+
+
+def test_the_side_of_a_row_does_not_depend_on_how_its_values_are_written(tmp_path):
+    rows = [{"question": [n, True], "answer": n} for n in range(40)]
+    held = task(**args(write(tmp_path / "rows.jsonl", rows), split="held_out"))
+    expected = [n for n in range(40) if split_of(f"[{n}, True]", 0.25) == "held_out"]
+    assert held._kept.tolist() == expected

@@ -51,13 +51,19 @@ def columns_of(template: str) -> list[str]:
     return [found[1] for found in FIELD.finditer(template) if found[1]]
 
 
-def filled(template: str, row: dict[str, Any]) -> str:
-    """Replace each `{column}` by the row's value. Doubled braces become single."""
+def written(value: Any) -> str:
+    if isinstance(value, dict | list | bool):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)
+
+
+def filled(template: str, row: dict[str, Any], text: Callable[[Any], str] = written) -> str:
+    """Replace each `{column}` by `text` of the row's value. Doubled braces become single."""
 
     def fill(found: re.Match[str]) -> str:
         if not found[1]:
             return found[0][0]
-        return "" if row[found[1]] is None else str(row[found[1]])
+        return "" if row[found[1]] is None else text(row[found[1]])
 
     return FIELD.sub(fill, template)
 
@@ -165,7 +171,8 @@ class Dataset(SingleTurn):
     def _side_of(self, row: dict[str, Any]) -> Split:
         match self.args.held_out:
             case Fraction(fraction=fraction):
-                return split_of(filled(self.args.prompt, row), fraction)
+                # `str`, not `written`: another text would move rows to the other side.
+                return split_of(filled(self.args.prompt, row, str), fraction)
             case Column(column=column, values=values):
                 return "held_out" if row[column] in values else "train"
         return self.args.split  # each side has its own file

@@ -17,15 +17,21 @@ from typing import Any, Protocol
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import MAX_DEPTH
 from orrery.manifest.publish import DATA_SUFFIXES, data_files
 from orrery.manifest.shards import split_of
+
+TOO_DEEP = f"values are nested deeper than {MAX_DEPTH}"
 
 
 class DataRows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raise ValueError if the row is not an object."""
+        """Return row `index`.
+
+        Raise ValueError if the row is not an object, too deep or has half of a surrogate pair.
+        """
 
     def place(self, index: int) -> str:
         """Return a row's place, such as `problems.jsonl:7`."""
@@ -143,6 +149,8 @@ class JsonLines:
             return _object(json.loads(line))
         except json.JSONDecodeError as error:
             raise ValueError(f"the line is not JSON ({error.msg}, column {error.colno})") from error
+        except RecursionError:
+            raise ValueError(TOO_DEEP) from None
 
     def place(self, index: int) -> str:
         return f"{self._path}:{self._numbers[index]}"
@@ -238,7 +246,10 @@ class Tables:
 
 
 def _listed(file: Any) -> list[Any]:
-    read = json.load(file)
+    try:
+        read = json.load(file)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
     if isinstance(read, dict):
         lists = [value for value in read.values() if isinstance(value, list)]
         read = lists[0] if len(lists) == 1 else read
@@ -250,7 +261,21 @@ def _listed(file: Any) -> list[Any]:
 def _object(row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"a row is an object, not {type(row).__name__}")
+    _check(row, MAX_DEPTH)
     return row
+
+
+def _check(value: Any, max_depth: int) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text has half of a surrogate pair") from None
+    elif isinstance(value, dict | list):
+        if not max_depth:
+            raise ValueError(TOO_DEEP)
+        for one in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check(one, max_depth - 1)
 
 
 def _present(value: Any) -> Any:
