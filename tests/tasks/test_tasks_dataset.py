@@ -180,6 +180,32 @@ def test_a_prompt_column_may_hold_chat_messages(tmp_path):
     assert one.problem(0).answer == "7"
 
 
+def test_a_chat_that_ends_with_the_reply_is_refused(tmp_path):
+    rows = [
+        {
+            "answer": f"{n}",
+            "n": n,
+            "messages": [
+                {"role": "user", "content": f"{n} + 0"},
+                {"role": "assistant", "content": f"{n}"},
+            ][: 1 + n % 2],
+        }
+        for n in range(6)
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    folds = {"kind": "column", "column": "n", "values": [0]}
+    one = task(**args(path, prompt="{messages}", held_out=folds))
+    says = r"ends with the assistant's reply, which would show the answer. End it with a user's"
+    reply = next(n for n in range(5) if one._place(n) % 2)
+    for call in (lambda: one.problem(reply), lambda: one.demonstration(reply)):
+        with pytest.raises(OrreryError, match=says):
+            call()
+    with pytest.raises(OrreryError, match=says) as error:
+        one.check_rows(None, 0)
+    assert "3 of 5 training rows cannot be read" in str(error.value)
+    assert f"prompt: {path}:3: the chat in 'messages' ends" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -187,11 +187,17 @@ class Dataset(SingleTurn):
             place = self._rows.place(at)
             raise OrreryError(f"source: {place}: {error}. Correct the row") from error
 
-    def _messages(self, row: dict[str, Any]) -> tuple[Message, ...]:
+    def _messages(self, at: int, row: dict[str, Any]) -> tuple[Message, ...]:
         before = [] if self.args.system is None else [Message("system", self.args.system)]
         whole = COLUMN.fullmatch(self.args.prompt)
         if whole and isinstance(given := row[whole[1]], list):
-            return (*before, *map(self._message, given))
+            chat = [*map(self._message, given)]
+            if chat and chat[-1].role == "assistant":
+                raise OrreryError(
+                    f"prompt: {self._rows.place(at)}: the chat in {whole[1]!r} ends with the "
+                    "assistant's reply, which would show the answer. End it with a user's message"
+                )
+            return (*before, *chat)
         return (*before, Message("user", filled(self.args.prompt, row)))
 
     def _message(self, given: Any) -> Message:
@@ -225,7 +231,7 @@ class Dataset(SingleTurn):
 
     def _problem(self, index: int, at: int) -> Problem:
         row = self._row(at)
-        return Problem(index, self._messages(row), answer=self._answer(at, row))
+        return Problem(index, self._messages(at, row), answer=self._answer(at, row))
 
     def problem(self, index: int) -> Problem:
         return self._made(index)
@@ -247,8 +253,8 @@ class Dataset(SingleTurn):
         return {"verdict": verdict, "answer": answer, "row": row}
 
     def demonstration(self, index: int) -> list[Message]:
-        row = self._row(self._place(index))
-        return [*self._messages(row), Message("assistant", filled(self.args.answer, row))]
+        row = self._row(at := self._place(index))
+        return [*self._messages(at, row), Message("assistant", filled(self.args.answer, row))]
 
     def check_rows(self, tokens: Callable[[Problem], int] | None, max_tokens: int) -> int:
         """Check and count the rows of `split`.
