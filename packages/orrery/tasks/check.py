@@ -4,7 +4,8 @@
 - Problems and tool replies must fit the tokenizer's alphabet, the vocabulary and the context
   length. This check needs the tokenizer's files.
 - All rows of a task's file are checked.
-- Evaluation tasks must differ from training and SFT tasks in kind, args or seed.
+- Evaluation tasks must differ from training and SFT tasks in kind, args or seed. A row or prompt
+  of a file must not be both trained and evaluated.
 """
 
 import argparse
@@ -21,8 +22,9 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.publish import data_files
 from orrery.manifest.schema import Manifest, Model, TaskUse
-from orrery.tasks import make
+from orrery.tasks import FewShot, make
 from orrery.tasks.chat import Renderer
+from orrery.tasks.dataset import Dataset
 from orrery.tasks.task import Message, Problem, Role, Task, ToolCall
 from orrery.tasks.tokenizer import write_tokenizer
 
@@ -171,6 +173,25 @@ def _check_sides(manifest: Manifest) -> None:
                     f"tasks.evaluation[{i}]: has the same problems as {path}. "
                     "Give it another seed or split"
                 )
+    _check_rows_of_sides(manifest, trained)
+
+
+def _check_rows_of_sides(manifest: Manifest, trained: Sequence[tuple[str, TaskUse]]) -> None:
+    digests = {path: rows.digests() for path, use in trained if (rows := _dataset(use))}
+    for i, use in enumerate(manifest.tasks.evaluation):
+        if digests and (rows := _dataset(use)):
+            try:
+                rows.check_against(digests)
+            except OrreryError as error:
+                raise OrreryError(
+                    f"tasks.evaluation[{i}]: task {use.name!r}: args.{error}"
+                ) from error
+
+
+def _dataset(use: TaskUse) -> Dataset | None:
+    task = _task(use.model_dump_json())
+    inner = task.task if isinstance(task, FewShot) else task
+    return inner if isinstance(inner, Dataset) else None
 
 
 def _problems(use: TaskUse) -> tuple[str, dict[str, Any], int]:

@@ -5,13 +5,14 @@
 - `held_out` divides the rows into a training and a held-out side. `split` chooses the side.
 """
 
+import hashlib
 import json
 import os
 import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -94,7 +95,7 @@ class ProblemFile(Record):
 
 
 class Fraction(Record):
-    """Hold out rows by prompt hash, so equal prompts are on the same side."""
+    """Hold out rows by the hash of the filled prompt, so equal prompts are on the same side."""
 
     kind: Literal["fraction"]
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -369,6 +370,26 @@ class Dataset(SingleTurn):
             kind = "held-out rows are training rows too"
             raise OrreryError(self._sentence(kind, both, advice, len(self._kept)))
 
+    def digests(self) -> np.ndarray:
+        """Return [rows of `split`, 2] of uint64: the digests of each row and of its prompt."""
+        found = np.empty((len(self._kept), 2), dtype=np.uint64)
+        for i, at in enumerate(self._kept.tolist()):
+            found[i] = _digest(json.dumps(self._row(at), default=str)), _digest(self._prompt(at))
+        return found
+
+    def check_against(self, trained: Mapping[str, np.ndarray]) -> None:
+        """Raise OrreryError if a row or prompt is in `trained`, the digests of other tasks."""
+        own = self.digests()
+        for path, digests in trained.items():
+            if both := self._kept[np.isin(own, digests).any(axis=1)].tolist():
+                advice = (
+                    "held_out of kind fraction divides the rows by `prompt` and `fraction`; give "
+                    "both tasks the same, use held_out of kind column, or leave these rows out of "
+                    "one task by `where`"
+                )
+                kind = f"evaluation rows are rows of {path} too"
+                raise OrreryError(self._sentence(kind, both, advice, len(own)))
+
     def _prompt(self, at: int) -> str:
         return filled(self.args.prompt, self._row(at))
 
@@ -376,6 +397,10 @@ class Dataset(SingleTurn):
         places = ", ".join(self._rows.place(at) for at in rows[:SHOWN])
         more = ", …" if len(rows) > SHOWN else ""
         return f"source: {len(rows)} of {num_rows} {kind} ({places}{more}): {advice}"
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 @lru_cache(2**16)
