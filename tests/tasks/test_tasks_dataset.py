@@ -10,12 +10,11 @@ from pathlib import Path
 
 import _gojsonnet
 import pytest
-from task_files import ROWS, args, few_shot, source, task, write
+from task_files import ROWS, args, source, task, write
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sha256_of_data as digest
-from orrery.manifest.schema import Manifest, TaskUse
-from orrery.tasks import make
+from orrery.manifest.schema import Manifest
 from orrery.tasks.check import check
 from orrery.tasks.rows import open_rows
 from orrery.tasks.task import Message, split_of
@@ -239,22 +238,6 @@ def test_the_committed_problems_are_those_that_the_script_writes(tmp_path):
     subprocess.run([sys.executable, script, tmp_path / "rows.jsonl"], check=True)
     written = (tmp_path / "rows.jsonl").read_bytes()
     assert written == (ROOT / "examples/problems/arithmetic.jsonl").read_bytes()
-
-
-def test_few_shot_shows_training_rows_before_held_out_problems(path):
-    train, held = (
-        make(TaskUse(name="sums", kind="few_shot", args=few_shot(**args(path, split=split)),
-                     weight=1.0, seed=3, max_turns=1))
-        for split in ("train", "held_out")
-    )  # fmt: skip
-    shown = held.problem(0).messages[:4]
-    assert shown == train.problem(5).messages[:4]
-    assert [m.role for m in shown] == ["user", "assistant"] * 2
-    trained = set(prompts(task(**args(path)), 40))
-    assert {shown[0].content, shown[2].content} <= trained
-    assert held.problem(0).messages[4].content not in trained
-    with pytest.raises(OrreryError, match="have a prompt that is too long"):  # five messages
-        held.check_rows(lambda problem: len(problem.messages), 4)
 
 
 class CharacterRenderer:

@@ -99,7 +99,11 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
 
 
 class FewShot:
-    """A task that puts solved examples before each problem of an inner task."""
+    """A task that puts solved examples before each problem of an inner task.
+
+    An example of the same problem is left out. A spare example then takes its place. System prompts
+    become one message at the start.
+    """
 
     class Args(Record):
         kind: str
@@ -117,10 +121,9 @@ class FewShot:
             raise OrreryError(
                 f"kind: {args.kind!r} has no demonstrations to show. Use the task itself"
             )
-        before = [] if args.system is None else [Message("system", args.system)]
-        for index in range(args.num_examples):
-            before += examples.demonstration(index)
-        self.before = tuple(before)
+        self.num_examples, self.system = args.num_examples, args.system
+        with_spare = range(args.num_examples + 1)
+        self.examples = [_without_system(examples.demonstration(index)) for index in with_spare]
         if hasattr(self.task, "check_rows"):
             self.check_rows = self._check_rows
 
@@ -128,7 +131,17 @@ class FewShot:
         return self._after_examples(self.task.problem(index))
 
     def _after_examples(self, problem: Problem) -> Problem:
-        return msgspec.structs.replace(problem, messages=(*self.before, *problem.messages))
+        before = self._before(problem)
+        chat = (*before, *_without_system(problem.messages))
+        return msgspec.structs.replace(problem, messages=chat)
+
+    def _before(self, problem: Problem) -> list[Message]:
+        own = [message.content for message in problem.messages if message.role == "system"]
+        system = "\n\n".join([self.system, *own] if self.system is not None else own)
+        prompt = _without_system(problem.messages)
+        others = [chat for chat in self.examples if chat[: len(prompt)] != prompt]
+        shown = [message for chat in others[: self.num_examples] for message in chat]
+        return [Message("system", system), *shown] if own or self.system is not None else shown
 
     def _check_rows(self, tokens: Callable[[Problem], int] | None, max_tokens: int) -> int:
         count = None if tokens is None else lambda problem: tokens(self._after_examples(problem))
@@ -145,7 +158,12 @@ class FewShot:
         return self.task.judge(problem, messages)
 
     def demonstration(self, index: int) -> list[Message]:
-        return [*self.before, *self.task.demonstration(index)]
+        before = self._before(self.task.problem(index))
+        return [*before, *_without_system(self.task.demonstration(index))]
+
+
+def _without_system(chat: Sequence[Message]) -> list[Message]:
+    return [message for message in chat if message.role != "system"]
 
 
 def _inner(kind: str, args: dict[str, Any], seed: int) -> Any:
