@@ -9,6 +9,7 @@ from pathlib import Path
 
 import _gojsonnet
 import pytest
+from task_chats import fastest_s
 from task_files import ROWS, args, task, write
 
 from orrery.manifest.errors import OrreryError
@@ -56,11 +57,65 @@ def test_a_pattern_quotes_the_answer():
         ("Answer: **C**, not A", "C"),
         ("I take B, because a dog is A good friend", "B"),
         ("no idea", None),
+        ("The answer is a bit subtle. Both fail, so C.", "C"),
+        ("The answer is a prime number, therefore (B)", "B"),
+        ("The correct option is a mammal: **D**", "D"),
+        ("My answer: a triangle has 3 sides, thus \nAnswer - C", "C"),
+        ("The answer is a **mammal**, so D", "D"),
+        ("The answer is a 3-4-5 triangle. B", "B"),
+        ("The answer a student gives is B", "B"),
+        ("The option is a\tbird", None),
+        ("the answer is a", "A"),
+        ("the answer is a.", "A"),
+        ("the answer is a\n\nBoth others fail, as in B.", "A"),
+        ("the answer is a, not B", "A"),
+        ("the answer is (a) because B fails", "A"),
+        ("Answer: a) triangle", "A"),
+        ("the answer is **a** because B fails", "A"),
+        ("the answer is a because B fails", "A"),
+        ("option a is right and B is wrong", "A"),
+        ("The answer is A because B fails", "A"),
+        ("The answer is: B, not C", "B"),
+        ("The correct choice is : (b), as C fails", "B"),
+        ("ANSWER IS = b, as C fails", "B"),
+        ("**Answer:** B, as C fails", "B"),
+        ("Answer \u2013 b, as C fails", "B"),
+        ("a", "A"),
+        (" (a)\n", "A"),
+        ("a.", "A"),
+        ("a)", "A"),
+        ("a dog", None),
     ],
 )
 def test_a_choice_is_the_letter_that_the_reply_settles_on(text, letter):
     given = [x for x in "ABCD" if score(text, x, kind="choice", num_choices=4)]
     assert given == ([letter] if letter else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("My answer: I think it is B", "B"),
+        ("The answer I choose is B", "B"),
+        ("The answer: I'm sure of B", "B"),
+        ("The choices are hard, so B", "B"),
+        ("The answer is I.", "I"),
+        ("the answer is i", "I"),
+        ("Option I is right", "I"),
+        ("(i)", "I"),
+    ],
+)
+def test_the_word_i_is_no_choice(text, letter):
+    letters = [chr(ord("A") + n) for n in range(26)]
+    assert [x for x in letters if score(text, x, kind="choice", num_choices=26)] == [letter]
+
+
+def test_a_choice_in_long_blanks_costs_time_in_proportion():
+    few, many = (
+        fastest_s(lambda n=n: score("answer" + " " * n, "A", kind="choice", num_choices=4))
+        for n in (2_000, 16_000)
+    )
+    assert many < 25 * few  # eight times as many; the square would be 64 times the time
 
 
 TABLE = re.findall(

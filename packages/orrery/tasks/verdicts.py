@@ -22,7 +22,12 @@ PACKAGE = str(Path(__file__).parent)
 PLACEHOLDER = "{answer}"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}")
-SAID = re.compile(r"(?:answer|choice|option)\s*(?:is|:|=)?\s*\**\(?([A-Za-z])\)?(?![A-Za-z])", re.I)
+# In "the answer is a bit" and "my answer: I think" the letter is a word.
+WORD = r"[aiI][ \t]++(?!(?:because|since|as|is|and|or)\b)[*_\"“$`]*+\w"
+SAID = re.compile(
+    r"(?i:answer|choice|option)\b[\s*]*+(?:(?i:is)\b[\s*]*+)?(?:[:=–—-][\s*]*+)?"
+    rf"\(?(?!{WORD})([A-Za-z])\)?(?![A-Za-z'’])"
+)
 ALONE = re.compile(r"(?<![A-Za-z])\(?([B-HJ-Z]|[AI](?!\s+[a-z]))\)?(?![A-Za-z'’])")
 FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.S)
 
@@ -171,7 +176,8 @@ def _choice(text: str, letters: str) -> str | None:
         found = [letter for letter in found if letter in letters]
         if found:
             return found[-1]
-    return text.strip().upper() if text.strip().upper() in tuple(letters) else None
+    bare = text.strip(" \t\n*().:").upper()  # a lower-case letter, such as "b" or "(b)."
+    return bare if bare in tuple(letters) else None
 
 
 def _schema_scorer(answer: str) -> Callable[[str], float]:
