@@ -262,6 +262,19 @@ def test_every_device_has_rates_and_only_measured_ones_have_a_file():
         assert (rates.source == h200.source) == (name == "h200")
 
 
+def test_fp8_weights_on_gpus_without_fp8_units_save_memory_but_no_time():
+    fp8 = rates_of("a100_80gb")
+    assert fp8.fp8_flops == fp8.dense_flops > 0
+    edits = {"hardware__accelerator": "a100_80gb", "inference__kv_cache_bytes": 8 << 30}
+    narrow, plain = (
+        plan_run(run("asynchrony_h200_1", **edits, inference__quantization=kind))
+        for kind in ("fp8", "none")
+    )
+    rate = "prefill_tokens_per_s_of_a_rank"
+    assert narrow.engines[rate] == plain.engines[rate]
+    assert narrow.roles[1].memory["weights"] < plain.roles[1].memory["weights"]
+
+
 def test_planning_imports_no_torch():
     code = (
         "import sys; from orrery.manifest.budget import run, table, options; "

@@ -201,6 +201,7 @@ class Rates:
     """Operations and bytes per second of a device.
 
     `dense_flops`, `grouped_flops`: bfloat16 products of dense layers and of routed experts.
+    `fp8_flops`: products of FP8 weights. Devices without FP8 units multiply in bfloat16.
     `attention_flops`: limit for long documents. At `attention_half_tokens`, half of it is reached.
     `link_bytes`, `host_link_bytes`: one way to another device, or to pinned host memory.
     `collective_bytes`: all-gathers and reduce-scatters during computation.
@@ -228,13 +229,14 @@ def rates_of(accelerator: str) -> Rates:
     dense = device.bf16_flops / theirs.bf16_flops
     memory = device.memory_bytes_per_s / theirs.memory_bytes_per_s
     link = device.link_bytes_per_s / theirs.link_bytes_per_s
+    fp8 = measured.fp8_flops * device.fp8_flops / theirs.fp8_flops
     sheet = "data sheet"
     if device.is_estimated:
         sheet = "unknown device; the data sheet of the slowest similar one"
     return Rates(
         source=f"{sheet}, times the share that an {MEASURED_ON.upper()} reaches of its own",
         dense_flops=measured.dense_flops * dense,
-        fp8_flops=measured.fp8_flops * device.fp8_flops / theirs.fp8_flops,
+        fp8_flops=fp8 or measured.dense_flops * dense,
         grouped_flops=measured.grouped_flops * dense,
         attention_flops=measured.attention_flops * dense,
         attention_half_tokens=measured.attention_half_tokens,
