@@ -196,6 +196,19 @@ def test_the_page_sets_the_plan_beside_the_measurement(run_dir):
     assert "Plan and measurement" in render(run, 132.0)
 
 
+def test_a_planning_error_is_blamed_on_no_row(run_dir, monkeypatch):
+    path = run_dir / "metrics" / "trainer.0.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    write_rows(path, [row | {"num_tokens": 256 * 40} for row in rows])
+
+    def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("orrery.observe.report.page.plan_run", broken)
+    with pytest.raises(ZeroDivisionError):
+        render(RunData.load(run_dir), 1.0)
+
+
 def test_the_page_holds_every_figure_and_needs_nothing_from_outside(run_dir):
     html = render(RunData.load(run_dir), 132.0)
     assert len(re.findall(r'id="figure-\d+"', html)) == 11

@@ -8,7 +8,7 @@ from statistics import mean, median
 from jinja2 import Environment, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from orrery.manifest.budget.run import plan_run
+from orrery.manifest.budget.run import RunBudget, plan_run
 from orrery.manifest.budget.table import GIB, in_seconds
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import canonical_json, run_id
@@ -204,6 +204,7 @@ def render(run: RunData, wall_s: float) -> str:
     )
     environment.filters["duration"] = duration
     template = environment.from_string((Path(__file__).parent / "page.html").read_text())
+    planned = comparison(run)
     with reading("metrics/ or rollouts/evaluate.jsonl"):
         return template.render(
             name=run.manifest.name,
@@ -215,7 +216,7 @@ def render(run: RunData, wall_s: float) -> str:
             num_batches=len(run.batches),
             pairs=_pairs(run),
             stages=sorted(run.stages.items(), key=lambda item: item[1]["started_s"]),
-            planned=comparison(run),
+            planned=planned,
             rounds=_rounds(run),
             pauses_s=run.updates.column("pause_s"),
             manifest=json.dumps(json.loads(canonical_json(run.manifest)), indent=2),
@@ -229,13 +230,20 @@ NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 def comparison(run: RunData) -> list[tuple[str, str, str]]:
     """Return rows (name, planned, measured median). The plan uses the run's mean rollout length."""
-    tokens = _values(run.rl, "num_tokens")
+    with reading("metrics/"):
+        steps = _values(run.rl, "num_tokens")
+        tokens = mean(steps) / run.manifest.orchestrator.rollouts_per_batch if steps else 0
     if not tokens:
         return []
     try:
-        budget = plan_run(run.manifest, mean(tokens) / run.manifest.orchestrator.rollouts_per_batch)
+        budget = plan_run(run.manifest, tokens)
     except OrreryError:
         return []
+    with reading("metrics/"):
+        return _compared(run, budget)
+
+
+def _compared(run: RunData, budget: RunBudget) -> list[tuple[str, str, str]]:
     trainer = budget.roles[0].memory
     allocated = sum(size for kind, size in trainer.items() if kind not in NOT_ALLOCATED)
     parts = (_values(run.rl, part) for part in ("forward_backward_s", "optimizer_s"))
