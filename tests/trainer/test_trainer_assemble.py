@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from trainer_cases import manifest
 
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.schema.orchestrator import AdaptiveAdmission, FixedAdmission
 from orrery.models.weights import write_initial
 from orrery.runtime.preemption import Preempted
+from orrery.runtime.timing import scaled
 from orrery.trainer import assemble
 from orrery.trainer.parallel.world import World
 
@@ -42,6 +44,34 @@ def test_a_rank_that_fails_waits_for_no_other(monkeypatch, error, dissolves):
         if error is not None:
             raise error
     assert dissolved == [world, "waited"][: 0 if not dissolves else 2 if error is None else 1]
+
+
+def test_the_deadline_of_a_batch_grows_with_its_waves_of_rollouts():
+    spec = manifest()
+    evaluation = {"num_problems": 10, "rollouts_per_problem": 2}
+    orchestrator = spec.orchestrator.model_copy(
+        update={
+            "evaluation": spec.orchestrator.evaluation.model_copy(update=evaluation),
+            "admission": FixedAdmission(kind="fixed", max_in_flight=20),
+            "rollouts_per_batch": 4096,
+            "drop_zero_advantage_groups": False,
+            "max_sampled_ratio": 2.0,
+            "rollout_timeout_s": 300.0,
+        }
+    )
+
+    def num_waves(num_tasks, **edits):
+        edited = orchestrator.model_copy(update=edits)
+        tasks = spec.tasks.model_copy(update={"evaluation": spec.tasks.evaluation[:1] * num_tasks})
+        run = spec.model_copy(update={"orchestrator": edited, "tasks": tasks})
+        limit_s = assemble.batch_deadline_s(run) - scaled(assemble.STEP_DEADLINE_S)
+        return limit_s / 300 - assemble.SPARE_WAVES
+
+    assert num_waves(1) == 206  # (4096 + 20) / 20, rounded up
+    assert num_waves(2) == 207
+    assert num_waves(1, drop_zero_advantage_groups=True) == 411
+    adaptive = AdaptiveAdmission(kind="adaptive", min_in_flight=10, max_in_flight=4096)
+    assert num_waves(1, admission=adaptive) == 412
 
 
 class Loads(Exception):

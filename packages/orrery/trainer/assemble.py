@@ -1,5 +1,6 @@
 """Build a stage's objects from the manifest."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +43,8 @@ from orrery.wire.weight_wire import (
     weight_dir,
 )
 
-STEP_DEADLINE_S = 600.0  # a batch may take this long plus four rollout timeouts
+STEP_DEADLINE_S = 600.0
+SPARE_WAVES = 4  # rollout timeouts for restarts, updates and rollouts that become stale
 ORCHESTRATOR_DEADLINE_S = 900.0
 
 
@@ -124,7 +126,6 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
     if isinstance(publisher, DirectPublisher):
         publisher.listen(orchestrator.url)
     receiver = RolloutReceiver(orchestrator.url, ctx.index)
-    deadline_s = scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s
     try:
         with assemble_site(ctx, learner, resumed) as site:
             yield RlLoop(
@@ -135,13 +136,30 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
                 receiver=receiver,
                 checkpoints=StageCheckpoints(ctx, learner, "rl", "orchestrator", spared),
                 site=site,
-                batch_deadline_s=deadline_s,
+                batch_deadline_s=batch_deadline_s(manifest),
                 batch_behind_s=_batch_behind_s(manifest, world),
                 publish_still_s=_publish_still_s(manifest, world, num_nodes),
             )
     finally:
         receiver.close()
         publisher.close()
+
+
+def batch_deadline_s(manifest: Manifest) -> float:
+    """Return the maximum seconds from the request of a batch to its arrival.
+
+    A batch needs several waves of rollouts if fewer are in flight. An evaluation goes first.
+    """
+    orchestrator, tasks = manifest.orchestrator, manifest.tasks.evaluation
+    evaluation, admission = orchestrator.evaluation, orchestrator.admission
+    ratio = orchestrator.max_sampled_ratio if orchestrator.drop_zero_advantage_groups else 1.0
+    evaluated = len(tasks) * evaluation.num_problems * evaluation.rollouts_per_problem
+    work = ratio * orchestrator.rollouts_per_batch + evaluated
+    in_flight = admission.max_in_flight
+    if admission.kind == "adaptive":
+        in_flight = admission.min_in_flight
+    waves = math.ceil(work / in_flight)
+    return scaled(STEP_DEADLINE_S) + (SPARE_WAVES + waves) * orchestrator.rollout_timeout_s
 
 
 def _batch_behind_s(manifest: Manifest, world: World) -> float:
