@@ -63,6 +63,33 @@ def test_explain_says_when_the_run_file_overrides_an_axis(why, spells):
     assert why("words", "orchestrator.admission.max_in_flight").how == "axis"
 
 
+def test_explain_cites_no_line_of_another_run_or_of_another_value(workspace):
+    (workspace.root / "jsonnet/runs/words_many.jsonnet").write_text(
+        "local words = (import 'runs/words.jsonnet').words {\n"
+        "  orchestrator+: { rollouts_per_batch: 12, admission+: { max_in_flight: 8 } },\n"
+        "};\n"
+        "(import 'lib/named.libsonnet')({\n"
+        "  words_a: words { orchestrator+: { rollouts_per_batch: 16 } },\n"
+        "  words_b: words { trainer+: { optimizer+: { lr: 1e-6 } } },\n"
+        "  words_c: words { seed: 2, orchestrator+: { rollouts_per_batch: 4 * 3 } },\n"
+        "})\n"
+    )
+
+    def of(name, field):
+        (one,) = explain(workspace, name, field)
+        return one.value, one.how, one.place.file.removeprefix("jsonnet/"), one.place.line
+
+    batch = "orchestrator.rollouts_per_batch"
+    assert of("words_a", batch) == (16, "run file", "runs/words_many.jsonnet", 5)
+    assert of("words_b", batch) == (12, "run file", "runs/words_many.jsonnet", 2)
+    assert of("words_c", batch) == (12, "run file", "runs/words_many.jsonnet", None)
+    assert of("words_c", "seed") == (2, "run file", "runs/words_many.jsonnet", 7)
+    assert of("words_a", "seed") == (1, "run file", "runs/words.jsonnet", 9)
+    assert of("words_b", "trainer.optimizer.lr")[1:] == ("run file", "runs/words_many.jsonnet", 6)
+    assert of("words_a", "trainer.optimizer.lr")[1:3] == ("axis", "algorithms/groups.libsonnet")
+    (workspace.root / "jsonnet/runs/words_many.jsonnet").unlink()
+
+
 def test_explain_says_from_what_a_value_is_derived(why):
     one = why("words_sparse", "inference.num_replicas")
     assert (one.how, one.place.file, [s.axis for s in one.sources]) == (

@@ -3,11 +3,14 @@
 An axis is a Jsonnet file for one aspect of a run, such as its model. Run files override axes.
 `lib/run.libsonnet` derives all other fields. An axis is a source of a derived field if
 removing the axis changes the value.
+
+A line of a run file is cited only if its literal is the value, because other lines may be
+overridden or belong to other runs of the file.
 """
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,10 @@ _TOKEN = re.compile(
     r"|(?P<text>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
     r"|(?P<open>\{)|(?P<close>\})",
     re.DOTALL,
+)
+_LITERAL = re.compile(
+    r"\+?:+\s*(?:(?P<json>-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null)"
+    r"|(?P<quote>['\"])(?P<text>[^'\"\\\n]*)(?P=quote))\s*[,}]"
 )
 
 
@@ -85,34 +92,57 @@ class _Case:
         self.workspace, self.name, self.file = workspace, name, file
         self.axes = axes(workspace, read)
         self.alone = {path: Evaluator(workspace)(import_of(workspace, path)) for path in self.axes}
-        self.run_files = [path for path in read if path.parent.name == "runs"]
+        run_files = [path for path in read if path.parent.name == "runs"]
+        self.run_files = sorted(run_files, key=lambda path: path == file)  # the run's own is last
         self.library = workspace.library[0] / "lib" / "run.libsonnet"
+        self.whole = " + ".join(import_of(workspace, p) for p in (self.library, *self.axes))
         self.unconstrained = {workspace.library[0] / "lib" / "constraints.libsonnet": b"{}"}
 
     def leaf(self, path: fields.Path, value: Any) -> Explanation:
         field = fields.spelled(path)
         setters = [axis for axis in self.axes if fields.has(self.alone[axis], path)]
         over = setters[0] if setters else None
-        lines = [(file, line_of(file, path, under_key=True)) for file in self.run_files]
-        spelled_out = [(file, line) for file, line in lines if line]
         overridden = fields.lookup(self.alone[over], path, "") if over else None
-        if spelled_out:
-            place = self._place(*spelled_out[0])
-        elif over is None:
+        found = self._found(path, value)
+        is_own = found is not None and found[1].keys[0] == self.name
+        is_axis = over is not None and overridden == value
+        is_unset = found is None and (is_axis or over is None)
+        if is_unset or (not is_own and self._is(self.whole, path, value, {})):
+            if over is not None and is_axis:
+                return Explanation(field, value, "axis", self._place(over, line_of(over, path)), ())
             place = self._place(self.library, _nearest_line(self.library, path))
             return Explanation(field, value, "derived", place, self._follows_from(path, value))
-        elif overridden == value:
-            return Explanation(field, value, "axis", self._place(over, line_of(over, path)), ())
-        else:
-            place = self._place(self.file, None)
+        place = self._place(self.file, None)
+        if found is not None:
+            place = self._place(found[0], found[1].line if found[1].literal else None)
         sources = (self._place(over, line_of(over, path)),) if over else ()
         return Explanation(field, value, "run file", place, sources, overridden)
 
+    def _found(self, path: fields.Path, value: Any) -> tuple[Path, "_Setting"] | None:
+        """Return the setting of a run file that most likely gave `path` its value, or None.
+
+        Settings whose literal is another value are left out. Prefer, in order: the run's own block,
+        settings outside the blocks of the file's other runs, the last setting.
+        """
+        found = [
+            (file, setting)
+            for file in self.run_files
+            for setting in _settings(file)
+            if path in (setting.keys, setting.keys[1:]) and setting.literal in (None, (value,))
+        ]
+
+        def rank(file: Path, keys: fields.Path) -> int:
+            if keys == (self.name, *path):
+                return 2
+            return int(file != self.file or keys == path or str(keys[0]).startswith("["))
+
+        found.sort(key=lambda each: rank(each[0], each[1].keys))
+        return found[-1] if found else None
+
     def _follows_from(self, path: fields.Path, value: Any) -> tuple[Place, ...]:
         run = f"{import_of(self.workspace, self.file)}[{quoted(self.name)}]"
-        whole = " + ".join(import_of(self.workspace, p) for p in (self.library, *self.axes))
         causes = [axis for axis in self.axes if not self._is(run, path, value, {axis: b"{}"})]
-        if not self._is(whole, path, value, {}):
+        if not self._is(self.whole, path, value, {}):
             causes.append(self.file)
         return tuple(self._place(cause, None) for cause in causes)
 
@@ -128,26 +158,41 @@ class _Case:
         return Place(self.workspace.shown(file), line, self.axes.get(file))
 
 
-def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | None:
-    """Return the number of the line that sets `path`, or None.
+@dataclass(frozen=True)
+class _Setting:
+    """A line that sets a field, under all its keys. `literal`: (value,), or None if computed."""
 
-    With `under_key`, a top-level key (a run's name) may precede `path`.
-    """
+    keys: tuple[str, ...]
+    line: int
+    literal: tuple[Any] | None
+
+
+def line_of(file: Path, path: fields.Path) -> int | None:
+    """Return the number of the first line that sets `path`, or None."""
+    return next((each.line for each in _settings(file) if each.keys == path), None)
+
+
+def _settings(file: Path) -> Iterator[_Setting]:
     stack: list[str | None] = []
     key: str | None = None
     text = file.read_text(encoding="utf-8", errors="replace")
     for token in _TOKEN.finditer(text):
         if token["key"]:
             key = token["key"].strip("'\"")
-            at = tuple(k for k in (*stack, key) if k)
-            if at == path or (under_key and at[1:] == path):
-                return text.count("\n", 0, token.start()) + 1
+            keys = tuple(k for k in (*stack, key) if k)
+            line = text.count("\n", 0, token.start()) + 1
+            yield _Setting(keys, line, _literal(text, token.end()))
         elif token["open"]:
             stack.append(key)
             key = None
         elif token["close"] and stack:
-            stack.pop()
-    return None
+            key = stack.pop()
+
+
+def _literal(text: str, start: int) -> tuple[Any] | None:
+    if (found := _LITERAL.match(text, start)) is None:
+        return None
+    return (json.loads(found["json"]) if found["json"] else found["text"],)
 
 
 def _nearest_line(file: Path, path: fields.Path) -> int | None:
