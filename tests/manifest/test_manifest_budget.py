@@ -283,6 +283,24 @@ def test_planning_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("offload", "prefill", "decode"),
+    [
+        ({"kind": "tiers", "host_bytes": 200 << 30, "disk_bytes": 1 << 40}, 4, 8),  # per rank
+        ({"kind": "mooncake", "protocol": "rdma", "segment_bytes": 200 << 30}, 1 / 2, 1 / 8),
+    ],
+)
+def test_a_node_of_a_wide_engine_holds_the_offloaded_caches_of_its_own_ranks(
+    offload, prefill, decode
+):
+    transfer = {"kind": "mooncake", "protocol": "rdma"}
+    edits = {"inference__kv_offload": offload, "inference__kv_transfer": transfer}
+    roles = {role.role: role for role in plan_run(run("glm5_run", **edits)).roles}
+    for name, times in (("prefill", prefill), ("decode", decode)):
+        assert roles[name].host_bytes == roles[name].pinned_bytes == times * (200 << 30)
+        assert roles[name].scratch_bytes == times * offload.get("disk_bytes", 0)
+
+
 def test_a_node_of_a_wide_engine_reads_its_experts_and_all_other_weights():
     manifest = run("glm5_run")
     found = plan_run(manifest).loading

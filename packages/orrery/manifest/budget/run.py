@@ -174,16 +174,18 @@ class RunPlan:
             yield self._engine_role("prefill", groups["prefill"], one.of_engine(0))
 
     def _engine_role(self, name: str, devices: int, inference: Inference) -> RoleBudget:
-        offload, per_node = inference.kv_offload, self.manifest.hardware.devices_per_node
-        replicas = max(1, min(devices, per_node) // inference.devices_per_replica)
+        offload, hardware = inference.kv_offload, self.manifest.hardware
+        per_node = min(devices, hardware.devices_per_node)
+        replicas = max(1, per_node // inference.devices_per_replica)
+        nodes = min(inference.nodes_per_replica, hardware.num_nodes)
+        ranks = inference.data_parallel // nodes
         host = disk = 0
         if offload.kind == "tiers":
-            host, disk = offload.host_bytes, offload.disk_bytes
-            host, disk = host * inference.data_parallel, disk * inference.data_parallel
+            host, disk = ranks * offload.host_bytes, ranks * offload.disk_bytes
         elif offload.kind == "mooncake":
-            host = offload.segment_bytes
+            host = offload.segment_bytes // nodes
         kept = inference.kv_cache_bytes // token_bytes(self.model, inference)
-        kept *= inference.data_parallel * self.manifest.choice_bytes
+        kept *= ranks * self.manifest.choice_bytes
         return RoleBudget(
             name, devices, engine.memory_of(self.manifest, inference), replicas * (host + kept),
             replicas * host * self.is_gpu, replicas * disk,
