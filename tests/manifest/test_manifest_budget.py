@@ -211,6 +211,15 @@ def test_a_slower_network_slows_updates_and_gathers_over_nodes():
     assert slow.trainer_s["communication"] > fast.trainer_s["communication"]
 
 
+def test_an_update_shards_experts_over_an_engines_devices_with_and_without_expert_parallel():
+    together, apart = (
+        plan_run(run("qwen3_30b_a3b_16k_wide", inference__expert_parallel=is_parallel)).update
+        for is_parallel in (True, False)
+    )
+    assert run("qwen3_30b_a3b_16k_wide").inference.data_parallel > 1
+    assert together == apart
+
+
 def test_collectives_are_counted_by_link():
     found = run("glm5_run")
     counted = count_parameters(found.model, None)

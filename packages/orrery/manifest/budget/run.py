@@ -272,9 +272,7 @@ class RunPlan:
         link = min(UPDATE_BYTES, self.network if apart else self.rates.link_bytes)
         shapes = self.inference, self.inference.of_engine(0)
         received = max(
-            (whole - experts) / shape.tensor_parallel
-            + experts
-            / (shape.devices_per_replica if shape.expert_parallel else shape.tensor_parallel)
+            (whole - experts) / shape.tensor_parallel + experts / shape.devices_per_replica
             for shape in shapes
         )
         sent = replicas * whole / self.trainer.mesh.world_size
