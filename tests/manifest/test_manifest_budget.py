@@ -220,6 +220,19 @@ def test_an_update_shards_experts_over_an_engines_devices_with_and_without_exper
     assert together == apart
 
 
+def test_tensor_parallel_engines_receive_whole_caches_and_one_copy_of_latent_caches():
+    wide = {"tensor_parallel": 4, "num_replicas": 4, "prefill_replicas": 2, "expert_parallel": True}
+    edits = {f"inference__{field}": value for field, value in wide.items()}
+    name, what = "qwen3_30b_a3b_16k_prefill_decode", "caches to decode engines"
+    alone, together = plan_run(run(name)), plan_run(run(name, **edits))
+    assert run(name).inference.tensor_parallel == 1
+    assert together.traffic_bytes[what] == alone.traffic_bytes[what]
+    manifest = run("glm5_run")
+    latent = manifest.inference.model_copy(update={"tensor_parallel": 2, "data_parallel": 32})
+    halved = manifest.model_copy(update={"inference": latent})
+    assert plan_run(halved).traffic_bytes[what] == plan_run(manifest).traffic_bytes[what]
+
+
 def test_collectives_are_counted_by_link():
     found = run("glm5_run")
     counted = count_parameters(found.model, None)

@@ -27,7 +27,7 @@ from orrery.manifest.budget.trainer_memory import (
 )
 from orrery.manifest.devices import Rates, rates_of, usable_bytes
 from orrery.manifest.schema import Inference, Manifest
-from orrery.manifest.schema.inference import token_bytes
+from orrery.manifest.schema.inference import rank_token_bytes, token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
@@ -331,7 +331,9 @@ class RunPlan:
         }
         if self.inference.prefill_replicas:
             prompts = self.manifest.orchestrator.rollouts_per_batch * self.prompt
-            found["caches to decode engines"] = prompts * token_bytes(self.model, self.inference)
+            found["caches to decode engines"] = prompts * rank_token_bytes(
+                self.model, self.inference
+            )
         if self.manifest.transport.routed_experts and (moe := self.model.moe) is not None:
             layers, choice = self.model.num_layers, self.manifest.choice_bytes
             layer_bytes = (self.manifest.route_bytes - choice) // layers

@@ -174,8 +174,13 @@ def token_bytes(model: Model, inference: Inference) -> int:
     return numbers * model.num_layers * DTYPE_BYTES[inference.dtype]
 
 
-def _block_bytes(model: Model, inference: Inference) -> int:
-    return inference.kv_block_tokens * token_bytes(model, inference)
+def rank_token_bytes(model: Model, inference: Inference) -> int:
+    """Return the bytes of a token's cache outside devices, per data-parallel rank.
+
+    With MLA, the rank's tensor-parallel devices share one copy.
+    """
+    copies = 1 if model.mla is not None else inference.tensor_parallel
+    return copies * token_bytes(model, inference)
 
 
 def longest_blocks(inference: Inference) -> int:
@@ -184,16 +189,14 @@ def longest_blocks(inference: Inference) -> int:
 
 def longest_device_bytes(model: Model, inference: Inference) -> int:
     """Return one device's cache bytes for the longest sequence plus vLLM's reserved block."""
-    return (1 + longest_blocks(inference)) * _block_bytes(model, inference)
+    tokens = (1 + longest_blocks(inference)) * inference.kv_block_tokens
+    return tokens * token_bytes(model, inference)
 
 
 def longest_host_bytes(model: Model, inference: Inference) -> int:
-    """Return the host bytes of the longest sequence's cache, per data-parallel rank.
-
-    With MLA, the rank's tensor-parallel devices share one copy.
-    """
-    copies = 1 if model.mla is not None else inference.tensor_parallel
-    return copies * longest_blocks(inference) * _block_bytes(model, inference)
+    """Return the host bytes of the longest sequence's cache, per data-parallel rank."""
+    tokens = longest_blocks(inference) * inference.kv_block_tokens
+    return tokens * rank_token_bytes(model, inference)
 
 
 def on_disk_bytes(num_bytes: int) -> int:
