@@ -511,6 +511,11 @@ SENTENCES = [
         "model.moe.num_experts_per_token 9 exceeds num_experts 4; set it to at most that",
     ),
     (
+        broken("model.moe.num_dense_layers", 1, SPARSE),
+        "model.moe.num_dense_layers 1 leaves none of num_layers 1 with experts; set it to at most "
+        "0",
+    ),
+    (
         broken("model.mla", {**MLA, "nope_head_dim": 4}),
         "model.family 'qwen3' and mla set do not go together",
     ),
