@@ -20,6 +20,7 @@ from orrery.manifest.devices import DEVICES, SPARSE_PAIRS, rates_of, usable_byte
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.plan import check_supported, notes
+from orrery.manifest.schema.inference import token_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = sorted((ROOT / "manifests").glob("*.json"))
@@ -231,6 +232,25 @@ def test_tensor_parallel_engines_receive_whole_caches_and_one_copy_of_latent_cac
     latent = manifest.inference.model_copy(update={"tensor_parallel": 2, "data_parallel": 32})
     halved = manifest.model_copy(update={"inference": latent})
     assert plan_run(halved).traffic_bytes[what] == plan_run(manifest).traffic_bytes[what]
+
+
+def test_only_layers_with_an_indexer_cache_its_keys_in_fp8_with_a_scale():
+    manifest = run("glm5_run")
+    model, inference = manifest.model, manifest.inference
+    latent, keys = 78 * (512 + 64) * 2, 128 + 4
+    assert token_bytes(model, inference) == latent + 78 * keys
+    indexer = model.latent.indexer.model_copy(update={"types": ["full"] * 20 + ["shared"] * 58})
+    mla = model.latent.model_copy(update={"indexer": indexer})
+    shared = model.model_copy(update={"mla": mla})
+    assert token_bytes(shared, inference) == latent + 20 * keys
+    rates = rates_of("h200")
+    steps = [  # contexts above top_k, so that a longer one reads only more keys
+        engine.decode_s(one, inference, 64, context, rates, 50e9)
+        for one in (model, shared)
+        for context in (100_000, 200_000)
+    ]
+    read = (steps[1] - steps[0], steps[3] - steps[2])
+    assert read == pytest.approx([64 * 1e5 * n * keys / rates.memory_bytes for n in (78, 20)])
 
 
 def test_collectives_are_counted_by_link():

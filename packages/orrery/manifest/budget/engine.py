@@ -19,7 +19,7 @@ from orrery.manifest.budget.parameters import (
 )
 from orrery.manifest.devices import Rates
 from orrery.manifest.schema import Inference, Manifest, Model
-from orrery.manifest.schema.inference import token_bytes
+from orrery.manifest.schema.inference import indexer_token_bytes, token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
 MAX_GRAPH_TOKENS = 4096  # larger steps gain little from CUDA graphs
@@ -174,9 +174,8 @@ def _read_bytes(model: Model, inference: Inference, context: float) -> float:
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
         return context * token_bytes(model, inference)
-    latent = model.num_layers * mla.indexer.top_k * (mla.kv_lora_rank + mla.rope_head_dim)
-    keys = model.num_indexers * context * mla.indexer.head_dim
-    return DTYPE_BYTES[inference.dtype] * (keys + latent)
+    latent = token_bytes(model, inference) - indexer_token_bytes(model)
+    return mla.indexer.top_k * latent + context * indexer_token_bytes(model)
 
 
 def prefill_s(

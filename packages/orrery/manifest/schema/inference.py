@@ -15,6 +15,7 @@ from orrery.manifest.schema.model import (
 )
 
 DISK_PAGE_BYTES = 4096
+INDEXER_SCALE_BLOCK = 128  # numbers of an indexer key per scale, in vLLM
 
 
 class NoRouter(Record):
@@ -168,10 +169,17 @@ def token_bytes(model: Model, inference: Inference) -> int:
     """Return the KV cache bytes of a token on one device."""
     if (mla := model.mla) is None:  # keys and values of this device's heads
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
-    else:  # latent vector, rotary part and indexer key
+    else:  # latent vector and rotary part
         numbers = mla.kv_lora_rank + mla.rope_head_dim
-        numbers += mla.indexer.head_dim if mla.indexer is not None else 0
-    return numbers * model.num_layers * DTYPE_BYTES[inference.dtype]
+    return numbers * model.num_layers * DTYPE_BYTES[inference.dtype] + indexer_token_bytes(model)
+
+
+def indexer_token_bytes(model: Model) -> int:
+    """Return the bytes of a token's indexer keys: FP8 values, and a float32 scale per block."""
+    if model.mla is None or (indexer := model.mla.indexer) is None:
+        return 0
+    scales = indexer.head_dim // INDEXER_SCALE_BLOCK
+    return model.num_indexers * (indexer.head_dim + 4 * scales)
 
 
 def rank_token_bytes(model: Model, inference: Inference) -> int:
