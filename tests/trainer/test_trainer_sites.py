@@ -11,7 +11,7 @@ from test_trainer_stages import Stage, final_weights
 from orrery.elastic.links import CONNECT_S, LinkPhase
 from orrery.elastic.outer import OuterOptimizer, weighted_mean
 from orrery.elastic.snapshots import copy_state
-from orrery.elastic.types import ElasticError, LinkBroken
+from orrery.elastic.types import ElasticError, LinkBroken, read_place
 from orrery.runtime.metrics import rows
 from orrery.runtime.run_directory import memory_prefix, metrics_path, remove_memory
 from orrery.trainer.elastic import check_listens
@@ -246,6 +246,7 @@ def test_all_sites_start_again_from_checkpoints(sites, stage, fragments):
     folders.place("a", rewinds=True)
     a = ThreadSite(folders, "a", stage, resumes=True)
     a.enter()
+    assert not read_place(a.run_dir).rewinds  # the next start does not rewind again
     assert saved[1].any() and (fragments == 1) == np.array_equal(a.weights(), saved[0])
     if fragments == 1:  # otherwise the first round steps the other fragment
         found = a.state.start, a.state.momentum

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import SITE_FILE
 
 
@@ -82,3 +83,10 @@ def read_place(run_dir: Path) -> SitePlace:
             f"{path}: cannot be read ({error}), and a run of several sites needs it; start the "
             f"stage with `orrery join RUN ADDRESS:PORT`"
         ) from error
+
+
+def end_rewind(run_dir: Path, place: SitePlace) -> None:
+    """Write `rewinds: false` into the site's file, because a rewind is for one start."""
+    if place.rewinds:
+        ended = msgspec.structs.replace(place, rewinds=False)
+        write_atomic(run_dir / SITE_FILE, msgspec.json.encode(ended))

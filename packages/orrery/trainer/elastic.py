@@ -32,7 +32,14 @@ from orrery.elastic.membership import RoundPace
 from orrery.elastic.outer import Floats, OuterOptimizer, make_fragments
 from orrery.elastic.recovery import fetch_state
 from orrery.elastic.snapshots import check_room, copy_state, read_header, snapshot_dir
-from orrery.elastic.types import ElasticError, LeaseLost, OuterRound, SiteMember, read_place
+from orrery.elastic.types import (
+    ElasticError,
+    LeaseLost,
+    OuterRound,
+    SiteMember,
+    end_rewind,
+    read_place,
+)
 from orrery.manifest.identity import commit, run_id
 from orrery.manifest.schema import Elastic
 from orrery.manifest.schema.elastic import host_bytes, snapshot_bytes
@@ -295,6 +302,7 @@ class SiteTraining:
             check_open(self._site.log.read().ledger, self._spec, held)
             terms = self._terms(held, digest)
             self._site.membership.join(self._member, terms)
+            end_rewind(self._ctx.run_dir, self._place)
             view = self._site.log.read()
             row = view.ledger.committed
             members = sorted(view.ledger.ids & view.live)
