@@ -252,9 +252,12 @@ def test_the_tasks_of_one_step_start_again_together(inside):
     ("gone", "suspected", "lost", "asked"),
     [
         ("x", ["b"], [], ["b"]),
-        ("b", ["b"], ["b"], ["a", "b", "b", "b", "c", "d"]),
-        ("abcd", ["b"], [], ["a", "a", "b", "b", "b", "c", "c", "d", "d"]),
-        ("b", [], ["b"], ["a", "b", "b", "c", "d"]),
+        ("b", ["b"], ["b"], ["a", "a", "b", "b", "b", "c", "d"]),
+        ("abcd", ["b"], [], ["a", "b", "b", "c", "d"]),
+        ("b", [], ["b"], ["a", "a", "b", "b", "c", "d"]),
+        ("cd", [], ["c", "d"], ["a", "a", "b", "c", "c", "d", "d"]),
+        ("bcd", [], ["b", "c", "d"], ["a", "a", "b", "b", "c", "c", "d", "d"]),
+        ("ab", [], [], ["a", "b", "c", "d"]),
     ],
 )
 def test_only_the_node_of_a_lost_engine_is_asked_while_it_answers(
@@ -267,6 +270,13 @@ def test_only_the_node_of_a_lost_engine_is_asked_while_it_answers(
     )
     assert made.silent_nodes(suspected) == lost
     assert sorted((tmp_path / "asked").read_text().split()) == asked
+
+
+def test_a_lost_node_of_a_job_on_two_nodes_is_named(inside):
+    made, _, _, tmp_path = inside
+    (tmp_path / "bin" / "srun").write_text('#!/bin/bash\n[[ "$*" != *--nodelist=b* ]]\n')
+    assert replace(made, nodes=(("a", "b"),)).silent_nodes() == ["b"]
+    assert replace(made, nodes=(("b", "a"),)).silent_nodes() == []  # the launcher's own node
 
 
 @pytest.mark.parametrize("where", ["the site says", "the job says", "nowhere"])

@@ -108,14 +108,17 @@ class Allocation:
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
         """Return the nodes on which two probe steps in a row fail.
 
-        Return [] if all `suspected` nodes answer, or if half of the nodes or more fail.
+        Return [] if all `suspected` nodes answer, or if the probe of the launcher's own node fails,
+        because srun itself is broken then.
         """
         if suspected and not self._without_answer(suspected):
             return []
-        silent = [name for names in self.nodes for name in names]
+        own, silent = self.nodes[0][0], [name for names in self.nodes for name in names]
         for _ in range(2):
-            silent = self._without_answer(silent)
-        return silent if 2 * len(silent) < sum(map(len, self.nodes)) else []
+            silent = self._without_answer([own, *silent])
+            if own in silent:
+                return []
+        return silent
 
     def _without_answer(self, asked: Sequence[str]) -> list[str]:
         probes = {}
