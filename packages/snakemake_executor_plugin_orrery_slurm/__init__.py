@@ -39,6 +39,7 @@ PAUSES_S = (2.0, 10.0, 30.0)
 NO_ANSWER = "no answer within|unable to contact|timed out|Connection refused|try again"
 AWAY = re.compile(NO_ANSWER, re.IGNORECASE)
 LOST_S = 120.0  # time for Slurm to requeue a job that lost its node
+ENDING_S, ENDING_POLL_S = 300.0, 2.0  # maximum wait for Slurm to clean up after an earlier job
 UNKNOWN_S = 300.0  # time limit for an unknown state, because accounting may be late
 TOO_LITTLE_BYTES = 64 << 10  # with less free space, an empty log means a full disk
 
@@ -102,14 +103,36 @@ class Executor(RemoteExecutor):
         """
 
         def submit() -> queue.SlurmJob:
-            for job in queue.run_jobs(run_dir):
-                if job.stage == stage:
-                    return job
+            if job := self._earlier_job(run_dir, stage):
+                return job
             name = queue.job_name(run_dir, stage)
             job_id = queue.call(*command, script=script).strip().split(";")[0]
             return queue.SlurmJob(job_id, name, "", "", "", "", "")
 
         return queue.retry(submit, PAUSES_S, lambda error: AWAY.search(str(error)))
+
+    def _earlier_job(self, run_dir: Path, stage: str) -> queue.SlurmJob | None:
+        """Return the stage's job that waits or runs, or None.
+
+        Wait while the only job is COMPLETING, because Slurm then forgets or requeues it.
+        """
+        limit_s, is_told = time.monotonic() + ENDING_S, False
+        while True:
+            jobs = [job for job in queue.run_jobs(run_dir) if job.stage == stage]
+            if going := [job for job in jobs if job.state != "ending"]:
+                return going[0]
+            if not jobs:
+                return None
+            ended = f"Slurm job {jobs[0].id} of an earlier start"
+            if time.monotonic() > limit_s:
+                raise OrreryError(
+                    f"{ended} is still completing after {ENDING_S:.0f} s. Type `squeue --me` to "
+                    "see its nodes. If they do not end it, ask the cluster's operators"
+                )
+            if not is_told:
+                self.logger.info(f"{stage} of {run_dir.name} waits until {ended} has completed")
+                is_told = True
+            time.sleep(ENDING_POLL_S)
 
     async def check_active_jobs(
         self, active_jobs: list[SubmittedJobInfo]
@@ -129,7 +152,7 @@ class Executor(RemoteExecutor):
             except OrreryError as error:
                 self._fail(info, str(error))
                 continue
-            if state in ("waiting", "running"):
+            if state in ("waiting", "running", "ending"):
                 self._troubled.pop(job, None)
                 yield info
             elif state == "done":

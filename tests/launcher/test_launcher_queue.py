@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from orrery.launcher import preemption
 from orrery.launcher.preemption import stop_run
 from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.job import SlurmTask, Step, failed_node, task_endings
@@ -50,7 +51,8 @@ DOCUMENTED = [
 
 @pytest.mark.parametrize("word", DOCUMENTED)
 def test_every_documented_state_is_mapped(word):
-    assert queue.state_of(word, "1") in ("waiting", "running", "done", "lost", "failed")
+    states = "waiting", "running", "ending", "done", "lost", "failed"
+    assert queue.state_of(word, "1") in states
 
 
 def test_only_completed_is_done():
@@ -207,6 +209,56 @@ def test_a_stage_is_submitted_beside_the_job_of_another_checkout_and_once(two_ch
         )
     ] == [("13", "PENDING")]
     assert [one[0] for one in asked].count("sbatch") == 1
+
+
+@pytest.fixture
+def completing(tmp_path, monkeypatch):
+    """A run's folder, its executor, and the states that squeue reports of job 12, one a call."""
+    plugin = pytest.importorskip("snakemake_executor_plugin_orrery_slurm")
+    executor, told = object.__new__(plugin.Executor), []
+    executor.logger = SimpleNamespace(info=told.append)
+    monkeypatch.setattr(plugin, "ENDING_POLL_S", 0.0)
+    states, name = [], queue.job_name(tmp_path, "rl")
+
+    def call(*command, script=None):
+        if command[0] == "sbatch":
+            return "13\n"
+        if command[0] != "squeue" or not (state := states.pop(0) if states[1:] else states[0]):
+            return ""
+        return f"12|{name}|{state}|None|node1|1:07|58:53\n"
+
+    monkeypatch.setattr(queue, "call", call)
+    return plugin, executor, states, told
+
+
+@pytest.mark.parametrize(("later", "followed"), [("", "13"), ("PENDING", "12"), ("RUNNING", "12")])
+def test_a_completing_job_is_not_followed_unless_slurm_queues_it_again(
+    completing, tmp_path, later, followed
+):
+    _, executor, states, told = completing
+    states += ["COMPLETING", "COMPLETING", later]
+    assert executor._submit(tmp_path, "rl", ["sbatch"]).id == followed
+    [line] = told
+    assert line.endswith("waits until Slurm job 12 of an earlier start has completed")
+
+
+def test_a_job_that_never_completes_ends_the_wait_with_one_sentence(
+    completing, tmp_path, monkeypatch
+):
+    plugin, executor, states, _ = completing
+    monkeypatch.setattr(plugin, "ENDING_S", 0.0)
+    states += ["COMPLETING"]
+    with pytest.raises(OrreryError, match="Slurm job 12 of an earlier start is still completing"):
+        executor._submit(tmp_path, "rl", ["sbatch"])
+
+
+def test_a_stop_says_that_slurm_still_cleans_up(completing, tmp_path, monkeypatch):
+    _, _, states, _ = completing
+    states += ["RUNNING", "COMPLETING"]
+    monkeypatch.setattr(preemption, "STOP_S", 0.0)
+    assert stop_run(tmp_path, on_cluster=True).endswith(
+        "cancelled job 12 (rl, running); Slurm still cleans up after 12 (completing)"
+    )
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_a_command_of_slurm(tmp_path, monkeypatch):

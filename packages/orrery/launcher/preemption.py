@@ -162,14 +162,15 @@ def _cancel_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
     ids = [job.id for job in jobs]
     queue.cancel(ids)
     limit_s = time.monotonic() + STOP_S
-    while left := {job.id for job in queue.run_jobs(run_dir)} & {*ids}:
+    text = f"{run_dir.name}: cancelled job {told}"
+    while left := [job for job in queue.run_jobs(run_dir) if job.id in ids]:
         if time.monotonic() > limit_s:
-            raise OrreryError(
-                f"{run_dir.name}: cancelled job {told}, but {', '.join(sorted(left))} has not "
-                f"ended after {STOP_S:.0f} s"
-            )
+            named = ", ".join(job.id for job in left)
+            if all(job.state == "ending" for job in left):
+                return f"{text}; Slurm still cleans up after {named} (completing)"
+            raise OrreryError(f"{text}, but {named} has not ended after {STOP_S:.0f} s")
         time.sleep(0.2)
-    return f"{run_dir.name}: cancelled job {told}"
+    return text
 
 
 def _forbid_requeue(run_dir: Path) -> None:

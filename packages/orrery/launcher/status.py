@@ -69,7 +69,7 @@ def launcher_died(run_dir: Path, status: Status) -> bool:
         return lock_holder(run_dir) is None
     try:
         state = queue.slurm_states([status.slurm_job]).get(status.slurm_job)
-        return state is None or queue.state_of(state, status.slurm_job) != "running"
+        return state is None or queue.state_of(state, status.slurm_job) not in ("running", "ending")
     except OrreryError:
         return False  # Slurm does not answer, so the launcher may still run
 

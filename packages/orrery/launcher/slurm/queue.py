@@ -17,15 +17,17 @@ from orrery.manifest.errors import OrreryError
 from orrery.runtime.run_directory import place
 
 T = TypeVar("T")
-JobState = Literal["waiting", "running", "done", "lost", "failed"]
+JobState = Literal["waiting", "running", "ending", "done", "lost", "failed"]
 
 STATES: dict[str, JobState] = {
     # Slurm will start or restart the job
     "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "EXPEDITING": "waiting",
     "REQUEUE_FED": "waiting", "REQUEUE_HOLD": "waiting", "RESV_DEL_HOLD": "waiting",
     "SPECIAL_EXIT": "waiting", "POWER_UP_NODE": "waiting",
-    "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "STAGE_OUT": "running",
-    "RESIZING": "running", "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
+    "RUNNING": "running", "SIGNALING": "running", "STAGE_OUT": "running", "RESIZING": "running",
+    "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
+    # Slurm ends the job's processes and runs epilogs. Then it forgets or requeues the job.
+    "COMPLETING": "ending",
     "COMPLETED": "done",
     # Slurm will requeue the job soon
     "NODE_FAIL": "lost", "PREEMPTED": "lost",
