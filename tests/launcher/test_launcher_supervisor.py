@@ -565,6 +565,39 @@ def test_a_full_disk_ends_the_stage_with_a_sentence_and_leaves_no_process(run_di
     assert not any(alive(role.pid) for role in status.read(run_dir).roles)
 
 
+def test_lines_that_a_full_disk_refuses_do_not_keep_a_stage_from_ending(run_dir, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs/launcher.0.log").symlink_to("/dev/full")
+    one = object.__new__(stage.RunningStage)
+    one.run_dir, one.name, one.attempt = run_dir, "rl", 1
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=refuse, flush=refuse))
+    one.tell("waiting for copied checkpoints to be saved")
+
+
+def test_a_saver_does_not_outlive_the_wait_for_it(run_dir, tmp_path, monkeypatch):
+    program, pid = tmp_path / "python", tmp_path / "pid"
+    program.write_text(f"#!/bin/bash\necho $$ >{pid}\nexec sleep 300\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    def is_cut_short():
+        if text(pid):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return False
+
+    folder = run_directory.SHARED_MEMORY / f"{run_directory.saves_prefix(run_dir)}0"
+    folder.mkdir()
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            stage.finish_saves(run_dir, "", is_cut_short)
+    finally:
+        folder.rmdir()
+    wait_for(lambda: not alive(int(text(pid))), 10)
+
+
 def test_the_launcher_of_a_run_is_known_after_the_wall_clock_was_set(tmp_path, monkeypatch):
     boot_s = psutil.boot_time()
     with status.hold_lock(tmp_path):

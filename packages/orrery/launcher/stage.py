@@ -170,11 +170,13 @@ class RunningStage:
 
     def tell(self, text: str) -> None:
         self.log(text)
-        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
+        """Write a line into the launcher's log, unless that fails: a full disk must not end it."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        with open(log_path(self.run_dir, "launcher.0"), "a") as log:
+        with suppress(OSError), open(log_path(self.run_dir, "launcher.0"), "a") as log:
             log.write(f"{stamp} {self.name}, attempt {self.attempt}: {text}\n")
 
 
@@ -265,9 +267,11 @@ def finish_saves(run_dir: Path, target: str, is_cut_short: Callable[[], bool]) -
         argv = [sys.executable, "-m", "orrery.trainer.saver", "finish", *folders]
         env = os.environ | {CHECKPOINT_TARGET: target}
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=log, env=env)
-    while process.poll() is None and not is_cut_short():
-        time.sleep(0.05)
-    process.kill()
+    try:
+        while process.poll() is None and not is_cut_short():
+            time.sleep(0.05)
+    finally:
+        process.kill()
 
 
 def check_target(target: str) -> None:

@@ -195,13 +195,12 @@ class Supervisor:
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
         with suppress(OSError):  # the disk may be full
             stage.write_status(outcome.state, outcome.message)
-            stage.log(outcome.message)
+        stage.log(outcome.message)
         try:
             self._write_receipt(outcome)
         except Exception as error:  # a receipt error must not fail the stage
-            with suppress(OSError):
-                why = explain_os_error(error) if isinstance(error, OSError) else repr(error)
-                stage.log(f"no receipt: {why}")
+            why = explain_os_error(error) if isinstance(error, OSError) else repr(error)
+            stage.log(f"no receipt: {why}")
         return outcome
 
     def _finish_saves(self, outcome: Outcome) -> Outcome:
