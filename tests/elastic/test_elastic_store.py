@@ -149,7 +149,18 @@ def test_a_site_that_cannot_start_etcd_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(EtcdServer, "start", fails)
     with pytest.raises(PermissionError, match="etcd"), EtcdSite(*site, pace=pace):
         pass
-    monkeypatch.setattr(etcd_site.shutil, "which", lambda _: None)
-    monkeypatch.setattr(etcd_site, "LOCAL", tmp_path / "etcd")
+    monkeypatch.setenv("PATH", "")
+    (tmp_path / "jsonnet/runs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ElasticError, match=r"type `bash locks/system\.sh elastic`"):
         EtcdSite(*site, pace=pace)
+
+
+def test_etcd_is_found_in_the_checkout_that_a_copy_of_the_code_was_made_from(tmp_path, monkeypatch):
+    program = tmp_path / etcd_site.LOCAL
+    for folder in (tmp_path / "jsonnet/runs", program.parent):
+        folder.mkdir(parents=True)
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.chdir(tmp_path)
+    assert etcd_site.etcd_program() == str(program)

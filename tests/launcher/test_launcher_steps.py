@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -212,6 +213,31 @@ def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside, 
     assert lists == ["--nodelist=a"] * 2 + ["--nodelist=b", "--nodelist=c,d"]
     for log in run_dir.rglob("*.log"):
         assert "t0psecret" not in log.read_text()
+
+
+def test_roles_without_containers_import_the_copied_code(inside, monkeypatch):
+    made, plan, run_dir, tmp_path = inside
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.setattr(of_allocation, "commit", lambda root: f"of {root}")
+    where = (
+        "import importlib.metadata as m, orrery.runtime.token as t; print(t.__file__);"
+        "print([e.value for e in m.entry_points(group='vllm.general_plugins', name='orrery')])"
+    )
+    find = f'{sys.executable} -c "{where}" >{tmp_path}/found.$$'
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/bash\nenv >{tmp_path}/srun.$$\n{find}\n")
+    for one in replace(made, site=made.site.model_copy(update={"containers": None})).start(
+        plan, run_dir, 3, "s", "t0psecret"
+    ):
+        assert one.wait(60)
+    [code] = (run_dir / "code").iterdir()
+    environments = [path.read_text() for path in tmp_path.glob("srun.*")]
+    assert len(environments) == 4
+    for variables in environments:
+        assert f"PYTHONPATH={code}{os.pathsep}/mine\n" in variables
+        assert f"ORRERY_COMMIT=of {ROOT}\n" in variables
+    for found in tmp_path.glob("found.*"):
+        own = f"{code}/orrery/runtime/token.py", "['orrery.inference.plugin:register']"
+        assert tuple(found.read_text().splitlines()) == own
 
 
 def test_an_engine_starts_again_on_its_node_as_a_step_of_the_next_incarnation(inside):

@@ -22,6 +22,8 @@ from orrery.elastic.etcd_log import ELECTION_S, EtcdLog, SiteServices
 from orrery.elastic.links import PeerLinks
 from orrery.elastic.membership import LogMembership, RoundPace
 from orrery.elastic.types import ElasticError
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import find_workspace
 from orrery.manifest.publish import make_folder, write_atomic
 from orrery.runtime.parent_watch import die_with_parent
 from orrery.runtime.timing import HAND_OVER_S
@@ -29,7 +31,7 @@ from orrery.runtime.timing import HAND_OVER_S
 REMOVE_S = 30.0
 STOP_S = 5.0
 ELECTION_MS = round(ELECTION_S * 250)  # election timeout. A vote takes 1 to 2 timeouts.
-LOCAL = Path(__file__).parents[3] / ".tools/etcd/usr/bin/etcd"  # from `locks/system.sh elastic`
+LOCAL = ".tools/etcd/usr/bin/etcd"  # in the checkout, from `locks/system.sh elastic`
 
 
 class Change(NamedTuple):
@@ -58,7 +60,9 @@ def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most
 
 
 def etcd_program() -> str:
-    found = shutil.which("etcd") or (str(LOCAL) if LOCAL.exists() else None)
+    found = shutil.which("etcd")
+    with suppress(OrreryError):  # a container has no checkout
+        found = found or shutil.which(str(find_workspace().root / LOCAL))
     if found is None:
         raise ElasticError(
             "etcd: not installed. An elastic run keeps its log in it; type "

@@ -18,6 +18,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_json
 from orrery.manifest.schema import Manifest
 
+COMMIT = "ORRERY_COMMIT"  # environment variable: the code's commit, if git cannot name it
+
 
 def load(path: str | Path) -> Manifest:
     example = "manifests/reverse_text.json, which `orrery render` writes"
@@ -90,11 +92,11 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def commit(folder: Path, *paths: str) -> str:
-    """Return ORRERY_COMMIT (environment), or the commit of `folder`'s checkout, or "unknown".
+    """Return the environment variable COMMIT, or the commit of `folder`'s checkout, or "unknown".
 
     Append `-dirty` to the checkout's commit if tracked files below `paths` have changed.
     """
-    if named := os.environ.get("ORRERY_COMMIT"):
+    if named := os.environ.get(COMMIT):
         return named
     try:
         head = _git(folder, "rev-parse", "HEAD")

@@ -23,7 +23,7 @@ from orrery.launcher.slurm.job import (
     step_options,
     step_plans,
 )
-from orrery.manifest.identity import Workspace
+from orrery.manifest.identity import COMMIT, Workspace, commit
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
 from orrery.runtime.run_directory import SHARED_MEMORY, log_path, logs_dir
@@ -61,14 +61,18 @@ class Allocation:
         base = containers.without_apptainer_options(
             queue.clean_environment(os.environ, inside=True)
         )
+        if self.site.containers is None:
+            base[COMMIT] = commit(self.workspace.root)
         for number, one in enumerate(self.steps(plan)):
             line = partial(self._line, one, run_dir, code, plan.name, attempt)
             variables = cluster_environment(self.site, start, one.num_threads, plan.num_nodes)
             if self.site.containers:
-                variables = containers.container_variables(variables)
-            step = Step(
-                one, line, log_path(run_dir, f"step.{number}"), {**base, **variables}, token
-            )
+                env = base | containers.container_variables(variables)
+            else:
+                env = base | variables
+                folders = str(code), env.get("PYTHONPATH")
+                env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+            step = Step(one, line, log_path(run_dir, f"step.{number}"), env, token)
             nodes = self._nodes_of(one)
             tasks += [
                 SlurmTask(process, rank, nodes[rank // one.tasks_per_node], step, logs)
