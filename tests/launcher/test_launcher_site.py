@@ -125,6 +125,33 @@ def test_a_mistake_is_one_sentence(workspace, before, after, words):
     assert words in sentence(workspace, GOOD.replace(before, after, 1))
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        "-N2",
+        "-n8",
+        "-c64",
+        "-t1",
+        "-pother",
+        "-W",
+        "-p=x",
+        "--part=x",
+        "--sign=USR1@5",
+        "--wait",
+        "-vN2",
+    ],
+)
+def test_a_reserved_option_is_refused_in_its_short_and_abbreviated_forms(workspace, option):
+    text = GOOD.replace("--exclusive", option)
+    assert f"{option!r} is set from the manifest" in sentence(workspace, text)
+
+
+@pytest.mark.parametrize("option", ["--wait-all-nodes=1", "--mem-bind=local", "-x", "--no-kill"])
+def test_an_option_that_only_begins_like_a_reserved_one_is_allowed(workspace, option):
+    (workspace.root / "site.toml").write_text(GOOD.replace("--exclusive", option))
+    assert option in load_site(workspace).slurm.extra
+
+
 def test_options_with_signs_of_slurm_are_options(workspace):
     (workspace.root / "site.toml").write_text(
         GOOD.replace('"--exclusive"', '"--constraint=a&b|c", "--licenses=x:2"')

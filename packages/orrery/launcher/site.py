@@ -36,9 +36,20 @@ RESERVED = set(
     nodes N ntasks n ntasks-per-node gres gpus-per-node gpus G cpus-per-task c mem time t
     partition p account A job-name J output o error e comment signal requeue no-requeue
     wrap parsable array a dependency d mem-per-cpu mem-per-gpu gpus-per-task gpus-per-socket
-    cpus-per-gpu export chdir D het-group hold H begin b
+    cpus-per-gpu export chdir D het-group hold H begin b wait W
     """.split()  # noqa: SIM905
 )
+
+
+def is_reserved(option: str) -> bool:
+    """Return whether an sbatch option sets a reserved one, also as `--part=x`, `-px` or `-vpx`.
+
+    sbatch accepts prefixes of long options.
+    """
+    if found := re.match(r"--(\w[\w-]*)", option):
+        return any(len(one) > 1 and one.startswith(found[1]) for one in RESERVED)
+    found = re.match(r"-[IkOQsuvV]*(\w)", option)  # these letters take no value
+    return found is not None and found[1] in RESERVED
 
 
 def _word(text: str) -> str:
@@ -78,8 +89,7 @@ class Slurm(Record):
     @model_validator(mode="after")
     def extra_leaves_ours_alone(self) -> "Slurm":
         for option in self.extra:
-            name = re.match(r"--?([A-Za-z][\w-]*)", option)
-            if name is not None and name[1] in RESERVED:
+            if is_reserved(option):
                 raise ValueError(
                     f"extra: {option!r} is set from the manifest or from another key of [slurm]. "
                     "Take it out"
