@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import socket
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,9 @@ from orrery.launcher import preemption
 from orrery.launcher.preemption import stop_run
 from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.job import SlurmTask, Step, failed_node, task_endings
+from orrery.launcher.status import Status, hold_lock
 from orrery.manifest.errors import OrreryError
+from orrery.runtime.run_directory import no_requeue_path
 
 # squeue's JOB STATE CODES, whole
 DOCUMENTED = [
@@ -259,6 +263,30 @@ def test_a_stop_says_that_slurm_still_cleans_up(completing, tmp_path, monkeypatc
     assert stop_run(tmp_path, on_cluster=True).endswith(
         "cancelled job 12 (rl, running); Slurm still cleans up after 12 (completing)"
     )
+
+
+@pytest.mark.parametrize("slurm_job", ["12", None])
+def test_a_checkpoint_is_asked_of_a_launcher_that_has_started_alone(
+    completing, tmp_path, slurm_job
+):
+    """A requeued job starts, and the status is that of the dead attempt."""
+    _, _, states, _ = completing
+    states += ["RUNNING"]
+    dead = Status("rl", 1, "running", "", 1, socket.gethostname(), slurm_job, 0.0)
+    stay = no_requeue_path(tmp_path, "rl")
+    stay.parent.mkdir(parents=True)
+    with preemption.catch_signals() as interrupts, hold_lock(tmp_path):
+        for status in (dead, replace(dead, state="stopped")):
+            status.write(tmp_path)
+            with pytest.raises(OrreryError, match=r"its launcher is starting. Type the command"):
+                stop_run(tmp_path, on_cluster=True, checkpoint=True)
+        assert not stay.exists() and not interrupts.preemption_requested
+        replace(dead, launcher_pid=os.getpid()).write(tmp_path)
+        assert "for a checkpoint" in stop_run(tmp_path, on_cluster=True, checkpoint=True)
+        assert stay.exists() and interrupts.preemption_requested == (slurm_job is None)
+        replace(dead, launcher_pid=os.getpid(), stage="sft").write(tmp_path)
+        with pytest.raises(OrreryError, match="for the rl stage, but the sft stage is running"):
+            stop_run(tmp_path, on_cluster=True, checkpoint=True)
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_a_command_of_slurm(tmp_path, monkeypatch):

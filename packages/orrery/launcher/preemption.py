@@ -15,7 +15,7 @@ from pathlib import Path
 from orrery.launcher import status as statuses
 from orrery.launcher.slurm import queue
 from orrery.launcher.stage import Interrupts, Job, Outcome, RunningStage
-from orrery.launcher.status import lock_holder, newest_checkpoint
+from orrery.launcher.status import Holder, lock_holder, newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.preemption import EXIT_PREEMPTED
@@ -147,13 +147,13 @@ def stop_run(run_dir: Path, on_cluster: bool, checkpoint: bool = False) -> str:
 
 
 def _preempt_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
-    _forbid_requeue(run_dir)
     name = run_dir.name
     running = [job.id for job in jobs if job.state == "running"]
     if not running:
         raise OrreryError(
             f"{name}: none of its jobs runs ({told}). Type `orrery stop {name}` to cancel them"
         )
+    _forbid_requeue(run_dir)
     queue.call("scancel", "--batch", "--signal=USR1", *running)
     return f"{name}: asked job {told} for a checkpoint; it ends when that is written"
 
@@ -174,12 +174,15 @@ def _cancel_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
 
 
 def _forbid_requeue(run_dir: Path) -> None:
-    status = statuses.read(run_dir)
-    if status is None or status.state != "running" or status.stage != "rl":
-        stage = status.stage if status else "nothing"
+    status, holder = statuses.read(run_dir), lock_holder(run_dir)
+    if status is None or holder != Holder(status.host, status.launcher_pid):
         raise OrreryError(
-            f"{run_dir.name}: --checkpoint is for the rl stage, but the {stage} stage is running. "
-            f"Type `orrery stop {run_dir.name}`"
+            f"{run_dir.name}: its launcher is starting. Type the command again in a minute"
+        )
+    if status.state != "running" or status.stage != "rl":
+        raise OrreryError(
+            f"{run_dir.name}: --checkpoint is for the rl stage, but the {status.stage} stage is "
+            f"{status.state}. Type `orrery stop {run_dir.name}`"
         )
     no_requeue_path(run_dir, "rl").touch()
 
