@@ -172,6 +172,12 @@ def test_lines_of_the_site_run_before_the_launcher_and_a_failing_one_ends_the_jo
     assert not (tmp_path / "started").exists()
 
 
+def test_a_percent_sign_in_the_checkouts_path_reaches_slurm_escaped(tmp_path):
+    command, _ = job_of(tmp_path / "50%j")
+    [output] = [word for word in command if word.startswith("--output=")]
+    assert output == f"--output={tmp_path}/50%%j/runs/glm5_run-0123456789ab/logs/slurm.%j.log"
+
+
 def test_a_template_makes_the_job_script_with_every_component(tmp_path):
     (tmp_path / "site.j2").write_text((ROOT / "docs" / "sbatch.example.j2").read_text())
     command, script = job_of(tmp_path, template="site.j2", pre_run=("true",))

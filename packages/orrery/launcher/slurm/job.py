@@ -109,9 +109,10 @@ def batch_job(
     shell = "-lc" if modules or lines else "-c"  # only login shells define `module`
     # Ignore SIGUSR1, which is for the launcher and would kill the shell.
     command = f"trap '' USR1; exec bash {shell} {shlex.quote(inner)}"
+    folder = Path(str(run_dir.resolve()).replace("%", "%%"))  # Slurm expands % in --output
     argv = [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
-        *(f"--output={log_path(run_dir.resolve(), 'slurm.%j')}", "--open-mode=append"),
+        *(f"--output={log_path(folder, 'slurm.%j')}", "--open-mode=append"),
         f"--chdir={root}",
     ]
     if site.slurm is None or not site.slurm.template:
