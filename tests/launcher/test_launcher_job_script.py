@@ -197,6 +197,11 @@ def test_a_template_makes_the_job_script_with_every_component(tmp_path):
     [
         ("#!/bin/bash\n{{ comand }}\n", "'comand' is undefined; the fields are run, stage"),
         ("#!/bin/bash\n{% if %}{{ command }}", "Expected an expression"),
+        (
+            "#!/bin/bash\n{{ stage + 1 }}{{ command }}",
+            'can only concatenate str (not "int") to str',
+        ),
+        ("#!/bin/bash\n{{ 1 // 0 }}{{ command }}", "integer division or modulo by zero"),
         ("#!/bin/bash\n{{ sbatch }}\n", "the job would not start the stage"),
         ("{{ command }}", "begins without '#!'"),
         (None, "cannot be read"),

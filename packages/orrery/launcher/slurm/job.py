@@ -140,7 +140,7 @@ def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> st
         )
     except OSError as error:
         raise OrreryError(f"{name}: cannot be read ({error.strerror}); correct the path") from None
-    except (jinja2.TemplateError, UnicodeDecodeError) as error:
+    except Exception as error:  # a template's expressions may raise anything
         raise OrreryError(
             f"{name}: {error}; the fields are {', '.join([*fields, 'sbatch', 'components'])}"
         ) from None
