@@ -144,6 +144,16 @@ def test_a_layer_and_its_gradients_are_products_of_dequantized_operands(is_given
     close(torch.cat([weight.grad for weight in weights]), grad_weight)
 
 
+def test_a_layer_keeps_its_weights_and_no_copy_of_them():
+    x = draw(128, 128).cpu().requires_grad_()
+    weights = [draw(128, 128, seed=n).cpu().requires_grad_() for n in range(2)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda x: x):
+        fp8_linear(x, weights)
+    wide = [one for one in kept if one.dtype == torch.bfloat16]
+    assert [one.data_ptr() for one in wide] == [weight.data_ptr() for weight in weights]
+
+
 def test_groups_and_their_gradients_are_layers():
     x, grad = (draw(512, k, seed=k).float().cpu() for k in (256, 128))
     weight = draw(3, 128, 256, seed=1).float().cpu().requires_grad_()
@@ -220,7 +230,7 @@ def test_compiled_experts_have_the_eager_bits():
 
 def test_frozen_weights_get_no_gradient_and_keep_no_columns():
     x, weight = draw(128, 128).cpu().requires_grad_(), draw(128, 128).cpu()
-    value_t = products._linear(x, weight, [], False)[1]
+    value_t = products._linear(x, [weight], [], False)[1]
     assert value_t.numel() == 0
     fp8_linear(x, [weight])[0].float().sum().backward()
     assert x.grad is not None and weight.grad is None
@@ -239,7 +249,7 @@ def test_the_operators_are_sound_for_compilers(with_parts):
     if not with_parts:  # torch's check of schemas multiplies all inputs, and FP8 has no product
         checks.append("test_schema")
     torch.library.opcheck(
-        torch.ops.orrery.fp8_linear.default, (x, one, dense, True), test_utils=checks
+        torch.ops.orrery.fp8_linear.default, (x, [one], dense, True), test_utils=checks
     )
     torch.library.opcheck(
         torch.ops.orrery.fp8_grouped.default, (x, weight, parts, *groups, True), test_utils=checks

@@ -131,9 +131,8 @@ def fp8_linear(x_MK: Tensor, weights: Sequence[Tensor], parts: Parts | None = No
     sizes = [weight.shape[0] for weight in weights]
     if bad := [size for size in sizes if size % BLOCK]:
         raise ValueError(f"a layer in FP8 has a multiple of 128 outputs, not {bad[0]}")
-    joined_NK = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-    keeps = torch.is_grad_enabled() and joined_NK.requires_grad
-    y_MN = _linear(x_MK, joined_NK, parts or [], keeps)[0]
+    keeps = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    y_MN = _linear(x_MK, list(weights), parts or [], keeps)[0]
     return list(y_MN.split(sizes, dim=1))
 
 
@@ -151,23 +150,26 @@ def fp8_grouped_matmul(
 
 @torch.library.custom_op("orrery::fp8_linear", mutates_args=())
 def _linear(
-    x_MK: Tensor, weight_NK: Tensor, parts: list[Tensor], keeps: bool
+    x_MK: Tensor, weights: list[Tensor], parts: list[Tensor], keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and value and scale of x quantized by columns (empty unless `keeps`)."""
-    weight = Quantized(*(parts or weight_parts(weight_NK))[:2])
+    """Return y, and value and scale of x quantized by columns (empty unless `keeps`).
+
+    Autograd keeps the weights, not their concatenation, since FSDP can free weights.
+    """
+    weight = Quantized(*(parts or weight_parts(_joined(weights)))[:2])
     rows, columns = quantize(x_MK, has_columns=keeps)
     return _product(rows, weight, x_MK.dtype), *columns
 
 
 @_linear.register_fake
 def _(
-    x_MK: Tensor, weight_NK: Tensor, parts: list[Tensor], keeps: bool
+    x_MK: Tensor, weights: list[Tensor], parts: list[Tensor], keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     m, k = x_MK.shape
     blocks = (m + BLOCK - 1) // BLOCK
     value_t = x_MK.new_empty((k, blocks * BLOCK) if keeps else 0, dtype=DTYPE)
     scale_t = x_MK.new_empty((blocks, k) if keeps else 0, dtype=torch.float32)
-    return x_MK.new_empty(m, weight_NK.shape[0]), value_t, scale_t
+    return x_MK.new_empty(m, sum(weight.shape[0] for weight in weights)), value_t, scale_t
 
 
 @torch.library.custom_op("orrery::fp8_linear_backward", mutates_args=())
@@ -198,19 +200,27 @@ def _(
 
 
 def _keep_for_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weight_NK, parts, _ = inputs
-    _keep(ctx, weight_NK, parts, output)
+    _, weights, parts, _ = inputs
+    ctx.sizes = [weight.shape[0] for weight in weights]
+    _keep(ctx, weights, parts, output)
 
 
 def _linear_backward(ctx: Any, grad_MN: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = [None] * ctx.num_parts
+    wants_x, wants = ctx.needs_input_grad[:2]
     if grad_MN is None:
-        return None, None, nothing, None
-    wants = ctx.needs_input_grad[:2]
+        return None, [None] * len(wants), nothing, None
     saved = ctx.saved_tensors  # activation checkpointing allows one read
-    weight, columns = saved[:-2], saved[-2:]
-    found = _linear_gradients(grad_MN.contiguous(), list(columns), list(weight), *wants)
-    return *_wanted(ctx, found), nothing, None
+    weight, columns = list(saved[:-2]), list(saved[-2:])
+    if weight and not ctx.num_parts:
+        weight = [_joined(weight)]
+    gradients = _linear_gradients(grad_MN.contiguous(), columns, weight, wants_x, any(wants))
+    found = gradients[1].split(ctx.sizes) if any(wants) else wants
+    grad_weights = [
+        grad.to(ctx.dtype) if is_wanted else None
+        for grad, is_wanted in zip(found, wants, strict=True)
+    ]
+    return gradients[0] if wants_x else None, grad_weights, nothing, None
 
 
 _linear.register_autograd(_linear_backward, setup_context=_keep_for_linear)
@@ -294,7 +304,7 @@ def _(
 
 def _keep_for_grouped(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, weight_ENK, parts, ends_E, counts_E, *_ = inputs
-    _keep(ctx, weight_ENK, parts, (*output[:1], ends_E, counts_E, *output[1:]))
+    _keep(ctx, [weight_ENK], parts, (*output[:1], ends_E, counts_E, *output[1:]))
 
 
 def _grouped_backward(ctx: Any, grad_MN: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -311,11 +321,11 @@ def _grouped_backward(ctx: Any, grad_MN: Tensor | None, *_: Any) -> tuple[Any, .
 _grouped.register_autograd(_grouped_backward, setup_context=_keep_for_grouped)
 
 
-def _keep(ctx: Any, weight: Tensor, parts: Parts, output: tuple[Tensor, ...]) -> None:
+def _keep(ctx: Any, weights: list[Tensor], parts: Parts, output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
-    ctx.num_parts, ctx.dtype = len(parts), weight.dtype
-    kept = (parts[2:] or [weight]) if ctx.needs_input_grad[0] else []
+    ctx.num_parts, ctx.dtype = len(parts), weights[0].dtype
+    kept = (parts[2:] or weights) if ctx.needs_input_grad[0] else []
     ctx.save_for_backward(*kept, *output[1:])
 
 
@@ -323,6 +333,10 @@ def _wanted(ctx: Any, found: tuple[Tensor, Tensor]) -> tuple[Tensor | None, Tens
     wants_x, wants_weight = ctx.needs_input_grad[:2]
     grad_x, grad_weight = found
     return grad_x if wants_x else None, grad_weight.to(ctx.dtype) if wants_weight else None
+
+
+def _joined(weights: list[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 def _transposed(weight: list[Tensor]) -> Quantized:
