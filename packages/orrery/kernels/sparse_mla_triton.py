@@ -26,6 +26,7 @@ from orrery.manifest.devices import SPARSE_PAIRS
 LOG2_E = math.log2(math.e)
 SHARED_BYTES = 227 * 1024  # Hopper's shared memory per program, needed for D = 576
 MAX_HEADS = 64  # heads per tile in kernels that gather keys
+MAX_GRID = 65535  # queries per chunk: CUDA limits a grid's second axis
 
 
 class Tiles(NamedTuple):
@@ -99,7 +100,7 @@ def backward(
     """
     grad_q_THD = torch.empty_like(q_THD)
     grad_kv_SD = torch.zeros_like(kv_SD, dtype=torch.float32)
-    step = max(1, tiles.chunk_rows // max(1, indices_TK.shape[1]))
+    step = min(MAX_GRID, max(1, tiles.chunk_rows // max(1, indices_TK.shape[1])))
     for index, order in enumerate(_orders_of(indices_TK, kv_SD.shape[0], step)):
         rows = slice(index * step, (index + 1) * step)
         queries = (grad_THV[rows], q_THD[rows], kv_SD, indices_TK[rows], out_THV[rows])
