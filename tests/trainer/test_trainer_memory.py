@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 from trainer_cases import (
@@ -28,6 +29,8 @@ from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.manifest.budget.trainer_memory import NUM_SLOTS
 from orrery.manifest.errors import OrreryError
 from orrery.models import causal_lm
+from orrery.models.fp8 import WeightCache
+from orrery.models.layers import FeedForward
 from orrery.trainer.learner import count_totals
 from orrery.trainer.optim import optimizer as optimizers
 from orrery.trainer.optim.state_offload import StateOffload
@@ -512,6 +515,18 @@ def test_micro_batches_of_many_lengths_share_host_buffers():
         if length == 64:
             most = offload.pool.num_bytes
     assert 0 < offload.pool.num_bytes <= most
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_weights_in_fp8_stay_on_the_device(is_cached):
+    block = FeedForward(512, 256, is_fp8=True)
+    if is_cached:
+        WeightCache(nn.Sequential(block)).refresh()
+    offload = ActivationOffload(torch.device("cpu"), min_bytes=1)
+    x = torch.randn(4, 512, requires_grad=True)
+    offload.run(block, block.forward, x)
+    sides = {tuple(saved.shape) for saved in offload._last.saved.values()}
+    assert sides and not sides & {(256, 512), (512, 256), (512, 512)}
 
 
 def test_weights_and_what_blocks_share_stay_on_the_device():

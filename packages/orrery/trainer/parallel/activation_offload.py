@@ -1,8 +1,8 @@
 """Keep tensors saved for the backward pass in pinned host memory.
 
 While a block computes, tensors of up to `max_in_flight` other blocks move to the host or back.
-The device keeps weights, small and non-dense tensors, arguments shared by blocks, and the last
-block's tensors.
+The device keeps weights (also those in FP8), small and non-dense tensors, arguments shared by
+blocks, and the last block's tensors.
 """
 
 from collections import defaultdict, deque
@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from orrery.manifest.schema import Trainer
+from orrery.models.fp8 import products
 from orrery.models.placement import local_tensor
 from orrery.trainer.parallel import blocks
 from orrery.trainer.parallel.world import World
@@ -91,11 +92,9 @@ class ActivationOffload:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         activations = BlockActivations(self._last)
-        shared = {
-            leaf.untyped_storage().data_ptr()
-            for leaf in tree_leaves((args[1:], kwargs))
-            if isinstance(leaf, Tensor)
-        }
+        leaves = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
+        leaves += [part for parts, _ in products(block) for part in parts]
+        shared = {leaf.untyped_storage().data_ptr() for leaf in leaves}
         pack = partial(self._pack, activations, block, shared)
         with (
             saved_tensors_hooks(pack, self._unpack),
