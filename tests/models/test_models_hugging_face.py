@@ -68,6 +68,14 @@ ARCHITECTURES = {
         "pad_token_id": 1,
     },
     "mamba: the dtype of the head is asked": {"model_type": "mamba", **UNTIED, "state_size": 4},
+    "falcon_h1: the body scales logits": {
+        "model_type": "falcon_h1",
+        **UNTIED,
+        "lm_head_multiplier": 0.5,
+        "time_step_limit": [0.0, 100.0],
+        **{"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+        **{"mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    },
     "mixtral: experts one by one in files": {
         "model_type": "mixtral",
         **UNTIED,
@@ -427,3 +435,12 @@ def test_a_value_that_transformers_does_not_take_is_told_in_a_sentence(wrong, ma
     with pytest.raises(OrreryError, match=r"model\.hf_config") as caught:
         make_network({**ARCHITECTURES["olmo2: norms behind"], **wrong})
     assert "\n" not in str(caught.value)
+
+
+def test_a_head_that_needs_its_body_is_refused_in_a_sentence(make_network, monkeypatch):
+    monkeypatch.setattr(model_module, "_BodyOutput", lambda hidden: None)
+    told = (
+        r"model\.hf_config\.model_type 'olmo2': its logits cannot be computed without its body \("
+    )
+    with pytest.raises(OrreryError, match=told):
+        make_network(ARCHITECTURES["olmo2: norms behind"])

@@ -242,22 +242,28 @@ class HuggingFaceLm(CausalLm):
 
     @torch.no_grad()
     def compute_buffers(self) -> None:
+        init_weights, unknown = self._network[0]._init_weights, {}
         for name, owner in self.body.named_modules():
             keys = owner._non_persistent_buffers_set
             buffers = {key: owner._buffers.get(key) for key in keys}
             if all(buffer is None for buffer in buffers.values()):
                 continue
             filled = _nan_copy(owner)
-            self._network[0]._init_weights(filled)
+            init_weights(filled)
             for key, buffer in buffers.items():
                 if buffer is None:
                     continue
-                if buffer.is_floating_point() and filled._buffers[key].isnan().any():
-                    raise OrreryError(
-                        f"model.hf_config: transformers does not say how to compute {name}.{key}. "
-                        "It is not built"
-                    )
                 buffer.copy_(filled._buffers[key])
+                if buffer.is_floating_point() and filled._buffers[key].isnan().any():
+                    unknown[f"{name}.{key}"] = buffer
+        if unknown:  # some bodies fill the buffers of their layers
+            init_weights(_nan_copy(self.body))
+        for name, buffer in unknown.items():
+            if buffer.isnan().any():
+                raise OrreryError(
+                    f"model.hf_config: transformers does not say how to compute {name}. "
+                    "It is not built"
+                )
 
     @torch.no_grad()
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor:
@@ -299,11 +305,18 @@ class _BodyOutput:
 
 
 class _PassthroughBody(nn.Module):
+    """Return inputs unchanged. Numbers are the body's, and other attributes this module."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self._body = (body,)  # the tuple hides it from `nn.Module`
+
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _BodyOutput:
         return _BodyOutput(inputs_embeds)
 
     def __getattr__(self, name: str) -> Any:
-        return self
+        value = getattr(self._body[0], name, None)
+        return value if isinstance(value, int | float) else self
 
 
 class _PassthroughHead(nn.Identity):
@@ -322,17 +335,25 @@ class Head(nn.Module):
         self, network: PreTrainedModel, body_name: str, head_name: str, embedding: nn.Module | None
     ) -> None:
         super().__init__()
-        head = network.get_submodule(head_name)
+        body, head = network.get_submodule(body_name), network.get_submodule(head_name)
         self._embedding = (embedding,)  # the tuple hides it from `nn.Module`
         self.weight = head.weight if embedding is None else None
         self.bias = head.bias
         shell = copy.copy(network)
-        replaced = {body_name: _PassthroughBody(), head_name: _PassthroughHead()}
+        replaced = {body_name: _PassthroughBody(body), head_name: _PassthroughHead()}
         shell._modules = {**network._modules, **replaced}
         self._shell = (shell,)
         probe = torch.linspace(-300.0, 300.0, 8, device="cpu")[None]
-        with torch.device("cpu"), torch.no_grad():
-            self.is_plain = self.bias is None and torch.equal(self._transform(probe), probe)
+        try:
+            with torch.device("cpu"), torch.no_grad():
+                transformed = self._transform(probe)
+        except Exception as error:
+            raise OrreryError(
+                f"model.hf_config.model_type {network.config.model_type!r}: its logits cannot be "
+                f"computed without its body ({' '.join(str(error).split())}), which is not "
+                "supported. Choose another model"
+            ) from error
+        self.is_plain = self.bias is None and torch.equal(transformed, probe)
 
     def forward(
         self,
