@@ -76,6 +76,15 @@ ARCHITECTURES = {
         **{"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
         **{"mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8},
     },
+    "llama4_text: the body has another name than its prefix": {
+        "model_type": "llama4_text",
+        **UNTIED,
+        "intermediate_size_mlp": 40,
+        "num_local_experts": 2,
+        "moe_layers": [],
+        "attention_chunk_size": 64,
+        "rope_theta": 10000.0,
+    },
     "mixtral: experts one by one in files": {
         "model_type": "mixtral",
         **UNTIED,
@@ -160,7 +169,8 @@ def test_log_probs_gradients_and_files_are_those_of_transformers(
     expected.gather(1, target[:, None]).mean().backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     for name, parameter in module.named_parameters():
-        reference = gradients[name.replace("body.", f"{theirs.base_model_prefix}.")]
+        body_name = model_module.find_body(theirs)
+        reference = gradients[name.replace("body.", f"{body_name}.")]
         assert (parameter.grad - reference).abs().max() <= 1e-4 * reference.abs().max() + 1e-7, name
 
 
@@ -444,3 +454,23 @@ def test_a_head_that_needs_its_body_is_refused_in_a_sentence(make_network, monke
     )
     with pytest.raises(OrreryError, match=told):
         make_network(ARCHITECTURES["olmo2: norms behind"])
+
+
+def test_a_network_without_a_body_is_refused_in_a_sentence(make_network, monkeypatch):
+    class Flat(transformers.Olmo2ForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.embed_tokens, self.layers = self.model.embed_tokens, self.model.layers
+            del self.model
+
+    monkeypatch.setattr(model_module.AutoModelForCausalLM, "from_config", Flat)
+    told = r"model\.hf_config\.model_type 'olmo2': no part of its network holds all layers"
+    with pytest.raises(OrreryError, match=told):
+        make_network(ARCHITECTURES["olmo2: norms behind"])
+
+
+def test_a_tied_decoder_that_does_not_name_its_embedding_is_refused(make_network):
+    content = {**TIED, "is_decoder": True, "decoder_layers": 2, "decoder_attention_heads": 4}
+    told = r"model\.hf_config\.model_type 'trocr': transformers does not say which module embeds"
+    with pytest.raises(OrreryError, match=told):
+        make_network({**content, "model_type": "trocr", "decoder_ffn_dim": 40, "pad_token_id": 1})

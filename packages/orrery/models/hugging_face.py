@@ -89,6 +89,34 @@ def check_network(model: Model, network: PreTrainedModel) -> None:
         )
 
 
+def find_body(network: PreTrainedModel) -> str:
+    """Return the name of the network's child that computes hidden states.
+
+    Raise OrreryError if transformers names none, and no single child holds the token embedding.
+    """
+    children = dict(network.named_children())
+    if network.base_model_prefix in children:
+        return network.base_model_prefix
+    embedding = _embedding(network)
+    found = [name for name, child in children.items() if embedding in list(child.modules())]
+    if len(found) != 1 or children[found[0]] is embedding:
+        raise OrreryError(
+            f"model.hf_config.model_type {network.config.model_type!r}: no part of its network "
+            "holds all layers below the head, which is not supported. Choose another model"
+        )
+    return found[0]
+
+
+def _embedding(module: Any) -> nn.Module:
+    try:
+        return module.get_input_embeddings()
+    except NotImplementedError as error:
+        raise OrreryError(
+            f"model.hf_config.model_type {module.config.model_type!r}: transformers does not say "
+            "which module embeds its tokens, which is not supported. Choose another model"
+        ) from error
+
+
 def check_type(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -185,9 +213,9 @@ class HuggingFaceLm(CausalLm):
         check_network(model, network)
         head = network.get_output_embeddings()
         head_name = next(name for name, one in network.named_modules() if one is head)
-        body_name = network.base_model_prefix
-        self.body = getattr(network, body_name)
-        embedding = self.body.get_input_embeddings() if model.tie_embeddings else None
+        body_name = find_body(network)
+        self.body = network.get_submodule(body_name)
+        embedding = _embedding(self.body) if model.tie_embeddings else None
         self.lm_head = Head(network, body_name, head_name, embedding)
         self.body.eval()
         self._latest_draw: tuple[tuple[str, int, float], Tensor] | None = None
