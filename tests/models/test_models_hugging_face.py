@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from orrery.manifest.errors import OrreryError
 from orrery.models import build, fsdp_units, weights
 from orrery.models import hugging_face as model_module
-from orrery.models.hf_folder import check_config
+from orrery.models.hf_folder import check_config, parse_config
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -474,3 +474,13 @@ def test_a_tied_decoder_that_does_not_name_its_embedding_is_refused(make_network
     told = r"model\.hf_config\.model_type 'trocr': transformers does not say which module embeds"
     with pytest.raises(OrreryError, match=told):
         make_network({**content, "model_type": "trocr", "decoder_ffn_dim": 40, "pad_token_id": 1})
+
+
+def test_a_model_whose_layers_have_different_head_sizes_is_refused(make_network):
+    content = {"model_type": "gemma4_text", **TIED, "layer_types": LAYERS, "global_head_dim": 16}
+    told = "layers of 'gemma4_text' differ in head_dim, which is not supported. Choose another"
+    with pytest.raises(OrreryError, match=rf"^model\.hf_config: {told}"):
+        make_network(content)
+    with pytest.raises(OrreryError, match=f"^config.json: {told}"):
+        parse_config(content, "config.json")
+    parse_config({**content, "global_head_dim": 8}, "config.json")  # all layers have the same

@@ -422,6 +422,8 @@ def _mismatch(
 def parse_config(content: dict[str, Any], source: str) -> Any:
     try:
         from transformers import AutoConfig
+
+        from orrery.models.hugging_face import check_layers
     except ImportError as error:
         raise OrreryError(
             "model.init.kind 'pretrained': transformers, which reads the config, is "
@@ -431,10 +433,13 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
         content = copy.deepcopy(content)  # transformers modifies its arguments
         kind = content.pop("model_type", None)
         config = AutoConfig.for_model(SAME_CONFIG.get(kind, kind), **content)
+        check_layers(config, source)
         num_heads = getattr(config, "num_attention_heads", None)
         if getattr(config, "head_dim", None) is None and num_heads:
             config.head_dim = config.hidden_size // num_heads  # some config classes lack `head_dim`
         return config
+    except OrreryError:
+        raise
     except Exception as error:
         raise OrreryError(
             f"{source}: transformers refuses the config ({' '.join(str(error).split())}). "

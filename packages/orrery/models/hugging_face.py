@@ -117,6 +117,15 @@ def _embedding(module: Any) -> nn.Module:
         ) from error
 
 
+def check_layers(config: PreTrainedConfig, source: str) -> None:
+    """Raise OrreryError if a config attribute differs between layers, as transformers allows."""
+    if names := sorted(getattr(config, "per_layer_attributes", None) or ()):
+        raise OrreryError(
+            f"{source}: layers of {config.model_type!r} differ in {' and '.join(names)}, "
+            "which is not supported. Choose another model"
+        )
+
+
 def check_type(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -208,6 +217,7 @@ class HuggingFaceLm(CausalLm):
                 "model.hf_config: no model_type. Give the content of the model's config.json"
             )
         config = call_transformers(AutoConfig.for_model, **content)
+        check_layers(config, "model.hf_config")
         check_config(model, config)
         network = call_transformers(AutoModelForCausalLM.from_config, config)
         check_network(model, network)
