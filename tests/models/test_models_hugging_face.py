@@ -1,13 +1,15 @@
 """Networks of transformers behind our interface, against transformers itself."""
 
 import copy
+import json
+import math
 
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from orrery.manifest.errors import OrreryError
-from orrery.models import build, fsdp_units, weights
+from orrery.models import axis, build, fsdp_units, weights
 from orrery.models import hugging_face as model_module
 from orrery.models.hf_folder import check_config, parse_config
 
@@ -484,3 +486,15 @@ def test_a_model_whose_layers_have_different_head_sizes_is_refused(make_network)
     with pytest.raises(OrreryError, match=f"^config.json: {told}"):
         parse_config(content, "config.json")
     parse_config({**content, "global_head_dim": 8}, "config.json")  # all layers have the same
+
+
+@pytest.mark.parametrize("infinity", [math.inf, {"__float__": "Infinity"}], ids=str)
+def test_an_infinity_in_a_config_becomes_part_of_the_manifest(infinity, make_model, tmp_path):
+    content = {**ARCHITECTURES["falcon_h1: the body scales logits"]}
+    content["time_step_limit"] = [0.0, infinity]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    like = make_model("qwen3").model_dump()
+    model, _ = axis.model_of(tmp_path, like["init"], like["tokenizer"])
+    assert model.hf_config["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    check_config(model, tmp_path)
+    assert build(model).body.config.time_step_limit[1] == math.inf

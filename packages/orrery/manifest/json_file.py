@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -23,18 +24,20 @@ MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
 
 
-def read_json(path: Path, remedy: str) -> Any:
+def read_json(path: Path, remedy: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
     """Raise OrreryError with `remedy` if the file is unreadable or not JSON."""
     try:
-        return parse_json(read_regular(path))
+        return parse_json(read_regular(path), parse_constant)
     except OSError as error:
         raise OrreryError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
     except ValueError as error:
         raise OrreryError(f"{path}: not JSON ({error}); {remedy}") from None
 
 
-def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    value = read_json(path, remedy)
+def read_object(
+    path: Path, remedy: str, parse_constant: Callable[[str], Any] | None = None
+) -> dict[str, Any]:
+    value = read_json(path, remedy, parse_constant)
     if not isinstance(value, dict):
         raise OrreryError(f"{path}: holds {kind_of(value)}, and an object is expected; {remedy}")
     return value
@@ -59,10 +62,15 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Raise ValueError if `text` is not JSON or has content that this module refuses."""
+def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Raise ValueError if `text` is not JSON or has content that this module refuses.
+
+    `parse_constant` replaces NaN and infinities, which are refused otherwise.
+    """
     try:
-        value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+        value = json.loads(
+            text if isinstance(text, str) else text.decode("utf-8"), parse_constant=parse_constant
+        )
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
     except RecursionError:

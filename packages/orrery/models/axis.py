@@ -16,7 +16,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.json_file import read_object
 from orrery.manifest.publish import sha256_of
 from orrery.manifest.schema import Model
 from orrery.manifest.schema.model import FP8_BLOCK
@@ -63,7 +62,7 @@ def model_of(
 
     Raise OrreryError for types unknown to transformers, and for quantization other than FP8 blocks.
     """
-    content = read_object(folder / CONFIG_FILE, "fetch the model again")
+    content = hf_folder.read_config(folder, "fetch the model again")
     kind = content.get("model_type")
     if not _is_readable(content.get("quantization_config")):
         raise OrreryError(

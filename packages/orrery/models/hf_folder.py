@@ -325,13 +325,21 @@ _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_fa
 COMPARED_SEPARATELY = _POSITIONS + _ROTATION
 
 
+def read_config(directory: Path, remedy: str) -> dict[str, Any]:
+    """Return the content of `config.json`, with infinities written as {"__float__": "Infinity"}.
+
+    Manifests hold finite numbers only, and transformers reads and writes this form too.
+    """
+    return read_object(directory / CONFIG_FILE, remedy, lambda name: {"__float__": name})
+
+
 def check_config(model: Model, directory: Path) -> None:
     file, wanted = directory / CONFIG_FILE, hf_config(model)
     if not file.exists():
         raise OrreryError(
             f"model.init.path: {directory} holds no {file.name}. Name a Hugging Face directory"
         )
-    content = read_object(file, "copy the directory again")
+    content = read_config(directory, "copy the directory again")
     is_ours = model.family != "hugging_face"
     model_type = wanted.get("model_type")
     if (found := content.get("model_type", model_type)) != model_type:
@@ -423,14 +431,14 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
     try:
         from transformers import AutoConfig
 
-        from orrery.models.hugging_face import check_layers
+        from orrery.models.hugging_face import check_layers, decode_floats
     except ImportError as error:
         raise OrreryError(
             "model.init.kind 'pretrained': transformers, which reads the config, is "
             "not installed here. Install it"
         ) from error
     try:
-        content = copy.deepcopy(content)  # transformers modifies its arguments
+        content = decode_floats(copy.deepcopy(content))  # transformers modifies its arguments
         kind = content.pop("model_type", None)
         config = AutoConfig.for_model(SAME_CONFIG.get(kind, kind), **content)
         check_layers(config, source)

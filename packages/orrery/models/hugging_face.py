@@ -61,6 +61,17 @@ def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> A
         ) from error
 
 
+def decode_floats(value: Any) -> Any:
+    """Replace {"__float__": "Infinity"}, as transformers does when it reads `config.json`."""
+    if isinstance(value, list):
+        return [decode_floats(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {key: decode_floats(one) for key, one in value.items()}
+
+
 def check_config(model: Model, config: PreTrainedConfig) -> None:
     check_type(config)
     _check_fields(model, config)
@@ -211,7 +222,7 @@ _global_generator = threading.Lock()  # held while transformers draws from torch
 class HuggingFaceLm(CausalLm):
     def __init__(self, model: Model, content: dict[str, Any]) -> None:
         super().__init__(model)
-        content = copy.deepcopy(content)
+        content = decode_floats(copy.deepcopy(content))
         if "model_type" not in content:
             raise OrreryError(
                 "model.hf_config: no model_type. Give the content of the model's config.json"
