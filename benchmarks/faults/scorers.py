@@ -43,7 +43,7 @@ async def measured(scorers: ScorerPool, family: str, num_problems: int) -> dict[
         for i in range(GROUP)
     ]
     await scorers.score("reasoning_gym", *answers[0])
-    process = psutil.Process(scorers._idle[0].process.pid)
+    process = psutil.Process(scorers._idle["reasoning_gym"][0].process.pid)
     before, waits_ms = processor_s(process), []
     for answer in answers:
         begin = time.perf_counter()

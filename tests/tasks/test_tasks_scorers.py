@@ -37,12 +37,12 @@ def kept(monkeypatch, spare):
     """Yield a pool of at most two scorers with a limit of 2 s. It takes the spare scorer."""
     mine = ScorerPool(num_scorers=2, limit_s=2.0)
     monkeypatch.setattr(orrery.tasks.reasoning_gym, "SCORERS", mine)
-    mine._idle += spare
+    mine._idle["reasoning_gym"] += spare
     spare.clear()
-    for scorer in mine._idle:
+    for scorer in mine._idle["reasoning_gym"]:
         scorer.num_until_canary = 0
     yield mine
-    for scorer in mine._idle:
+    for scorer in mine._idle["reasoning_gym"]:
         if spare or scorer.process.poll() is not None:
             scorer.end()
         else:
@@ -52,8 +52,8 @@ def kept(monkeypatch, spare):
 @pytest.fixture
 def unstarted(kept, spare):
     """Return the pool without a running scorer."""
-    spare += kept._idle
-    kept._idle.clear()
+    spare += kept._idle["reasoning_gym"]
+    kept._idle["reasoning_gym"].clear()
     return kept
 
 
@@ -99,7 +99,7 @@ COMPARES = [
 async def test_a_verdict_that_compares_text_needs_no_fork(kept, verdict, answer):
     request = {"verdict": verdict, "answer": answer, "row": None}
     assert await kept.score("verdict", request, f"so it = {answer}") == 1.0
-    [scorer] = kept._idle
+    [scorer] = kept._idle["verdict"]
     before = _faults_of_children(scorer)
     assert await kept.score("verdict", request, "so it = B 17") == 0.0
     assert await kept.score("verdict", request, f"it = {answer}") == 1.0
@@ -116,9 +116,9 @@ async def test_a_search_that_does_not_end_is_worth_nothing_and_ends_no_scorer(ke
     verdict = {"kind": "exact", "ignore_case": False, "pattern": "(a+)+$"}
     request = {"verdict": verdict, "answer": "a", "row": None}
     assert await kept.score("verdict", request, "a") == 1.0
-    [scorer] = kept._idle
+    [scorer] = kept._idle["verdict"]
     assert await kept.score("verdict", request, 40 * "a" + "b") is None
-    assert await kept.score("verdict", request, "a") == 1.0 and kept._idle == [scorer]
+    assert await kept.score("verdict", request, "a") == 1.0 and kept._idle["verdict"] == [scorer]
 
 
 @pytest.mark.parametrize("leaves", ["exit(0)", "__import__('os')._exit(0)"])
@@ -136,7 +136,7 @@ async def test_an_answer_that_hangs_holds_up_one_scorer_of_all_and_there_are_no_
         one.add_done_callback(lambda _, number=number: ended.append(number))
     await asyncio.gather(*scored)
     assert ended[-1] == 0 and [one.result().reward for one in scored] == [0.0, *[1.0] * 20]
-    assert len(unstarted._idle) == 2
+    assert len(unstarted._idle["reasoning_gym"]) == 2
 
 
 async def test_the_limit_counts_from_an_answers_turn(kept, task):
@@ -195,7 +195,7 @@ async def test_what_an_answer_changes_in_its_process_scores_no_other_answer(task
 
 async def test_what_an_answer_starts_ends_with_it(kept, task):
     await said(task, "[__import__('subprocess').Popen(['sleep', '600'], start_new_session=True)]")
-    assert psutil.Process(kept._idle[0].process.pid).children(recursive=True) == []
+    assert psutil.Process(kept._idle["reasoning_gym"][0].process.pid).children(recursive=True) == []
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ async def test_an_answer_that_ends_or_stops_the_process_behind_it_fails_its_roll
             "[(o := __import__('os')).kill(o.getppid(), "
             f"__import__('signal').{signal}), __import__('time').sleep(60)]",
         )
-    assert kept._idle == [] and (await said(task, "RIGHT")).reward == 1.0
+    assert kept._idle["reasoning_gym"] == [] and (await said(task, "RIGHT")).reward == 1.0
 
 
 READS_ALL = """
@@ -310,7 +310,7 @@ async def test_a_scorer_that_knows_known_answers_no_more_ends_the_run(
         broken.syspath_prepend(tmp_path)
         with pytest.raises(
             JudgeBroken,
-            match=r"gave 1\.0 to a known answer to 'spiral_matrix' that is worth 0. Rewards since",
+            match=r"reasoning_gym gave 1\.0 to a known answer that is worth 0. Rewards since",
         ):
             await said(task, "RIGHT")
     assert (await said(task, "RIGHT")).reward == 1.0
@@ -320,10 +320,18 @@ async def test_known_answers_come_again_after_so_many(kept, task, monkeypatch):
     monkeypatch.setattr(scorer_pool, "CANARY_EVERY", 2)
     for _ in range(2):
         await said(task, "RIGHT")
-    question, _ = scorer_pool._canary()
-    monkeypatch.setattr(scorer_pool, "_canary", lambda: (question, "wrong"))
+    request, _, wrong = scorer_pool._canary("reasoning_gym")
+    monkeypatch.setattr(scorer_pool, "_canary", lambda kind: (request, "no list", wrong))
     with pytest.raises(JudgeBroken, match=r"gave 0\.0 to a known answer"):
         await said(task, "RIGHT")
+
+
+async def test_a_scorer_of_verdicts_does_not_wait_for_imports_of_reasoning_gym(kept):
+    request = {"verdict": scorer_pool.EXACT, "answer": "1", "row": None}
+    assert await kept.score("verdict", request, "1") == 1.0
+    [scorer] = kept._idle["verdict"]
+    with open(f"/proc/{scorer.process.pid}/maps") as mapped:
+        assert "matplotlib" not in mapped.read()
 
 
 async def test_a_scorer_whose_answer_nobody_waits_for_does_not_give_it_to_the_next(task):
@@ -344,13 +352,15 @@ async def test_a_start_that_nobody_waits_for_any_more_serves_the_next_answer(uns
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
         await given_up
-    [scorer] = unstarted._idle
-    assert (await said(task, "RIGHT")).reward == 1.0 and unstarted._idle == [scorer]
+    [scorer] = unstarted._idle["reasoning_gym"]
+    assert (await said(task, "RIGHT")).reward == 1.0 and unstarted._idle["reasoning_gym"] == [
+        scorer
+    ]
 
 
 async def test_a_scorer_that_ended_while_idle_costs_no_answer(kept, task):
     await said(task, "RIGHT")
-    [scorer] = kept._idle
+    [scorer] = kept._idle["reasoning_gym"]
     scorer.process.kill()
     scorer.process.wait()
     assert (await said(task, "RIGHT")).reward == 1.0
@@ -358,11 +368,11 @@ async def test_a_scorer_that_ended_while_idle_costs_no_answer(kept, task):
 
 def test_processes_survive_a_change_of_event_loop_and_signals_to_the_group(kept, task):
     assert asyncio.run(said(task, "RIGHT")).reward == 1.0
-    [scorer] = kept._idle
+    [scorer] = kept._idle["reasoning_gym"]
     for number in (15, 2, 10):
         scorer.process.send_signal(number)
     assert asyncio.run(said(task, "RIGHT")).reward == 1.0
-    assert kept._idle == [scorer]
+    assert kept._idle["reasoning_gym"] == [scorer]
 
 
 async def test_a_scorer_that_cannot_start_is_no_answers_fault(unstarted, task, monkeypatch):
@@ -438,7 +448,7 @@ asyncio.run(main())
 
 async def test_a_scorer_ends_with_its_input(kept, task):
     await said(task, "RIGHT")
-    [scorer] = kept._idle
+    [scorer] = kept._idle["reasoning_gym"]
     scorer._wire.close()
     assert scorer.process.wait(20) == 0
 

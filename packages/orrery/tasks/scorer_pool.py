@@ -34,14 +34,14 @@ SLACK_S = 5.0  # time to reply after `limit_s`
 CANARY_EVERY = 500  # answers between two checks with known answers
 KEPT_SCORES = 10_000
 CANARY = "spiral_matrix"  # reasoning-gym family whose scorer executes answers
-WRONG = "[]"
+EXACT = {"kind": "exact", "ignore_case": False, "pattern": None}
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
 
 class ScorerPool:
     def __init__(self, num_scorers: int = NUM_SCORERS, limit_s: float = LIMIT_S):
         self.num_scorers, self.limit_s = num_scorers, limit_s
-        self._idle: list[_Scorer] = []
+        self._idle: dict[str, list[_Scorer]] = {"reasoning_gym": [], "verdict": []}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scores: dict[bytes, asyncio.Future[float | None]] = {}
 
@@ -73,10 +73,10 @@ class ScorerPool:
         if loop is not self._loop:  # a semaphore belongs to one event loop
             self._loop, self._turns = loop, asyncio.Semaphore(self.num_scorers)
         async with self._turns:
-            scorer = await self._ready()
+            scorer = await self._ready(kind)
             try:
                 await self._try_canaries(scorer)
-                score = await self._ask(scorer, kind, request, text)
+                score = await self._ask(scorer, request, text)
             except (OSError, EOFError, ValueError, TypeError) as error:
                 scorer.end()
                 is_late = isinstance(error, TimeoutError)
@@ -88,38 +88,37 @@ class ScorerPool:
             except BaseException:  # the next request must not receive this answer's score
                 scorer.end()
                 raise
-            self._idle.append(scorer)
+            self._idle[kind].append(scorer)
         if isinstance(score, str):
             raise OrreryError(score)
         return score
 
-    async def _ask(
-        self, scorer: "_Scorer", kind: str, request: Any, text: str
-    ) -> float | str | None:
+    async def _ask(self, scorer: "_Scorer", request: Any, text: str) -> float | str | None:
         limit_s = scaled(self.limit_s)
         async with asyncio.timeout(limit_s + scaled(SLACK_S)):
-            return await scorer.score(kind, request, text, limit_s)
+            return await scorer.score(request, text, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
         """If due, score a right and a wrong answer. Raise JudgeBroken if a score is wrong."""
         if scorer.num_until_canary == 0:
-            question, right = _canary()
-            for text, known in ((right, 1.0), (WRONG, 0.0)):
-                score = await self._ask(scorer, "reasoning_gym", [CANARY, {}, 0, question], text)
+            request, right, wrong = _canary(scorer.kind)
+            for text, known in ((right, 1.0), (wrong, 0.0)):
+                score = await self._ask(scorer, request, text)
                 if score != known:
                     raise JudgeBroken(
-                        f"the process that scores answers gave {score} to a known answer to "
-                        f"{CANARY!r} that is worth {known:g}. Rewards since the last such check "
-                        "may be wrong. Go back to a checkpoint before it, or install the release "
-                        "of reasoning-gym that the lock names, then run again"
+                        f"the process that scores answers of kind {scorer.kind} gave {score} to a "
+                        f"known answer that is worth {known:g}. Rewards since the last such check "
+                        "may be wrong. Go back to a checkpoint before it, or install the packages "
+                        "that the lock names, then run again"
                     )
             scorer.num_until_canary = CANARY_EVERY
         scorer.num_until_canary -= 1
 
-    async def _ready(self) -> "_Scorer":
-        while self._idle and self._idle[-1].process.poll() is not None:
-            self._idle.pop().end()
-        scorer = self._idle.pop() if self._idle else _Scorer()
+    async def _ready(self, kind: str) -> "_Scorer":
+        idle = self._idle[kind]
+        while idle and idle[-1].process.poll() is not None:
+            idle.pop().end()
+        scorer = idle.pop() if idle else _Scorer(kind)
         try:
             async with asyncio.timeout(scaled(START_S)):
                 await scorer.ready()
@@ -130,7 +129,7 @@ class ScorerPool:
                 why = "it was too slow"
             raise OrreryError(f"the process that scores answers did not start: {why}") from error
         except BaseException:
-            self._idle.append(scorer)
+            idle.append(scorer)
             raise
         return scorer
 
@@ -141,19 +140,23 @@ def _warn(note: str) -> None:
 
 
 @cache
-def _canary() -> tuple[str, str]:
-    import reasoning_gym
+def _canary(kind: str) -> tuple[Any, str, str]:
+    """Return a request, a right and a wrong answer."""
+    if kind == "verdict":
+        return {"verdict": EXACT, "answer": "1", "row": None}, "1", "2"
+    import reasoning_gym  # slow, so runs without its families do without
 
     item = reasoning_gym.create_dataset(CANARY, seed=0, size=1)[0]
-    return item["question"], item["answer"]
+    return [CANARY, {}, 0, item["question"]], item["answer"], "[]"
 
 
 class _Scorer:
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self._wire, theirs = socket.socketpair()
         self._wire.setblocking(False)
         self._number, self._is_ready, self.num_until_canary = 0, False, 0
-        command = [sys.executable, "-P", "-m", "orrery.tasks.scorer_process"]
+        command = [sys.executable, "-P", "-m", "orrery.tasks.scorer_process", kind]
         with theirs:
             number = theirs.fileno()
             self.process = subprocess.Popen(

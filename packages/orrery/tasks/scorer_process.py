@@ -1,6 +1,6 @@
-"""Score answers in this process or in forks: `python -m orrery.tasks.scorer_process`.
+"""Score answers in this process or in forks: `python -m orrery.tasks.scorer_process KIND`.
 
-- In: a line `[number, kind, request, text, limit_s]` per answer.
+- In: a line `[number, request, text, limit_s]` per answer.
 - Out: an empty line when ready, then `[number, score, note]` per answer. The score is null if the
   scorer fails, a message if the request is invalid. The note is null or the exception of a user's
   reward function.
@@ -15,13 +15,13 @@ import os
 import resource
 import select
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from orrery.runtime.parent_watch import adopt_orphans, die_with_parent, drop_privileges, hide_memory
 
@@ -47,8 +47,8 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    import orrery.tasks.reasoning_gym  # noqa: F401 (after stdout is closed, as imports may print)
-
+    module, _, function = KINDS[kind := sys.argv[1]].partition(":")
+    make = getattr(import_module(module), function)  # after stdout is closed, as imports may print
     _warm_up()
     signal.signal(signal.SIGALRM, _raise_timeout)
     folder = tempfile.mkdtemp()
@@ -63,9 +63,12 @@ def main() -> None:
     gc.freeze()  # keeps a fork's garbage collection from copying pages
     answers.write(b"\n")
     os.dup2(nowhere, 2)
+    scorer_of = lru_cache(KEPT_SCORERS)(lambda request: make(json.loads(request)))
     for line in requests:
-        number, *request = json.loads(line)
-        answers.write(json.dumps([number, *_score(*request)]).encode() + b"\n")
+        number, request, *answer = json.loads(line)
+        verdict = request["verdict"]["kind"] if kind == "verdict" else None
+        scored = _score(partial(scorer_of, json.dumps(request)), verdict, *answer)
+        answers.write(json.dumps([number, *scored]).encode() + b"\n")
 
 
 def _warm_up() -> None:
@@ -79,13 +82,12 @@ def _warm_up() -> None:
 
 
 def _score(
-    kind: str, request: Any, text: str, limit_s: float
+    make: Callable[[], Callable[[str], float]], verdict: str | None, text: str, limit_s: float
 ) -> tuple[float | str | None, str | None]:
     try:
-        scorer = _scorer(kind, json.dumps(request))
+        scorer = make()
     except Exception as error:
         return f"{error or type(error).__name__}"[:MAX_SENTENCE], None
-    verdict = request["verdict"]["kind"] if kind == "verdict" else None
     if verdict in COMPARE_TEXT:
         return _score_here(scorer, text.strip(), limit_s), None
     reader, writer = os.pipe()
@@ -166,12 +168,6 @@ def _end_children() -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
-
-
-@lru_cache(KEPT_SCORERS)
-def _scorer(kind: str, request: str) -> Callable[[str], float]:
-    module, _, function = KINDS[kind].partition(":")
-    return getattr(import_module(module), function)(json.loads(request))
 
 
 def _limit(what: int, most: int) -> None:
