@@ -68,6 +68,24 @@ def test_a_late_sites_delta_counts_in_the_next_round(sites):
     np.testing.assert_allclose(a.weights(), expected, atol=2e-6)  # b's weights were written again
 
 
+def test_a_site_late_for_the_last_round_takes_the_final_state(sites):
+    folders, (late, other) = sites(num_phases=2, grace_s=4.0)
+    together(late.enter, other.enter)
+    together(late.train, other.train)
+    tokens = late.learn()
+    other.train()  # the grace window passes
+    leaving = begun(other.leave)
+    late.training.after_step(tokens)
+    leaving.result(timeout=60)
+    late.save()
+    late.leave()
+    late = ThreadSite(folders, "a", resumes=True)
+    late.enter()
+    assert np.array_equal(late.weights(), other.weights()) and len(late.rows) == 2
+    assert (late.learner.step, late.training._loop.round) == (4, 3)
+    late.leave()
+
+
 def test_a_site_that_lost_its_lease_takes_the_newest_state_in_a_closed_run(sites):
     folders, (a, b, late) = sites("abc", admission="closed")
     together(a.enter, b.enter)

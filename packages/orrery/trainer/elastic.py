@@ -28,7 +28,7 @@ from orrery.elastic.keeper import KeeperOptions, SnapshotKeeper
 from orrery.elastic.ledger import Behind, Ledger, ShardMap
 from orrery.elastic.links import PeerLinks
 from orrery.elastic.loop import OuterLoop, RoundRow
-from orrery.elastic.membership import RoundPace
+from orrery.elastic.membership import EpochLog, RoundPace
 from orrery.elastic.outer import Floats, OuterOptimizer, make_fragments
 from orrery.elastic.recovery import fetch_state
 from orrery.elastic.snapshots import check_room, copy_state, read_header, snapshot_dir
@@ -152,8 +152,20 @@ class SiteTraining:
             on_failure.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave. After the last round, first wait for late sites."""
+        with self._stack:
+            if kind is None and self._is_over:
+                with self._ctx.health.waiting("late sites", deadline_s=self._limit_s()):
+                    self._ranks.from_first(self._await_late, bool)
+
+    def _await_late(self) -> bool:
+        assert self._site is not None
+        return await_late(self._site.log, self._member.id, scaled(self._spec.grace_s))
+
+    @property
+    def _is_over(self) -> bool:
+        return self._ctx.stage == "sft" and self._loop.round > self._last
 
     def after_step(self, num_tokens: int) -> None:
         self._loop.count(num_tokens if self._spec.weights == "tokens" else 1)
@@ -182,6 +194,9 @@ class SiteTraining:
 
     def _finish_round(self) -> None:
         inner_s, row = time.monotonic() - self._inner_begin_s, self._round()
+        if row is None:
+            self._copy(self._loop.round - 1, self._loop.digest())
+            return
         is_exchanged = len(row.members) > 1 and any(row.weights)
         if self._feedback is not None and is_exchanged:
             self._feedback.commit(self._loop.state.fragments[self._loop.fragment_of(row.round)])
@@ -195,8 +210,9 @@ class SiteTraining:
             self._record(row, inner_s)
         self._inner_begin_s = time.monotonic()
 
-    def _round(self) -> RoundRow:
-        while True:
+    def _round(self) -> RoundRow | None:
+        """Return None if this site holds the state of SFT's last round."""
+        while not self._is_over:
             try:
                 if self._loop.is_in_flight:
                     return self._loop.apply(self._spec.delay_merge)
@@ -207,6 +223,7 @@ class SiteTraining:
             except LeaseLost as error:
                 self._ctx.log.warning("left behind: %s; joining again", error)
                 self._join()
+        return None
 
     def _exchange(self, delta: Floats, outer_round: OuterRound, rank: int) -> int:
         buckets: Sequence[slice] = self._layers
@@ -265,13 +282,7 @@ class SiteTraining:
                     place.listen,
                     files,
                     "" if is_founder else place.join,
-                    pace=RoundPace(
-                        founders=spec.min_sites,
-                        quorum=spec.quorum,
-                        grace_s=spec.grace_s,
-                        exchange_s=spec.exchange_timeout_s,
-                        max_sites=spec.max_sites,
-                    ),
+                    pace=pace_of(spec),
                     snapshots=snapshots,
                     heartbeat_s=spec.heartbeat_s,
                     dead_s=spec.dead_after_s,
@@ -351,6 +362,7 @@ class SiteTraining:
         `keeps_delta` keeps this site's update, token counts and optimizer state.
         """
         rank, snapshot = self._learner.world.rank, None
+        folder = self._folder.with_name(f"{self._folder.name}-taken")
         end_s = time.monotonic() + scaled(self._spec.store_timeout_s)
         while snapshot is None:
             number, digest, donors = self._ranks.from_first(
@@ -359,7 +371,7 @@ class SiteTraining:
             peers = [_shifted(donor, rank) for donor in donors]
             found, failure = None, ""
             try:
-                found = self._fetched(number, digest, peers)
+                found = fetched(folder, number, digest, peers, self._files)
             except ElasticError as error:
                 failure = str(error)
             failures = [each for each in self._ranks.gather(failure, str) if each]
@@ -372,16 +384,6 @@ class SiteTraining:
                 raise ElasticError(failures[0])
         self._load(snapshot, number, keeps_delta)
         shutil.rmtree(snapshot.parent)
-        self._loop.round = number + 1
-
-    def _fetched(self, number: int, digest: str, peers: list[str]) -> Path:
-        folder = self._folder.with_name(f"{self._folder.name}-taken")
-        for left in folder.glob("*round_*"):
-            if snapshot_dir(folder, number).name not in left.name:  # an unfinished older fetch
-                shutil.rmtree(left, ignore_errors=True)
-        return fetch_state(
-            lambda: peers, lambda: (number, digest), folder, self._files, scaled(FETCH_S)
-        )
 
     def _newest(self) -> tuple[int, str, list[str]]:
         assert self._site is not None
@@ -392,6 +394,8 @@ class SiteTraining:
         loop, state, facts = self._loop, self._loop.state, read_header(snapshot).facts
         stepped = {loop.fragment_of(each) for each in range(loop.round, number + 1)}
         missed = tuple(part for each in sorted(stepped) for part in state.fragments[each])
+        loop.round = number + 1
+        keeps_delta &= not self._is_over
         if keeps_delta:
             for part, values in self._weights.parts(missed):
                 np.subtract(state.start[part], values, out=state.delta[part])
@@ -403,11 +407,7 @@ class SiteTraining:
         else:
             self._weights.write(state.start)
             loop.fragment_tokens = [0] * len(state.fragments)
-            with torch.no_grad():
-                for index, tensor in enumerate(self._inner()):
-                    data = np.fromfile(snapshot / f"inner.{index}", dtype=np.uint8)
-                    flat = torch.from_numpy(data).view(tensor.dtype)
-                    tensor.copy_(flat.view(tensor.shape))
+            _read_inner(snapshot, self._inner())
         if self._ctx.stage == "sft":
             self._learner.step = facts["step"]
         self._shards = msgspec.convert(facts["shards"], ShardMap)
@@ -416,6 +416,47 @@ class SiteTraining:
         spec = self._spec
         limit_s = spec.store_timeout_s + spec.exchange_timeout_s + spec.grace_s
         return scaled(PHASE_S + limit_s) + io_stall_s(self._learner.world.size)
+
+
+def pace_of(spec: Elastic) -> RoundPace:
+    return RoundPace(
+        founders=spec.min_sites,
+        quorum=spec.quorum,
+        grace_s=spec.grace_s,
+        exchange_s=spec.exchange_timeout_s,
+        max_sites=spec.max_sites,
+    )
+
+
+def fetched(
+    folder: Path, number: int, digest: str, peers: list[str], certificates: Certificates
+) -> Path:
+    """Fetch the state of round `number` into `folder`, and remove older unfinished fetches."""
+    for left in folder.glob("*round_*"):
+        if snapshot_dir(folder, number).name not in left.name:
+            shutil.rmtree(left, ignore_errors=True)
+    return fetch_state(
+        lambda: peers, lambda: (number, digest), folder, certificates, scaled(FETCH_S)
+    )
+
+
+def await_late(log: EpochLog, site_id: str, limit_s: float) -> bool:
+    """Wait while other live sites may fetch the state of member `site_id`.
+
+    Return False if one is left after `limit_s`, or if etcd fails.
+    """
+    end_s = log.now_s() + limit_s
+    try:
+        view = log.read()
+        while site_id in view.ledger.ids and any(
+            each.member.id in view.live for each in view.ledger.joining
+        ):
+            if (left_s := end_s - log.now_s()) <= 0:
+                return False
+            view = log.wait(view, left_s)
+    except ElasticError:
+        return False
+    return True
 
 
 def check_open(ledger: Ledger, spec: Elastic, held: int) -> None:
@@ -450,6 +491,14 @@ def _outer_state(snapshot: Path) -> tuple[Floats, Floats]:
         np.memmap(snapshot / name, np.float32, mode="r") for name in ("theta", "momentum")
     )
     return theta, momentum
+
+
+@torch.no_grad()
+def _read_inner(snapshot: Path, tensors: Sequence[torch.Tensor]) -> None:
+    for index, tensor in enumerate(tensors):
+        data = np.fromfile(snapshot / f"inner.{index}", dtype=np.uint8)
+        flat = torch.from_numpy(data).view(tensor.dtype)
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def _shifted(donor: str, rank: int) -> str:
