@@ -1,5 +1,6 @@
 """Snapshots and recovery: damage, truncation, dead donors, resumed fetches, killed processes."""
 
+import shutil
 import signal
 import socket
 import subprocess
@@ -323,20 +324,64 @@ def test_a_killed_trainer_leaves_its_state_in_memory(tmp_path):
     assert verify(published(tmp_path / "memory")[0]).round == 7
 
 
+def until(holds) -> None:
+    end_s = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def keeper_options(folder: Path, files: Certificates, port: int, linger_s: float) -> KeeperOptions:
+    paths = str(files.authority), str(files.certificate), str(files.key)
+    return KeeperOptions(str(folder), 2, "127.0.0.1", port, paths, linger_s)
+
+
 def test_the_next_keeper_takes_over_port_and_folder_and_publishes_a_copy_left_behind(
     tmp_path, files
 ):
-    paths = str(files.authority), str(files.certificate), str(files.key)
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        place = sock.getsockname()
-    options = KeeperOptions(str(tmp_path), 2, *place, paths, linger_s=3600.0)
+        port = sock.getsockname()[1]
+    options = keeper_options(tmp_path, files, port, 3600.0)
     with SnapshotKeeper(options) as first:
         copy_state(tmp_path, 1, "digest 1", {"theta": b"t"})
-        end_s = time.monotonic() + 60
-        while not published(tmp_path) and time.monotonic() < end_s:
-            time.sleep(0.05)  # poll until the first keeper runs
+        first.copied()
+        until(lambda: published(tmp_path))
         with SnapshotKeeper(msgspec.structs.replace(options, linger_s=0.0)) as second:
             assert first.process.wait(timeout=60) == 0
             copy_state(tmp_path, 2, "digest 2", {"theta": b"u"})
         assert second.process.wait(timeout=60) == 0
     assert [verify(each).round for each in published(tmp_path)] == [1, 2]
+
+
+def test_a_taken_port_is_refused_at_the_start_and_later_does_not_stop_snapshots(tmp_path, files):
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        options = keeper_options(tmp_path, files, sock.getsockname()[1], 0.0)
+        with pytest.raises(ElasticError, match=rf"^--listen: port {options.port} of 127.0.0.1"):
+            SnapshotKeeper(options)
+    with SnapshotKeeper(options) as keeper:
+        keeper.process.kill()
+        keeper.process.wait()
+        with socket.create_server(("127.0.0.1", options.port)):
+            copy_state(tmp_path, 1, "digest 1", {"theta": b"t"})
+            keeper.copied()
+            until(lambda: published(tmp_path))
+            assert keeper.process.poll() is None
+        until(lambda: answers(options.port))  # the keeper tries again
+    keeper.process.wait(timeout=60)
+
+
+def answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def test_a_keeper_of_a_removed_folder_frees_its_port(tmp_path, files):
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    options = keeper_options(tmp_path / "memory", files, port, 3600.0)
+    with SnapshotKeeper(options) as first:
+        shutil.rmtree(tmp_path / "memory")
+        with SnapshotKeeper(msgspec.structs.replace(options, linger_s=0.0)) as second:
+            assert first.process.wait(timeout=60) == 0
+    assert second.process.wait(timeout=60) == 0

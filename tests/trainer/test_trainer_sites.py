@@ -69,7 +69,7 @@ def test_a_late_sites_delta_counts_in_the_next_round(sites):
 
 
 def test_a_site_late_for_the_last_round_takes_the_final_state(sites):
-    folders, (late, other) = sites(num_phases=2, grace_s=4.0)
+    folders, (late, other) = sites(num_phases=2, grace_s=3.0)
     together(late.enter, other.enter)
     together(late.train, other.train)
     tokens = late.learn()

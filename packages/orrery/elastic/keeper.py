@@ -1,7 +1,9 @@
 """Publish and serve training-state snapshots in a separate process.
 
 - The trainer copies its state into shared memory, then writes a line to the keeper's stdin.
-- The keeper ends `linger_s` after the trainer, or when another keeper starts on its folder.
+- The keeper ends `linger_s` after the trainer, when another keeper starts on its folder, or when
+  the folder is removed.
+- At its start, the keeper writes a line to stdout: why it cannot serve, or "".
 """
 
 import fcntl
@@ -23,9 +25,12 @@ from orrery.elastic.recovery import SnapshotServer
 from orrery.elastic.snapshots import publish_copies
 from orrery.elastic.types import ElasticError
 from orrery.manifest.publish import make_folder
+from orrery.runtime.timing import scaled
 
 POLL_S = 0.2
 RETRY_S = 5.0
+BIND_S = 2.0  # time limit for a previous keeper to free the port
+READY_S = 60.0  # maximum wait for a keeper's start. A previous keeper may be hashing.
 NICE = 10  # low priority: peers' requests must not slow the trainer
 
 
@@ -39,17 +44,28 @@ class KeeperOptions(msgspec.Struct, frozen=True):
 
 
 class SnapshotKeeper:
-    """Start the keeper process. It outlives the `with` block."""
+    """Start the keeper process. It outlives the `with` block.
+
+    Raise ElasticError if its port is taken.
+    """
 
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
-        self.process = _start(options)
+        self.process = _start(options, subprocess.PIPE)
+        if reason := _failure(self.process):
+            self.process.kill()
+            self.process.wait()
+            self.__exit__()
+            raise ElasticError(
+                f"--listen: port {options.port} of {options.host}, for snapshots, cannot be used "
+                f"({reason}); free it, or listen on another port"
+            )
 
     def copied(self) -> None:
         """Tell the keeper of a new copy. Restart the keeper if it has ended."""
         if self.process.poll() is not None:
             self.__exit__()
-            self.process = _start(self._options)
+            self.process = _start(self._options, subprocess.DEVNULL)
         _tell(self.process)
 
     def __enter__(self) -> Self:
@@ -61,14 +77,23 @@ class SnapshotKeeper:
             self.process.stdin.close()
 
 
-def _start(options: KeeperOptions) -> "subprocess.Popen[bytes]":
+def _start(options: KeeperOptions, stdout: int) -> "subprocess.Popen[bytes]":
     text = msgspec.json.encode(options).decode()
     return subprocess.Popen(
         [sys.executable, "-m", "orrery.elastic.keeper", text],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=stdout,
         start_new_session=True,
     )
+
+
+def _failure(process: "subprocess.Popen[bytes]") -> str:
+    """Return why the keeper cannot serve, or "" if it serves or has not started in READY_S."""
+    assert process.stdout is not None
+    with process.stdout as answers:
+        if not select.select([answers], [], [], scaled(READY_S))[0]:
+            return ""
+        return (answers.readline() or b"its process has ended").decode().strip()
 
 
 def _tell(process: "subprocess.Popen[bytes]") -> None:
@@ -78,28 +103,62 @@ def _tell(process: "subprocess.Popen[bytes]") -> None:
         process.stdin.flush()
 
 
+class _Door:
+    """Serve the snapshots of a folder to peers."""
+
+    def __init__(self, options: KeeperOptions) -> None:
+        self._options = options
+        self._server: SnapshotServer | None = None
+
+    def open(self) -> None:
+        """Serve, unless it does or has no host. Raise OSError if the port is taken."""
+        options = self._options
+        if self._server is None and options.host:
+            files = Certificates(*(Path(each) for each in options.certificates))
+            self._server = SnapshotServer(Path(options.folder), options.host, options.port, files)
+            threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+
 def keep(options: KeeperOptions) -> None:
     os.nice(NICE)
     folder = Path(options.folder)
     make_folder(folder)
     lock = _take_over(folder)
-    server = None
-    if options.host:
-        files = Certificates(*(Path(each) for each in options.certificates))
-        server = SnapshotServer(folder, options.host, options.port, files)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    door = _Door(options)
 
-    def publish() -> None:
+    def work() -> None:
         publish_copies(folder, options.keep)
+        door.open()
 
-    _serve_lines(publish, lambda: _has_successor(folder))
+    def is_over() -> bool:
+        return _has_successor(folder, lock)
+
+    with suppress(BrokenPipeError):
+        os.write(1, f"{_opened(door)}\n".encode())
+    _serve_lines(work, is_over)
     end_s = time.monotonic() + options.linger_s
-    while time.monotonic() < end_s and not _has_successor(folder):
+    while time.monotonic() < end_s and not is_over():
         time.sleep(POLL_S)
-    if server is not None:
-        server.shutdown()
-        server.server_close()
+    door.close()
     lock.close()
+
+
+def _opened(door: _Door) -> str:
+    """Open the door. Return the error if the port is not free after BIND_S, or ""."""
+    end_s = time.monotonic() + BIND_S
+    while True:
+        try:
+            door.open()
+            return ""
+        except OSError as error:
+            if time.monotonic() > end_s:
+                return str(error)
+        time.sleep(POLL_S)
 
 
 def _serve_lines(work: Callable[[], None], is_over: Callable[[], bool]) -> None:
@@ -140,8 +199,10 @@ def _take_over(folder: Path) -> Any:
     return lock
 
 
-def _has_successor(folder: Path) -> bool:
-    return (folder / ".successor").exists()
+def _has_successor(folder: Path, lock: Any) -> bool:
+    """Return whether another keeper has started, or the folder with `lock` was removed."""
+    has_lock = os.fstat(lock.fileno()).st_nlink > 0
+    return not has_lock or (folder / ".successor").exists()
 
 
 def main() -> None:
