@@ -7,8 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -21,7 +22,9 @@ from orrery.elastic.snapshots import (
     HEADER,
     Block,
     BlockLacking,
+    FetchFailed,
     FolderSource,
+    StateSnapshot,
     assemble,
     copy_state,
     publish_copies,
@@ -123,8 +126,9 @@ def test_a_fetch_goes_on_when_a_donor_dies_and_resumes_after_all_have(tmp_path):
     donor = snapshot(tmp_path / "a")
     header, into = read_header(donor), tmp_path / "b"
     num_blocks = len(list(header.blocks()))
-    with pytest.raises(ElasticError, match="the next try resumes"):
+    with pytest.raises(FetchFailed, match="the next try resumes") as failed:
         assemble(header, into, [Counted(donor, 4), Counted(donor, 3)])
+    assert failed.value.num_fetched == 7
     assert published(into) == []
     last = Counted(donor)
     verify(assemble(header, into, [last, Counted(donor, 0)]))
@@ -385,3 +389,32 @@ def test_a_keeper_of_a_removed_folder_frees_its_port(tmp_path, files):
         with SnapshotKeeper(msgspec.structs.replace(options, linger_s=0.0)) as second:
             assert first.process.wait(timeout=60) == 0
     assert second.process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(("num_fetched", "most"), [(1, 4), (0, 2)])
+def test_only_time_without_a_new_block_counts(tmp_path, monkeypatch, num_fetched, most):
+    now_s, attempts = [0.0], []
+
+    class Peer:
+        def __init__(self, peer, certificates):
+            self.name = peer
+
+        def newest(self):
+            return StateSnapshot(7, "digest", 1, {})
+
+        def close(self):
+            pass
+
+    def cut(header, folder, sources):
+        now_s[0] += 0.6
+        attempts.append(1)
+        if len(attempts) < 4:
+            raise FetchFailed("cut", num_fetched)
+        return folder
+
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda _: None)
+    for name, value in (("PeerSource", Peer), ("assemble", cut), ("time", clock)):
+        monkeypatch.setattr(f"orrery.elastic.recovery.{name}", value)
+    with nullcontext() if num_fetched else pytest.raises(FetchFailed, match=r"round 7 .*cut"):
+        fetch_state(lambda: ["a:1"], lambda: (7, "digest"), tmp_path, None, 1.0)
+    assert len(attempts) == most

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ from test_trainer_stages import Stage, final_weights
 
 from orrery.elastic.links import CONNECT_S, LinkPhase
 from orrery.elastic.outer import OuterOptimizer, weighted_mean
-from orrery.elastic.snapshots import copy_state
+from orrery.elastic.snapshots import FetchFailed, copy_state
 from orrery.elastic.types import ElasticError, LinkBroken, read_place
 from orrery.runtime.metrics import rows
 from orrery.runtime.run_directory import memory_prefix, metrics_path, remove_memory
-from orrery.trainer.elastic import check_listens
+from orrery.trainer.elastic import check_listens, fetched
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -241,6 +242,25 @@ def test_a_straggler_keeps_the_delta_of_every_fragment_that_it_missed(sites):
     np.testing.assert_allclose(b.state.start - b.weights(), delta, atol=1e-6)
     assert np.array_equal(a.state.start, b.state.start)
     assert not b.training._folder.with_name(f"{b.training._folder.name}-taken").exists()
+
+
+def test_a_recovery_lasts_as_long_as_blocks_arrive(sites, monkeypatch):
+    _, (a, b, late) = sites("abc", stage="rl")
+    together(a.enter, b.enter)
+    together(a.train, b.train)
+    now_s, arrived = [0.0], [1, 1, 0, 1]
+
+    def cut(*args):
+        now_s[0] += 0.8 * late.spec.trainer.elastic.store_timeout_s
+        if arrived:
+            raise FetchFailed("cut", arrived.pop())
+        return fetched(*args)
+
+    monkeypatch.setattr("orrery.trainer.elastic.fetched", cut)
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("orrery.trainer.elastic.time", clock)
+    late.enter()
+    assert np.array_equal(late.weights(), a.weights())
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from orrery.elastic.snapshots import (
     HEADER,
     Block,
     BlockLacking,
+    FetchFailed,
     FolderSource,
     StateSnapshot,
     assemble,
@@ -180,9 +181,10 @@ def fetch_state(
     """Fetch the newest committed state from all peers. Return the snapshot's folder.
 
     `peers` returns ADDRESS:PORT of snapshot servers. `wanted` returns the last round's (number,
-    digest). Raise ElasticError after `deadline_s`, or if peers have only newer states.
+    digest). Raise FetchFailed after `deadline_s` without a new block, or if peers have only newer
+    states.
     """
-    end_s, reason = time.monotonic() + deadline_s, "no peer is live"
+    end_s, reason, num_fetched = time.monotonic() + deadline_s, "no peer is live", 0
     while True:
         number, digest = wanted()
         sources, headers, is_gone = [], [], False
@@ -205,15 +207,18 @@ def fetch_state(
         try:
             if headers:
                 return assemble(headers[0], folder, sources)
-        except ElasticError as error:
-            reason = str(error)
+        except FetchFailed as error:
+            reason, num_fetched = str(error), num_fetched + error.num_fetched
+            if error.num_fetched:
+                end_s = time.monotonic() + deadline_s
         finally:
             for source in sources:
                 source.close()
         time.sleep(POLL_S)
         is_gone = is_gone and not headers and wanted() == (number, digest)
         if is_gone or time.monotonic() >= end_s:
-            raise ElasticError(
+            raise FetchFailed(
                 f"recovery: no state of round {number} from other sites ({reason}); check that "
-                "they run and that their recovery port is open, then join again"
+                "they run and that their recovery port is open, then join again",
+                num_fetched,
             )

@@ -63,6 +63,14 @@ class BlockLacking(Exception):
     """A source does not have a block."""
 
 
+class FetchFailed(ElasticError):
+    """Some blocks of a snapshot are missing. `num_fetched`: blocks that arrived."""
+
+    def __init__(self, text: str, num_fetched: int) -> None:
+        super().__init__(text)
+        self.num_fetched = num_fetched
+
+
 class BlockSource(Protocol):
     name: str
 
@@ -246,7 +254,7 @@ def verify(snapshot: Path) -> StateSnapshot:
 def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]) -> Path:
     """Fetch a snapshot from `sources` and publish it below `folder`.
 
-    Drop sources that fail or send a wrong block. Raise ElasticError if blocks are still missing.
+    Drop sources that fail or send a wrong block. Raise FetchFailed if blocks are still missing.
     """
     place = snapshot_dir(folder, header.round)
     partial = place.with_name(f".{place.name}.{_digest_of(header)[:12]}.partial")
@@ -255,13 +263,15 @@ def assemble(header: StateSnapshot, folder: Path, sources: Sequence[BlockSource]
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         with (partial / name).open("ab") as file:
             file.truncate(part.num_bytes)
-    queue = _BlockQueue([b for b in header.blocks() if not _has(partial, b)])
+    missing = [block for block in header.blocks() if not _has(partial, block)]
+    queue = _BlockQueue(missing)
     with ThreadPoolExecutor(max(1, len(sources))) as pool:
         list(pool.map(lambda source: queue.drain(source, partial), sources))
     if queue.num_left:
-        raise ElasticError(
+        raise FetchFailed(
             f"snapshot of round {header.round}: {queue.num_left} blocks are missing, and no source "
-            f"is left ({'; '.join(queue.faults) or 'none was given'}); the next try resumes"
+            f"is left ({'; '.join(queue.faults) or 'none was given'}); the next try resumes",
+            len(missing) - queue.num_left,
         )
     (partial / HEADER).write_bytes(msgspec.json.encode(header))
     publish_folder(partial, place)

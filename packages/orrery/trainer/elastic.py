@@ -31,7 +31,13 @@ from orrery.elastic.loop import OuterLoop, RoundRow
 from orrery.elastic.membership import EpochLog, RoundPace
 from orrery.elastic.outer import Floats, OuterOptimizer, make_fragments
 from orrery.elastic.recovery import fetch_state
-from orrery.elastic.snapshots import check_room, copy_state, read_header, snapshot_dir
+from orrery.elastic.snapshots import (
+    FetchFailed,
+    check_room,
+    copy_state,
+    read_header,
+    snapshot_dir,
+)
 from orrery.elastic.types import (
     ElasticError,
     LeaseLost,
@@ -264,14 +270,7 @@ class SiteTraining:
         check_room(SHARED_MEMORY, snapshot_bytes(*self._sizes()), count)
         self._links = PeerLinks(self._run, files, host, links_port, shard=rank)
         self._stack.callback(self._links.close)
-        keeping = KeeperOptions(
-            str(self._folder),
-            keep=spec.snapshots.keep,
-            host=host,
-            port=port + 2 + rank,
-            certificates=(str(files.authority), str(files.certificate), str(files.key)),
-            linger_s=spec.dead_after_s,
-        )
+        keeping = keeper_options(spec, self._folder, host, port + 2 + rank, files)
         self._keeper = self._stack.enter_context(SnapshotKeeper(keeping))
         self._member = SiteMember("", host, self._links.port, place.shard)
         if self._ranks.is_first:
@@ -363,25 +362,28 @@ class SiteTraining:
         """
         rank, snapshot = self._learner.world.rank, None
         folder = self._folder.with_name(f"{self._folder.name}-taken")
-        end_s = time.monotonic() + scaled(self._spec.store_timeout_s)
+        limit_s = scaled(self._spec.store_timeout_s)  # without a new block
+        end_s = time.monotonic() + limit_s
         while snapshot is None:
             number, digest, donors = self._ranks.from_first(
                 self._newest, tuple[int, str, list[str]]
             )
             peers = [_shifted(donor, rank) for donor in donors]
-            found, failure = None, ""
+            found, failure = None, ("", 0)
             try:
                 found = fetched(folder, number, digest, peers, self._files)
-            except ElasticError as error:
-                failure = str(error)
-            failures = [each for each in self._ranks.gather(failure, str) if each]
+            except FetchFailed as error:
+                failure = str(error), error.num_fetched
+            failures = [each for each in self._ranks.gather(failure, tuple[str, int]) if each[0]]
+            if any(num_fetched for _, num_fetched in failures):
+                end_s = time.monotonic() + limit_s
             if not failures:
                 assert found is not None
                 snapshot = found
                 bits = self._loop.digest_of(*_outer_state(snapshot))
                 check_bits(bits, digest, f"round {number} from {', '.join(peers)}")
             elif time.monotonic() > end_s:
-                raise ElasticError(failures[0])
+                raise ElasticError(failures[0][0])
         self._load(snapshot, number, keeps_delta)
         shutil.rmtree(snapshot.parent)
 
@@ -416,6 +418,19 @@ class SiteTraining:
         spec = self._spec
         limit_s = spec.store_timeout_s + spec.exchange_timeout_s + spec.grace_s
         return scaled(PHASE_S + limit_s) + io_stall_s(self._learner.world.size)
+
+
+def keeper_options(
+    spec: Elastic, folder: Path, host: str, port: int, files: Certificates
+) -> KeeperOptions:
+    return KeeperOptions(
+        str(folder),
+        keep=spec.snapshots.keep,
+        host=host,
+        port=port,
+        certificates=(str(files.authority), str(files.certificate), str(files.key)),
+        linger_s=spec.dead_after_s,
+    )
 
 
 def pace_of(spec: Elastic) -> RoundPace:
