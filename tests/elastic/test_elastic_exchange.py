@@ -216,14 +216,15 @@ def test_a_killed_or_stopped_process_is_named_by_all(certificates, monkeypatch, 
         process.join()
 
 
-def test_error_feedback_keeps_all_that_encoding_lost(certificates):
-    deltas = [delta_of(rank, 20_000) for rank in range(2)]
+@pytest.mark.parametrize("weights", [(1, 1), (1, 1, 0)])
+def test_error_feedback_keeps_all_that_encoding_lost(certificates, weights):
+    deltas = [delta_of(rank, 20_000) for rank in range(len(weights))]
     feedback = [ErrorFeedback(20_000) for _ in deltas]
     sums = np.zeros(20_000)
-    expected = weighted_mean(deltas, [1, 1])
-    with linked(certificates, 2) as links:
+    expected = weighted_mean(deltas, list(weights))
+    with linked(certificates, len(weights)) as links:
         for number in range(5):
-            outer_round = OuterRound(number, epoch(links), (1, 1))
+            outer_round = OuterRound(number, epoch(links), weights)
 
             def one(rank, outer_round=outer_round):
                 delta = deltas[rank].copy()
@@ -232,12 +233,12 @@ def test_error_feedback_keeps_all_that_encoding_lost(certificates):
                 exchange(delta, outer_round, rank, links[rank], coder, "all_to_all", **options)
                 return delta
 
-            results = together(2, one)
+            results = together(len(weights), one)
             check_equal(results, expected, 10.0)
             for each in feedback:
                 each.commit()
             sums += results[0]
-    owed = feedback[0].lost + feedback[1].lost
+    owed = sum(each.lost for each in feedback)
     assert np.linalg.norm(owed) > 1
     np.testing.assert_allclose(sums + owed, 5 * expected, atol=1e-5)
 

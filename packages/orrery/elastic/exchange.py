@@ -82,8 +82,7 @@ def exchange(
     share = np.float32(outer_round.weights[rank] / total)
     is_heavy = [weight > 0 for weight in outer_round.weights]
     if error_feedback is not None and not is_heavy[rank]:
-        error_feedback.pending[:] = error_feedback.lost
-        error_feedback = None
+        error_feedback.pending[:] = error_feedback.lost  # of values that this site does not encode
     site = _Site(delta, share, is_heavy, rank, ring, links, codec, error_feedback, timeout_s)
     lanes = [
         TOPOLOGIES[topology](site, lane, {n: p for n, p in enumerate(pieces) if p.lane == lane})
@@ -212,7 +211,7 @@ class _Lane(ABC):
         return np.multiply(self.site.delta[piece.at], self.site.share, out=out)
 
     def contribute(self, number: int, added: Bytes | None = None) -> Bytes:
-        if self.site.error_feedback is not None:
+        if self.site.error_feedback is not None and self.site.share > 0:
             values = self.own(number)
             if added is not None:
                 self.add(added, values)
