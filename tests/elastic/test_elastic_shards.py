@@ -31,6 +31,13 @@ def test_a_member_keeps_its_shard_and_a_wish_counts_if_it_is_free():
     assert list(shards.holders.values()) == [3, 1, 0] and shards.trained == [10, 10, 0, 10]
 
 
+def test_documents_that_a_lost_site_trained_while_its_round_was_in_flight_count():
+    shards = ShardMap([0] * 4)
+    shards.finish_round((site(1), site(2)), 0, 3)
+    shards.finish_round((site(1), site(3)), 10, 3)
+    assert shards.trained == [10, 13, 0, 0] and list(shards.holders.values()) == [0, 1]
+
+
 def test_more_sites_than_shards_are_refused_by_name():
     with pytest.raises(ElasticError, match="num_shards 1: 2 sites take part"):
         ShardMap([0]).finish_round((site(1), site(2)), 0)

@@ -332,6 +332,7 @@ def test_a_site_lost_while_a_fragment_is_in_flight_and_a_joiner_leave_equal_stat
     together(*(lambda site=site: site.train(3) for site in (a, b, c)))  # and send
     together(*(lambda site=site: site.train(2) for site in (a, b)))  # and apply
     assert len(a.rows[1]["members"]) == 2 and digests(a) == digests(b)
+    assert sorted(a.training._shards.trained) == [0, 12, 12, 20]  # c trained 2 more steps
     joining = begun(late.enter)
     folders.until(lambda ledger: bool(ledger.joining))
     folders.until(lambda ledger: len(ledger.tokens) > 0)

@@ -323,9 +323,16 @@ class ShardMap(msgspec.Struct):
     trained: list[int]
     holders: dict[str, int] = {}
 
-    def finish_round(self, members: tuple[SiteMember, ...], num_documents: int) -> None:
-        for shard in self.holders.values():
-            self.trained[shard] += num_documents
+    def finish_round(
+        self, members: tuple[SiteMember, ...], num_documents: int, num_begun: int = 0
+    ) -> None:
+        """Count a round's documents, and assign shards to its members.
+
+        `num_begun`: documents of the next phase that a lost site may have trained.
+        """
+        ids = {each.id for each in members}
+        for site_id, shard in self.holders.items():
+            self.trained[shard] += num_documents + num_begun * (site_id not in ids)
         kept = {each.id: self.holders[each.id] for each in members if each.id in self.holders}
         for member in members:
             if member.id not in kept:

@@ -206,9 +206,10 @@ class SiteTraining:
         is_exchanged = len(row.members) > 1 and any(row.weights)
         if self._feedback is not None and is_exchanged:
             self._feedback.commit(self._loop.state.fragments[self._loop.fragment_of(row.round)])
-        num_documents = self._phase * self._step_documents
-        self._shards.finish_round(row.members, num_documents * (row.round > 0))
         step = min(row.round * self._phase, self._num_steps)
+        num_documents = self._phase * self._step_documents * (row.round > 0)
+        num_begun = self._delay(step) * self._step_documents
+        self._shards.finish_round(row.members, num_documents, num_begun)
         if self._ctx.stage == "sft" and not step <= self._learner.step < step + self._phase:
             self._learner.step = step
         self._copy(row.round, row.digest)
