@@ -361,7 +361,7 @@ def test_a_taken_port_is_refused_at_the_start_and_later_does_not_stop_snapshots(
     with socket.create_server(("127.0.0.1", 0)) as sock:
         options = keeper_options(tmp_path, files, sock.getsockname()[1], 0.0)
         with pytest.raises(ElasticError, match=rf"^--listen: port {options.port} of 127.0.0.1"):
-            SnapshotKeeper(options)
+            SnapshotKeeper(msgspec.structs.replace(options, bind_s=0.0))
     with SnapshotKeeper(options) as keeper:
         keeper.process.kill()
         keeper.process.wait()

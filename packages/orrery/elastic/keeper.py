@@ -29,8 +29,7 @@ from orrery.runtime.timing import scaled
 
 POLL_S = 0.2
 RETRY_S = 5.0
-BIND_S = 2.0  # time limit for a previous keeper to free the port
-READY_S = 60.0  # maximum wait for a keeper's start. A previous keeper may be hashing.
+READY_S = 60.0  # maximum wait for a keeper's start, beside `bind_s`
 NICE = 10  # low priority: peers' requests must not slow the trainer
 
 
@@ -41,6 +40,7 @@ class KeeperOptions(msgspec.Struct, frozen=True):
     port: int = 0
     certificates: tuple[str, str, str] = ("", "", "")  # paths of authority, certificate, key
     linger_s: float = 3600.0
+    bind_s: float = 60.0  # time limit for a previous keeper, which may be hashing, to free the port
 
 
 class SnapshotKeeper:
@@ -52,7 +52,7 @@ class SnapshotKeeper:
     def __init__(self, options: KeeperOptions) -> None:
         self._options = options
         self.process = _start(options, subprocess.PIPE)
-        if reason := _failure(self.process):
+        if reason := _failure(self.process, scaled(READY_S) + options.bind_s):
             self.process.kill()
             self.process.wait()
             self.__exit__()
@@ -65,7 +65,8 @@ class SnapshotKeeper:
         """Tell the keeper of a new copy. Restart the keeper if it has ended."""
         if self.process.poll() is not None:
             self.__exit__()
-            self.process = _start(self._options, subprocess.DEVNULL)
+            options = msgspec.structs.replace(self._options, bind_s=0.0)
+            self.process = _start(options, subprocess.DEVNULL)
         _tell(self.process)
 
     def __enter__(self) -> Self:
@@ -87,11 +88,11 @@ def _start(options: KeeperOptions, stdout: int) -> "subprocess.Popen[bytes]":
     )
 
 
-def _failure(process: "subprocess.Popen[bytes]") -> str:
-    """Return why the keeper cannot serve, or "" if it serves or has not started in READY_S."""
+def _failure(process: "subprocess.Popen[bytes]", within_s: float) -> str:
+    """Return why the keeper cannot serve, or "" if it serves or has not started `within_s`."""
     assert process.stdout is not None
     with process.stdout as answers:
-        if not select.select([answers], [], [], scaled(READY_S))[0]:
+        if not select.select([answers], [], [], within_s)[0]:
             return ""
         return (answers.readline() or b"its process has ended").decode().strip()
 
@@ -139,7 +140,7 @@ def keep(options: KeeperOptions) -> None:
         return _has_successor(folder, lock)
 
     with suppress(BrokenPipeError):
-        os.write(1, f"{_opened(door)}\n".encode())
+        os.write(1, f"{_opened(door, options.bind_s)}\n".encode())
     _serve_lines(work, is_over)
     end_s = time.monotonic() + options.linger_s
     while time.monotonic() < end_s and not is_over():
@@ -148,9 +149,9 @@ def keep(options: KeeperOptions) -> None:
     lock.close()
 
 
-def _opened(door: _Door) -> str:
-    """Open the door. Return the error if the port is not free after BIND_S, or ""."""
-    end_s = time.monotonic() + BIND_S
+def _opened(door: _Door, within_s: float) -> str:
+    """Open the door. Return the error if the port is not free `within_s`, or ""."""
+    end_s = time.monotonic() + within_s
     while True:
         try:
             door.open()
