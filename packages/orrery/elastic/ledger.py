@@ -317,11 +317,13 @@ class ShardMap(msgspec.Struct):
     """Assign a shard of the training data to each site. `holders`: shard by site id.
 
     `trained[k]`: number of documents of shard k that sites may have trained. Documents of lost
-    sites count too, so that no document is trained twice before its shard ends.
+    sites count too, so that no document is trained twice before its shard ends. `num_idle`: rounds
+    in which all weights were 0, without steps of training.
     """
 
     trained: list[int]
     holders: dict[str, int] = {}
+    num_idle: int = 0
 
     def finish_round(
         self, members: tuple[SiteMember, ...], num_documents: int, num_begun: int = 0

@@ -159,13 +159,13 @@ class OuterLoop:
         """Return the digest of other θ_start and m. A collective."""
         return self._joined(self.state.replaced(start, momentum).digest(no_step))
 
-    def exchange(self) -> RoundRow:
-        """Run a round while inner steps pause. A collective.
+    def exchange(self, has_weight: bool = True) -> RoundRow:
+        """Run a round while inner steps pause, with weight 0 unless `has_weight`. A collective.
 
         Raise LeaseLost if the site must fetch its peers' state, and ElasticError if the round
         fails.
         """
-        return self._apply(self._run(self.tokens), 0.0)
+        return self._apply(self._run(self.tokens if has_weight else 0), 0.0)
 
     def send(self) -> None:
         assert self._thread is None, "one round at a time"
@@ -205,7 +205,7 @@ class OuterLoop:
                 for part, now in self._weights.parts(within):
                     values[part] = kept * now + (np.float32(1) - kept) * state.start[part]
             self._weights.write(values, within)
-        if not is_late:
+        if not is_late and result.step != no_step:
             self.fragment_tokens[index] = 0
         self.round = result.row.round + 1
         return result.row

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -63,6 +63,8 @@ FETCH_S = 60.0  # time limit of one snapshot fetch
 PHASE_S = 24 * 3600.0  # time limit for a phase of other sites
 ROUNDS = "rounds.json"
 T = TypeVar("T")
+# last round, state digest, and members or donors
+STANDING: type[tuple[int, str, list[str]]] = tuple[int, str, list[str]]
 
 
 class HeldRound(msgspec.Struct, frozen=True):
@@ -115,15 +117,16 @@ class SiteTraining:
         self._phase = spec.inner_steps // spec.fragments
         self._num_steps = (sft or ctx.manifest.stages.rl).num_steps
         # Each round exchanges one fragment. After the last step, more rounds exchange the others.
-        self._last = self._num_steps // self._phase + spec.fragments - 1
+        self._num_rounds = self._num_steps // self._phase + spec.fragments - 1
         self._step_documents = sft.examples_per_batch if sft else 0
         self._held, self._holders = NO_ROUND, dict[str, int]()
         if resumed is not None:
             held = _read_json(resumed / "trainer" / ROUNDS, HeldRound, "resume another checkpoint")
-            self._held, self._shards.trained = held.round, held.shards.trained
-            self._holders = held.shards.holders
+            self._held, self._holders = held.round, held.shards.holders
+            self._shards = msgspec.structs.replace(held.shards, holders={})
             if learner.outer_start:
                 self._loop.fragment_tokens = held.tokens
+        self._is_restarted = False  # from a checkpoint, without the sites of that time
         self._is_resumed_rl = ctx.stage == "rl" and self._held > NO_ROUND
         self._inner_begin_s = time.monotonic()
 
@@ -133,8 +136,15 @@ class SiteTraining:
 
     @property
     def start(self) -> int:
-        num_beyond = self._learner.step - (self._loop.round - 1) * self._phase
+        num_beyond = self._learner.step - self._step_of(self._loop.round - 1)
         return self._shards.trained[self.shard] + num_beyond * self._step_documents
+
+    def _step_of(self, number: int) -> int:
+        return (number - self._shards.num_idle) * self._phase
+
+    @property
+    def _last(self) -> int:
+        return self._num_rounds + self._shards.num_idle
 
     @property
     def next_round_step(self) -> int:
@@ -155,6 +165,7 @@ class SiteTraining:
                 self._copy(self._loop.round - 1, self._loop.digest())
             else:
                 self._finish_round()
+            self._is_restarted = False
             on_failure.pop_all()
         return self
 
@@ -206,7 +217,8 @@ class SiteTraining:
         is_exchanged = len(row.members) > 1 and any(row.weights)
         if self._feedback is not None and is_exchanged:
             self._feedback.commit(self._loop.state.fragments[self._loop.fragment_of(row.round)])
-        step = min(row.round * self._phase, self._num_steps)
+        self._shards.num_idle += row.round > 0 and not any(row.weights)
+        step = min(self._step_of(row.round), self._num_steps)
         num_documents = self._phase * self._step_documents * (row.round > 0)
         num_begun = self._delay(step) * self._step_documents
         self._shards.finish_round(row.members, num_documents, num_begun)
@@ -223,7 +235,7 @@ class SiteTraining:
             try:
                 if self._loop.is_in_flight:
                     return self._loop.apply(self._spec.delay_merge)
-                return self._loop.exchange()
+                return self._loop.exchange(has_weight=not self._is_restarted)
             except Behind as behind:
                 # A site that missed only this round adds its update to the next round.
                 self._take_state(keeps_delta=behind.committed == self._loop.round)
@@ -250,14 +262,8 @@ class SiteTraining:
         return stats.bytes_sent
 
     def _record(self, row: RoundRow, inner_s: float) -> None:
-        values = msgspec.to_builtins(row) | {"members": [each.id[:8] for each in row.members]}
-        values |= {"inner_s": inner_s, "own": self._member.id[:8]}
-        values |= {"shard": self.shard, "start": self.start}
-        self._ctx.metrics.write(self._learner.step, event="round", **values)
-        self._ctx.log.info(
-            "round %d: %d sites, %d bytes sent, %.2f s, weights %s",
-            *(row.round, len(row.members), row.num_bytes, row.sync_s, row.digest[:16]),
-        )
+        own = {"own": self._member.id[:8], "shard": self.shard, "start": self.start}
+        record_round(self._ctx, self._learner.step, row, own | {"inner_s": inner_s})
 
     def _open(self) -> None:
         spec, place, files = self._spec, self._place, self._files
@@ -319,10 +325,12 @@ class SiteTraining:
             members = sorted(view.ledger.ids & view.live)
             return view.ledger.last, row.digest if row else "", members
 
-        last, found, members = self._ranks.from_first(join, tuple[int, str, list[str]])
+        last, found, members = self._ranks.from_first(join, STANDING)
         self._loop.site_id = site_id
         if not self._holders.keys().isdisjoint(members):
             self._shards.holders = self._holders
+        elif self._ctx.stage == "sft":
+            self._is_restarted = bool(self._holders)
         self._holders, self._place = {}, msgspec.structs.replace(self._place, rewinds=False)
         waits = self._is_resumed_rl and last > held
         if (last, found) != (held, digest) and not waits:
@@ -366,9 +374,7 @@ class SiteTraining:
         limit_s = scaled(self._spec.store_timeout_s)  # without a new block
         end_s = time.monotonic() + limit_s
         while snapshot is None:
-            number, digest, donors = self._ranks.from_first(
-                self._newest, tuple[int, str, list[str]]
-            )
+            number, digest, donors = self._ranks.from_first(self._newest, STANDING)
             peers = [_shifted(donor, rank) for donor in donors]
             found, failure = None, ("", 0)
             try:
@@ -398,6 +404,7 @@ class SiteTraining:
         stepped = {loop.fragment_of(each) for each in range(loop.round, number + 1)}
         missed = tuple(part for each in sorted(stepped) for part in state.fragments[each])
         loop.round = number + 1
+        self._shards = msgspec.convert(facts["shards"], ShardMap)
         keeps_delta &= not self._is_over
         if keeps_delta:
             for part, values in self._weights.parts(missed):
@@ -413,12 +420,20 @@ class SiteTraining:
             _read_inner(snapshot, self._inner())
         if self._ctx.stage == "sft":
             self._learner.step = facts["step"]
-        self._shards = msgspec.convert(facts["shards"], ShardMap)
 
     def _limit_s(self) -> float:
         spec = self._spec
         limit_s = spec.store_timeout_s + spec.exchange_timeout_s + spec.grace_s
         return scaled(PHASE_S + limit_s) + io_stall_s(self._learner.world.size)
+
+
+def record_round(ctx: RoleContext, step: int, row: RoundRow, own: dict[str, Any]) -> None:
+    values = msgspec.to_builtins(row) | {"members": [each.id[:8] for each in row.members]} | own
+    ctx.metrics.write(step, event="round", **values)
+    ctx.log.info(
+        "round %d: %d sites, %d bytes sent, %.2f s, weights %s",
+        *(row.round, len(row.members), row.num_bytes, row.sync_s, row.digest[:16]),
+    )
 
 
 def keeper_options(
