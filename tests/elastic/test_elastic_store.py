@@ -150,6 +150,7 @@ def test_a_site_that_cannot_start_etcd_ends(tmp_path, monkeypatch):
     with pytest.raises(PermissionError, match="etcd"), EtcdSite(*site, pace=pace):
         pass
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(etcd_site, "__file__", "/run/code/digest/orrery/elastic/etcd_site.py")
     (tmp_path / "jsonnet/runs").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ElasticError, match=r"type `bash locks/system\.sh elastic`"):
@@ -162,5 +163,6 @@ def test_etcd_is_found_in_the_checkout_that_a_copy_of_the_code_was_made_from(tmp
         folder.mkdir(parents=True)
     program.touch(mode=0o755)
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(etcd_site, "__file__", "/run/code/digest/orrery/elastic/etcd_site.py")
     monkeypatch.chdir(tmp_path)
     assert etcd_site.etcd_program() == str(program)

@@ -60,9 +60,11 @@ def next_change(own: str, voters: Set[str], live: Set[str], gone: Set[str], most
 
 
 def etcd_program() -> str:
-    found = shutil.which("etcd")
+    folders = [Path(__file__).parents[3]]
     with suppress(OrreryError):  # a container has no checkout
-        found = found or shutil.which(str(find_workspace().root / LOCAL))
+        folders.append(find_workspace().root)  # this module may be a run's copy
+    programs = ("etcd", *(str(folder / LOCAL) for folder in folders))
+    found = next(filter(None, map(shutil.which, programs)), None)
     if found is None:
         raise ElasticError(
             "etcd: not installed. An elastic run keeps its log in it; type "
