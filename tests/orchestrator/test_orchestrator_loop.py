@@ -213,11 +213,19 @@ def test_a_task_that_is_learned_trains_every_batch_and_is_warned_of_once(tmp_pat
     )
 
 
-def test_the_warning_of_no_signal_names_the_turn_that_cuts_replies_off(tmp_path, caplog):
-    class Failed(fakes.FakeTask):
-        def judge(self, problem, messages):
-            return Judgement(0.0, {})
+class Failed(fakes.FakeTask):
+    def judge(self, problem, messages):
+        return Judgement(0.0, {})
 
+
+def test_the_warning_of_no_reward_does_not_advise_a_harder_task(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, fakes.manifest(max_sampled_ratio=2.0), task=Failed())
+    (warning,) = [message for message in caplog.messages if "signal" in message]
+    assert "the mean reward is 0; make the task easier" in warning and "harder" not in warning
+
+
+def test_the_warning_of_no_signal_names_the_turn_that_cuts_replies_off(tmp_path, caplog):
     manifest = fakes.manifest(max_sampled_ratio=2.0)
     turn = manifest.orchestrator.sampling.max_tokens_per_turn
     with caplog.at_level(logging.WARNING):

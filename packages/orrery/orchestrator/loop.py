@@ -297,6 +297,8 @@ class Loop:
             "make the task harder or easier, raise orchestrator.algorithm.group_size, or end RL at "
             "a held-out reward (orchestrator.evaluation.stop_at)"
         )
+        if row["reward_mean"] == 0:
+            advice = "the mean reward is 0; make the task easier, or begin with SFT (stages.sft)"
         if row["truncated_share"] >= MANY_TRUNCATED:
             turn = self.manifest.orchestrator.sampling.max_tokens_per_turn
             advice = (

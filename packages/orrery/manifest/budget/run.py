@@ -74,6 +74,7 @@ class RunBudget:
     engines: dict[str, float]
     step_s: float
     slower: str
+    num_steps: int
     longest_step_s: float  # `step_s` for rollouts of maximum length
     staleness: float
     update: dict[str, float]
@@ -109,6 +110,7 @@ def plan_run(
         engines=one.engines,
         step_s=step_s,
         slower=slower,
+        num_steps=manifest.stages.rl.num_steps,
         longest_step_s=RunPlan(manifest, one.longest, network).pace()[0],
         staleness=staleness,
         update=one.update(),

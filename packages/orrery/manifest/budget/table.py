@@ -313,6 +313,9 @@ def _speed(budget: RunBudget) -> Iterator[str]:
         f"{engines['prefill_tokens_per_s_of_a_rank']:,.0f} tokens/s",
     )
     yield _line("longest rollouts only", f"{in_seconds(budget.longest_step_s)} a step")
+    yield _line(
+        "all steps", f"{budget.num_steps:,}, {in_seconds(budget.num_steps * budget.step_s)}"
+    )
     yield _line("mean staleness", f"about {budget.staleness:.1f} steps")
     yield _line("weight update", f"{in_seconds(update['seconds'])}")
     for role, load in budget.loading.items():
@@ -371,9 +374,9 @@ def _row(name: str, row: list[int | None]) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    return f"{seconds:.2g} s"
+    if seconds >= 7200:
+        return f"{seconds / 3600:,.1f} h"
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def _gb(num_bytes: float) -> str:
