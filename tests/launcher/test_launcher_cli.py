@@ -316,6 +316,24 @@ def test_a_plan_is_of_a_manifest_at_any_path_too(checkout, capsys):
     assert not (checkout / "runs").exists(), "a plan makes nothing"
 
 
+def test_a_plan_of_an_old_manifest_warns_that_the_spec_has_changed(checkout, capsys):
+    assert orrery(capsys, "plan", "reverse_text", "rl")[::2] == (0, "")
+    spec = checkout / "jsonnet/runs/reverse_text.jsonnet"
+    text = spec.read_text()
+    spec.write_text(text.replace("seed: 1,", "seed: 2,"))
+    code, out, err = orrery(capsys, "plan", "reverse_text", "rl")
+    assert code == 0 and f"rl of {find('reverse_text').path.name}: " in out
+    assert err == (
+        "warning: this plans the old run: manifests/reverse_text.json: differs from its spec "
+        "jsonnet/runs/reverse_text.jsonnet. Type `orrery render reverse_text` to update it\n"
+    )
+    assert orrery(capsys, "plan", "manifests/reverse_text.json", "rl")[::2] == (0, "")
+    spec.write_text(text.replace("seed: 1,", "seed: 'one',"))
+    code, _, err = orrery(capsys, "plan", "reverse_text", "rl")
+    assert code == 0 and err.count("\n") == 1
+    assert "its spec, which cannot be rendered now: jsonnet/runs/reverse_text.jsonnet: " in err
+
+
 PLANNED_SITE = """[slurm]
 partition = "gpu"
 time_limit_min = 60

@@ -166,7 +166,7 @@ def plan(
     import json
 
     from orrery.launcher.pipeline import describe_stage, write_plan
-    from orrery.launcher.runs import planned
+    from orrery.launcher.runs import outdated, planned
     from orrery.launcher.site import load_site
     from orrery.manifest.budget import table
     from orrery.manifest.budget.run import plan_run
@@ -174,6 +174,8 @@ def plan(
 
     workspace = find_workspace()
     run, site = planned(word, workspace), load_site(workspace)
+    if word == run.manifest.name and (said := outdated(run, workspace)) is not None:
+        print(f"warning: this plans the old run: {said}", file=sys.stderr)
     network = site.network.gbit_per_s * 1e9 / 8 if site.network else None
     if as_json and search:
         raise OrreryError("--search has no JSON; leave out --json or --search")

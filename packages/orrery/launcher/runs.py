@@ -24,7 +24,7 @@ from orrery.manifest.identity import Workspace, find_workspace, id12, load, pret
 from orrery.manifest.machine import gpus, refuse_other_device
 from orrery.manifest.plan import check_supported, plan, stage
 from orrery.manifest.publish import publish_folder, write_atomic
-from orrery.manifest.render import render_file
+from orrery.manifest.render import render, render_file
 from orrery.manifest.schema import Manifest
 from orrery.manifest.shards import check_held
 from orrery.runtime.run_directory import (
@@ -104,6 +104,20 @@ def planned(word: str, workspace: Workspace) -> Run:
         return find(word, workspace)
     manifest = load(word)
     return Run(manifest, run_dir(runs_root(workspace), manifest))
+
+
+def outdated(run: Run, workspace: Workspace) -> str | None:
+    """Return a sentence if the run's manifest in manifests/ differs from its spec, or None."""
+    name = run.manifest.name
+    path = workspace.shown(workspace.manifest_path(name))
+    try:
+        rendered = render(workspace, name)
+    except OrreryError as error:
+        return f"{path}: is older than its spec, which cannot be rendered now: {error}"
+    if rendered.manifest == run.manifest:
+        return None
+    spec = workspace.shown(rendered.file)
+    return f"{path}: differs from its spec {spec}. Type `orrery render {name}` to update it"
 
 
 def members(word: str, workspace: Workspace | None = None) -> list[Run]:
