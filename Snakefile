@@ -9,7 +9,7 @@ from orrery.manifest.errors import OrreryError
 
 try:
     PIPELINE = checked_in()
-    for sentence in PIPELINE.broken:
+    for sentence in PIPELINE.broken.values():
         print(
             f"warning: {sentence}; the runs of this file are left out", file=sys.stderr
         )

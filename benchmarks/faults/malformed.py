@@ -192,7 +192,7 @@ def _pipeline(folder: Path) -> int:
     except (OrreryError, OSError) as error:
         print(f"error: {error}")
         return 1
-    for sentence in found.broken:
+    for sentence in found.broken.values():
         print(f"warning: {sentence}")
     for one in found.manifests:
         found.describe(one, "rl")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -171,6 +172,28 @@ def test_a_broken_spec_is_named_and_leaves_the_runs_of_other_files_alone(checkou
         ]
         assert warning.endswith("; the runs of this file are left out")
     assert "Traceback" not in result.stderr
+
+
+def test_a_run_whose_data_file_is_missing_is_refused_with_that_file_and_its_import(checkout):
+    spec = checkout / "jsonnet/runs/reverse_text.jsonnet"
+    text = spec.read_text().replace("seed: 1,", "seed: std.length(lost),")
+    spec.write_text(f"local lost = importstr 'data/mine.jsonl';\n{text}")
+    (checkout / "jsonnet/runs/again.jsonnet").write_text("{ again: import 'data/no.libsonnet' }")
+    (checkout / "manifests/again_1.json").write_text("{}")
+    pipeline = checked_in(Workspace(checkout))
+    lost = (
+        "jsonnet/runs/reverse_text.jsonnet: import 'data/mine.jsonl': no such file in the "
+        "checkout; put it there, or name another file (jsonnet/runs/reverse_text.jsonnet:1)"
+    )
+    assert pipeline.broken["reverse_text"] == lost
+    for target, says in (
+        ("reverse_text", f"run 'reverse_text': its spec cannot be evaluated: {lost}"),
+        ("again_1", r"run 'again_1': its spec cannot be evaluated\. Correct first: .*again\.json"),
+        ("zzzz", "is neither a run nor a group of runs"),
+    ):
+        says = re.escape(says) if target == "reverse_text" else says
+        with pytest.raises(OrreryError, match=says):
+            pipeline.check_targets([target])
 
 
 def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):

@@ -197,13 +197,13 @@ class Pipeline:
 
     - `folders`: run folders by target. A target is a run's name or a spec file's stem.
     - `manifests`: by run folder.
-    - `broken`: errors of specs that do not render.
+    - `broken`: errors of specs that do not render, by the spec file's stem.
     - `stale`: errors by target, if a manifest is missing or differs from its spec.
     """
 
     folders: dict[str, list[str]]
     manifests: dict[str, Manifest]
-    broken: list[str]
+    broken: dict[str, str]
     stale: dict[str, str]
     workspace: Workspace
     site: Site
@@ -219,8 +219,7 @@ class Pipeline:
         for target in sorted({*targets} - {*self.folders}):
             marker = MARKER.fullmatch(os.path.normpath(target))
             if marker is None:
-                hint = _near(target, self.folders, "`ls manifests jsonnet/runs` shows all names")
-                raise OrreryError(f"run {target!r}: is neither a run nor a group of runs; {hint}")
+                raise OrreryError(f"run {target!r}: {self._unknown(target)}")
             run, stage = marker["run"], marker["stage"]
             if run not in self.manifests:
                 hint = _near(run, self.manifests, "type a run's name in place of the path")
@@ -233,6 +232,14 @@ class Pipeline:
                     f"target {target}: this run has no stage {stage!r}. "
                     f"Choose from {', '.join(stages)}"
                 )
+
+    def _unknown(self, target: str) -> str:
+        if target in self.broken:
+            return f"its spec cannot be evaluated: {self.broken[target]}"
+        if self.broken and self.workspace.manifest_path(target).is_file():
+            return f"its spec cannot be evaluated. Correct first: {'; '.join(self.broken.values())}"
+        hint = _near(target, self.folders, "`ls manifests jsonnet/runs` shows all names")
+        return f"is neither a run nor a group of runs; {hint}"
 
     def before(self, run: str, stage: str) -> list[str]:
         after = stage_plan(self.manifests[run], stage).after
@@ -255,18 +262,20 @@ class Pipeline:
         return "\n".join(describe_stage(self.manifests[run], stage, self.site, self.workspace))
 
 
-def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
+def _rendered(workspace: Workspace) -> tuple[list[Rendered], dict[str, str]]:
     try:
-        return render_all(workspace), []
+        return render_all(workspace), {}
     except OrreryError as error:
         first = error
-    whole, broken = [], []
+    whole: list[Path] = []
+    broken: dict[str, str] = {}
     for path in workspace.run_files:
         try:
             render_file(workspace, path)
             whole.append(path)
         except OrreryError as error:
-            broken.append(str(error))
+            file, said = workspace.shown(path), str(error)
+            broken[path.stem] = said if said.startswith(file) else f"{file}: {said}"
     if not broken:  # each file alone renders: two files define one run
         raise first
     return render_all(workspace, whole), broken

@@ -93,12 +93,24 @@ class Evaluator:
         elif name.endswith(FETCHED):
             hint = "; type `orrery fetch dataset NAME`, such as openai/gsm8k, which writes it"
         elif not name.endswith("sonnet"):
-            hint, where = "", "in the checkout"
-        self._lost = f"import {name!r}: no such file {where}{hint}"
+            hint, where = "; put it there, or name another file", "in the checkout"
+        self._lost = f"import {name!r}: no such file {where}{hint}{self._importer(name)}"
         return name, _FAILS
+
+    def _importer(self, name: str) -> str:
+        """Return the place of the import of `name`, as Jsonnet gives a lost `importstr` none."""
+        wanted = re.compile(rf"""\bimport(?:str|bin)?\s*(['"]){re.escape(name)}\1""")
+        for path in self.closure:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if path.suffix.endswith("sonnet") and (found := wanted.search(text)):
+                line = text.count("\n", 0, found.start()) + 1
+                return f" ({self.workspace.shown(path)}:{line})"
+        return ""
 
     def _sentence(self, text: str) -> str:
         head = text.splitlines()[0]
+        if self._lost and self._lost.endswith(")"):
+            return self._lost
         message = self._lost or head.removeprefix("RUNTIME ERROR: ")
         if found := _FRAME.match(message):  # syntax errors begin with file and line
             place = f"{self.workspace.shown(found['file'])}:{found['line']}"
