@@ -688,6 +688,27 @@ def test_no_stage_of_a_run_starts_with_another_lock_than_its_manifests(checkout,
         job(name, "rl")
 
 
+def test_paths_of_data_are_relative_to_the_checkout_in_render_and_run(
+    checkout, capsys, monkeypatch
+):
+    shutil.copytree(ROOT / "examples/problems", checkout / "data")
+    spec = (ROOT / "examples/problems/mine.jsonnet").read_text()
+    assert "'examples/problems/arithmetic.jsonl'" in spec
+    (checkout / "jsonnet/runs/mine.jsonnet").write_text(spec.replace("examples/problems", "data"))
+    monkeypatch.chdir(checkout / "data")
+    code, out, err = orrery(capsys, "render", "mine")
+    assert (code, err) == (0, "") and out.startswith("wrote manifests/mine.json\n")
+    seen = []
+
+    def run_stage(one):
+        seen.append(Path.cwd())
+        return SimpleNamespace(state="done", message="", requeue=False, exit_code=0)
+
+    monkeypatch.setattr("orrery.launcher.supervisor.run_stage", run_stage)
+    assert orrery(capsys, "run", "reverse_text", "init")[0] == 0
+    assert seen == [checkout]
+
+
 def test_what_the_system_refuses_is_one_line(checkout, capsys):
     (checkout / "runs").touch()
     code, out, err = orrery(capsys, "run", "reverse_text", "rl")

@@ -58,10 +58,13 @@ def run(
     ],
 ) -> None:
     """Run one stage. `snakemake` runs all stages in order."""
+    import os
+
     from orrery.launcher.runs import job
     from orrery.launcher.supervisor import run_stage
 
     one = job(word, stage)
+    os.chdir(one.workspace.root)  # paths of data and weights are relative to the checkout
     outcome = run_stage(one)
     prefix = "error: " if outcome.state == "failed" else ""
     print(f"{prefix}{outcome.message}", file=sys.stderr, flush=True)

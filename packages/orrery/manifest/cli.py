@@ -105,7 +105,7 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
-    """Run `orrery.tasks.check` on (name, manifest) pairs, and return its notes.
+    """Run `orrery.tasks.check` on (name, manifest) pairs in the checkout, and return its notes.
 
     Raise OrreryError for the first wrong task. Skip the check if `TASK_PACKAGES` are missing.
     """
@@ -119,6 +119,7 @@ def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
             path.write_bytes(canonical_json(manifest))
         done = subprocess.run(
             [sys.executable, "-m", "orrery.tasks.check", *map(str, paths)],
+            cwd=find_workspace().root,
             capture_output=True,
             text=True,
         )
