@@ -239,6 +239,39 @@ def test_a_small_gpu_gets_a_small_cache():
     assert Machine(small, "NVIDIA Foo", 1).cache_bytes(is_shared=True) == 256 << 20
 
 
+def test_edits_of_a_written_run_file_are_kept_and_an_unedited_file_is_written_anew(
+    driver, workspace
+):
+    file = workspace.root / "jsonnet" / "runs" / "asynchrony_h200_1_on_h100.jsonnet"
+    driver(H100)
+    cli.render(["asynchrony_h200_1"], on_this_machine=True)
+    written = file.read_text()
+    assert "Overwritten by that command, unless edited (" in written.partition("\n")[0]
+    driver(H100, H100)
+    cli.render(["asynchrony_h200_1"], on_this_machine=True)  # the text differs, no one edited it
+    assert file.read_text().partition("\n")[2] != written.partition("\n")[2]
+    edited = file.read_text().replace("+ {\n", "+ {\n  seed: 7,\n", 1)
+    assert "seed: 7" in edited
+    file.write_text(edited)
+    manifest = workspace.manifest_path("asynchrony_h200_1_on_h100").read_bytes()
+    says = (
+        r"asynchrony_h200_1_on_h100\.jsonnet: was edited after this command wrote it; type `orrery "
+        r"render asynchrony_h200_1_on_h100` to keep the edits, or remove the file to write it anew$"
+    )
+    with pytest.raises(OrreryError, match=says):
+        cli.render(["asynchrony_h200_1"], on_this_machine=True)
+    assert file.read_text() == edited
+    assert workspace.manifest_path("asynchrony_h200_1_on_h100").read_bytes() == manifest
+    cli.render(["asynchrony_h200_1_on_h100"])
+    assert load(workspace.manifest_path("asynchrony_h200_1_on_h100")).seed == 7
+    axis = workspace.root / "jsonnet" / "hardware" / "this_machine.libsonnet"
+    cli.hardware()
+    axis.write_text(f"{axis.read_text()}// mine\n")
+    driver(H100)
+    with pytest.raises(OrreryError, match=r"; name another file, or remove the file to write"):
+        cli.hardware()
+
+
 def test_a_run_file_that_a_person_wrote_is_kept(driver, workspace):
     file = workspace.root / "jsonnet" / "runs" / "asynchrony_h200_1_on_h100.jsonnet"
     file.write_text("{}\n")

@@ -4,6 +4,7 @@
 `jsonnet/runs` that imports the original and changes fields.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -39,7 +40,8 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-WRITTEN = "Written by `orrery "  # Orrery overwrites only files with this text in line 1
+# Orrery overwrites only files with this text and the digest of the other lines in line 1.
+WRITTEN = "Written by `orrery "
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 MAX_FITS = 3  # maximum attempts to make a run fit into memory
 # The KV cache's share of GPU memory. Key: whether the GPU also trains.
@@ -205,7 +207,8 @@ def describe(machine: Machine) -> str:
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
     """Raise OrreryError if a user wrote the file `path`."""
-    _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n")
+    keep = "name another file, or"
+    _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n", keep)
 
 
 def _axis(machine: Machine) -> str:
@@ -325,7 +328,8 @@ def _adapted(
 
 
 def write_run(workspace: Workspace, run: Rendered, text: str) -> None:
-    _write(workspace, run.file, text)
+    keep = f"type `orrery render {run.manifest.name}` to keep the edits, or"
+    _write(workspace, run.file, text, keep)
 
 
 def _changes(manifest: Manifest, machine: Machine) -> list[str]:
@@ -361,12 +365,25 @@ def _changes(manifest: Manifest, machine: Machine) -> list[str]:
     return ["{", *lines, "},"]
 
 
-def _write(workspace: Workspace, path: Path, text: str) -> None:
-    if path.exists() and WRITTEN not in path.read_text(errors="replace").partition("\n")[0]:
-        raise OrreryError(
-            f"{workspace.shown(path)}: exists, and this command did not write it. Move it away or "
-            "name another file"
-        )
+def _write(workspace: Workspace, path: Path, text: str, keep: str) -> None:
+    title, _, body = text.partition("\n")
+    if path.exists():
+        old_title, _, old_body = path.read_text(errors="replace").partition("\n")
+        if WRITTEN not in old_title:
+            raise OrreryError(
+                f"{workspace.shown(path)}: exists, and this command did not write it. Move it away "
+                "or name another file"
+            )
+        if old_body != body and _digest(old_body) not in old_title:
+            raise OrreryError(
+                f"{workspace.shown(path)}: was edited after this command wrote it; {keep} remove "
+                "the file to write it anew"
+            )
     if not path.parent.is_dir():
         raise OrreryError(f"{path}: there is no folder {path.parent}. Make it, or name another")
-    write_atomic(path, text.encode())
+    note = f"Overwritten by that command, unless edited ({_digest(body)})."
+    write_atomic(path, f"{title} {note}\n{body}".encode())
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()[:12]
