@@ -794,13 +794,52 @@ MISTAKES = {
         "runs/words_wide.jsonnet",
         "layout+::",
         "layuot+::",
-        "there is no setting layuot",
+        "jsonnet/runs/words_wide.jsonnet: words_wide: there is no setting layuot; did you mean "
+        "'layout'?",
     ),
     "a misspelt part of a setting": (
         "runs/words_wide.jsonnet",
         "engines: 2",
         "engine: 2",
-        "layout: there is no engine",
+        "words_wide: layout: there is no engine; did you mean 'engines'?",
+    ),
+    "a setting that is like no other": (
+        "runs/words_wide.jsonnet",
+        "engines: 2",
+        "zzz: 2",
+        "layout: there is no zzz; layout has trainer_ranks, engines, prefill_engines, ",
+    ),
+    "a section without its plus": (
+        "runs/words_wide.jsonnet",
+        "trainer+: {",
+        "trainer: {",
+        "jsonnet/runs/words_wide.jsonnet: words_wide: trainer: replaces its defaults and lacks "
+        "mesh, memory, optimizer; write `trainer+: {…}` to keep them",
+    ),
+    "a setting without its plus": (
+        "runs/words_wide.jsonnet",
+        "layout+::",
+        "layout::",
+        "lacks prefill_engines, devices_per_engine; write `layout+:: {…}` to keep them",
+    ),
+    "a mesh without its plus": (
+        "runs/words_wide.jsonnet",
+        "trainer+: {",
+        "trainer+: { mesh: { ep: 2 },",
+        "trainer.mesh: replaces its defaults and lacks dp_replicate, cp; write `mesh+: {…}`",
+    ),
+    "SFT without its plus": (
+        "runs/words.jsonnet",
+        "sft+: {",
+        "sft: {",
+        "words: stages.sft: replaces its defaults and lacks schedule, trained_roles, validation; "
+        "write `sft+: {…}` to keep them",
+    ),
+    "the data of SFT without its plus": (
+        "runs/words.jsonnet",
+        "data+: {",
+        "data: {",
+        "text. If the spec has `data: {…}`, write `data+:` to keep its defaults",
     ),
     "a setting that is no number": (
         "runs/words_wide.jsonnet",

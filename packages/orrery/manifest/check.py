@@ -72,6 +72,8 @@ def sentence(error: ValidationError) -> str:
         kinds = [_tag(member) for member in _members(kind)]
         given, known = _short(first["input"]), ", ".join(filter(None, kinds))
         text = f"{path} = {given}: should be an object whose kind is one of {known}"
+        if isinstance(first["input"], dict) and (name := path.rpartition(".")[2]).isidentifier():
+            text += f". If the spec has `{name}: {{…}}`, write `{name}+:` to keep its defaults"
     elif first["type"] == "model_type" and first["input"] is None:
         fields = list(kind.model_fields)
         text = f"{path} = null: it cannot be left out; write an object with {', '.join(fields)}"

@@ -25,6 +25,11 @@ FETCHED = "_fetched.libsonnet"
 # `_import` returns Jsonnet code that fails, because the binding garbles Python exceptions.
 _FAILS = b"error 'import'"
 _MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # lib/run.libsonnet's error
+# errors of lib/constraints.libsonnet about misspelt settings
+_UNKNOWN = re.compile(
+    r"(?P<said>.*there is no (?:setting )?(?P<given>\w+))[^;]*; \w+.* (?:are|has) "
+)
+_IN_LIBRARY = re.compile(r" \(jsonnet/lib/(?P<file>\w+)\.libsonnet:\d+\)$")
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
 
 
@@ -210,7 +215,21 @@ def _value(workspace: Workspace, path: Path, name: str) -> Any:
             given = Evaluator(workspace)(f"std.objectFields({run}{parents})")
             if text := misspelt(found["field"], given):
                 raise OrreryError(f"{workspace.shown(path)}: {name}: {text}") from None
+        if found := _IN_LIBRARY.search(str(error)):
+            where, said = f"{workspace.shown(path)}: {name}", str(error)
+            if found["file"] == "constraints":
+                said = _suggested(said[: found.start()])
+            raise OrreryError(f"{where}: {said}") from None
         raise
+
+
+def _suggested(said: str) -> str:
+    """End an error about an unknown setting with the name that was meant, if one is close."""
+    if found := _UNKNOWN.match(said):
+        known = re.findall(r"\w+", said[found.end() :])
+        if near := nearest(found["given"], known):
+            return f"{found['said']}; did you mean {near!r}?"
+    return said
 
 
 def closure(workspace: Workspace, run: Rendered) -> tuple[Path, ...]:
@@ -241,11 +260,11 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If a field is missing, evaluate runs one by one, so that the error names the run."""
+    """If a run is refused by the library, evaluate one by one, so that the error names the run."""
     try:
         yield
     except OrreryError as error:
-        if _MISSING.match(str(error)):
+        if _MISSING.match(str(error)) or _IN_LIBRARY.search(str(error)):
             for path in paths:
                 for name in _names(workspace, path):
                     _value(workspace, path, name)
