@@ -148,10 +148,14 @@ def log_paths(path: Path, role: str | None) -> list[Path]:
     every = sorted(logs_dir(path).glob("*.log"))
     chosen = [log for log in every if role in (None, log.stem, log.stem.split(".")[0])]
     if not chosen:
-        names = ", ".join(log.stem for log in every) or "none yet"
+        if not every:
+            raise OrreryError(
+                f"{path.name}: no process has written a log yet. Type `orrery status {path.name}` "
+                "for its stages"
+            )
+        names = ", ".join(log.stem for log in every)
         raise OrreryError(
-            f"{logs_dir(path)}: has no log of {role or path.name}. "
-            f"The processes with a log are {names}"
+            f"{path.name}: has no log of {role}. The processes with a log are {names}"
         )
     return chosen
 

@@ -17,7 +17,7 @@ from orrery.launcher.slurm.allocation import allocation
 from orrery.launcher.slurm.job import IN_JOB
 from orrery.launcher.stage import Job
 from orrery.launcher.status import hold_lock, lock_holder, newest_checkpoint
-from orrery.manifest.check import nearest, some_of
+from orrery.manifest.check import meant
 from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, find_workspace, id12, load, pretty_json, run_dir
@@ -77,11 +77,12 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
         path = workspace.manifest_path(word)
         if not path.exists():
             names = sorted(path.stem for path in path.parent.glob("*.json"))
-            near = nearest(word, names)
-            writes = f"`orrery render {word}` writes it, if a spec has this run"
-            hint = some_of(word, names) if names else "there are none yet"
-            hint = f"did you mean {near!r}? If not, {writes}" if near else f"{hint}. {writes}"
-            raise OrreryError(f"run {word!r}: {workspace.shown(path)} does not exist; {hint}")
+            hint = meant(word, names) if names else "there are none yet"
+            hint += " If not," if hint.endswith("?") else "."
+            raise OrreryError(
+                f"run {word!r}: {workspace.shown(path)} does not exist; {hint} `orrery render "
+                f"{word}` writes it, if a spec has this run"
+            )
         manifest = load(path)
         path = run_dir(runs_root(workspace), manifest)
         return Run(_held(path) or manifest, path)

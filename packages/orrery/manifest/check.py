@@ -33,9 +33,14 @@ def nearest(name: str, among: list[str]) -> str | None:
     return close[0] if close else None
 
 
-def some_of(name: str, among: list[str]) -> str:
-    like = difflib.get_close_matches(name, among, n=3, cutoff=0.0)
-    return f"there are {len(among)}, such as {', '.join(like)} (`orrery check` lists them)"
+def meant(name: str, among: list[str]) -> str:
+    """Suggest a run's name in `among` that is close to or contains `name`."""
+    near = nearest(name, among) or next((each for each in among if name in each), None)
+    if near is not None:
+        return f"did you mean {near!r}?"
+    return (
+        f"none of the {len(among)} runs has a similar name (`ls manifests jsonnet/runs` lists them)"
+    )
 
 
 def sentence(error: ValidationError) -> str:

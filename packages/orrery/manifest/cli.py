@@ -247,7 +247,7 @@ def _check_known(workspace: Workspace) -> None:
             near = nearest(path.stem, list(known))
             hint = f"did {near!r} take its place? " if near else ""
             shown = workspace.shown(path)
-            raise OrreryError(f"{shown}: no run has this name; {hint}remove the file with `git rm`")
+            raise OrreryError(f"{shown}: no run has this name; {hint}type `rm {shown}`")
 
 
 FIELD = "Only this field, such as trainer.optimizer."

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orrery.manifest.check import check, misspelt, nearest, some_of
+from orrery.manifest.check import check, meant, misspelt, nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, pretty_json
 from orrery.manifest.json_file import kind_of, parse_json
@@ -195,9 +195,7 @@ def locate(workspace: Workspace, name: str) -> Path:
     if likely in workspace.run_files:
         has = ", ".join(_names(workspace, likely))
         raise OrreryError(f"run {name!r}: {workspace.shown(likely)} has the runs {has}; name one")
-    near = nearest(name, names)
-    hint = f"did you mean {near!r}?" if near else some_of(name, names)
-    raise OrreryError(f"run {name!r}: there is no such run; {hint}")
+    raise OrreryError(f"run {name!r}: there is no such run; {meant(name, names)}")
 
 
 def render(workspace: Workspace, name: str) -> Rendered:
