@@ -896,6 +896,12 @@ MISTAKES = {
         "rollouts_per_batch: 13",
         "13 is not a multiple of algorithm.group_size 4; try 12",
     ),
+    "a weight of zero, which all copies of the problem have": (
+        "tasks/words.libsonnet",
+        "weight: 1",
+        "weight: 0",
+        "words: tasks.train[0].weight = 0: should be greater than 0\n",
+    ),
     "a context beyond the model": (
         "tasks/words.libsonnet",
         "context_tokens:: 64",

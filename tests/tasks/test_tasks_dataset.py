@@ -205,7 +205,19 @@ def test_a_chat_that_ends_with_the_reply_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"prompt": "{qestion}"}, "40 of 40 rows lack the column 'qestion'"),
+        (
+            {"prompt": "{qestion}"},
+            "40 of 40 rows lack the column 'qestion' of `prompt` (",
+        ),
+        ({"answer": "{reply}"}, "correct `answer` or add the column. The first has the columns"),
+        (
+            {"prompt": "{no}", "answer": "{no}"},
+            "40 of 40 rows lack the column 'no' of `prompt` and `answer` (",
+        ),
+        (
+            {"held_out": {"kind": "fraction", "fraction": 20}},
+            "args.held_out.fraction: 20 does not fit",
+        ),
         ({"prompt": "solve it"}, "names no column"),
         ({"where": {"question": ["no such"]}}, "no row of"),
         ({"answer_pattern": "####"}, "needs one group"),
@@ -273,6 +285,7 @@ def test_a_run_takes_several_files_with_weights_and_checks_every_row(tmp_path, m
     *lines, note = lines
     assert len(lines) == 4 and all(" rows, prompts not counted" in line for line in lines)
     assert "tasks.train[0]: the lengths of prompts and answers are unchecked" in note
+    assert "there is no tokenizer in '" in note and "Type `orrery fetch model NAME`" in note
     write(one, [*ROWS, *({"question": f"{n}!", "answer": ""} for n in range(20))])
     with pytest.raises(OrreryError, match=r"tasks.train\[0\]: .* have an empty answer"):
         checked(monkeypatch, (args(one), 1.0), (given, 3.0))
@@ -352,7 +365,9 @@ def test_answers_that_their_pattern_refuses_name_both_fields(tmp_path):
 
 
 def test_a_condition_on_an_absent_column_names_where(path):
-    with pytest.raises(OrreryError, match=r"lack the column 'family' .*: correct `where` or add"):
+    with pytest.raises(
+        OrreryError, match=r"lack the column 'family' of `where` .*: correct `where` or add"
+    ):
         task(**args(path, where={"family": ["gcd"]}))
 
 
@@ -360,7 +375,10 @@ def test_rows_without_a_column_are_counted_and_the_columns_are_listed(tmp_path):
     path = write(tmp_path / "rows.jsonl", [*ROWS, {"qestion": "?", "answer": "1"}] * 2)
     with pytest.raises(OrreryError) as error:
         task(**args(path))
-    said = "2 of 82 rows lack the column 'question' (rows.jsonl:81, rows.jsonl:163): correct "
+    said = (
+        "2 of 82 rows lack the column 'question' of `prompt` (rows.jsonl:81, "
+        "rows.jsonl:163): correct "
+    )
     assert said in str(error.value).replace(f"{tmp_path}/", "")
     assert str(error.value).endswith("The first has the columns 'qestion', 'answer'")
 

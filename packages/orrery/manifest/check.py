@@ -48,7 +48,7 @@ def sentence(error: ValidationError) -> str:
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
-    others = len(errors) - 1
+    others = _num_mistakes(errors) - 1
     more = f" (and {others} more error{'s' * (others > 1)})" if others else ""
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "extra_forbidden":
@@ -87,6 +87,16 @@ def sentence(error: ValidationError) -> str:
     else:
         text = f"{path or 'manifest'} = {_short(first['input'])}: {message}"
     return text + more
+
+
+def _num_mistakes(errors: list[Any]) -> int:
+    """Count a mistake once, though each copy of a problem (training, evaluation, SFT) has it."""
+
+    def follows(e: Any) -> bool:  # pydantic drops wrong items, and then finds the tuple too short
+        inside = (o["loc"] for o in errors if len(o["loc"]) > len(e["loc"]))
+        return e["type"] == "too_short" and any(loc[: len(e["loc"])] == e["loc"] for loc in inside)
+
+    return len({(e["msg"], e["loc"][-1:], _short(e["input"])) for e in errors if not follows(e)})
 
 
 def _short(value: Any) -> str:

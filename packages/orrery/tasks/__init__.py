@@ -3,7 +3,7 @@
 Packages add `task.Task` classes by entry points in the group `orrery.tasks`.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -71,16 +71,18 @@ def make(task_use: TaskUse) -> Task:
     try:
         return kind(kind.Args.model_validate(task_use.args), task_use.seed)
     except pydantic.ValidationError as error:
-        raise OrreryError(f"{where}: args{_sentence(error, kind.Args)}") from error
+        raise OrreryError(f"{where}: args{_sentence(error, kind.Args, task_use.args)}") from error
     except OrreryError as error:
         raise OrreryError(f"{where}: args.{error}") from error
 
 
-def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel]) -> str:
+def _sentence(
+    invalid: pydantic.ValidationError, args: type[pydantic.BaseModel], values: dict[str, Any]
+) -> str:
     errors: list[Any] = invalid.errors()
     # A misspelt argument is both unknown and missing. Report it as unknown.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
-    path = "".join(f".{part}" for part in error["loc"])
+    path = "".join(f".{part}" for part in _without_kinds(error["loc"], values))
     match error["type"]:
         case "extra_forbidden":
             name = error["loc"][-1]
@@ -96,6 +98,16 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
             return f"{path}: {error['ctx']['error']}"
     message = error["msg"]
     return f"{path}: {error['input']!r} does not fit: {message[0].lower()}{message[1:]}"
+
+
+def _without_kinds(loc: Sequence[int | str], given: Any) -> Iterator[int | str]:
+    """Yield pydantic's `loc` without the kinds that it adds after each discriminated union."""
+    is_kind = False
+    for part in loc:
+        is_kind = not is_kind and isinstance(given, dict) and given.get("kind") == part
+        if not is_kind:
+            yield part
+            given = given.get(part) if isinstance(given, dict) else None
 
 
 class FewShot:

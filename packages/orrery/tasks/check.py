@@ -26,7 +26,7 @@ from orrery.tasks import FewShot, make
 from orrery.tasks.chat import Renderer
 from orrery.tasks.dataset import Dataset
 from orrery.tasks.task import Message, Problem, Role, Task, ToolCall
-from orrery.tasks.tokenizer import write_tokenizer
+from orrery.tasks.tokenizer import FETCH, write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 6.0
@@ -49,6 +49,7 @@ def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
 def check(manifest: Manifest) -> list[str]:
     """Return a line per task, then notes. Raise OrreryError for an invalid task."""
     renderer, sft = _renderer(manifest.model), manifest.stages.sft
+    tokenizer = manifest.model.tokenizer
     lines: list[str] = []
     notes: list[str] = []
     for path, use in task_uses(manifest):
@@ -71,9 +72,11 @@ def check(manifest: Manifest) -> list[str]:
         if num_rows is not None and path.startswith("tasks.train") and renderer is not None:
             notes += _long_answers(path, use, renderer, turn, num_rows)
         if num_rows is not None and path == "tasks.train[0]" and renderer is None:
+            assert tokenizer.kind == "pretrained"
             notes.append(
-                f"{NOTE}{path}: the lengths of prompts and answers are unchecked, because the "
-                "tokenizer (model.tokenizer.path) is not here. The init stage checks them"
+                f"{NOTE}{path}: the lengths of prompts and answers are unchecked, because there is "
+                f"no tokenizer in {tokenizer.path!r} (model.tokenizer.path). {FETCH}. Otherwise "
+                "the init stage checks them"
             )
         if num_rows is not None and path == "tasks.evaluation[0]":
             notes += _repeated_problems(manifest, num_rows)

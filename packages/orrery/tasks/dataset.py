@@ -12,7 +12,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -150,9 +150,13 @@ class Dataset(SingleTurn):
         self._order = lru_cache(4)(self._shuffled)
 
     def _side(self) -> list[int]:
-        columns = [*columns_of(self.args.prompt), *columns_of(self.args.answer), *self.args.where]
+        fields: dict[str, Collection[str]] = {
+            name: columns_of(getattr(self.args, name)) for name in ("prompt", "answer")
+        }
+        fields["where"] = self.args.where
         if isinstance(self.args.held_out, Column):
-            columns.append(self.args.held_out.column)
+            fields["held_out"] = (self.args.held_out.column,)
+        columns = list(dict.fromkeys(name for names in fields.values() for name in names))
         kept, lacks = [], dict[str, list[int]]()
         for at in range(len(self._rows)):
             row = self._row(at)
@@ -163,9 +167,9 @@ class Dataset(SingleTurn):
                 kept.append(at)
         for name, rows in lacks.items():
             has = ", ".join(map(repr, self._row(rows[0]))) or "none"
-            what = "`where`" if name in self.args.where else "the template"
+            what = " and ".join(f"`{field}`" for field in fields if name in fields[field])
             advice = f"correct {what} or add the column. The first has the columns {has}"
-            kind = f"rows lack the column {name!r}"
+            kind = f"rows lack the column {name!r} of {what}"
             raise OrreryError(self._sentence(kind, rows, advice, len(self._rows)))
         return kept
 

@@ -57,6 +57,8 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
+SMOLLM2 = "make weights/SmolLM2-135M-Instruct/config.json"
+FETCH = f"Type `orrery fetch model NAME`, or for SmolLM2 `{SMOLLM2}`"
 # variables that the renderer sets in a chat template
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 GIVEN |= {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception", "strftime_now"}
@@ -82,9 +84,8 @@ def write_tokenizer(model: Model, folder: Path) -> None:
     source = Path(model.tokenizer.path)
     if not (source / "tokenizer.json").is_file():
         raise OrreryError(
-            f"model.tokenizer.path: there is no tokenizer.json in {str(source)!r}. "
-            "Type `orrery fetch model NAME`, or for SmolLM2 `make "
-            "weights/SmolLM2-135M-Instruct/config.json`, or name the model's folder"
+            f"model.tokenizer.path: there is no tokenizer.json in {str(source)!r}. {FETCH}, or "
+            "name the model's folder"
         )
     files = [source / name for name in FILES if (source / name).is_file()]
     if (found := sha256_of(files)) != (expected := model.tokenizer.sha256):
