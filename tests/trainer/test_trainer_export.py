@@ -124,7 +124,13 @@ def test_steps_are_chosen_and_mistakes_are_sentences(tmp_path, capsys):
             2,
             "--step: there is no complete checkpoint of step 3; there are 1, 2",
         ),
-        ((run_dir, "--step", 1), 2, "exists already. Remove it, or name another folder with --to"),
+        (
+            (run_dir, "--step", 1),
+            2,
+            f"{run_dir / 'weights' / 'step_1'}: holds this export already. Use it as it is. "
+            "To export anew, remove it or name another with --to",
+        ),
+        ((run_dir, "--to", tmp_path / "newest"), 2, f"{tmp_path / 'newest'}: exists already. To"),
         (
             (run_dir,),
             2,

@@ -75,9 +75,10 @@ def export_checkpoint(
     manifest = load(run_dir / MANIFEST)
     step = _choose_step(run_dir, stage, step)
     name = f"step_{step}" if stage == "rl" else f"{stage}_step_{step}"
-    to = to or weights_path(run_dir, name)
+    given, to = to, to or weights_path(run_dir, name)
     if to.exists():
-        raise OrreryError(f"{to}: exists already. Remove it, or name another folder with --to")
+        found = "exists already" if given else "holds this export already. Use it as it is"
+        raise OrreryError(f"{to}: {found}. To export anew, remove it or name another with --to")
     folder = checkpoints.whole_dir(run_dir, step, stage)
     checkpoints.verify(folder, remedy="export another step with --step")
     is_first_stage = stage == "sft" or manifest.stage_before_rl == "init"
